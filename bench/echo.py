@@ -12,13 +12,13 @@ import sys
 
 import uvloop
 
-from pw.core.actor import Actor, handles
+from pw.core.actors.actor import Actor, handles
 from pw.core.ids import Address
 from pw.core.messages import Ready
-from pw.transport.credentials import Credentials
-from pw.transport.link import incarnation
-from pw.transport.node import Node
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.access.credentials import Credentials
+from pw.transport.links.link import incarnation
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
 
 ACTOR = "session"
 """The kind of actor to which workers may send what `Echo` takes."""

@@ -18,14 +18,14 @@ from typing import Any
 import uvloop
 
 from pw.core import messages
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, store_of
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.transport.link import incarnation
-from pw.transport.node import Node as ActorNode
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.links.link import incarnation
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node as ActorNode
 
 NAME = "client-flooder"
 IN_A_FRAME = 50

@@ -19,14 +19,14 @@ import uvloop
 
 from bench import echo, measure, report, secure_bulk
 from bench.baselines.peer import ROOT, environment
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import Address
 from pw.core.messages import Ready
-from pw.core.roles import Role
-from pw.transport.authority import Authority
-from pw.transport.credentials import Credentials
-from pw.transport.node import Node
-from pw.transport.tls import TlsEnd
+from pw.core.messages.roles import Role
+from pw.transport.access.authority import Authority
+from pw.transport.access.credentials import Credentials
+from pw.transport.access.tls import TlsEnd
+from pw.transport.links.node import Node
 
 TLS, PLAIN = "TLS", "plain tcp"
 IN_FLIGHT = 64

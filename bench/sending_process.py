@@ -26,8 +26,8 @@ import numpy as np
 import uvloop
 
 from pw.core.landing import Landing
-from pw.transport.bulk import BulkPlane
-from pw.transport.credentials import Credentials
+from pw.transport.access.credentials import Credentials
+from pw.transport.bulk.plane import BulkPlane
 
 CHANNELS = ("shared", "tcp")
 LENGTH = struct.Struct("<I")

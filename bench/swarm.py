@@ -23,17 +23,17 @@ from typing import Any
 import uvloop
 
 from pw.core import messages
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.transport import codec
-from pw.transport.connection import Connection
 from pw.transport.endpoints import parse
-from pw.transport.link import Versions, incarnation
-from pw.transport.node import Node as ActorNode
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.links import codec
+from pw.transport.links.connection import Connection
+from pw.transport.links.link import Versions, incarnation
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node as ActorNode
 
 HEARTBEAT_S = 1.0
 ARTIFACT = b"a computation that is never compiled"

@@ -3,7 +3,7 @@
 The paper keeps buffers in device memory and moves them over the accelerators' own network or the
 datacentre's (its §4.2 and figure 12), without figures. Four levels are measured:
 
-- the bulk plane (`pw.transport.bulk`) between two processes, from request to delivered bytes,
+- the bulk plane (`pw.transport.bulk.plane`) between two processes, from request to delivered bytes,
   beside a memcpy in one process and a bare tcp socket between the same two processes;
 - `pw.put` of a `pw.Array` from one island to another, from request to ready, beside Ray's object
   store between two actors if Ray is installed. The bars are about arrays that must be copied:
@@ -45,7 +45,7 @@ from bench.placement import new_mesh
 from bench.report import Figure, Result, Series
 from bench.sending_process import CHANNELS, request
 from pw import LocalCluster
-from pw.transport.bulk import BulkPlane
+from pw.transport.bulk.plane import BulkPlane
 
 MIB = 1 << 20
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 * MIB, 64 * MIB, 256 * MIB)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pw.core.errors import Error
-from pw.transport.joined import default_address
+from pw.transport.access.joined import default_address
 
 __all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
 

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
+from pw.core.actors.watchdog import STALL_S
 from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
@@ -26,9 +27,8 @@ from pw.core.messages import (
 from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
-from pw.core.watchdog import STALL_S
-from pw.transport.link import Versions
-from pw.transport.node import Node
+from pw.transport.links.link import Versions
+from pw.transport.links.node import Node
 
 if TYPE_CHECKING:
     from pw.devices.host.backend import Backend

@@ -30,19 +30,19 @@ from pw.cli.process import (
     host_of,
 )
 from pw.cli.publisher import Publisher, check_events
+from pw.core.actors.watchdog import STALL_S
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
-from pw.core.roles import Role
+from pw.core.messages.roles import Role
 from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
 from pw.core.waits import RECOVERY_S
-from pw.core.watchdog import STALL_S
 from pw.sched.island.policy import POLICIES
-from pw.transport.link import incarnation
+from pw.transport.access.private import PrivateFolder
+from pw.transport.access.security import Security
+from pw.transport.links.link import incarnation
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
 from pw.transport.log import log
-from pw.transport.node import Node
-from pw.transport.private import PrivateFolder
-from pw.transport.security import Security
-from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
 """The rate of new clients from which numbers of an earlier start could repeat."""

@@ -23,14 +23,14 @@ from pw.client.connection import embedded
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
-from pw.core.roles import Role
+from pw.core.messages.roles import Role
 from pw.gateway import choosing
 from pw.gateway.beside import ERROR
 from pw.gateway.devices import Devices
 from pw.gateway.server import Server
+from pw.transport.access.private import PrivateFolder
+from pw.transport.access.security import Security
 from pw.transport.endpoints import parse
-from pw.transport.private import PrivateFolder
-from pw.transport.security import Security
 
 PLAIN = (
     "JAX's protocol is not encrypted, and credentials do not change that; listen at 127.0.0.1 and use ssh -L, "

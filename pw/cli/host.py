@@ -41,7 +41,7 @@ from pw.cli.supervision import Begin, Parcel, SupervisorLink
 from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
-from pw.core.roles import Role
+from pw.core.messages.roles import Role
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.replica_memory import Replica
 from pw.devices.jax import group
@@ -52,13 +52,13 @@ from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
 from pw.devices.python.confining import Bounds as PythonBounds
 from pw.processes.fork_server import ForkServer
-from pw.transport.bulk import BulkPlane
+from pw.transport.access.private import beside, free_endpoint
+from pw.transport.access.security import Security
+from pw.transport.bulk.plane import BulkPlane
 from pw.transport.endpoints import advertised, own_address
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
 from pw.transport.log import log
-from pw.transport.node import Node
-from pw.transport.private import beside, free_endpoint
-from pw.transport.security import Security
-from pw.transport.stream_network import StreamNetwork
 
 DESCRIPTORS = 1 << 20
 """Upper bound of descriptors that a host takes; each larger array needs one."""

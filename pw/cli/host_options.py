@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.watchdog import STALL_S
+from pw.core.actors.watchdog import STALL_S
 
 
 class HostOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from pw.devices.host.replica_memory import Replica
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
-from pw.transport.bulk import BulkPlane
-from pw.transport.local import LocalHub
-from pw.transport.node import Node
+from pw.transport.bulk.plane import BulkPlane
+from pw.transport.links.local import LocalHub
+from pw.transport.links.node import Node
 
 
 class InProcessHost:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pw.core.errors import Error
-from pw.core.roles import Role
-from pw.transport import joined, private_files
-from pw.transport.identity import TRUST_DOMAIN, said
+from pw.core.messages.roles import Role
+from pw.transport.access import joined, private_files
+from pw.transport.access.identity import TRUST_DOMAIN, said
 
 if TYPE_CHECKING:  # cryptography loads slowly, and other commands do not need it
     from pw.cli.keys_folder import KeysFolder
@@ -152,8 +152,8 @@ def _show_file(path: Path, revoked: Mapping[str, float]) -> None:
     Args:
         revoked: when certificates were revoked, by serial number; empty without the authority's folder.
     """
-    from pw.transport.certificates import identities_in
-    from pw.transport.credentials import Credentials
+    from pw.transport.access.certificates import identities_in
+    from pw.transport.access.credentials import Credentials
 
     file = path / "tls.crt" if path.is_dir() else path
     content = private_files.read(file, private=False)
@@ -201,7 +201,7 @@ def join(
 
     Exit codes: 0; 1, with one line on standard error, if the credentials cannot be used.
     """
-    from pw.transport.credentials import Credentials
+    from pw.transport.access.credentials import Credentials
 
     if file.is_dir():
         raise Error(f"{file} is a folder; pw join installs one file, so set PW_CREDENTIALS instead")

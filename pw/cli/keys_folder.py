@@ -19,11 +19,11 @@ import msgspec
 from cryptography import x509
 
 from pw.core.errors import Error
-from pw.core.roles import Role
-from pw.transport import private_files
-from pw.transport.authority import Authority
-from pw.transport.certificates import identities_in
-from pw.transport.identity import Identity
+from pw.core.messages.roles import Role
+from pw.transport.access import private_files
+from pw.transport.access.authority import Authority
+from pw.transport.access.certificates import identities_in
+from pw.transport.access.identity import Identity
 
 KEY, CERTIFICATE, ISSUED, REVOKED = "authority.key", "authority.pem", "issued.jsonl", "revoked.pem"
 

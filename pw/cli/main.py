@@ -24,8 +24,8 @@ from pw.cli.process import (
     versions,
 )
 from pw.core.errors import Error
-from pw.transport.joined import default_address
-from pw.transport.security import address_in, use_tcp
+from pw.transport.access.joined import default_address
+from pw.transport.access.security import address_in, use_tcp
 
 app = typer.Typer(
     add_completion=False,

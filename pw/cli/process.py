@@ -17,8 +17,8 @@ import typer
 
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
+from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
-from pw.transport.security import CLOSED, Security
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -58,7 +58,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help=INSECURE_HELP)]
 
 def versions() -> str:
     """Return the installed versions, for people."""
-    from pw.transport.link import Versions
+    from pw.transport.links.link import Versions
 
     return f"{Versions.installed()}, Python {platform.python_version()}"
 

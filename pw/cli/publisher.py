@@ -21,8 +21,8 @@ import zmq
 from pw.cli.process import check_bind
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.events import Batch, Event, subject
-from pw.transport.private import is_private
-from pw.transport.security import Security
+from pw.transport.access.private import is_private
+from pw.transport.access.security import Security
 
 MESSAGES_KEPT = 256
 """Messages that wait for a slow reader."""

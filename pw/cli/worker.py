@@ -28,13 +28,13 @@ from pw.cli.process import (
     size_of,
 )
 from pw.cli.supervisor import Supervisor
+from pw.core.actors.watchdog import STALL_S
 from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
-from pw.core.roles import Role
-from pw.core.watchdog import STALL_S
-from pw.transport.access import not_the_name
-from pw.transport.private import PrivateFolder, free_endpoint
-from pw.transport.security import Security
+from pw.core.messages.roles import Role
+from pw.transport.access.private import PrivateFolder, free_endpoint
+from pw.transport.access.security import Security
+from pw.transport.links.admission import not_the_name
 
 COMPILE_BYTES = 8 << 30
 """Host memory that one compilation may take, by default."""

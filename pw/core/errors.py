@@ -144,7 +144,7 @@ INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, 
 
 SKIPPED = "Skipped"
 """The kind of an error in the place of values that a branch which was not taken would have made. No user sees
-it: the results of a program are merges of such values (`pw.core.guards`)."""
+it: the results of a program are merges of such values (`pw.core.programs.guards`)."""
 
 
 def _kinds(base: type[Error]) -> dict[str, type[Error]]:

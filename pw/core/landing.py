@@ -37,7 +37,7 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bulk(Protocol):
-    """The bulk plane as actors see it (see `pw.transport.bulk.BulkPlane`)."""
+    """The bulk plane as actors see it (see `pw.transport.bulk.plane.BulkPlane`)."""
 
     def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
         """Reserve a buffer; `deliver` is called once, when all bytes are in.

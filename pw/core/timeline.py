@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import WIDTH
-from pw.core.ticker import Ticker
 
 PART = 4096
 """Records in one message, about 100 KB: launches on the same link hardly wait."""

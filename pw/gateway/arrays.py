@@ -6,7 +6,7 @@ The client names an array by a handle. What it consists of is one of:
 - a host value that is not uploaded yet: small ones travel inside the first run that uses them;
 - pieces: single shards of other arrays of this client. So taking an array apart, and putting shards
   together, costs no message. A run that needs them gets a view, which the runtime makes
-  (`pw.core.program.Kind.VIEW`);
+  (`pw.core.programs.program.Kind.VIEW`);
 - an error, which every later use raises.
 
 Deleting: an array that was deleted or donated is `gone`, and its shards are dead in all arrays that

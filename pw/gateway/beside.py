@@ -20,7 +20,7 @@ from pw.client.connection.script import process_name
 from pw.core.errors import ConnectionFailed
 from pw.gateway import forks
 from pw.gateway.functions import Functions
-from pw.transport.private import PrivateFolder
+from pw.transport.access.private import PrivateFolder
 
 SOCKET, FUNCTIONS = "gateway", "functions"
 START_S = 120.0

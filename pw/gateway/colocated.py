@@ -12,8 +12,8 @@ from typing import Any
 
 import cloudpickle
 
-from pw.core.parts import Share
-from pw.core.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.functions.parts import Share
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Sharding
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray

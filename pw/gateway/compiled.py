@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
-from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.gateway import protos, shardings
 from pw.gateway.arrays import DEFAULT_MEMORY, Stored, memory_of
 

@@ -1,6 +1,6 @@
 """Compiled programs of one client: compiling, describing and running them.
 
-A computation of JAX becomes a program of one computation (`pw.core.program.Kind.STABLEHLO`). A host
+A computation of JAX becomes a program of one computation (`pw.core.programs.program.Kind.STABLEHLO`). A host
 compiles it first, because only the compiler knows how the results are divided; then the program is
 registered, and each execution is a run of it.
 """
@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from pw.core.messages import Detail
-from pw.core.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.stablehlo import Facts, Stablehlo
 from pw.core.sharding import Placement
-from pw.core.stablehlo import Facts, Stablehlo
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
 from pw.gateway.compiled import Executable, describe, write_metadata

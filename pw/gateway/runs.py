@@ -14,9 +14,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
-from pw.core.program import Output, Program, Value
+from pw.core.programs.program import Output, Program, Value
+from pw.core.programs.stablehlo import spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
-from pw.core.stablehlo import spec_of_shards
 from pw.gateway import statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored, memory_of
 from pw.gateway.waits import Waits

@@ -21,7 +21,7 @@ from pw.gateway import protos, rpc
 from pw.gateway.devices import Devices
 from pw.gateway.http2 import Connection, Stream
 from pw.gateway.requests import Client
-from pw.transport.peers import is_foreign
+from pw.transport.access.unix import is_foreign
 
 logger = logging.getLogger(__name__)
 

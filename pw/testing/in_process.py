@@ -24,9 +24,9 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER
-from pw.transport.bulk import BulkPlane
-from pw.transport.local import LocalHub
-from pw.transport.node import Node
+from pw.transport.bulk.plane import BulkPlane
+from pw.transport.links.local import LocalHub
+from pw.transport.links.node import Node
 
 
 class InProcessCluster:

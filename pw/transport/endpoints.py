@@ -18,6 +18,8 @@ from typing import NamedTuple
 from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
+CHUNKS_PREAMBLE = b"pwbulk1\n"
+"""The first bytes of a connection for chunks, in clear. Those of a link never begin with a letter."""
 LOOPBACK = "127.0.0.1"
 PATH_BYTES = 107
 """The most bytes in the path of a unix socket."""

@@ -13,7 +13,7 @@ import msgspec
 from pw.core import messages
 from pw.core.compact import Compact
 from pw.core.sharding import Placement
-from pw.transport import codec
+from pw.transport.links import codec
 
 KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.core.counted import impossible
 from pw.core.errors import ArgumentError
+from pw.core.programs.counted import impossible
 
 TREES_KEPT = 4096
 

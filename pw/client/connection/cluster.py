@@ -24,9 +24,9 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html
+from pw.core.actors.watchdog import STALL_S
 from pw.core.sizes import parse_size
-from pw.core.watchdog import STALL_S
-from pw.transport.private import PrivateFolder
+from pw.transport.access.private import PrivateFolder
 
 START_S = 30.0
 

@@ -13,10 +13,10 @@ from pw.client.connection.runtime import RECONNECT_S, Runtime
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.worker_output import is_wanted
 from pw.core.errors import Error
-from pw.core.roles import Role
-from pw.transport.credentials import CREDENTIALS
-from pw.transport.joined import default_address
-from pw.transport.security import Security, address_in
+from pw.core.messages.roles import Role
+from pw.transport.access.credentials import CREDENTIALS
+from pw.transport.access.joined import default_address
+from pw.transport.access.security import Security, address_in
 
 _current: Runtime | None = None
 _guard = threading.RLock()

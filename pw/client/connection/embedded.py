@@ -25,12 +25,12 @@ from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.sizes import parse_size
-from pw.transport.bulk import BulkPlane
-from pw.transport.link import incarnation
-from pw.transport.local import LocalHub
-from pw.transport.node import Node
-from pw.transport.private import PrivateFolder
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.access.private import PrivateFolder
+from pw.transport.bulk.plane import BulkPlane
+from pw.transport.links.link import incarnation
+from pw.transport.links.local import LocalHub
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES, Artifact, RegisterProgram
-from pw.core.program import Kind, Program
-from pw.transport import codec
+from pw.core.programs.program import Kind, Program
+from pw.transport.links import codec
 
 MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
 """A call with no more arguments fits into a message, whatever their sizes."""

@@ -40,9 +40,9 @@ from pw.core.messages import (
     SaveArrays,
     Status,
 )
+from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.core.stablehlo import Stablehlo, encode
-from pw.transport.codec import MAX_FRAME_BYTES
+from pw.transport.links.codec import MAX_FRAME_BYTES
 
 T = TypeVar("T")
 

@@ -57,7 +57,7 @@ from pw.core.messages import (
     Run,
     SliceBound,
 )
-from pw.core.program import Program
+from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 
 PARTS_COUNTED = 256

@@ -23,13 +23,13 @@ from pw.client.session.thread_messages import AwaitHosts, Close
 from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
-from pw.core.roles import Role
-from pw.transport.bulk import BulkPlane
-from pw.transport.link import incarnation
-from pw.transport.node import Node
-from pw.transport.private import beside as private_folder
-from pw.transport.security import Security
-from pw.transport.stream_network import StreamNetwork
+from pw.core.messages.roles import Role
+from pw.transport.access.private import beside as private_folder
+from pw.transport.access.security import Security
+from pw.transport.bulk.plane import BulkPlane
+from pw.transport.links.link import incarnation
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pw.core.program import Program
+from pw.core.programs.program import Program
+from pw.core.programs.views import Shards, view_program
 from pw.core.sharding import ArraySpec
-from pw.core.views import Shards, view_program
 
 KEPT = 512
 """Programs that are kept, besides those in use."""
@@ -63,8 +63,8 @@ class Views:
             outputs: the specs of the new arrays.
             shards: for each output, the (source, mesh position there) of its shard at each mesh position.
 
-        Raises what `pw.core.views.view_program` raises. A source that was deleted or donated fails the new
-        arrays with ArrayDeleted.
+        Raises what `pw.core.programs.views.view_program` raises. A source that was deleted or donated fails
+        the new arrays with ArrayDeleted.
         """
         named = tuple([tuple([(source, at) for source, at in row]) for row in shards])
         key = (tuple([spec for _, spec in arrays]), tuple(outputs), named)

@@ -14,8 +14,8 @@ import numpy as np
 from pw.client.feeding.source import Position, Source
 from pw.client.trace.host_function import structure
 from pw.client.transfer import put
-from pw.core.feeding import Feeder, Note, note_of
-from pw.core.parts import whole_share
+from pw.core.functions.feeding import Feeder, Note, note_of
+from pw.core.functions.parts import whole_share
 
 _LOOK_S = 0.5
 """How often the thread looks whether its stream is still there."""

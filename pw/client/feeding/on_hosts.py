@@ -21,9 +21,9 @@ from pw.client.feeding.source import Position, Source, notes_of
 from pw.client.trace.host_function import pickled, structure
 from pw.client.trace.launch import Feed, Launch
 from pw.core.errors import ResultMismatch
-from pw.core.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, request
-from pw.core.prefetch import Ahead
-from pw.core.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, request
+from pw.core.functions.prefetch import Ahead
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 
 
 class _Begun(NamedTuple):

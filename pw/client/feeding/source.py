@@ -12,7 +12,7 @@ import numpy as np
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import ArgumentError
-from pw.core.feeding import NOTE_BYTES, Note, note_of
+from pw.core.functions.feeding import NOTE_BYTES, Note, note_of
 from pw.core.messages import INLINE_BYTES
 
 SAVED_BYTES = INLINE_BYTES

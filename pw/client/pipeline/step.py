@@ -2,7 +2,7 @@
 
 It runs while `pw.program` traces, so it sees shapes and shardings only. The transfers between stages
 follow from where the functions run. The order of the calls on each slice is the order of the schedule's row,
-and lowering keeps it (`pw.core.segments`).
+and lowering keeps it (`pw.core.programs.segments`).
 
 Names of values are those of `pw.client.pipeline.stages`. `("x", i)` of a stage is `("y", i)` of the stage
 before, and `("gy", i)`, the gradient of its result, is `("gx", i)` of the next stage.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pw.client.session.hosts import Hosts
 from pw.client.session.thread_messages import AnswerCall, Called
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Error
 from pw.core.ids import Address
 from pw.core.landing import Bulk, Bytes

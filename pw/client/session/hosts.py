@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from weakref import WeakValueDictionary
 
 from pw.client.session.thread_messages import Listen
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, store_of
 from pw.core.messages import Attached, Identify, Peer, ReleaseSlice, SliceBound, SliceLost
 from pw.core.sharding import ArraySpec, DeviceAddress

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from pw.core.actor import Part, handles
-from pw.core.artifacts import Artifacts
+from pw.core.actors.actor import Part, handles
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROLLER, Address, arrays_in
@@ -43,6 +42,7 @@ from pw.core.messages import (
     Stats,
     Status,
 )
+from pw.core.messages.artifacts import Artifacts
 from pw.core.sharding import ArraySpec
 
 _LEAST = 64

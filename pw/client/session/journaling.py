@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from pw.client.session.journal import Journal
-from pw.core.actor import Env
+from pw.core.actors.actor import Env
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, CreateArray, InputGone, LinkLost
 

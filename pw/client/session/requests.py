@@ -37,7 +37,7 @@ from pw.client.session.thread_messages import (
     reject,
     resolve,
 )
-from pw.core.actor import Part, handles
+from pw.core.actors.actor import Part, handles
 from pw.core.errors import (
     INFRASTRUCTURE,
     ArrayDeleted,

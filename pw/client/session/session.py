@@ -35,7 +35,7 @@ from pw.client.session.thread_messages import (
 )
 from pw.client.session.timelines import Timelines
 from pw.client.session.uploads import Uploads
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, CONTROLLER, Address, arrays_in
 from pw.core.landing import Bulk

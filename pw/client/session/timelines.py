@@ -28,11 +28,11 @@ from pw.client.session.thread_messages import (
     reject,
     resolve,
 )
-from pw.core.actor import Part, handles
+from pw.core.actors.actor import Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import Error
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.messages import ReadRecords, Records
-from pw.core.ticker import Ticker
 
 PINGS = 8
 """Rounds of the clocks before a timeline is ready."""

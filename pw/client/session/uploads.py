@@ -23,7 +23,7 @@ import numpy as np
 
 from pw.client.session.hosts import Devices, Hosts
 from pw.client.session.thread_messages import Put
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, ErrorReport, TransferFailed
 from pw.core.ids import CONTROL, Address
 from pw.core.landing import Bulk

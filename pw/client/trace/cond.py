@@ -1,8 +1,9 @@
 """`pw.cond`: one of two functions of a program runs, as a predicate says.
 
-Both functions are traced, and each of their computations gets a guard (`pw.core.guards`): it has its place in
-the order of launches, and its hosts skip it if the predicate says so. The results are merges. If one `cond`
-lies in another, its predicate is computed in the outer branch, so all of the inner one is skipped with it.
+Both functions are traced, and each of their computations gets a guard (`pw.core.programs.guards`): it has
+its place in the order of launches, and its hosts skip it if the predicate says so. The results are merges.
+If one `cond` lies in another, its predicate is computed in the outer branch, so all of the inner one is
+skipped with it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
-from pw.core.program import Value
+from pw.core.programs.program import Value
 
 PROGRAMS_KEPT = 128
 """Pairs of functions that were called outside of a program, and whose programs are kept."""

@@ -11,7 +11,7 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.constant import Constant
 from pw.client.trace.joined.moving import applied
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.core.program import Value
+from pw.core.programs.program import Value
 from pw.core.sharding import ArraySpec
 
 

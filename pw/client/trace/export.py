@@ -39,7 +39,7 @@ from pw.client.trace.captured import lift
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.propagation import result_specs
 from pw.core.errors import TracingError
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""

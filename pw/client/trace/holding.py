@@ -1,8 +1,8 @@
 """Holds large operands of branches back: they leave their slice only if the branch is taken.
 
 An edge to a guarded computation begins at its value, which is made before the branch is chosen. So the value
-goes through a *hold* (`pw.core.guards.hold`): a guarded merge where it lies. The edge begins at the hold, and
-the hosts there send the value, or a few bytes which say that it is skipped.
+goes through a *hold* (`pw.core.programs.guards.hold`): a guarded merge where it lies. The edge begins at the
+hold, and the hosts there send the value, or a few bytes which say that it is skipped.
 
 A hold makes its hosts wait for the predicate, and the taken branch for the value. So only large values get one.
 It guards the innermost branch that has all consumers of an edge: what both branches need there is sent at once.
@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pw.client.trace.branch import Branch
-from pw.core.guards import hold
-from pw.core.program import Computation, Node, Output, Value
+from pw.core.programs.guards import hold
+from pw.core.programs.program import Computation, Node, Output, Value
 from pw.core.sharding import ArraySpec
 
 LEAST_BYTES = 1 << 20
 """The least size of an operand that is held back.
 
-By the model of `pw.core.costs`, a network of 25 Gbit/s needs as long for so many bytes as a message takes.
-Readings over tcp on one busy machine agree only roughly: with the predicate on the operand's slice, runs
+By the model of `pw.core.programs.costs`, a network of 25 Gbit/s needs as long for so many bytes as a message
+takes. Readings over tcp on one busy machine agree only roughly: with the predicate on the operand's slice, runs
 that skip the branch took 0.93 of their time for 512 KiB, and 0.8 for 1 MiB; with the predicate on the other
 slice 0.92 and 0.85, but runs in flight that take the branch 1.6 to 2.4 times as long, because they wait for
 each other.

@@ -26,9 +26,9 @@ from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.core.errors import ArgumentError, PlacementError, ResultMismatch, TracingError
-from pw.core.host_calls import HostCall, Structure
-from pw.core.program import Computation, Kind
-from pw.core.trees import AnyLeaf, PlainTree, is_plain
+from pw.core.functions.host_calls import HostCall, Structure
+from pw.core.programs.program import Computation, Kind
+from pw.core.programs.trees import AnyLeaf, PlainTree, is_plain
 
 
 class _HostFunction(JitFunction[..., Any]):

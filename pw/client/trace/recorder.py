@@ -32,8 +32,8 @@ from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
 from pw.client.trace.tape import Tape
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
-from pw.core.guards import merge
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.guards import merge
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from pw.client.arrays.methods import Methods
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import TracerError
-from pw.core.program import Value
+from pw.core.programs.program import Value
 
 
 class Named(Protocol):

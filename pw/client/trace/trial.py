@@ -11,7 +11,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.trace.launch import Feed
 from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
-from pw.core.program import Computation, Kind, Node, Value
+from pw.core.programs.program import Computation, Kind, Node, Value
 
 _INLINED = (Kind.EXPORT, Kind.MERGE)
 """Computations whose functions JAX can trace into another one."""

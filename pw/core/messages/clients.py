@@ -8,7 +8,7 @@ from pw.core.compact import Compact, OnPlacement, OnSpec
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 from pw.core.messages.files import FileSource, OfferSource
-from pw.core.program import Program
+from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 

@@ -10,8 +10,8 @@ import msgspec
 from pw.core.landing import Landing
 from pw.core.messages.base import Base
 from pw.core.packing import ArrayType
+from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import DeviceAddress
-from pw.core.stablehlo import Facts
 
 
 class Detail(StrEnum):

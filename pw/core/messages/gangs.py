@@ -8,9 +8,9 @@ from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 from pw.core.messages.clients import Artifact
-from pw.core.peak import IslandMemory
-from pw.core.plan import HostPlan
-from pw.core.program import Program
+from pw.core.programs.peak import IslandMemory
+from pw.core.programs.plan import HostPlan
+from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 from pw.core.tenants import OPERATOR
 
@@ -241,7 +241,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     positions: tuple[int, ...]
     """The mesh positions of the shards."""
     place: int | None = None
-    """In a message (`pw.core.copying`): the index of the place with the placement and the devices."""
+    """In a message (`pw.core.messages.copying`): the index of the place with the placement and the devices."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

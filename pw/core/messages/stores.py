@@ -41,7 +41,8 @@ class Uploaded(Base, frozen=True, tag=95):
     again: bool = False
     """The host had them before, and drops the new ones."""
     layout: bytes = b""
-    """The digest of the array as the host has it (`pw.core.spec_checks.layout_of`); empty if it has none."""
+    """The digest of the array as the host has it (`pw.core.programs.spec_checks.layout_of`); empty if it has
+    none."""
 
 
 class Fetch(Base, frozen=True, tag=96):

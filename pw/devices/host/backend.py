@@ -25,10 +25,10 @@ import numpy as np
 from pw.core.errors import ErrorReport
 from pw.core.messages import Detail, ThreadReport
 from pw.core.packing import ArrayType
-from pw.core.plan import Piece
-from pw.core.program import Computation
+from pw.core.programs.plan import Piece
+from pw.core.programs.program import Computation
+from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
-from pw.core.stablehlo import Facts
 
 Done = Callable[[ErrorReport | None], None]
 """Called on the loop thread with an error, or None for success."""

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import Address, session_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.message_checks import ERROR_CHARACTERS, check_landing
 from pw.core.messages import INLINE_BYTES, CallClient, CallLanding, CallReturned, PeerLost
+from pw.core.messages.checks import ERROR_CHARACTERS, check_landing
 from pw.core.packing import pack, packed_bytes, sizes_of, unpack_arrays
+from pw.core.programs.spec_checks import shortened
 from pw.core.sharding import packed_offsets
-from pw.core.spec_checks import shortened
 from pw.devices.host.backend import Backend, ClientCall
 from pw.devices.host.clients import Clients
 

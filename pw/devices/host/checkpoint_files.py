@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.messages import (

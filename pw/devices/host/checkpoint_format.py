@@ -40,8 +40,8 @@ from pw.core.errors import (
     OutOfHostMemory,
 )
 from pw.core.landing import Bytes
-from pw.core.message_checks import TREE_BYTES
 from pw.core.messages import CommitFiles, CopyFile
+from pw.core.messages.checks import TREE_BYTES
 from pw.core.sharding import ArraySpec, Box, box_shape, dtype_of
 from pw.devices.host.checkpoint_paths import (
     INDEX_BYTES,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from pw.core.errors import CheckpointFailed
-from pw.core.message_checks import check_path
+from pw.core.messages.checks import check_path
 
 INDEX_BYTES = 64 << 20
 """The largest manifest, and the largest header of a file: they are read whole."""

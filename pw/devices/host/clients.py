@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Disconnected, ErrorReport
 from pw.core.ids import Address, client_of
 from pw.core.messages import Identify

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_id
 from pw.core.messages import CancelRequest, Compile, Compiled, PeerLost, RequestFailed
-from pw.core.spec_checks import check_devices
-from pw.core.stablehlo import Facts
+from pw.core.programs.spec_checks import check_devices
+from pw.core.programs.stablehlo import Facts
 from pw.devices.host.backend import Backend
 from pw.devices.host.clients import Clients
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import Address, client_of
 from pw.core.landing import Bulk
 from pw.core.messages import EdgeReport, PeerLost

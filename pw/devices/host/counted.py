@@ -1,4 +1,4 @@
-"""Reads the rows that count of a value on this host (`pw.core.counted`).
+"""Reads the rows that count of a value on this host (`pw.core.programs.counted`).
 
 Rows and counts are read by two ops that are submitted together, so no later op takes the buffers of one of them
 first.
@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pw.core.counted import (
+from pw.core.errors import ErrorReport
+from pw.core.landing import Bytes
+from pw.core.programs.counted import (
     Array,
     counts_read,
     filled,
@@ -22,9 +24,7 @@ from pw.core.counted import (
     whole_piece,
     wrong_counts,
 )
-from pw.core.errors import ErrorReport
-from pw.core.landing import Bytes
-from pw.core.plan import Counts, Receive, Route
+from pw.core.programs.plan import Counts, Receive, Route
 from pw.core.sharding import ArraySpec, DeviceAddress, box_shape
 from pw.devices.host.backend import Part, Read, Value
 

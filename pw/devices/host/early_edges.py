@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pw.core.actor import Env, Part
+from pw.core.actors.actor import Env, Part
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport, TransferFailed
 from pw.core.ids import client_of
 from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed
-from pw.core.ticker import Ticker
 from pw.devices.host.edge_states import EdgeKey
 from pw.devices.host.run_table import RunTable
 

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.counted import most_bytes
+from pw.core.actors.lifecycle import Lifecycle
 from pw.core.landing import Landing
-from pw.core.lifecycle import Lifecycle
 from pw.core.messages import INLINE_BYTES
-from pw.core.plan import Counts, Receive, Route, Send
-from pw.core.reshard import route_layout
+from pw.core.programs.counted import most_bytes
+from pw.core.programs.plan import Counts, Receive, Route, Send
+from pw.core.programs.reshard import route_layout
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.devices.host.backend import Build, Part, Value
 

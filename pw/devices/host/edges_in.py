@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
-from pw.core.counted import Array
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, coordinator_of
 from pw.core.landing import Bulk, Bytes
@@ -29,11 +29,11 @@ from pw.core.messages import (
     Transferred,
 )
 from pw.core.packing import unpack
-from pw.core.plan import Receive, Route
+from pw.core.programs.counted import Array
+from pw.core.programs.plan import Receive, Route
+from pw.core.programs.reshard import route_layout
 from pw.core.recorder import RECEIVED
-from pw.core.reshard import route_layout
 from pw.core.sharding import DeviceAddress
-from pw.core.ticker import Ticker
 from pw.devices.host.backend import Backend, Build, Op, Read, Value, is_alone
 from pw.devices.host.backend import Part as ShardPart
 from pw.devices.host.counted import Slots, parts_of, reads, taken

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
-from pw.core.counted import Array, joined, packed
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk
@@ -27,9 +26,10 @@ from pw.core.messages import (
     EdgeReport,
 )
 from pw.core.packing import pack
-from pw.core.plan import Route, Send
+from pw.core.programs.counted import Array, joined, packed
+from pw.core.programs.plan import Route, Send
+from pw.core.programs.reshard import route_layout
 from pw.core.recorder import SENT
-from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.host.backend import Op, Read, Value, is_alone
 from pw.devices.host.counted import Slots, reads

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pw.core.actor import Actor, Env, handles
-from pw.core.copying import unpacked
+from pw.core.actors.actor import Actor, Env, handles
+from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import Address, client_of
 from pw.core.messages import CANCELLED, Discard, Launch, RegisterHost, Replicate
-from pw.core.plan import Receive
+from pw.core.messages.copying import unpacked
+from pw.core.programs.plan import Receive
 from pw.core.waits import RECONNECT_S
-from pw.core.watchdog import STALL_S, Watchdog
 from pw.devices.host.backend import Backend, Build, Part, Value
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.installs import Installs

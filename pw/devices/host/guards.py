@@ -1,4 +1,4 @@
-"""Skips computations, and makes merges, as guards and predicates say (`pw.core.guards`).
+"""Skips computations, and makes merges, as guards and predicates say (`pw.core.programs.guards`).
 
 A predicate is read once in each run of a host. Until then the launch waits as for a value that has not arrived.
 A predicate that was skipped itself, or has failed, is known without a read; so is one that comes from other
@@ -18,9 +18,9 @@ from weakref import ref
 import numpy as np
 
 from pw.core.errors import INFRASTRUCTURE, ErrorReport
-from pw.core.guards import NOT_TAKEN, is_skipped, predicate_spec
-from pw.core.plan import Execute
-from pw.core.program import Computation
+from pw.core.programs.guards import NOT_TAKEN, is_skipped, predicate_spec
+from pw.core.programs.plan import Execute
+from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec
 from pw.devices.host.backend import Backend, Build, Read, Value, is_alone, relative
 from pw.devices.host.launch_end import LaunchEnds

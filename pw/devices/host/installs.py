@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import CompileError, ErrorReport, PythonRefused
 from pw.core.ids import Address
 from pw.core.messages import Install, Installed

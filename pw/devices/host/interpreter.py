@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.watchdog import Watchdog
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import CANCELLED, CallEnded, PassedLaunches
-from pw.core.plan import Execute, Free, Receive, Send
-from pw.core.program import Computation
-from pw.core.watchdog import Watchdog
+from pw.core.programs.guards import is_skipped
+from pw.core.programs.plan import Execute, Free, Receive, Send
+from pw.core.programs.program import Computation
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
 from pw.devices.host.coordinator import ShardCoordinator

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import INFRASTRUCTURE, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import Finished, Progress
-from pw.core.ticker import Ticker
 from pw.devices.host.backend import Value, Watch
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.work import Arriving, HostLaunch, OpQueue

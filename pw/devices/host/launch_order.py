@@ -6,7 +6,7 @@ do its part of a gang, stops: it does nothing more in this epoch, and the schedu
 
 from __future__ import annotations
 
-from pw.core.actor import Env
+from pw.core.actors.actor import Env
 from pw.core.errors import INFRASTRUCTURE, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import GangBroken, LaunchGap

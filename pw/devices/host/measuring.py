@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.messages import HeldArray, HeldMemory, HostMeasured, MeasureHost
 from pw.devices.host.arrays import Arrays

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ConnectionFailed, ErrorReport
 from pw.core.ids import RESOURCES, Address
 from pw.core.messages import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.messages import Observe, Observed, Transferred
-from pw.core.ticker import Ticker
 
 TRANSFERS_KEPT = 4096
 """Transfers between two reports; more are only counted."""

@@ -23,7 +23,7 @@ import numpy as np
 from pw.core.errors import ErrorReport, NaNFound
 from pw.core.ids import Address
 from pw.core.messages import CallEnded
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.backend import Op, Read, Value, Watch, relative
 

@@ -10,10 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.ids import Address
 from pw.core.messages import Line, Printed
-from pw.core.ticker import Ticker
 
 TOGETHER_S = 0.02
 """How long a line may wait for others."""

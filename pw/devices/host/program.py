@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pw.core.ids import client_of
-from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
-from pw.core.program import Computation, Program
+from pw.core.programs.plan import Execute, Free, HostPlan, Instruction, Receive, Send
+from pw.core.programs.program import Computation, Program
 from pw.core.sharding import (
     ArraySpec,
     Binding,

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pw.core.actor import Env, Part
+from pw.core.actors.actor import Env, Part
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL
 from pw.core.landing import Bytes
 from pw.core.messages import Holding, Holdings, HoldsNoMore
 from pw.core.sharding import Box
-from pw.core.ticker import Ticker
 
 
 class Replica(NamedTuple):

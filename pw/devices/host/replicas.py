@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ArgumentError, ErrorReport, NotOwner, ProtocolError
 from pw.core.ids import CONTROL, Address
 from pw.core.landing import Bulk

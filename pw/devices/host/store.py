@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import (
     ArrayLost,
     Error,
@@ -34,9 +34,9 @@ from pw.core.messages import (
     UploadLanding,
 )
 from pw.core.packing import unpack
+from pw.core.programs.spec_checks import check_devices, check_spec, layout_of
 from pw.core.recorder import UPLOADED
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding, box_bytes, packed_offsets
-from pw.core.spec_checks import check_devices, check_spec, layout_of
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Build, Value, relative
 from pw.devices.host.checkpoint_files import Files

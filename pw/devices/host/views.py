@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 from pw.devices.host.backend import Value, View, ViewSource
 

@@ -13,11 +13,11 @@ from weakref import ReferenceType
 
 from msgspec.structs import replace
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.watchdog import Look, Watchdog
 from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
-from pw.core.plan import Execute, Receive, Send
-from pw.core.watchdog import Look, Watchdog
+from pw.core.programs.plan import Execute, Receive, Send
 from pw.devices.host.backend import Backend, Value
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter

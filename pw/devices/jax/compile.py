@@ -17,9 +17,9 @@ import jax
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.messages import Detail
-from pw.core.program import Computation, Kind
+from pw.core.programs.program import Computation, Kind
+from pw.core.programs.stablehlo import Facts, decode
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
-from pw.core.stablehlo import Facts, decode
 from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of

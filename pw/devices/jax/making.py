@@ -24,9 +24,9 @@ from jaxlib import _jax, xla_client
 from jaxlib.cpu import _lapack
 
 from pw.core.packing import ArrayType
-from pw.core.program import Computation, Kind
+from pw.core.programs.program import Computation, Kind
+from pw.core.programs.stablehlo import Facts, decode
 from pw.core.sharding import DeviceAddress, dtype_of
-from pw.core.stablehlo import Facts, decode
 from pw.devices.jax.callbacks import TARGETS, Results, calls_in
 from pw.devices.jax.layouts import Layouts
 from pw.devices.jax.modules import compiled, facts_of, options_of, parsed

@@ -1,4 +1,5 @@
-"""Compiles StableHLO modules as clients send them (`pw.core.stablehlo`), with their own compile options.
+"""Compiles StableHLO modules as clients send them (`pw.core.programs.stablehlo`), with their own compile
+options.
 
 JAX is not asked to trace or to lower anything: the module, its shardings and its donations are the
 client's. A compiled module takes and gives shards, one on each of its devices, so the host looks at
@@ -21,9 +22,9 @@ from jaxlib import _jax, xla_client
 
 from pw.core.errors import CompileError
 from pw.core.messages import Detail
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
+from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
-from pw.core.stablehlo import Facts, ShardFacts, Stablehlo
 from pw.devices.jax.layouts import Layouts, aval_of, local_shards
 
 _BUILD_OPTIONS = (

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport, PythonRefused
+from pw.core.functions.parts import Share, share_of
 from pw.core.messages import ThreadReport
-from pw.core.parts import Share, share_of
-from pw.core.program import Computation, Kind
+from pw.core.programs.program import Computation, Kind
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Execute, relative
 from pw.devices.host.output import Output

@@ -17,7 +17,7 @@ import jax.export
 from jaxlib.mlir import ir
 
 from pw.core.errors import CompileError
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 from pw.devices.jax import kernels
 
 _CHOICES = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})

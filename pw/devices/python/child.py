@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
-from pw.core.parts import Share
+from pw.core.functions.parts import Share
 from pw.devices.python.wire import (
     Call,
     Drop,

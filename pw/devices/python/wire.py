@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.core.parts import Share
+from pw.core.functions.parts import Share
 from pw.core.sharding import dtype_of
 
 BUFFER_BYTES = 1 << 20

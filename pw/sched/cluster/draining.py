@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArgumentError, Error, ErrorReport, HostLost, InsufficientDevices
 from pw.core.ids import Address, executor_of, session_of
 from pw.core.messages import Answered, DrainHost, HostEmptied, Leave, PeerLost

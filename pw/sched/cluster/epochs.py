@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pw.core.actor import Actor, Env
+from pw.core.actors.actor import Actor, Env
 from pw.core.messages import HostInfo, IslandInfo
 from pw.core.tenants import NO_SECRET, Claims
 from pw.sched.cluster.draining import Drains

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pw.core.lifecycle import Lifecycle
+from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import AllocateSlice
 from pw.sched.cluster.inventory import Position
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused

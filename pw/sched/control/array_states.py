@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, islice
 
+from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
-from pw.core.lifecycle import Lifecycle
 from pw.core.messages import Uploaded
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.control.lineage import Attempts

@@ -24,7 +24,7 @@ from pw.core.messages import (
     Run,
     SaveArrays,
 )
-from pw.core.program import Program
+from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import Array, Arrays

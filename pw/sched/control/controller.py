@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
 from pw.core.messages import (

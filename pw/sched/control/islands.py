@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pw.core.actor import Env
+from pw.core.actors.actor import Env
 from pw.core.ids import scheduler_of
 from pw.core.messages import ArrayPlaced, IslandFormed, Release
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress

@@ -13,16 +13,16 @@ from operator import is_
 import msgspec
 
 from pw.core.errors import ArgumentError, Error, ErrorReport, ProtocolError
-from pw.core.lower import lower, lower_with_memory
-from pw.core.message_checks import VALUES, check_name
 from pw.core.messages import Artifact, InstallProgram, Submit
-from pw.core.peak import IslandMemory
-from pw.core.physical import Physical
-from pw.core.plan import HostPlan, Plan
-from pw.core.program import Computation, Kind, Node, Program, Value
+from pw.core.messages.checks import VALUES, check_name
+from pw.core.programs.lower import lower, lower_with_memory
+from pw.core.programs.peak import IslandMemory
+from pw.core.programs.physical import Physical
+from pw.core.programs.plan import HostPlan, Plan
+from pw.core.programs.program import Computation, Kind, Node, Program, Value
+from pw.core.programs.spec_checks import check_spec
+from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
-from pw.core.spec_checks import check_spec
-from pw.core.ways import edges_of, written
 
 CALLS = 1 << 14
 """The most calls in one program: each takes some 50 µs to plan, while other clients wait."""

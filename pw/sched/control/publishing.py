@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
+from pw.core.actors.ticker import Ticker
 from pw.core.events import (
     CountersEvent,
     HostEvent,
@@ -30,7 +31,6 @@ from pw.core.messages import (
     Observed,
     Peer,
 )
-from pw.core.ticker import Ticker
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 

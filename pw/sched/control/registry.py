@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pw.core.actor import handles
-from pw.core.artifacts import Artifacts
+from pw.core.actors.actor import handles
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import (
@@ -23,7 +22,8 @@ from pw.core.messages import (
     SliceBound,
     UninstallProgram,
 )
-from pw.core.program import Program
+from pw.core.messages.artifacts import Artifacts
+from pw.core.programs.program import Program
 from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.programs import RegisteredProgram, check_program, check_size, said_of
 from pw.sched.control.sessions import ControlPart, handles_client

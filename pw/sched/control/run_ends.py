@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from pw.core.actor import Timer, handles
+from pw.core.actors.actor import Timer, handles
 from pw.core.errors import ArgumentError, Cancelled, ComputationTimeout, Error, ErrorReport
 from pw.core.ids import Address, arrays_in, client_of, run_name
 from pw.core.messages import (

@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
-from pw.core.lifecycle import Lifecycle
 from pw.sched.control.array_states import Array
 from pw.sched.control.lineage import Record
 

@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pw.core import events as published
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.recorder import CALLED
 from pw.core.tenants import OPERATOR
-from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.lineage import Record

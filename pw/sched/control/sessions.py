@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of

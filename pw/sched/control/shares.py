@@ -2,8 +2,8 @@
 
 Theory of operation. The *giver* offers arrays under a token (`Offer`). The *taker* announces an array of
 its own for each of them (`CreateArray` with an `OfferSource`). Either may come first. A taken array
-*arrives*, like an upload: the giver runs a view of the offered arrays (`pw.core.views`), in the order of its
-stream, and the results of that run are arrays of the taker. So the order with the giver's runs and
+*arrives*, like an upload: the giver runs a view of the offered arrays (`pw.core.programs.views`), in the
+order of its stream, and the results of that run are arrays of the taker. So the order with the giver's runs and
 deletes, the memory of shards that several arrays name, and donation are those of every view.
 
 The giver's lineage keeps a record of that run until the taker needs none of the arrays any more. When the
@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ArrayLost, Error, ErrorReport, NotOwner, PlacementError
 from pw.core.ids import client_of
 from pw.core.messages import Delete, Offer, OfferSource
-from pw.core.program import Program
+from pw.core.programs.program import Program
+from pw.core.programs.spec_checks import check_spec
+from pw.core.programs.views import view_program
 from pw.core.sharding import ArraySpec, Placement
-from pw.core.spec_checks import check_spec
-from pw.core.ticker import Ticker
-from pw.core.views import view_program
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record

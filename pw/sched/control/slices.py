@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
 from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, ProtocolError
 from pw.core.ids import RESOURCES, Address, client_of
 from pw.core.messages import (

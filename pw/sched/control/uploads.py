@@ -21,7 +21,6 @@ from pw.core.errors import (
 )
 from pw.core.events import TransferEvent
 from pw.core.ids import client_of, run_name, store_of
-from pw.core.message_checks import check_source
 from pw.core.messages import (
     CreateArray,
     DropUploads,
@@ -33,7 +32,8 @@ from pw.core.messages import (
     Uploaded,
     UploadEnded,
 )
-from pw.core.spec_checks import check_spec, layout_of
+from pw.core.messages.checks import check_source
+from pw.core.programs.spec_checks import check_spec, layout_of
 from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, is_repeat

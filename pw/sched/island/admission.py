@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import (

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
-from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
 from pw.sched.island.launch_states import Event, SegmentTask

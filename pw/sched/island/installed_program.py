@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import InstallProgram
-from pw.core.plan import Execute
+from pw.core.programs.plan import Execute
 from pw.core.sharding import Binding
 from pw.sched.island.window import Footprint
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
-from pw.core.lifecycle import Lifecycle
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
 from pw.sched.island.installed_program import InstalledProgram

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import Env, Part
-from pw.core.copying import orders
+from pw.core.actors.actor import Env, Part
+from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, executor_of, scheduler_of
 from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
-from pw.core.watchdog import Watchdog
+from pw.core.messages.copying import orders
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.in_flight import InFlight

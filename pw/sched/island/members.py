@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.messages import (
     CANCELLED,

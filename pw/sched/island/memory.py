@@ -1,7 +1,7 @@
 """The device memory of one island as its scheduler counts it, before anything is launched.
 
 Two things take memory: buffers of live arrays, and reservations of admitted runs. A run that is
-admitted reserves its peak on every device (`pw.core.peak`). When it ends, its results are counted as
+admitted reserves its peak on every device (`pw.core.programs.peak`). When it ends, its results are counted as
 buffers instead. A buffer is counted while an array has it (several may: a program can return its
 argument, or one value twice) or a run in flight reads it. A delete or a donation takes the array away
 at once; the bytes are free when no run in flight can touch them any more.
@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pw.core.ids import client_of
-from pw.core.peak import IslandMemory, OutputMemory
+from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
 
 Bytes = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.compact import Compact
 from pw.core.errors import Error, ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, executor_of

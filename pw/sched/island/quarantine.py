@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pw.core.actor import Part, handles
+from pw.core.actors.actor import Part, handles
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
 from pw.core.ids import Address, client_of
 from pw.core.messages import RemoveClient
-from pw.core.program import Program
+from pw.core.programs.program import Program
 
 STRIKES = 4
 """Fewer than the crashes after which a host's supervisor gives up."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of
 from pw.core.messages import (
     CANCELLED,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.watchdog import Look, Watchdog
 from pw.core.ids import CONTROL, Address, serial_of
 from pw.core.messages import ExplainIsland, InstallReport, IslandReport, Stalled, WorkReport
-from pw.core.watchdog import Look, Watchdog
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import SegmentTask, State
 from pw.sched.island.members import Members

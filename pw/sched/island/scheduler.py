@@ -14,10 +14,10 @@ The cost of a launch does not depend on the number of shards: one send for each 
 
 from __future__ import annotations
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
+from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
 from pw.core.messages import IslandLost
-from pw.core.watchdog import STALL_S, Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher

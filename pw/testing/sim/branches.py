@@ -1,4 +1,5 @@
-"""Programs with branches (`pw.core.guards`): one choice, choices in a branch, and loops of guarded iterations.
+"""Programs with branches (`pw.core.programs.guards`): one choice, choices in a branch, and loops of guarded
+iterations.
 
 The predicates are digests as well, so about half of them are true. The computations of a branch lie on any of
 the client's slices, so a gang of one island may be guarded by a predicate of another.
@@ -10,9 +11,9 @@ import hashlib
 from collections.abc import Sequence
 from random import Random
 
-from pw.core.guards import hold, merge, predicate_spec
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.guards import hold, merge, predicate_spec
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement
 from pw.testing.sim.digests import RAISES
 from pw.testing.sim.programs import Draft, Slice, random_spec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from pw.core.actor import Actor
+from pw.core.actors.actor import Actor
 from pw.core.ids import Address
 from pw.testing.sim.cluster import SimCluster
 

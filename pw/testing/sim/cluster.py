@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address, run_name
 from pw.core.messages import (
     CoordinationStarted,

@@ -7,8 +7,8 @@ from typing import Any
 from pw.client.session.thread_messages import AskCompiler
 from pw.core.errors import CompileError
 from pw.core.messages import Detail
+from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.core.stablehlo import Stablehlo, encode
 from pw.testing.sim.digests import DOES_NOT_COMPILE
 from pw.testing.sim.life import Life
 from pw.testing.sim.oracle import INFRASTRUCTURE

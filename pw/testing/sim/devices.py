@@ -18,9 +18,9 @@ import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
 from pw.core.messages import Detail, ThreadReport
-from pw.core.program import Computation, Kind
+from pw.core.programs.program import Computation, Kind
+from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
-from pw.core.stablehlo import decode
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.compilers import Compilers

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import CompileError
-from pw.core.feeding import Note
+from pw.core.functions.feeding import Note
 from pw.core.messages import Detail
+from pw.core.programs.stablehlo import Facts, decode
 from pw.core.sharding import ArraySpec, dtype_of
-from pw.core.stablehlo import Facts, decode
 
 DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"

@@ -17,13 +17,13 @@ import numpy as np
 from pw.client.session.thread_messages import Forget, Get, Tell
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, ComputationFailed, ErrorReport
-from pw.core.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, note_of, request
+from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, note_of, request
+from pw.core.functions.parts import whole_share
+from pw.core.functions.prefetch import Ahead
 from pw.core.messages import Artifact, RegisterProgram, ReleaseProgram, Run
-from pw.core.parts import whole_share
-from pw.core.prefetch import Ahead
-from pw.core.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.trees import PlainTree
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.core.trees import PlainTree
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import STATE_ROOM, element_of, feeds, feeds_for

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import ComputationFailed, ErrorReport, HostLost
-from pw.core.program import Computation, Kind
+from pw.core.programs.program import Computation, Kind
 from pw.core.sharding import DeviceAddress, dtype_of
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from pw.core.errors import ErrorReport
+from pw.core.functions.prefetch import Ahead
 from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
-from pw.core.prefetch import Ahead
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica

@@ -39,7 +39,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import (
     CANCELLED,
@@ -57,7 +56,8 @@ from pw.core.messages import (
     Submit,
     Wait,
 )
-from pw.core.plan import Execute
+from pw.core.programs.guards import is_skipped
+from pw.core.programs.plan import Execute
 from pw.core.sharding import Box
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.launch_order import LaunchOrder

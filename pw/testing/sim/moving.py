@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.programs import Draft, Slice, random_spec
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pw.core.actor import Actor
-from pw.core.guards import is_skipped
+from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
     Attach,
@@ -37,6 +36,7 @@ from pw.core.messages import (
     Submit,
     UploadAgain,
 )
+from pw.core.programs.guards import is_skipped
 from pw.devices.host import backend as ops
 from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import EdgeFailed
-from pw.core.plan import Execute
+from pw.core.programs.guards import is_skipped
+from pw.core.programs.plan import Execute
 from pw.devices.host.interpreter import _Advance
 from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pw.core.compact import Compact
 from pw.core.ids import Address
 from pw.core.messages import Install
-from pw.core.plan import Execute, Free, HostSegment, Instruction
+from pw.core.programs.plan import Execute, Free, HostSegment, Instruction
 from pw.testing.sim.breaking import mutation, rehandle
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.counted import NUMBER, unpacked
+from pw.core.programs.counted import NUMBER, unpacked
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.testing.sim.breaking import mutation

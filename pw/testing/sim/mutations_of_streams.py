@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pw.core.feeding import Feeder, Note
-from pw.core.parts import Share
+from pw.core.functions.feeding import Feeder, Note
+from pw.core.functions.parts import Share
 from pw.testing.sim.breaking import mutation
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost

@@ -1,4 +1,4 @@
-"""Links between simulated nodes: the state machine of `pw.transport.stream_network`, without sockets.
+"""Links between simulated nodes: the state machine of `pw.transport.links.network`, without sockets.
 
 A *wire* is one connection, made by the node that dials; frames on it arrive in order, later, or
 never. Each end keeps a *link* to its peer: frames are numbered from the hello, and a missing or
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pw.core.actors.mailbox import HELD_MESSAGES
 from pw.core.ids import Address
-from pw.core.mailbox import HELD_MESSAGES
 from pw.core.messages import PeerLost
 from pw.testing.sim.world import Process
 
@@ -67,7 +67,7 @@ class _Link:
 
 
 class SimNetwork:
-    """A node's links to all others (see `pw.transport.network.Network`)."""
+    """A node's links to all others (see `pw.transport.links.interface.Network`)."""
 
     def __init__(self, node: Process, endpoint: str, silence_s: Callable[[str], float]) -> None:
         self.node = node

@@ -1,4 +1,4 @@
-"""A simulated process: the mailbox, turns and timers of `pw.transport.node.Node`, on virtual time.
+"""A simulated process: the mailbox, turns and timers of `pw.transport.links.node.Node`, on virtual time.
 
 A frame, a timer or a completion of the devices goes into the mailbox and requests a turn. A turn
 begins when the process has time, handles what its bound allows, and ends with `turn_ended` on the
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
-from pw.core.actor import Actor, Alarm, Env, Timer
+from pw.core.actors.actor import Actor, Alarm, Env, Timer
+from pw.core.actors.mailbox import EVERY, FEW, TURN_S, Mailbox
 from pw.core.ids import Address
-from pw.core.mailbox import EVERY, FEW, TURN_S, Mailbox
 from pw.core.recorder import Recorder
 from pw.testing.sim.network import SimNetwork
 from pw.testing.sim.recording import LoggedRecorder
@@ -35,7 +35,7 @@ MESSAGE_S = 8e-6
 
 
 class SimEnv:
-    """The `Env` of one actor (see `pw.core.actor.Env`)."""
+    """The `Env` of one actor (see `pw.core.actors.actor.Env`)."""
 
     def __init__(self, node: SimNode, actor: str) -> None:
         self._node = node

@@ -19,7 +19,7 @@ import numpy as np
 
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
-from pw.core.program import Program, Value
+from pw.core.programs.program import Program, Value
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes

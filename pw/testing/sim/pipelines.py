@@ -9,7 +9,7 @@ from random import Random
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.table import Task
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 from pw.testing.sim.programs import Draft, Slice, random_spec
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.digests import DOES_NOT_COMPILE, RAISES
 

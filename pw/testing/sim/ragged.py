@@ -1,4 +1,5 @@
-"""Programs whose values decide their sizes: of their rows, only those that count travel (`pw.core.counted`).
+"""Programs whose values decide their sizes: of their rows, only those that count travel
+(`pw.core.programs.counted`).
 
 One computation makes rows and counts. Others on any slice take them, so rows go between hosts and islands, to
 other shardings, and to none. Some counts are impossible. In an exchange, rows go to a slice that may be
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.guards import merge, predicate_spec
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.guards import merge, predicate_spec
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
 from pw.testing.sim.digests import counts_up_to
 from pw.testing.sim.programs import Draft, Slice, random_spec

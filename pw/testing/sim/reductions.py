@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from random import Random
 
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.programs import Draft, Slice
 

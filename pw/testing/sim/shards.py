@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
 from pw.devices.host.backend import Build
 from pw.testing.sim.world import Violation

@@ -26,7 +26,7 @@ from typing import Any
 from pw.client.session.thread_messages import Await, Forget, Tell
 from pw.core.compact import Compact
 from pw.core.messages import Artifact, RegisterProgram, Run, SliceBound
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.island.policy import AGE_S
 from pw.sched.island.window import CONTENDED_TIME_US

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from pw.core.actors.ticker import Ticker
 from pw.core.messages import Base
-from pw.core.ticker import Ticker
 
 KEPT = 400
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pw.core.actor import Actor
+from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, CONTROLLER, Address, run_name, store_of
 from pw.core.messages import (
     Answered,
@@ -41,7 +41,7 @@ from pw.core.messages import (
     Status,
     Wait,
 )
-from pw.core.roles import CLIENT_PREFIX
+from pw.core.messages.roles import CLIENT_PREFIX
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.rogues import Rogues
 from pw.testing.sim.world import Violation, World, tenant_of_user

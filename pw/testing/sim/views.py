@@ -13,9 +13,9 @@ from random import Random
 import numpy as np
 
 from pw.core.messages import Artifact
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.views import Shards, view_program
 from pw.core.sharding import ArraySpec, Placement, Sharding, box_slices, dtype_of
-from pw.core.views import Shards, view_program
 from pw.testing.sim.digests import RAISES
 from pw.testing.sim.programs import Draft
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pw.core.actor import Actor
+from pw.core.actors.actor import Actor
 from pw.core.ids import Address
-from pw.core.roles import CLIENT_PREFIX, permits
+from pw.core.messages.roles import CLIENT_PREFIX, permits
 from pw.core.tenants import OPERATOR
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.profiles import Profile

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from pw.core.landing import Landing
-from pw.transport import chunks, shared
-from pw.transport.bulk import BulkPlane
+from pw.transport.bulk import chunks, shared
+from pw.transport.bulk.plane import BulkPlane
 from tests.fuzz.target import Run, Target
 
 _SMALL, _LARGE = 1000, 100_000

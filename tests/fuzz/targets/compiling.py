@@ -20,9 +20,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from pw.core.errors import CompileError
-from pw.core.program import Kind
+from pw.core.programs.program import Kind
+from pw.core.programs.stablehlo import Stablehlo, decode, encode
 from pw.core.sharding import DeviceAddress
-from pw.core.stablehlo import Stablehlo, decode, encode
 from pw.devices.jax import modules
 from pw.devices.jax.compile_process import Bounds
 from pw.devices.jax.compile_processes import CompileProcesses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pw.transport import codec
+from pw.transport.links import codec
 from tests.fuzz import mutation
 from tests.fuzz.target import Target
 from tests.fuzz.values import frames

@@ -1,7 +1,7 @@
 """Messages of a client, of the right types with wrong values, at the real actors of a controller and two hosts.
 
 No actor may raise, every answer must fit into a frame, the hosts stay in their epoch, and another client still
-works. The transport and the devices are those of `tests.actors`.
+works. The transport and the devices are those of `tests.stages.actors`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from pw.core.messages import (
     UploadAborted,
     Wait,
 )
-from pw.core.roles import permits
-from pw.transport import codec
-from tests import actors
-from tests.actors import FakeHost, World
+from pw.core.messages.roles import permits
+from pw.transport.links import codec
 from tests.fuzz import mutation
 from tests.fuzz.target import Run, Target
-from tests.scripted import SMALL, chain, join, split
+from tests.stages import actors
+from tests.stages.actors import FakeHost, World
+from tests.stages.scripted import SMALL, chain, join, split
 
 X = np.arange(SMALL)
 _GOOD_EVERY, _STAGE_INPUTS = 25, 200

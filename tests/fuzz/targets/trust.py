@@ -12,11 +12,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from pw.core.errors import AccessRefused, Error
-from pw.core.roles import Role
-from pw.transport.authority import Authority
-from pw.transport.certificates import identify, revoked_serials
-from pw.transport.credentials import Credentials
-from pw.transport.identity import Identity
+from pw.core.messages.roles import Role
+from pw.transport.access.authority import Authority
+from pw.transport.access.certificates import identify, revoked_serials
+from pw.transport.access.credentials import Credentials
+from pw.transport.access.identity import Identity
 from tests.fuzz.target import Run, Target
 
 

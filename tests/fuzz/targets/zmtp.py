@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pw.transport.zmtp import Zmtp, ZmtpError
+from pw.transport.links.zmtp import Zmtp, ZmtpError
 from tests.fuzz.target import Target
 
 LARGEST_BYTES = 1 << 20

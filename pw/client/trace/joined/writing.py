@@ -25,7 +25,7 @@ from pw.client.trace.export import Traced
 from pw.client.trace.joined.cutting import Bucket, Cut, Piece, elements_of, used_by
 from pw.client.trace.joined.module import INNER, Flat, replace_operands, walk, zeros_of
 from pw.core.errors import ShardingError
-from pw.core.program import Computation
+from pw.core.programs.program import Computation
 
 WHOLE_BYTES = 64 << 10
 """Buckets up to this size are added on every island: one transfer takes less time than two."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import (
@@ -25,7 +26,6 @@ from pw.core.messages import (
     IslandLost,
 )
 from pw.core.sharding import Box
-from pw.core.ticker import Ticker
 from pw.sched.control.checkpoints.replicas import OFFER_S, Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands

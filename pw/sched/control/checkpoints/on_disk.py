@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pw.core.actor import handles
-from pw.core.copying import OBJECTS, weight_of
+from pw.core.actors.actor import handles
 from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, scheduler_of, store_of
 from pw.core.messages import (
@@ -37,6 +36,7 @@ from pw.core.messages import (
     IslandLost,
     SaveArrays,
 )
+from pw.core.messages.copying import OBJECTS, weight_of
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.sched.control.checkpoints.in_memory import objection
 from pw.sched.control.clients import Client

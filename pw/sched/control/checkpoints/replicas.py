@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
+from pw.core.actors.ticker import Ticker
 from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, store_of
 from pw.core.messages import (
     Directory,
@@ -30,7 +31,6 @@ from pw.core.messages import (
     Source,
 )
 from pw.core.sharding import ArraySpec, Box
-from pw.core.ticker import Ticker
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Origin
 from pw.sched.control.sessions import ControlPart, handles_host

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address, client_of, scheduler_of, serial_of, store_of
 from pw.core.messages import (

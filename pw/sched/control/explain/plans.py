@@ -9,7 +9,6 @@ import msgspec
 
 from pw.core.errors import ArgumentError, Error, ErrorReport
 from pw.core.ids import run_name, serial_of
-from pw.core.lower import lower
 from pw.core.messages import (
     Answered,
     GetPlan,
@@ -18,11 +17,12 @@ from pw.core.messages import (
     PlannedSegment,
     ProgramPlan,
 )
-from pw.core.physical import Physical
-from pw.core.plan import Execute, Plan
-from pw.core.program import Program
+from pw.core.programs.lower import lower
+from pw.core.programs.physical import Physical
+from pw.core.programs.plan import Execute, Plan
+from pw.core.programs.program import Program
+from pw.core.programs.ways import EdgeWay, edges_of, written
 from pw.core.sharding import ArraySpec
-from pw.core.ways import EdgeWay, edges_of, written
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.runs import Runs

@@ -18,7 +18,7 @@ from itertools import islice
 
 import msgspec
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
 from pw.core.ids import Address, executor_of, run_name, scheduler_of, serial_of
 from pw.core.messages import (
     ClientReport,

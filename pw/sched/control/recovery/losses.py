@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in
 from pw.core.messages import ArraysLost, IslandLost, RunFailed

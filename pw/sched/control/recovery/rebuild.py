@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pw.core.actor import handles
+from pw.core.actors.actor import handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import (
@@ -25,7 +26,6 @@ from pw.core.messages import (
     SliceBound,
     SliceRefused,
 )
-from pw.core.ticker import Ticker
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import said_of

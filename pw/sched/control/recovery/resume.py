@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from pw.core.errors import Error, ErrorReport, HostLost, NotOwner, ProtocolError
 from pw.core.ids import arrays_in, client_of
-from pw.core.message_checks import check_source
 from pw.core.messages import CreateArray, ForgetInputs, OfferSource, Resumed, Run
+from pw.core.messages.checks import check_source
+from pw.core.programs.spec_checks import check_spec
 from pw.core.sharding import ArraySpec
-from pw.core.spec_checks import check_spec
 from pw.sched.control.array_states import NOWHERE, Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, is_repeat

@@ -1,0 +1,1 @@
+"""The actor shell: messages in, state changes, messages out; mailboxes, timers, lifecycles."""

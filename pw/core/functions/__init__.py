@@ -1,0 +1,1 @@
+"""Users' Python functions as hosts call them: calls, elements of streams, parts of results."""

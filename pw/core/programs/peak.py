@@ -1,0 +1,257 @@
+"""Computes the device memory of a run from the layout of its program.
+
+On each island the walk follows the run step by step. It adds what the run makes or receives, and
+subtracts it after its last use. The peak of a device must be free there before the run starts.
+Arguments are there already and count as zero; a donated one counts as negative from its last use
+on. While a computation runs, results that reuse donated arguments need no memory, and the
+compiler's temporaries come on top (`IslandMemory.peaks`, because only hosts know them). Runs in
+flight share the room for temporaries (`pw.sched.island.memory`).
+
+Two estimates are too high. An edge from another island counts from the start of its segment,
+because its bytes come when the sender has them. A value counts on all its devices until no host of
+the island uses it. Small host values that travel inside a `Run` do not count.
+
+Devices with shards of the same arrays are one group, so the cost is one step for each computation
+and edge, not for each device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pw.core.programs.plan import Execute
+from pw.core.programs.program import Program
+from pw.core.programs.segments import Draft, Edge, Schedule
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement
+
+
+class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
+    """The devices of a program output, and the buffer that it may share."""
+
+    output: int
+    devices: tuple[DeviceAddress, ...]
+    shard_bytes: int
+    same_as_input: int = -1
+    same_as_output: int = -1
+    """An earlier output; -1 when none has this buffer."""
+    shards: tuple[int, ...] = ()
+    """Of a view: the input that has the shard on each of the devices."""
+
+
+class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
+    """The memory of one run of a program on the devices of one island."""
+
+    island: str
+    groups: tuple[tuple[DeviceAddress, ...], ...]
+    """The devices of the run; those of one group hold shards of the same values."""
+    peak_bytes: tuple[int, ...]
+    """For each group, the most that a device holds while nothing is computed."""
+    executes: tuple[tuple[int, int, int], ...]
+    """(computation, group, bytes that a device holds while it runs)."""
+    inputs: tuple[int, ...]
+    """Program inputs on this island."""
+    donated: tuple[int, ...]
+    outputs: tuple[OutputMemory, ...]
+
+    def peaks(self, temporary_bytes: Sequence[int] = ()) -> list[int]:
+        """Return how many bytes must be free on a device of each group.
+
+        Args:
+            temporary_bytes: the memory of each computation besides its arguments and results.
+        """
+        peaks = list(self.peak_bytes)
+        for computation, group, size_bytes in self.executes:
+            if computation < len(temporary_bytes):
+                size_bytes += temporary_bytes[computation]
+            peaks[group] = max(peaks[group], size_bytes)
+        return peaks
+
+
+def island_memory(
+    program: Program, schedule: Schedule, executes: Mapping[int, Execute]
+) -> tuple[IslandMemory, ...]:
+    """Return the memory of a run on each of its islands.
+
+    Args:
+        program: the program.
+        schedule: its layout in segments.
+        executes: the instruction of each node.
+    """
+    slots = _Slots(program, schedule)
+    islands = dict.fromkeys(draft.island for draft in schedule.segments)
+    return tuple(_Walk(slots, island, executes).memory() for island in islands)
+
+
+@dataclass(slots=True, init=False)
+class _Slots:
+    """The spec of the value in every slot."""
+
+    program: Program
+    schedule: Schedule
+    specs: dict[int, ArraySpec]
+
+    def __init__(self, program: Program, schedule: Schedule) -> None:
+        self.program, self.schedule = program, schedule
+        self.specs = dict(enumerate(program.inputs))
+        for node, results in zip(program.nodes, schedule.results, strict=True):
+            self.specs.update(
+                zip(results, program.computations[node.computation].outputs, strict=True)
+            )
+        for draft in schedule.segments:
+            for step in draft.steps:
+                if isinstance(step, Edge):
+                    self.specs[step.slot] = step.destination
+
+
+class _Walk:
+    """One island's part of a run, step by step."""
+
+    def __init__(self, slots: _Slots, island: str, executes: Mapping[int, Execute]) -> None:
+        self._program, self._schedule, self._specs = slots.program, slots.schedule, slots.specs
+        self._island, self._executes = island, executes
+        self._physical = slots.schedule.physical
+        self._drafts = [draft for draft in slots.schedule.segments if draft.island == island]
+        self._group()
+        self._live = [0] * len(self.groups)
+        self._peaks = [0] * len(self.groups)
+        self._at_execute: dict[tuple[int, int], int] = {}
+
+    def _is_here(self, spec: ArraySpec) -> bool:
+        return self._physical.island(spec.placement) == self._island
+
+    def _group(self) -> None:
+        """Group devices that hold shards of the same values."""
+        placements = dict.fromkeys(
+            spec.placement for spec in self._specs.values() if self._is_here(spec)
+        )
+        members: defaultdict[DeviceAddress, list[Placement]] = defaultdict(list)
+        for placement in placements:
+            for device in self._physical.devices(placement):
+                members[device].append(placement)
+        alike: defaultdict[tuple[Placement, ...], list[DeviceAddress]] = defaultdict(list)
+        for device, held in members.items():
+            alike[tuple(held)].append(device)
+        self.groups = tuple(tuple(devices) for devices in alike.values())
+        self._groups_of: defaultdict[Placement, list[int]] = defaultdict(list)
+        for group, shared in enumerate(alike):
+            for placement in shared:
+                self._groups_of[placement].append(group)
+
+    def memory(self) -> IslandMemory:
+        """Walk through the steps, and return the peaks."""
+        program = self._program
+        ends = self._last_uses()
+        position = 0
+        for draft in self._drafts:
+            for edge in self._arriving(draft):
+                self._receive(edge)
+            for step in draft.steps:
+                if not isinstance(step, Edge):
+                    self._execute(self._executes[step])
+                elif self._is_here(step.source):
+                    self._receive(step)
+                for slot in ends.get(position, ()):
+                    self._add(self._specs[slot], -1)
+                position += 1
+        inputs = [n for n, spec in enumerate(program.inputs) if self._is_here(spec)]
+        donated = frozenset(program.donated)
+        return IslandMemory(
+            self._island,
+            self.groups,
+            tuple(self._peaks),
+            tuple((*where, size_bytes) for where, size_bytes in self._at_execute.items()),
+            tuple(inputs),
+            tuple(number for number in inputs if number in donated),
+            tuple(self._outputs()),
+        )
+
+    def _arriving(self, draft: Draft) -> Iterator[Edge]:
+        for step in draft.steps:
+            if isinstance(step, Edge) and not self._is_here(step.source):
+                yield step
+
+    def _add(self, spec: ArraySpec, sign: int = 1) -> None:
+        for group in self._groups_of[spec.placement]:
+            self._live[group] += sign * spec.device_bytes
+
+    def _receive(self, edge: Edge) -> None:
+        self._add(edge.destination)
+        self._peaks = list(map(max, self._peaks, self._live))
+
+    def _execute(self, execute: Execute) -> None:
+        if self._program.computations[execute.computation].is_view:
+            return  # its results are shards of its arguments
+        if not self._schedule.holds.keys().isdisjoint(execute.results):
+            return  # a hold: its result is its argument
+        for slot in execute.results:
+            self._add(self._specs[slot])
+        if self._program.computations[execute.computation].is_merge:
+            return  # its results are its arguments, which are freed right behind it if nothing else needs them
+        taken = self._taken_over(execute)
+        placement = self._program.computations[execute.computation].placement
+        for group in self._groups_of[placement]:
+            where = execute.computation, group
+            size_bytes = self._live[group] - taken
+            self._at_execute[where] = max(self._at_execute.get(where, 0), size_bytes)
+
+    def _taken_over(self, execute: Execute) -> int:
+        """Return the bytes of results that reuse donated arguments."""
+        results = Counter(self._form(slot) for slot in execute.results)
+        size_bytes = 0
+        for position in execute.donated:
+            slot = execute.args[position]
+            if results[self._form(slot)]:
+                results[self._form(slot)] -= 1
+                size_bytes += self._specs[slot].device_bytes
+        return size_bytes
+
+    def _form(self, slot: int) -> tuple[tuple[int, ...], str, str]:
+        spec = self._specs[slot]
+        return spec.sharding.shard_shape(spec.shape), spec.dtype, spec.memory
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return the slots whose last use is each step."""
+        last: dict[int, int] = {}
+        steps = (step for draft in self._drafts for step in draft.steps)
+        for position, step in enumerate(steps):
+            if isinstance(step, Edge):
+                used = [step.slot]
+                if any(route.source_host == route.destination_host for route in step.routes):
+                    used += step.reads()
+            else:
+                execute = self._executes[step]
+                used = [*execute.reads, *execute.results]
+            last.update(dict.fromkeys(map(self._schedule.origin, used), position))
+        stays = set(range(len(self._program.inputs))) - set(self._program.donated)
+        stays.update(self._schedule.output_slots)
+        ends: dict[int, list[int]] = {}
+        for slot, position in last.items():
+            if slot not in stays:
+                ends.setdefault(position, []).append(slot)
+        return ends
+
+    def _outputs(self) -> Iterator[OutputMemory]:
+        first: dict[int, int] = {}
+        slots = self._schedule.output_slots
+        for number, (output, slot) in enumerate(zip(self._program.outputs, slots, strict=True)):
+            if not self._is_here(output.spec):
+                continue
+            yield OutputMemory(
+                number,
+                self._physical.devices(output.spec.placement),
+                output.spec.device_bytes,
+                slot if slot < len(self._program.inputs) else -1,
+                first.get(slot, -1),
+                self._sources(number),
+            )
+            first.setdefault(slot, number)
+
+    def _sources(self, output: int) -> tuple[int, ...]:
+        """Return the input that has each shard of an output of a view; nothing for other outputs."""
+        if not self._program.makes_views:
+            return ()
+        return tuple([source for source, _ in self._program.computations[0].shards[output]])

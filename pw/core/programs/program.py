@@ -1,0 +1,186 @@
+"""Programs: sharded dataflow graphs of compiled functions.
+
+A `Program` has one `Node` per call of a computation and one `Value` per edge, whatever the number
+of shards. Where a value lies differently from what its consumer asks for, the edge implies a
+transfer; the client never writes one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from pw.core.compact import OnPlacement, OnSpec
+from pw.core.sharding import ArraySpec, Placement
+
+
+class Kind(StrEnum):
+    """What hosts do for a computation."""
+
+    EXPORT = "export"
+    """Compile a `jax.export` artifact; its arguments and results are global arrays."""
+    STABLEHLO = "stablehlo"
+    """Compile a StableHLO module with the caller's options (`pw.core.programs.stablehlo`); it takes and
+    gives shards."""
+    PYTHON = "python"
+    """Call a pickled Python function, if they allow it."""
+    STREAM = "stream"
+    """Make one element of a stream, in a Python process of its own, if they allow it. The arguments say which
+    element, so it can be made again; the last result says how the generator went on."""
+    RESHARD = "reshard"
+    """Compile a function that returns its argument: XLA re-shards it. Only the controller makes these
+    (`pw.core.programs.ways`)."""
+    VIEW = "view"
+    """Nothing: the results consist of shards of the arguments, where they lie."""
+    MERGE = "merge"
+    """Nothing: of the arguments (predicate, a..., b...), the results are a if the predicate is true, else b."""
+
+
+class Computation(msgspec.Struct, frozen=True, array_like=True):
+    """A function over all its shards.
+
+    `artifact` is the SHA-256 of its code; arguments and results are flat lists of arrays as
+    `inputs` and `outputs` say. `donated` are positions in `inputs` whose buffers the computation
+    may take over.
+    """
+
+    name: str
+    artifact: bytes
+    placement: Placement
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[ArraySpec, ...]
+    donated: tuple[int, ...] = ()
+    kind: Kind = Kind.EXPORT
+    checks: tuple[str, ...] = ()
+    """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
+    vector with a boolean for each of them."""
+    calls_back: bool = False
+    """It calls functions in its client's process (`Stablehlo.callbacks`), and waits for their results."""
+    shards: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Of a view: for each output, the (input, mesh position there) of its shard at each mesh position."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is pickled Python: a function, or a stream."""
+        return self.kind is Kind.PYTHON or self.kind is Kind.STREAM
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it makes the same results again of the same arguments."""
+        return self.kind is not Kind.PYTHON
+
+    @property
+    def has_artifact(self) -> bool:
+        """Whether its client has sent code for it."""
+        return self.is_compiled and self.kind is not Kind.RESHARD
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether hosts compile something for it."""
+        return self.kind is not Kind.VIEW and self.kind is not Kind.MERGE
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether its results are one or the other half of its arguments (`pw.core.programs.guards`)."""
+        return self.kind is Kind.MERGE
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its results consist of shards of its arguments (`pw.core.programs.views`)."""
+        return self.kind is Kind.VIEW
+
+    def slices(self) -> set[int]:
+        """Return the slices of the computation."""
+        specs = (*self.inputs, *self.outputs)
+        return {self.placement.slice, *(spec.placement.slice for spec in specs)}
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True):
+    """Result `index` of node `node`; with `node` -1, the program's input `index`."""
+
+    node: int
+    index: int
+
+
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a computation.
+
+    With a `guard`, a scalar boolean, it happens only if that is true (with `unless`, false); without it,
+    all that is computed from its results does not happen either.
+    """
+
+    computation: int
+    args: tuple[Value, ...]
+    guard: Value | None = None
+    unless: bool = False
+    counted: tuple[tuple[int, Value], ...] = ()
+    """Positions of arguments of which only the rows that count have to travel, each with its counts, which are
+    replicated where the argument is made (`pw.core.programs.counted`)."""
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """One result of a program, delivered as `spec` (which may ask for a transfer)."""
+
+    value: Value
+    spec: ArraySpec
+    counts: Value | None = None
+    """If only the rows that count have to travel: the counts, as in `Node.counted`."""
+
+
+class Program(msgspec.Struct, frozen=True, array_like=True):
+    """A graph of computations; nodes are in an order in which they can run.
+
+    `donated` are the program inputs whose arrays are gone once the program has been run.
+    """
+
+    name: str
+    computations: tuple[Computation, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[Output, ...]
+    donated: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    """How long a run may take from its first launch; 0 for no limit."""
+
+    def spec_of(self, value: Value) -> ArraySpec:
+        """Return the spec of `value` as its producer makes it."""
+        if value.node < 0:
+            return self.inputs[value.index]
+        return self.computations[self.nodes[value.node].computation].outputs[value.index]
+
+    @property
+    def makes_views(self) -> bool:
+        """Whether its results are views; it does nothing else then."""
+        return any(computation.is_view for computation in self.computations)
+
+    def artifacts(self) -> tuple[bytes, ...]:
+        """Return the artifact of each computation that has one."""
+        return tuple([one.artifact for one in self.computations if one.has_artifact])
+
+    def slices(self) -> set[int]:
+        """Return the slices of the program."""
+        specs = (*self.inputs, *(output.spec for output in self.outputs))
+        found = {spec.placement.slice for spec in specs}
+        return found.union(*(computation.slices() for computation in self.computations))
+
+    def with_placed(self, spec: OnSpec, placement: OnPlacement) -> Program:
+        """Return a copy with other specs, and another placement for each computation."""
+        computations = [
+            msgspec.structs.replace(
+                computation,
+                placement=placement(computation.placement),
+                inputs=tuple(map(spec, computation.inputs)),
+                outputs=tuple(map(spec, computation.outputs)),
+            )
+            for computation in self.computations
+        ]
+        outputs = [
+            Output(output.value, spec(output.spec), output.counts) for output in self.outputs
+        ]
+        return msgspec.structs.replace(
+            self,
+            computations=tuple(computations),
+            inputs=tuple(map(spec, self.inputs)),
+            outputs=tuple(outputs),
+        )

@@ -1,0 +1,1 @@
+"""Who may connect: certificates, credentials, identities, and peers of the same user."""

@@ -1,0 +1,1 @@
+"""Buffers between processes: shared pages on one machine, streams of chunks between machines."""

@@ -1,0 +1,1 @@
+"""Messages between processes: networks, links, connections and their wire format."""

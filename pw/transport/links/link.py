@@ -1,0 +1,198 @@
+"""The state of a link to one peer, and the versions that understand each other."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pw.core.actors.mailbox import HELD_MESSAGES
+from pw.core.errors import ErrorReport, ProtocolError, VersionMismatch
+from pw.core.ids import Address
+from pw.core.installed import DISTRIBUTION, version
+from pw.core.messages import PROTOCOL_VERSION, Hello
+from pw.core.messages.roles import Role, role_of
+from pw.transport.access.credentials import Identity
+from pw.transport.links.connection import Connection
+from pw.transport.links.interface import Mailroom
+
+LONGEST_SILENCE_S = 600.0
+"""A longer silence in a peer's hello is ignored."""
+HELD_BYTES = 4 << 20
+"""A peer is held, until all are handled, when the frames of those that wait have so many bytes."""
+UNREAD_BYTES = 16 << 20
+"""A client that has not read so much is held until it has read half of that."""
+_SENDERS_REMEMBERED = 1024
+
+
+def incarnation() -> int:
+    """Return a number that grows with every start on this machine."""
+    return time.time_ns()
+
+
+class Versions(NamedTuple):
+    """The versions of a process; two processes talk only if all three are equal."""
+
+    protocol: int
+    pw: str
+    jax: str
+
+    @classmethod
+    def installed(cls) -> Versions:
+        """The versions of this process, without importing jax."""
+        return cls(PROTOCOL_VERSION, version(DISTRIBUTION), version("jax"))
+
+    @classmethod
+    def of(cls, hello: Hello) -> Versions:
+        """The versions of the sender of a hello."""
+        return cls(hello.protocol, hello.pw_version, hello.jax_version)
+
+    def __str__(self) -> str:
+        return f"pw {self.pw} with jax {self.jax} (protocol {self.protocol})"
+
+
+def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) -> ErrorReport:
+    """The refusal of a peer with other versions."""
+    words = (
+        f"{here} runs {ours}, but {there} runs {theirs}; "
+        "install the same versions of pw and jax in both places"
+    )
+    return ErrorReport.of(VersionMismatch(words), where=here)
+
+
+def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
+    """Why a node refuses a hello; None if it does not."""
+    theirs = Versions.of(hello)
+    if theirs != ours:
+        return version_mismatch(here, ours, hello.node, theirs)
+    if hello.node == here:
+        words = f"two processes are called {here}; give each its own name"
+        return ErrorReport.of(ProtocolError(words), where=here)
+    return None
+
+
+@dataclass(eq=False)
+class Link:
+    """The link to one peer.
+
+    Frames to the peer leave on `out`; frames from it are accepted from `source` only. Both are
+    fixed when first used, so each direction is FIFO. The two differ if both ends have dialled.
+    """
+
+    node: str
+    out: Connection
+    endpoint: str
+    """The endpoint that we dialled; empty if the peer dialled us."""
+    made_s: float
+    source: Connection | None = None
+    """None before the hello."""
+    incarnation: int | None = None
+    """None until the peer's hello has come."""
+    identity: Identity | None = None
+    """What the peer's certificate says; None on links without TLS."""
+    shown_serial: str = ""
+    """Of the certificate that this process has shown to the peer; empty before the peer's hello."""
+    silence_s: float = 0.0
+    """How long the peer may be silent; known once its hello has come."""
+    sent: int = 0
+    received: int = 0
+    pieces: list[bytes] = field(default_factory=list)
+    pieces_bytes: int = 0
+    unhandled_bytes: int = 0
+    """Of frames from the peer since none of its messages waited."""
+    unread_bytes: int = 0
+    """What waits for the peer to read, as it was last looked at; 0 unless the peer is held for that."""
+    _addresses: dict[str, Address] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.heard_s = self.spoke_s = self.made_s
+
+    def open(self, source: Connection, hello: Hello, silence_s: float, now_s: float) -> None:
+        """Begin to receive from the peer, whose hello has come; it may name a silence of its own."""
+        named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
+        self.source, self.incarnation = source, hello.incarnation
+        self.silence_s = hello.silence_s if named else silence_s
+        self.received, self.heard_s = 1, now_s
+
+    def took(self, frame_bytes: int, node: Mailroom) -> None:
+        """A frame of the peer is with the node; read no more from the peer if much of it waits there."""
+        self.unhandled_bytes += frame_bytes
+        if self.out.waiting_bytes > UNREAD_BYTES and role_of(self.node) is Role.CLIENT:
+            assert self.source is not None
+            self.unread_bytes = self.out.waiting_bytes
+            self.source.hold()
+        if node.backlog <= HELD_MESSAGES and self.unhandled_bytes <= HELD_BYTES:
+            return
+        is_large = self.unhandled_bytes > HELD_BYTES
+        if node.holds(self.node, 0 if is_large else HELD_MESSAGES):
+            assert self.source is not None
+            self.source.hold()
+        if is_large:
+            self.unhandled_bytes = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is read from the peer now."""
+        return self.source is not None and self.source.held
+
+    def may_be_silent(self) -> bool:
+        """Whether the peer's silence since the last look means nothing, because it was not read.
+
+        A client that is held for what it has not read must go on reading; it is read again in time.
+        """
+        if not self.is_held or not self.unread_bytes:
+            return self.is_held
+        before, self.unread_bytes = self.unread_bytes, self.out.waiting_bytes
+        if self.unread_bytes <= UNREAD_BYTES // 2:
+            self.unread_bytes = 0
+            assert self.source is not None
+            self.source.resume()
+            return True
+        return self.unread_bytes < before
+
+    @property
+    def last_heard_s(self) -> float:
+        """When a frame came last, or a part of one: a large frame may take longer than any silence."""
+        return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
+
+    def complaint(self, now_s: float, connect_s: float, absent_s: float = math.inf) -> str:
+        """Why the peer is lost: not reached in time, or silent for too long; else empty.
+
+        The time is `connect_s`, and `absent_s` where no peer has ever listened.
+        """
+        if self.incarnation is not None:
+            return f"silent for {self.silence_s:g} s" if self.is_silent(now_s) else ""
+        patience_s = min(connect_s, absent_s) if self.out.finds_no_peer else connect_s
+        if now_s - self.made_s <= patience_s:
+            return ""
+        trouble = f": {self.out.trouble}" if self.out.trouble else ""
+        return f"could not be reached at {self.endpoint}{trouble}"
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether the peer has been silent for too long, also after reading what has come."""
+        if now_s - self.last_heard_s <= self.silence_s:
+            return False
+        unread = self.source is not None and self.source.receive()
+        return not unread and now_s - self.last_heard_s > self.silence_s
+
+    def is_idle(self, now_s: float, heartbeat_s: float) -> bool:
+        """Whether the peer is owed a heartbeat."""
+        idle = self.incarnation is not None and now_s - self.spoke_s >= 0.9 * heartbeat_s
+        return idle and not self.out.is_waiting
+
+    def excuse(self, away_s: float) -> None:
+        """Do not count a time in which this process did not read."""
+        self.heard_s += away_s
+        self.made_s += away_s
+        if self.source is not None:
+            self.source.heard_s += away_s
+
+    def address(self, actor: str) -> Address:
+        """The address of an actor of the peer."""
+        address = self._addresses.get(actor)
+        if address is None:
+            if len(self._addresses) >= _SENDERS_REMEMBERED:
+                self._addresses.clear()
+            address = self._addresses[actor] = Address(self.node, actor)
+        return address

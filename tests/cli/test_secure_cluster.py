@@ -1,0 +1,363 @@
+"""A cluster of processes with credentials: all links over TLS, and scripts that get in or do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pw.core.messages.roles import Role
+from pw.transport.access.authority import Authority
+from pw.transport.access.credentials import Credentials
+from tests.stages.daemons import Program, start_module, until
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import sys, time, numpy as np, pw
+runtime = pw.connect(*sys.argv[1:2], **({"credentials": sys.argv[2]} if sys.argv[2:] else {}))
+while not any(island.formed for island in runtime.ask.status(20.0).islands):
+    time.sleep(0.05)
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+x = np.arange(100_000.0, dtype=np.float32)
+assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
+print("computed", flush=True)
+"""
+
+GREEDY = """
+import os, sys, time, pathlib, numpy as np, pw
+keys, me, other, share, calls = sys.argv[1], *map(pathlib.Path, sys.argv[2:4]), *map(float, sys.argv[4:6])
+try:
+    pw.connect(credentials=keys, share=share)
+except pw.AccessRefused as error:
+    print(f"refused: {error}", flush=True)
+    pw.connect(credentials=keys, share=8)
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+call = pw.jit(lambda x: (x @ x @ x @ x) / 1e9, mesh=mesh)
+x = call(np.ones((400, 400), np.float32))
+x.block_until_ready()
+me.touch()
+while not other.exists():
+    time.sleep(0.01)
+in_flight, done = [call(x) for _ in range(4)], 0
+while done < calls and other.exists():
+    in_flight.append(call(x))
+    in_flight.pop(0).block_until_ready()
+    done += 1
+me.unlink()
+print(f"did {done} calls", flush=True)
+"""
+
+
+class Closed(NamedTuple):
+    """A cluster with credentials."""
+
+    address: str
+    folder: Path
+    authority: Authority
+    controller: Program
+    start: Callable[..., Program]
+
+    def issue(self, role: Role, name: str, tenant: str = "", **how: Any) -> Path:
+        return issue(self.authority, self.folder / f"{role}-{name}.pem", role, name, tenant, **how)
+
+    def script(self, *arguments: object, **variables: str) -> Program:
+        variables |= {"JAX_PLATFORMS": "cpu"}
+        return Program(self.folder, ["-c", SCRIPT, *map(str, arguments)], **variables)
+
+
+def issue(
+    authority: Authority, file: Path, role: Role, name: str, tenant: str = "", **how: Any
+) -> Path:
+    file.touch(0o600)
+    file.write_bytes(authority.issue(role, name, tenant, **how))
+    return file
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    folder, authority = tmp_path_factory.mktemp("closed"), Authority.create()
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object, **variables: str) -> Program:
+        started.append(start_module(module, *arguments, folder=folder, **variables))
+        return started[-1]
+
+    keys = issue(authority, folder / "controller.pem", Role.CONTROLLER, "one")
+    rules = ("--policy", "share", "--max-share", 8, "--tenant-shares", "research=2,rivals=1")
+    bind = ("--bind", "tcp://127.0.0.1:0")
+    controller = start("pw.cli.controller", *bind, *rules, "--credentials", keys)
+    controller.until_says("listens at")
+    address = re.findall(r"listens at (\S+)", controller.out)[0]
+    keys = issue(authority, folder / "worker.pem", Role.WORKER, "h")
+    worker = start(
+        "pw.cli.worker",
+        *("--controller", address, "--island", "i"),
+        PW_CREDENTIALS=str(keys),
+    )
+    try:
+        worker.until_says("island=i")
+        yield Closed(address, folder, authority, controller, start)
+    finally:
+        for one in reversed(started):
+            one.kill()
+
+
+def test_a_script_with_credentials_computes(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "laptop", "research", address=cluster.address)
+    for script in (
+        cluster.script(cluster.address, keys),
+        cluster.script(PW_CREDENTIALS=str(keys)),  # the file names the address
+    ):
+        assert script.end() == 0, script.err
+        assert "computed" in script.out
+    log = cluster.controller.err
+    assert "tenant=research name=spiffe://pw/pw/client/research/laptop" in log
+    assert re.search(r"client attached .*name='python -c, pid \d+, research/laptop'", log)
+
+
+def test_a_tenant_that_asks_for_all_gets_its_own_share(cluster: Closed) -> None:
+    files = [cluster.folder / name for name in ("fair-works", "greedy-works")]
+
+    def client(name: str, tenant: str, own: list[Path], share: float, calls: float) -> Program:
+        keys = cluster.issue(Role.CLIENT, name, tenant, address=cluster.address)
+        arguments = map(str, (GREEDY, keys, *own, share, calls))
+        return Program(cluster.folder, ["-c", *arguments], JAX_PLATFORMS="cpu")
+
+    fair = client("ann", "research", files, 1, 150)
+    greedy = client("eve", "rivals", files[::-1], 1e6, 1e6)
+    assert (fair.end(), greedy.end()) == (0, 0), fair.err + greedy.err
+    assert "refused: share=1e+06 is more than" in greedy.out
+    assert "share=8 or less (pw-controller --max-share)" in greedy.out
+    calls, theirs = (int(re.findall(r"did (\d+) calls", one.out)[0]) for one in (fair, greedy))
+    assert calls == 150
+    assert theirs < calls, "two thirds are of the tenant research"
+
+
+def test_a_command_uses_credentials(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "admin", "operator", address=cluster.address)
+    status = cluster.start("pw.cli.main", "status", "--credentials", keys)
+    assert status.end() == 0, status.err
+    assert "h" in status.out
+
+
+@pytest.mark.parametrize("how", ["none", "insecure", "foreign", "worker", "expired"])
+def test_a_script_without_the_right_credentials_is_told_why(cluster: Closed, how: str) -> None:
+    authority, variables, words = cluster.authority, {}, "AccessRefused.*"
+    role, days = Role.CLIENT, 1.0
+    if how == "foreign":
+        authority, words = Authority.create(), words + "of another cluster"
+    elif how == "worker":
+        role, words = (
+            Role.WORKER,
+            "is for the worker me, and a client needs the certificate of a client",
+        )
+    elif how == "expired":
+        days, words = -1.0, "has expired, on .* issue a new one"
+    file = cluster.folder / f"{how}.pem"
+    file.touch(0o600)
+    file.write_bytes(authority.issue(role, "me", days=days))
+    arguments: list[object] = [cluster.address, file]
+    if how == "none":
+        arguments, words = [cluster.address], "no process of this user listens there.*--credentials"
+    elif how == "insecure":
+        arguments, variables = [cluster.address], {"PW_INSECURE": "1"}
+        words += "it uses TLS, and this process does not"
+    script = cluster.script(*arguments, **variables)
+    assert script.end() == 1
+    assert re.search(words, script.err.replace("\n", " ")), script.err
+    assert "computed" not in script.out
+
+
+def test_a_daemon_wants_the_certificate_of_its_role(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "me")
+    for module, arguments in (
+        ("controller", ("--bind", "tcp://127.0.0.1:0")),
+        ("worker", ("--controller", cluster.address, "--island", "i")),
+    ):
+        one = cluster.start(f"pw.cli.{module}", *arguments, "--credentials", keys)
+        assert one.end() == 1
+        assert f"needs the certificate of a {module}" in one.err
+        assert one.err.count("\n") == 1
+
+
+def test_an_insecure_controller_says_what_that_means(cluster: Closed) -> None:
+    for arguments, variables in ((["--insecure"], {}), ([], {"PW_INSECURE": "1"})):
+        one = cluster.start(
+            "pw.cli.controller", "--bind", "tcp://0.0.0.0:0", *arguments, **variables
+        )
+        one.until_says("listens at")
+        assert "insecure node=controller" in one.err
+        assert "neither encrypted nor authenticated" in one.err
+        one.kill()
+
+
+STAY = """
+import contextlib, threading, numpy as np, pw
+runtime = pw.connect()
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+def secret_step(x):
+    return x + 1
+secret = pw.jit(secret_step, mesh=mesh)
+secret(np.ones(1)).block_until_ready()
+print("here", flush=True)
+while not threading.Event().wait(0.02):
+    with contextlib.suppress(pw.Error):
+        secret(np.ones(1)).block_until_ready()
+"""
+
+
+def test_tenants_do_not_see_or_touch_each_other_and_operators_do(cluster: Closed) -> None:
+    def keys(name: str, tenant: str) -> str:
+        return str(cluster.issue(Role.CLIENT, name, tenant, address=cluster.address))
+
+    def command(keys: str, *arguments: object) -> Program:
+        return cluster.start("pw.cli.main", *arguments, "--credentials", keys)
+
+    def clients(keys: str) -> tuple[dict[str, int], int]:
+        told = command(keys, "status", "--json")
+        assert told.end() == 0, told.err
+        document = json.loads(told.out)
+        by_tenant = {client["tenant"]: client["client"] for client in document["clients"]}
+        return by_tenant, document["hidden_clients"]
+
+    red, blue, operator = keys("r", "red"), keys("b", "blue"), keys("o", "operator")
+    stays = Program(cluster.folder, ["-c", STAY], PW_CREDENTIALS=red, JAX_PLATFORMS="cpu")
+    try:
+        stays.until_says("here")
+        seen, hidden = clients(operator)
+        number = seen["red"]
+        assert hidden == 0
+        assert clients(red) == ({"red": number}, 0)
+        assert clients(blue) == ({}, 1)
+        refusals = {
+            "cancel": ([number], "may not cancel runs of client"),
+            "drain": (["h"], "may not drain host h; the tenant 'operator' may"),
+        }
+        for name, (arguments, words) in refusals.items():
+            refused = command(blue, name, *arguments)
+            assert refused.end() == 1
+            assert f"tenant 'blue' {words}" in refused.err.replace("\n", " ")
+        for asker, sees in ((red, True), (blue, False)):
+            file = cluster.folder / "trace.json"
+            traced = command(asker, "trace", "--seconds", 0.3, "-o", file)
+            assert traced.end() == 0, traced.err
+            events = json.loads(file.read_text())["traceEvents"]
+            assert [e for e in events if e["name"].startswith(("a computation [", "secret_step ["))]
+            assert ("secret_step" in file.read_text()) is sees
+            assert f"client {number}" in file.read_text()
+        for allowed in (red, operator):
+            cancelled = command(allowed, "cancel", number)
+            assert cancelled.end() == 0, cancelled.err
+        log = cluster.controller.err
+        assert "refused tenant=blue" in log
+        assert re.search(rf"cancel tenant=red name=\S.* client={number} of=red run=all", log)
+    finally:
+        stays.kill()
+
+
+def test_credentials_without_an_address_are_not_ignored(cluster: Closed) -> None:
+    """A script that was meant for a cluster would compute on an embedded one."""
+    keys = cluster.issue(Role.CLIENT, "homeless")
+    body = "import pw; pw.connect()"
+    script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys))
+    assert script.end() == 1
+    assert "no address of a controller" in script.err
+    script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys), PW_ADDRESS="")
+    assert script.end() == 0, script.err
+
+
+# --- names of workers -------------------------------------------------------------------------------------
+
+WORKER_THAT_LIES = """
+from pw.cli.worker import main
+from pw.transport.access.identity import Identity
+Identity.may_be = Identity.may_join = lambda self, what: True  # it does not check itself
+main()
+"""
+
+
+def test_a_worker_takes_no_name_and_seat_of_another_one_that_is_away(cluster: Closed) -> None:
+    def worker(
+        keys: Path, *arguments: str, code: tuple[str, ...] = ("-m", "pw.cli.worker")
+    ) -> Program:
+        options = ["--controller", cluster.address, "--island", "seats", "--credentials", str(keys)]
+        return Program(cluster.folder, [*code, *options, *arguments], JAX_PLATFORMS="cpu")
+
+    own, other = cluster.issue(Role.WORKER, "w1"), cluster.issue(Role.WORKER, "w2")
+    first = worker(own)
+    first.until_says("joined")
+    first.process.terminate()
+    assert first.end() == 0
+    honest = worker(other, "--name", "w1")
+    assert honest.end() == 1
+    assert "w1 is not the name of its certificate, which is that of worker w2" in honest.err
+    thief = worker(other, "--name", "w1", code=("-c", WORKER_THAT_LIES))
+    second = None
+    try:
+        thief.until_says("refused")
+        assert "w1 is not the name of its certificate" in thief.err
+        second = worker(own)
+        second.until_says("joined")
+        assert "joined node=w1" in second.err
+        assert "joined" not in thief.err
+        assert thief.process.poll() is None, "its supervisor tries again"
+    finally:
+        thief.kill()
+        if second is not None:
+            second.kill()
+
+
+def test_a_certificate_bounds_the_islands_of_a_worker(cluster: Closed) -> None:
+    keys = cluster.issue(Role.WORKER, "w3", islands=["east", "west"])
+    arguments = ("--controller", cluster.address, "--credentials", str(keys), "--island")
+    words = "does not allow the island 'north', only east, west"
+    told = cluster.start("pw.cli.worker", *arguments, "north")
+    assert told.end() == 1
+    assert words in told.err
+    thief = Program(cluster.folder, ["-c", WORKER_THAT_LIES, *arguments, "north"])
+    try:
+        thief.until_says("tries again")
+        assert words in thief.err
+    finally:
+        thief.kill()
+    good = cluster.start("pw.cli.worker", *arguments, "west")
+    good.until_says("joined")
+    good.kill()
+
+
+def test_a_revoked_worker_comes_back_when_it_has_new_credentials(tmp_path: Path) -> None:
+    authority, lists = Authority.create(), tmp_path / "crl.pem"
+    lists.write_bytes(authority.revoke())
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object) -> Program:
+        secrets = ("--credentials", arguments[0], "--revoked", lists)
+        started.append(start_module(module, *arguments[1:], *secrets, folder=tmp_path))
+        return started[-1]
+
+    keys = issue(authority, tmp_path / "c.pem", Role.CONTROLLER, "c")
+    try:
+        controller = start("pw.cli.controller", keys, "--bind", "tcp://127.0.0.1:0")
+        controller.until_says("listens at")
+        address = re.findall(r"listens at (\S+)", controller.out)[0]
+        keys = issue(authority, tmp_path / "w.pem", Role.WORKER, "w")
+        worker = start("pw.cli.worker", keys, "--controller", address, "--island", "i")
+        worker.until_says("joined")
+        serial = Credentials.read(keys).own.serial
+        new = tmp_path / "crl.new"
+        new.write_bytes(authority.revoke(serial))
+        new.rename(lists)
+        worker.until_says("tries again")
+        assert "is revoked" in worker.err
+        joined = worker.err.count("joined")
+        issue(authority, tmp_path / "new.pem", Role.WORKER, "w").rename(keys)
+        until(lambda: worker.err.count("joined") > joined, "the worker is back")
+        assert worker.process.poll() is None
+    finally:
+        for one in reversed(started):
+            one.kill()

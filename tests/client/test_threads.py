@@ -1,0 +1,114 @@
+"""The thread of a session, and how it gets its turn beside those of the user."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
+from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import Forget
+from pw.core.errors import Disconnected, InternalError
+from pw.core.ids import CONTROLLER, Address
+from pw.testing import InProcessCluster
+from pw.transport.bulk.plane import BulkPlane
+from pw.transport.links.local import LocalHub, LocalNetwork
+from pw.transport.links.node import Node
+
+
+@pytest.fixture
+def interval() -> Iterator[None]:
+    before_s = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever sessions other tests have left."""
+    monkeypatch.setattr(LoopThread, "_living", set())
+
+
+def test_threads_take_turns_more_often_while_there_is_a_session(
+    interval: None, alone: None
+) -> None:
+    sys.setswitchinterval(0.004)
+    first, second = LoopThread("first"), LoopThread("second")
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    first.stop()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    second.stop()
+    assert sys.getswitchinterval() == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize("chosen_s", [0.0001, 0.003])
+def test_an_interval_that_the_user_has_chosen_stays(
+    interval: None, alone: None, chosen_s: float
+) -> None:
+    thread = LoopThread("session")
+    sys.setswitchinterval(chosen_s)
+    thread.stop()
+    assert sys.getswitchinterval() == pytest.approx(chosen_s)
+    sys.setswitchinterval(0.0001)
+    other = LoopThread("session")
+    assert sys.getswitchinterval() == pytest.approx(0.0001)
+    other.stop()
+    assert sys.getswitchinterval() == pytest.approx(0.0001)
+
+
+def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for an answer would wait for ever."""
+
+    def broken(session: ClientSession, sender: Address, note: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(ClientSession, "_on_forget", broken)
+    forgotten: list[str] = []
+    monkeypatch.setattr(LocalNetwork, "forget", lambda network, node: forgotten.append(node))
+    cluster = InProcessCluster(1, 1)
+    runtime = cluster.client()
+    runtime._thread.post(Forget((1,)))
+    with pytest.raises(InternalError, match="KeyError: 'broken'"):
+        runtime.ask.status()
+    assert CONTROLLER in forgotten, "the cluster is told, and lets go of what the client had"
+    with pytest.raises(AssertionError, match="actors crashed"):
+        cluster.close()
+
+
+def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count its segments the bulk plane takes them back, and tells those who sent them."""
+    asked: list[int] = []
+    real = BulkPlane.counters
+
+    def counters(plane: BulkPlane) -> dict[str, int]:
+        asked.append(threading.get_ident())
+        return real(plane)
+
+    monkeypatch.setattr(BulkPlane, "counters", counters)
+    thread = LoopThread("session")
+    runtime = cast(
+        Any,
+        SimpleNamespace(
+            tick=lambda: None,
+            grant=None,
+            session_ended=None,
+            calls=SimpleNamespace(arrived=None),
+        ),
+    )
+
+    def make() -> SessionOnNode:
+        node = Node("client", thread.loop, LocalHub(thread.loop).network("client"))
+        return SessionOnNode(thread, node, BulkPlane(thread.loop), runtime, None, thread.stop)
+
+    session = thread.call(make)
+    assert session.counters()["bulk_lent_blocks"] == 0
+    assert asked == [thread.call(threading.get_ident)]
+    session.close()
+    with pytest.raises(Disconnected):
+        session.counters()
+    assert len(asked) == 1

@@ -1,0 +1,268 @@
+"""What a malicious client sends to hosts with real devices makes none of their actors raise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import pw
+from pw.core.actors.actor import Actor
+from pw.core.compact import Compact
+from pw.core.errors import ErrorReport
+from pw.core.ids import CONTROL, Address, client_id, store_of
+from pw.core.landing import Landing
+from pw.core.messages import (
+    AllocateSlice,
+    Artifact,
+    Attach,
+    Attached,
+    CallLanding,
+    CallReturned,
+    Compile,
+    CreateArray,
+    Detail,
+    Fetch,
+    Fetched,
+    FileSource,
+    GetStatus,
+    Identify,
+    OfferSource,
+    RegisterProgram,
+    RequestFailed,
+    Run,
+    RunFailed,
+    SliceBound,
+    Status,
+    Upload,
+    UploadAborted,
+    UploadLanding,
+)
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.spec_checks import DTYPES
+from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.testing import InProcessCluster
+from pw.transport.links.node import Node as Process
+from tests.stages.scripted import digest
+
+WAIT_S = 30.0
+
+
+class Inbox(Actor):
+    """Keeps what it receives."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.received: list[Any] = []
+
+    def receive(self, sender: Address, message: object) -> None:
+        self.received.append(message)
+
+
+class Attacker:
+    """A client whose messages a test writes."""
+
+    def __init__(self, cluster: InProcessCluster) -> None:
+        self.cluster = cluster
+        loop = cluster._thread.loop
+
+        def make() -> tuple[Process, Inbox]:
+            node = Process("client-evil", loop, cluster.hub.network("client-evil"))
+            return node, node.add("session", Inbox)
+
+        self.node, self.inbox = cluster._thread.call(make)
+        self.serial = 0
+        self.tell(Attach("evil", 1.0, 0))
+        attached = self.wait(Attached)
+        self.number = attached.client
+        self.tell_host(Identify(self.number, attached.ticket))
+        self.slice = self.id()
+        self.tell(AllocateSlice(self.slice, 2, None, None, None))
+        self.bound: SliceBound = self.wait(SliceBound)
+
+    def id(self) -> int:
+        self.serial += 1
+        return client_id(self.number, self.serial)
+
+    def tell(self, message: object, to: Address = CONTROL) -> None:
+        self.cluster._thread.call(lambda: self.inbox.env.send(to, message))
+
+    def tell_host(self, message: object) -> None:
+        self.tell(message, store_of("host-0"))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.inbox.received if isinstance(message, kind)]
+
+    def wait(self, kind: type, wanted: Callable[[Any], bool] = lambda message: True) -> Any:
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            for message in self.of(kind):
+                if wanted(message):
+                    return message
+            time.sleep(0.005)
+        raise AssertionError(f"no {kind.__name__}: {self.inbox.received[-5:]}")
+
+    def spec(self, shape: tuple[int, ...] = (8,), dtype: str = "int32", **more: Any) -> ArraySpec:
+        sharding = more.pop("sharding", Sharding(("x",), (2,), ()))
+        return ArraySpec(shape, dtype, sharding, Placement(self.slice, (0, 1)), **more)
+
+    def upload(self, spec: ArraySpec, data: bytes | None) -> int:
+        array = self.id()
+        self.tell(CreateArray(array, spec, 1))
+        where = self.bound.island, self.bound.epoch
+        self.tell_host(Upload(array, spec, self.bound.devices, data, *where))
+        return array
+
+    def answered(self) -> None:
+        """Wait until controller and host have handled everything."""
+        request = self.id()
+        self.tell(GetStatus(request))
+        self.wait(Status, lambda message: message.request == request)
+        request = self.id()
+        self.tell_host(Fetch(request, client_id(1, 1), self.spec(), (), (), None))
+        self.wait(RequestFailed, lambda message: message.request == request)
+
+
+@pytest.fixture
+def attacker() -> Iterator[Attacker]:
+    """An attacker of a cluster with another client, which works and sees no crash at the end."""
+    with InProcessCluster(devices_per_island=2) as cluster:
+        attacker = Attacker(cluster)
+        yield attacker
+        attacker.answered()
+        devices = pw.make_virtual_device_set().add_slice(devices=2).devices
+        mesh = pw.Mesh(devices, ("x",))
+        x = pw.put(np.arange(8), sharding=pw.NamedSharding(mesh, PartitionSpec("x")))
+        np.testing.assert_array_equal(np.asarray(pw.jit(lambda x: x + 1)(x)), np.arange(8) + 1)
+        assert not cluster.crashes
+        cluster._thread.call(attacker.node.close)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_is_taken_or_refused(attacker: Attacker, dtype: str) -> None:
+    for shape in ((), (0,), (8,), (1,) * 64):
+        spec = attacker.spec(shape, dtype)
+        array = attacker.upload(spec, bytes(spec.size_bytes))
+        request = attacker.id()
+        asked = Fetch(request, array, spec, attacker.bound.devices, (0,), None)
+        attacker.tell_host(asked)
+        attacker.wait(
+            object, lambda m, n=request: isinstance(m, (Fetched, RequestFailed)) and m.request == n
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory": "nonsense"},
+        {"memory": "pinned_host"},
+        {"sharding": Sharding(("",), (2,), ())},
+        {"sharding": Sharding(tuple(f"a{at}" for at in range(64)), (2, *(1,) * 63), ())},
+        {"sharding": Sharding(("x",), (2,), ((),))},
+    ],
+    ids=[str(number) for number in range(5)],
+)
+@pytest.mark.parametrize("size", [0, 32, 33, None])
+def test_odd_arrays_are_taken_or_refused(
+    attacker: Attacker, wrong: dict[str, Any], size: int | None
+) -> None:
+    spec = attacker.spec(**wrong)
+    array = attacker.upload(spec, None if size is None else bytes(size))
+    if size is None:
+        landing = attacker.wait(UploadLanding).landing
+        why = ErrorReport("Skipped", "x")
+        attacker.tell_host(UploadAborted(array, landing.transfer, why))
+    request = attacker.id()
+    attacker.tell_host(Fetch(request, array, spec, attacker.bound.devices, (0,), None))
+    attacker.wait(
+        object, lambda m: isinstance(m, (Fetched, RequestFailed)) and m.request == request
+    )
+
+
+def test_answers_to_questions_that_nobody_asked_are_dropped(attacker: Attacker) -> None:
+    landing = Landing(1, 1 << 62, 0, "", "", "")
+    for number in (0, -1, 1, 1 << 62):
+        attacker.tell_host(CallReturned(number, (("nonsense", (-1,)),), b"x"))
+        attacker.tell_host(CallReturned(number, (), None))
+        attacker.tell_host(CallLanding(number, landing))
+        attacker.tell_host(UploadAborted(number, number, ErrorReport("X" * 1000, "y")))
+
+
+def test_garbage_is_not_compiled(attacker: Attacker) -> None:
+    for artifact in (b"", b"garbage", bytes(100_000), b"\x93" * 1000):
+        for detail in Detail:
+            request = attacker.id()
+            where = attacker.bound.devices, attacker.bound.island, attacker.bound.epoch
+            attacker.tell_host(Compile(request, artifact, *where, detail))
+            attacker.wait(RequestFailed, lambda message, n=request: message.request == n)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.RESHARD])
+@pytest.mark.parametrize("blob", [b"", b"garbage", bytes(100_000)], ids=["empty", "words", "zeros"])
+def test_a_program_of_garbage_fails(attacker: Attacker, kind: Kind, blob: bytes) -> None:
+    spec = attacker.spec()
+    flags = attacker.spec((2,), "bool")
+    odd: list[dict[str, Any]] = [
+        {},
+        {"outputs": ()},
+        {"inputs": ()},
+        {"calls_back": True},
+        {"checks": ("a", "b"), "outputs": (spec, flags)},
+        {"shards": (((0, 0), (0, 1)),)},
+        {"shards": (((0, 0), (7, 1)),)},
+        {"shards": (((0, 0), (0, -1)),)},
+        {"shards": ((),)},
+        {"donated": (0,)},
+    ]
+    for fields in odd:
+        program, result = attacker.id(), attacker.id()
+        given = {"inputs": (spec,), "outputs": (spec,), "kind": kind} | fields
+        computation = Computation(
+            "f", digest(blob), spec.placement, given.pop("inputs"), given.pop("outputs"), **given
+        )
+        args = tuple([Value(-1, 0)] * len(computation.inputs))
+        last = Value(0, 0) if computation.outputs else Value(-1, 0)
+        body = Program("f", (computation,), (Node(0, args),), (spec,), (Output(last, spec),))
+        artifacts = (Artifact(digest(blob), blob),)
+        attacker.tell(RegisterProgram(program, Compact.of(body), artifacts))
+        attacker.tell(Run(attacker.id(), program, (bytes(32),), (result,)))
+        request = attacker.id()
+        attacker.tell_host(Fetch(request, result, spec, attacker.bound.devices, (0,), None))
+        attacker.wait(
+            object,
+            lambda m, n=request, r=result: (
+                (isinstance(m, (Fetched, RequestFailed)) and m.request == n)
+                or (isinstance(m, RunFailed) and r in m.results)
+            ),
+        )
+
+
+def test_arrays_come_from_nowhere(attacker: Attacker, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(b'{"format":"pw checkpoint","version":1}')
+    sources = [
+        FileSource(str(tmp_path), "0123456789", "x"),
+        FileSource("relative", "0123456789", "x"),
+        FileSource("/nowhere", "x" * 1000, "x"),
+        FileSource("/nowhere", "", "x" * 100_000),
+        OfferSource(b"", 0),
+        OfferSource(bytes(16), -1),
+        OfferSource(bytes(1_000_000), 1 << 62),
+    ]
+    spec = attacker.spec()
+    attacker.tell(
+        RegisterProgram(
+            program := attacker.id(),
+            Compact.of(Program("copy", (), (), (spec,), (Output(Value(-1, 0), spec),))),
+            (),
+        )
+    )
+    for source in sources:
+        array, result = attacker.id(), attacker.id()
+        attacker.tell(CreateArray(array, spec, 1, source))
+        attacker.tell(Run(attacker.id(), program, (array,), (result,)))
+        attacker.wait(RunFailed, lambda message, r=result: r in message.results)

@@ -1,0 +1,51 @@
+"""JAX's own client against a gateway over two islands, the first one of two hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.gateway.gateway_cases import CASES, Case
+from tests.stages.gateway_stage import Stage
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def devices(stage: Stage) -> Sequence[Any]:
+    """The gateway's devices: four of two hosts, then four of one."""
+    return stage.client().devices()
+
+
+def seen(case: Case, devices: Sequence[Any]) -> Any:
+    """Return what a case returns, with numpy's arrays for JAX's."""
+    with jax.default_device(devices[0]):
+        return jax.tree.map(
+            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, case(devices)
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_in_plain_jax(name: str, devices: Sequence[Any]) -> None:
+    plain = seen(CASES[name], jax.devices("cpu")[:8])
+    here = seen(CASES[name], devices)
+    wanted, structure = jax.tree.flatten_with_path(plain)
+    found, structure_found = jax.tree.flatten(here)
+    assert structure_found == structure
+    for one, (path, other) in zip(found, wanted, strict=True):
+        where = jax.tree_util.keystr(path)
+        if isinstance(other, np.ndarray | np.generic | float):
+            assert np.asarray(one).dtype == np.asarray(other).dtype, where
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=where)
+        else:
+            assert one == other, where

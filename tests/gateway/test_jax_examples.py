@@ -1,0 +1,88 @@
+"""The plain JAX programs of `examples/jax` give plain JAX's values on two islands of two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.stages.scripts import ROOT
+
+EXAMPLES = ROOT / "examples" / "jax"
+TRAINING = ("mnist.py", "equinox_train.py")
+TOLERANCE = 1e-6
+"""Sums over the devices of two hosts are added in another order than those of one process. JAX over two
+processes of its own (`jax.distributed`) differs from plain JAX by the same bits."""
+
+ALL = f"""
+import json, subprocess, sys
+commands = [["paper.py"], *([name, "--two-islands"] for name in {TRAINING})]
+for name, *flags in commands:
+    command = [sys.executable, "{EXAMPLES}/" + name, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    print(json.dumps([" ".join([name, *flags]), done.returncode, done.stdout, done.stderr]))
+"""
+"""Runs the examples one after the other, with the environment that it gets itself."""
+
+ISLANDS = ["--islands", "2", "--hosts-per-island", "2", "--devices-per-host", "2"]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The output of each example on a cluster, by its command."""
+    script = tmp_path_factory.mktemp("scripts") / "all.py"
+    script.write_text(ALL)
+    command = [sys.executable, "-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {}
+    for name, code, output, errors in map(json.loads, done.stdout.splitlines()):
+        assert (code, errors) == (0, ""), f"{name}: exit code {code}\n{output}\n{errors}"
+        found[name] = output
+    return found
+
+
+def plainly(name: str, *flags: str) -> str:
+    """The output of an example in plain JAX on as many CPU devices."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *flags],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_paper_s_program_prints_the_paper_s_values(printed: dict[str, str]) -> None:
+    (shown,) = re.findall(r"^# (\(Array.*)$", (EXAMPLES / "paper.py").read_text(), re.M)
+    assert printed["paper.py"] == shown + "\n"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TRAINING)
+def test_losses_are_those_of_plain_jax(printed: dict[str, str], name: str) -> None:
+    ours, theirs = printed[f"{name} --two-islands"], plainly(name, "--two-islands")
+    assert len(theirs.splitlines()) == 3
+    losses = numbers(theirs)
+    assert numbers(ours) == pytest.approx(losses, rel=TOLERANCE)
+    assert re.sub(r"[\d.]+", "", ours) == re.sub(r"[\d.]+", "", theirs)
+    assert losses[-2] < losses[1], "it learns nothing"
+
+
+def test_no_example_knows_pw() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert len(files) == 3
+    assert not [path for path in files if re.search(r"^(import|from) pw\b", path.read_text(), re.M)]

@@ -1,0 +1,74 @@
+"""JAX's plugin `pw`: what a script sees that knows nothing of pw."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.stages.scripts import finish, start_client
+
+pytestmark = pytest.mark.processes
+
+CHECK = """
+asked = jax.config.jax_platforms
+assert len(jax.devices()) == 2
+assert jax.devices("cpu")[0].client is not jax.devices()[0].client
+assert jax.config.jax_platforms == asked, jax.config.jax_platforms
+print("well")
+"""
+
+
+@pytest.mark.parametrize("platforms", ["pw", "pw,cpu"])
+def test_this_machines_cpu_is_a_second_platform(platforms: str) -> None:
+    settings = {"JAX_PLATFORMS": platforms, "PW_DEVICES": "2", "XLA_FLAGS": ""}
+    assert finish(start_client("", CHECK, **settings)) == "well\n"
+
+
+AGAIN = """
+import pw.jax
+for _ in range(2):
+    pw.jax.connect(devices=2)
+    print(len(jax.devices()))
+try:
+    pw.jax.connect(devices=1)
+except pw.Error as error:
+    print(error)
+"""
+STARTED = """
+import pw.jax
+print(len(jax.devices()))
+pw.jax.connect()
+
+x = jnp.arange(4.0)
+lowered = jax.jit(lambda v: v @ v).lower(x)
+refused = [
+    lambda: np.from_dlpack(x),
+    lambda: memoryview(x),
+    x.unsafe_buffer_pointer,
+    lambda: x.__cuda_array_interface__,
+    lowered.cost_analysis,
+    jax.devices()[0].memory_stats,
+]
+for use in refused:
+    try:
+        use()
+    except (jax.errors.JaxRuntimeError, BufferError):
+        continue
+    raise AssertionError(use)
+assert memoryview(np.asarray(x)).nbytes == 16
+assert lowered.compile().cost_analysis()["flops"]
+with jax.default_device(jax.devices("cpu")[0]):
+    assert jax.jit(lambda v: v @ v).lower(x.aval).cost_analysis()["flops"]
+"""
+"""It is connected by JAX_PLATFORMS, and does what `docs/jax.md` says that JAX's client refuses."""
+
+
+def test_the_same_connection_again_is_no_error_and_another_names_the_first() -> None:
+    again = finish(start_client("", AGAIN, JAX_PLATFORMS="", XLA_FLAGS=""))
+    two, two_again, refused = again.splitlines()
+    assert (two, two_again) == ("2", "2")
+    assert "by pw.jax.connect(devices=2, share=1.0)" in refused
+
+
+def test_what_jaxs_client_refuses_is_what_the_documents_say() -> None:
+    settings = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+    assert finish(start_client("", STARTED, **settings)) == "2\n"

@@ -1,0 +1,92 @@
+"""A long wait of plain JAX shows the line that `pw.Array`s do, in the script's terminal or notebook."""
+
+from __future__ import annotations
+
+import os
+import pty
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import pw
+from pw.gateway import functions
+from tests.stages.daemons import until
+from tests.stages.scripts import ROOT
+
+SCRIPT = """
+import time
+import jax, jax.numpy as jnp
+from jax.experimental import io_callback
+
+def slow(value):
+    time.sleep(5)
+    return value
+
+made = jax.jit(lambda x: io_callback(slow, x, x))(jnp.ones(()))
+if True: WAIT
+print(float(made), flush=True)
+"""
+WAITS = {"read": "pass", "block_until_ready": "made.block_until_ready()"}
+
+
+@pytest.mark.processes
+def test_a_terminal_shows_the_line() -> None:
+    with pw.LocalCluster(devices_per_host=2, connect=False) as cluster:
+        started = {}
+        for how, address in (("read", ""), ("block_until_ready", cluster.address or "")):
+            ours, theirs = pty.openpty()
+            where = {"PW_ADDRESS": address} if address else {"PW_DEVICES": "2"}
+            more = {"JAX_PLATFORMS": "pw", "TERM": "xterm", "COLUMNS": "120"} | where
+            script = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT.replace("WAIT", WAITS[how])],
+                stdout=subprocess.PIPE,
+                stderr=theirs,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "PW_PROGRESS": "1"} | more,
+                text=True,
+            )
+            os.close(theirs)
+            started[how] = script, ours
+        try:
+            for how, (script, ours) in started.items():
+                output, _ = script.communicate(timeout=90)
+                terminal = os.read(ours, 1 << 16)
+                assert output == "1.0\n", terminal
+                assert b"waiting 3 s for float32[] of 'jit__lambda'" in terminal, how
+                assert terminal.endswith(b"\r\x1b[2K")
+                assert b"\n" not in terminal
+        finally:
+            for script, ours in started.values():
+                script.kill()
+                script.wait()
+                os.close(ours)
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def show(self, line: str) -> None:
+        self.lines.append(line)
+
+    def clear(self) -> None:
+        self.lines.append("")
+
+
+def test_a_function_that_may_print_has_no_line_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Shown()
+    monkeypatch.setattr(functions, "screen_here", lambda: shown)
+    called = functions.Functions(str(tmp_path / "socket"))
+    number = called.add(lambda: shown.lines.append("printed"))
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.connect(str(tmp_path / "socket"))
+        for message in ([0, 0, [], "waiting 3 s"], [1, number, []], [0, 0, [], ""]):
+            data = msgspec.msgpack.encode(message)
+            gateway.sendall(len(data).to_bytes(8, "big") + data)
+        until(lambda: len(shown.lines) == 3, "the line, and the function's output")
+    assert shown.lines == ["waiting 3 s", "", "printed"]

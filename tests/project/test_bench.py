@@ -1,0 +1,246 @@
+"""Readings, results and contenders of the benchmarks, and a quick run of one benchmark."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import measure, pictures, report
+from bench.baselines.peer import Peer
+from bench.measure import GaveUp, Sample
+from bench.processor import resident_bytes
+from pw.client.timeline.timeline import Computation, Process, Timeline, Transfer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_sample_has_a_median_and_quartiles() -> None:
+    sample = Sample((4.0, 1.0, 3.0, 2.0, 5.0))
+    assert (sample.low, sample.median, sample.high) == (2.0, 3.0, 4.0)
+    assert Sample((7.0,)).low == Sample((7.0,)).high == 7.0
+
+
+@pytest.mark.parametrize("values", [(), (1.0, float("nan")), (float("inf"),)])
+def test_a_sample_refuses_readings_that_are_not_finite(values: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        Sample(values)
+
+
+def test_ratios_and_differences_are_taken_round_by_round() -> None:
+    assert Sample((2.0, 30.0)).over(Sample((1.0, 10.0))).values == (2.0, 3.0)
+    assert Sample((2.0, 30.0)).minus(Sample((1.0, 10.0))).values == (1.0, 20.0)
+    with pytest.raises(ValueError, match="same rounds"):
+        Sample((1.0,)).over(Sample((1.0, 2.0)))
+    with pytest.raises(ValueError, match="zero"):
+        Sample((1.0,)).over(Sample((0.0,)))
+
+
+def test_cases_take_turns_in_an_order_that_rotates() -> None:
+    calls: list[str] = []
+
+    def case(name: str) -> Callable[[], float]:
+        def reading() -> float:
+            calls.append(name)
+            return float(len(calls))
+
+        return reading
+
+    samples = measure.alternate({name: case(name) for name in "abc"}, rounds=2, warm_up=1)
+    assert calls == [*"abc", *"bca", *"cab"]
+    assert samples["a"].values == (6.0, 8.0)
+
+
+def test_a_case_that_gives_up_is_left_out_with_a_note() -> None:
+    def crashed() -> float:
+        raise GaveUp("it crashed")
+
+    notes: list[str] = []
+    samples = measure.alternate({"a": lambda: 1.0, "b": crashed}, rounds=3, notes=notes)
+    assert samples == {"a": Sample((1.0, 1.0, 1.0))}
+    assert notes == ["b was left out: it crashed"]
+    with pytest.raises(GaveUp):
+        measure.alternate({"b": crashed}, rounds=1)
+
+
+@pytest.mark.parametrize(("multiple_of", "count"), [(1, 1000), (128, 1024)])
+def test_a_count_is_found_for_readings_of_the_wanted_length(multiple_of: int, count: int) -> None:
+    asked: list[int] = []
+
+    def timed(number: int) -> float:
+        asked.append(number)
+        return number / 2000
+
+    case = measure.sized(timed, reading_s=0.5, multiple_of=multiple_of)
+    assert case() == 2000
+    assert asked[-1] == count
+
+
+def test_a_result_is_printed_and_written(tmp_path: Path) -> None:
+    samples = {"pw": Sample((3.0, 6.0)), "JAX": Sample((1.0, 3.0))}
+    result = report.Result("fake", "nothing (paper: nowhere)", notes=["[this] is no markup"])
+    result.compare(samples, unit="1/s", params={"hosts": 2}, baseline="JAX")
+    result.at_least(3.0, 2.5, "a high one")
+    result.at_most(3.0, 2.5, "a low one")
+    result.figures.append(report.Figure("t", "x", "y", {"pw": [(1, 2.0)]}))
+    console = Console(width=120, record=True, file=io.StringIO())
+    report.show(result, console)
+    printed = console.export_text()
+    assert "2.25 – 2.75" in printed
+    assert "does not hold  2.5 ≥ 3: a high one" in printed
+    assert "holds          2.5 ≤ 3: a low one" in printed
+    assert "[this] is no markup" in printed
+
+    written = json.loads(report.write(result, {"cores": 2}, tmp_path).read_text())
+    assert written["machine"] == {"cores": 2}
+    assert written["rows"][0]["values"] == [3.0, 6.0]
+    assert written["rows"][0]["ratio"]["median"] == 2.5
+    assert [bar["holds"] for bar in written["bars"]] == [False, True]
+
+
+def made_timeline() -> Timeline:
+    """Two hosts, and a transfer of 2 s; for one of them its receiver computes."""
+    ones = [("h0", "f", 0.0, 4.0), ("h1", "g", 1.0, 3.0), ("h1", "f", 4.0, 6.0)]
+    return Timeline(
+        length_s=6.0,
+        computations=[Computation(h, "0", name, 1, 0, a, a, b) for h, name, a, b in ones],
+        transfers=[
+            Transfer("h1", True, "edge", 2.0, 4.0, 8, 0, 1, 0, "h0"),
+            Transfer("h0", False, "edge", 2.0, 4.0, 8, 0, 1, 0, "h1"),
+            Transfer("h1", True, "upload", 0.0, 1.0, 8, 0),
+        ],
+        processes=[Process(host, 0.0, 1, 0, "") for host in ("h0", "h1")],
+    )
+
+
+def test_a_timeline_becomes_rows_of_computations_and_transfers() -> None:
+    spans = pictures.of_hosts(made_timeline(), lambda one: one.name)
+    assert [(s.row, s.kind, s.start_s, s.end_s) for s in pictures.window(spans, 1.0, 5.0)] == [
+        ("h0", "f", 0.0, 3.0),
+        ("h1", "g", 0.0, 2.0),
+        ("h1", "f", 3.0, 4.0),
+        ("to h1", "transfer", 1.0, 3.0),
+    ]
+    assert pictures.hidden(spans) == 0.5
+    assert [span.start_s for span in pictures.middle(spans, 1.0)] == [0.0, 0.0, 0.0]
+    with pytest.raises(GaveUp, match="no computations"):
+        pictures.window(spans, 7.0, 8.0)
+
+
+def test_charts_of_a_figure_are_drawn_and_their_timelines_are_written(tmp_path: Path) -> None:
+    timeline = made_timeline()
+    spans = pictures.of_hosts(timeline, lambda one: one.name)
+    result = report.Result("fake", "nothing")
+    for name in ("one", "two"):
+        result.charts.append(report.Chart("figure-0", name, spans, {name: timeline}))
+    written = json.loads(report.write(result, {}, tmp_path).read_text())
+    assert [chart["title"] for chart in written["charts"]] == ["one", "two"]
+    traced = json.loads((tmp_path / "figure-0-two.trace.json").read_text())
+    assert any(event["name"] == "g [A]" for event in traced["traceEvents"])
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    plots.draw_charts(result.charts, tmp_path)
+    assert (tmp_path / "figure-0.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = (tmp_path / "figure-0.svg").read_text()
+    assert drawn.count("<!-- to h1 -->") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [(0.0, "0"), (0.1234, "0.123"), (12.34, "12.3"), (12345.6, "12,346"), (2e7, "2e+07")],
+)
+def test_numbers_are_printed_with_three_digits(value: float, printed: str) -> None:
+    assert report.number(value) == printed
+
+
+PEER = """
+    import os
+    from bench.baselines.peer import serve
+
+    def fails(count):
+        if count > 4:
+            raise ValueError("too many")
+
+    def ends(count):
+        if count > 4:
+            os._exit(3)
+
+    def prepare():
+        print("this is not an answer")
+        return {"works": lambda count: None, "own": lambda _: 42.0, "fails": fails, "ends": ends}
+
+    serve(prepare)
+"""
+
+
+def test_calls_in_flight_are_bounded_and_end_in_order() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def begin() -> int:
+        begun.append(len(begun))
+        assert len(begun) - len(ended) <= 3
+        return begun[-1]
+
+    measure.in_flight(10, 3, begin, ended.append)
+    assert ended == begun == list(range(10))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_contender_answers_from_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: bool
+) -> None:
+    (tmp_path / "contender.py").write_text(textwrap.dedent(PEER))
+    monkeypatch.setattr("bench.baselines.peer.SEARCHED", f"{ROOT}{os.pathsep}{tmp_path}")
+    with Peer("it", "contender", [(), ()], freeze=freeze) as peer:
+        assert peer.cases == ("works", "own", "fails", "ends")
+        assert 0 <= peer.seconds("works", 3) < 42
+        assert peer.seconds("own", 3) == 42
+        with pytest.raises(GaveUp, match="it: ValueError: too many"):
+            peer.seconds("fails", 5)
+        assert peer.seconds("works", 3) >= 0
+        with pytest.raises(GaveUp, match="it ended with 3"):
+            peer.seconds("ends", 5)
+        with pytest.raises(GaveUp, match="it is gone"):
+            peer.seconds("works", 3)
+    with pytest.raises(GaveUp, match="it ended with 1"):
+        Peer("it", "no_such_contender")
+
+
+def test_memory_is_that_of_all_descendants() -> None:
+    alone = resident_bytes([os.getpid()])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert resident_bytes([child.pid]) > 1 << 20
+        assert resident_bytes([os.getpid()]) > alone
+        child.kill()
+
+
+@pytest.mark.processes
+def test_a_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "latency", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "pw, embedded" in done.stdout
+    written = json.loads((tmp_path / "latency.json").read_text())
+    assert written["rows"]
+    assert not written["bars"]  # a quick run has no bars
+
+
+@pytest.mark.processes
+def test_the_gpu_benchmark_runs_as_a_script_and_reports_a_missing_gpu(tmp_path: Path) -> None:
+    """The folder of the script has a module `concurrent`, which must not hide Python's own."""
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--out", str(tmp_path)]
+    cpu_only = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=cpu_only)
+    assert done.returncode == 0, done.stderr
+    assert "skipped: JAX finds no GPU here" in done.stdout

@@ -1,0 +1,82 @@
+"""The documents: links lead somewhere, files that they name exist, tables are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from pw.cli.main import app
+from pw.core.actors.lifecycle import Lifecycle
+from pw.devices.host import edge_states
+from pw.sched.cluster import slice_states
+from pw.sched.control import array_states, run_states
+from pw.sched.island import launch_states
+from tests.stages.scripts import ROOT
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LIFECYCLES: list[Lifecycle] = [
+    array_states.ARRAY,
+    run_states.RUN,
+    launch_states.LAUNCH,
+    edge_states.SENDER,
+    edge_states.RECEIVER,
+    slice_states.SLICE,
+]
+COMMANDS: Any = typer.main.get_command(app)
+TABLES = {lifecycle.name: lifecycle for lifecycle in LIFECYCLES}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_that_are_named_exist(document: Path) -> None:
+    if document.name == "performance-log.md":
+        return
+    for path in re.findall(r"`((?:pw|docs|tests|bench|examples)/[\w/.-]+)`", document.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_commands_that_are_named_exist(document: Path) -> None:
+    code = re.sub(r"^```.*$", "", document.read_text(), flags=re.M).replace("`", "\n")
+    called = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*pw ([a-z-]+)(?: ([a-z-]+))?", code, re.M)
+    for name, first in called:
+        command = COMMANDS.commands.get(name)
+        assert command is not None, f"pw {name}"
+        group = getattr(command, "commands", {})
+        assert not (group and first) or first in group, f"pw {name} {first}"
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_a_lifecycle_is_shown_as_it_is(mark: str) -> None:
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    assert f"<!-- table: {mark} -->\n\n{TABLES[mark]}\n" in text, str(TABLES[mark])
+
+
+def test_what_happens_when_a_host_dies_during_an_upload_is_two_links_from_the_readme() -> None:
+    assert "docs/reliability.md" in (ROOT / "README.md").read_text()
+    link = "internals/recovery.md#a-host-dies-in-the-middle-of-an-upload"
+    assert link in (ROOT / "docs/reliability.md").read_text()

@@ -1,0 +1,64 @@
+"""The examples that the pages name run, and say what they should; so does the code of docs/data.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from examples.feeding import learned_pairs, merged
+from pw.testing import InProcessCluster
+from tests.stages.scripts import ROOT
+
+
+def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    names: dict[str, Any] = {}
+    with InProcessCluster(islands=1, devices_per_island=4):
+        exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), names)
+        assert names["w"].shape == (128,)
+        names["stream"].close()
+    assert capsys.readouterr().out == "266240\n24\n"
+
+
+def test_byte_pairs() -> None:
+    pairs = learned_pairs(b"ababab" * 200 + bytes(range(256)))
+    assert pairs[0] in {(97, 98), (98, 97)}
+    assert merged([1, 2, 1, 2, 3], (1, 2), 256) == [256, 256, 3]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
+        (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
+        (
+            ["examples.moe", "--steps", "12"],
+            r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",
+        ),
+        (["examples.branches"], "12 requests, 4 of them for the large model; all as in plain JAX"),
+        (["examples.decoding"], "8 sequences of 1 to 33 tokens, in 34 steps; as in plain JAX"),
+        (["examples.rollouts"], r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n"),
+        (
+            ["examples.serving", "--seconds", "1"],
+            r"small +1 .* ms\nlarge +3 .* ms",
+        ),
+    ],
+)
+def test_an_example(arguments: list[str], words: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PW_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(words, done.stdout), done.stdout

@@ -1,0 +1,146 @@
+"""Programs as child processes: start one, wait for what it says, and find what it left behind.
+
+Every process that a program starts inherits an environment variable with a marker of its own, so its
+whole offspring can be found in /proc, even when another process has adopted it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKER = "PW_TEST_MARKER"
+BOUND_S = 30.0
+
+
+def until(condition: Callable[[], object], what: str, bound_s: float = BOUND_S) -> None:
+    """Wait for a condition; fail with `what` if it does not come true in time."""
+    deadline_s = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {bound_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+class Program:
+    """One running program; its output goes to files, so that it never waits for a reader."""
+
+    def __init__(self, folder: Path, arguments: list[str], **variables: str) -> None:
+        self.marker = secrets.token_hex(8)
+        self.folder = folder / self.marker
+        self.folder.mkdir(parents=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="pw-test-"))  # unix sockets want short paths
+        self.temporary.chmod(0o711)  # others may pass, as in /tmp
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PW_")}
+        inherited |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "COLUMNS": "100"}
+        with (
+            (self.folder / "out").open("wb") as out,
+            (self.folder / "err").open("wb") as err,
+        ):
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=inherited | {MARKER: self.marker} | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def until_says(self, text: str, bound_s: float = 90.0) -> None:
+        """Wait until the program has written a whole line with `text` in it."""
+
+        def said() -> bool:
+            lines = [*self.out.splitlines(True), *self.err.splitlines(True)]
+            return any(text in line and line.endswith("\n") for line in lines)
+
+        until(
+            lambda: said() or self.process.poll() is not None,
+            f"{text!r} in {self.out!r} and {self.err!r}",
+            bound_s,
+        )
+        assert said(), f"ended ({self.process.returncode}): {self.err}"
+
+    def end(self, bound_s: float = 90.0) -> int:
+        """Its exit code; negative if a signal ended it."""
+        try:
+            return self.process.wait(bound_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {bound_s:g} s: {self.err}") from None
+
+    def family(self) -> set[int]:
+        """Processes that carry the marker: the program and all that comes from it."""
+        return marked(self.marker)
+
+    def until_alone(self, *spared: int, bound_s: float = 5.0) -> None:
+        """Wait until nothing of the program is left but `spared`."""
+        until(
+            lambda: self.family() <= set(spared),
+            f"end of {[command_line(pid) for pid in self.family() - set(spared)]}",
+            bound_s,
+        )
+        assert list(self.temporary.iterdir()) == []
+
+    def kill(self) -> None:
+        """End it and all that comes from it, whatever happened."""
+        for pid in self.family():
+            send(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def start_module(module: str, *arguments: object, folder: Path, **variables: str) -> Program:
+    """Start `python -m module`."""
+    return Program(folder, ["-m", module, *map(str, arguments)], **variables)
+
+
+def marked(marker: str) -> set[int]:
+    """Living processes with the marker in their environment."""
+    wanted = f"{MARKER}={marker}".encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+            except (FileNotFoundError, PermissionError, ProcessLookupError):
+                continue  # ended meanwhile, or another user's
+    return found
+
+
+def command_line(pid: int) -> str:
+    """What a process was started as; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def left_in_shared_memory() -> list[str]:
+    """Return what clusters have left in shared memory; folders of gateways belong to other tests' scripts."""
+    names = [name for name in os.listdir("/dev/shm") if name.startswith("pw")]
+    return [name for name in names if not name.startswith("pw-jax-")]
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

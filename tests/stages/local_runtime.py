@@ -1,0 +1,216 @@
+"""A runtime without a cluster: programs run here, on this process's CPU devices, as they are told.
+
+It does what hosts do with a program (deserialize artifacts, lay values out as specs say, run nodes in
+order) and checks on the way that every computation takes and leaves its values as its specs say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client.connection import current
+from pw.core.errors import Disconnected, InsufficientDevices
+from pw.core.programs.program import Computation, Program, Value
+from pw.core.sharding import ArraySpec, dtype_of
+
+DEVICES = 8
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class QuietThread:
+    """What a runtime asks of its session's thread, but for what it posts there."""
+
+    has_frames = True
+    certificate = ""
+
+    def wait_for_hosts(self) -> None:
+        pass
+
+    def trouble(self) -> str:
+        return ""
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class LocalRuntime:
+    """Runs programs at once, in the caller's thread."""
+
+    ended = None
+    forked = False
+
+    def __init__(self, platform: str = "cpu", islands: Sequence[str] = ("east", "west")) -> None:
+        self.alive = True
+        self.platform = platform
+        self.islands = islands
+        self.programs: dict[int, Program] = {}
+        self.arrays: dict[int, np.ndarray[Any, Any]] = {}
+        self.released: list[int] = []
+        self.released_slices: list[int] = []
+        self.released_programs: list[int] = []
+        self.artifacts: dict[bytes, bytes] = {}
+        self.runs: list[tuple[int, list[int | bytes]]] = []
+        self.uploads = 0
+        self.waits = 0
+        self._ids = itertools.count(1)
+        self._compiled: dict[Any, Any] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def in_use(cls, islands: Sequence[str] = ("east", "west")) -> Iterator[LocalRuntime]:
+        """In the block, this process's calls go to a new one."""
+        local = cls(islands=islands)
+        current.use(local)
+        yield local
+        local.close()
+        current.use(None)
+
+    def close(self) -> None:
+        self.alive = False
+
+    def allocate_slice(
+        self,
+        devices: int,
+        kind: Any = None,
+        island: Any = None,
+        topology: Any = None,
+        apart: Sequence[int] = (),
+    ) -> Any:
+        if devices > DEVICES:
+            raise InsufficientDevices(f"{devices} devices were asked for; there are {DEVICES}")
+        return SimpleNamespace(
+            slice=next(self._ids),
+            island=island or self.islands[len(apart)],
+            platform=self.platform,
+            kind=kind,
+            devices=range(devices),
+        )
+
+    def island(self, slice: int) -> str:
+        return ""  # as it was bound
+
+    def release_slice(self, slice: int) -> None:
+        self.released_slices.append(slice)
+
+    def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
+        self._check()
+        number = next(self._ids)
+        self.programs[number] = program
+        self.artifacts.update(artifacts)
+        return number
+
+    def release_program(self, program: int) -> None:
+        self.released_programs.append(program)
+
+    def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
+        self._check()
+        graph = self.programs[program]
+        assert len(args) == len(graph.inputs)
+        assert len(graph.outputs) == results
+        self.runs.append((program, list(args)))
+        values: dict[Value, np.ndarray[Any, Any]] = {}
+        for index, (arg, spec) in enumerate(zip(args, graph.inputs, strict=True)):
+            if isinstance(arg, bytes):
+                value = np.frombuffer(arg, dtype_of(spec.dtype)).reshape(spec.shape)
+            else:
+                value = self.arrays[arg]
+            assert (value.shape, value.dtype) == (spec.shape, dtype_of(spec.dtype))
+            values[Value(-1, index)] = value
+        for number, node in enumerate(graph.nodes):
+            computation = graph.computations[node.computation]
+            made = self._execute(computation, [values[arg] for arg in node.args])
+            for index, value in enumerate(made):
+                values[Value(number, index)] = value
+        for index in graph.donated:
+            if not isinstance(arg := args[index], bytes):
+                del self.arrays[arg]
+        made_ids = [next(self._ids) for _ in graph.outputs]
+        for array, output in zip(made_ids, graph.outputs, strict=True):
+            self.arrays[array] = values[output.value]
+        return made_ids
+
+    def _execute(self, computation: Computation, args: Sequence[Any]) -> list[Any]:
+        spec: ArraySpec = (computation.inputs + computation.outputs)[0]
+        devices = np.array([jax.devices("cpu")[i] for i in spec.placement.devices])
+        mesh = jax.sharding.Mesh(
+            devices.reshape(spec.sharding.axis_sizes), spec.sharding.axis_names
+        )
+        with jax.enable_x64(True):
+            # Islands share devices here, and what is compiled for them.
+            key = (computation.artifact, spec.placement.devices, mesh)
+            if key not in self._compiled:
+                blob = self.artifacts[computation.artifact]
+                exported = jax.export.deserialize(bytearray(blob))
+                assert len(exported.in_avals) == len(computation.inputs)
+                self._compiled[key] = jax.jit(
+                    exported.call,
+                    in_shardings=tuple(exported.in_shardings_jax(mesh)),
+                    out_shardings=list(exported.out_shardings_jax(mesh)),
+                )
+            laid = [
+                jax.device_put(value, self._sharding(mesh, spec))
+                for value, spec in zip(args, computation.inputs, strict=True)
+            ]
+            results = self._compiled[key](*laid)
+            # Where the artifact says nothing, the compiler chose here what the client foresaw.
+            for result, spec in zip(results, computation.outputs, strict=True):
+                assert result.sharding.is_equivalent_to(self._sharding(mesh, spec), result.ndim)
+                assert (result.shape, result.dtype) == (spec.shape, dtype_of(spec.dtype))
+            return [np.asarray(result) for result in results]
+
+    @staticmethod
+    def _sharding(mesh: Any, spec: ArraySpec) -> Any:
+        axes = [entry or None for entry in spec.sharding.spec]
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    def upload(
+        self,
+        value: np.ndarray[Any, Any],
+        spec: ArraySpec,
+        keep: bool = False,
+        for_run: bool = False,
+    ) -> int:
+        self._check()
+        assert (value.shape, value.dtype) == (spec.shape, dtype_of(spec.dtype))
+        self.uploads += 1
+        array = next(self._ids)
+        self.arrays[array] = np.array(value)
+        return array
+
+    def fetch(self, array: int, spec: ArraySpec) -> Future[Any]:
+        self._check()
+        value = self.arrays[array].view()
+        value.flags.writeable = False
+        return _done(value)
+
+    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
+        self._check()
+        self.waits += 1
+        return _done(None)
+
+    def release(self, array: int, size_bytes: int) -> None:
+        self.released.append(array)
+
+    def delete(self, arrays: Sequence[int]) -> None:
+        for array in arrays:
+            self.arrays.pop(array, None)
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise Disconnected("the session is closed")
