@@ -19,8 +19,9 @@ from pw.core.programs.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices.host import coordinator as under_test
 from pw.devices.host import early_edges
-from pw.devices.host.backend import Build, Value
+from pw.devices.host.backend import Build
 from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.value import Value
 from tests.stages.actors import World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
 from tests.stages.scripted import LARGE, SMALL

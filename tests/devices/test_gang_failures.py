@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.devices.host.backend import Build, Execute, Move, Value, Watch
+from pw.devices.host.backend import Build, Execute, Move, Watch
+from pw.devices.host.value import Value
 from tests.devices.test_jax_backend import (
     BOUND_S,
     Host,

@@ -29,7 +29,8 @@ from pw.core.errors import ErrorReport
 from pw.core.programs.plan import Piece
 from pw.core.programs.program import Computation, Kind
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
-from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
+from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Watch
+from pw.devices.host.value import Value
 from pw.devices.jax import answers as jax_answers
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.layouts import Layouts, aligned_empty

@@ -32,9 +32,9 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
 from pw.core.tenants import NO_SECRET
 from pw.devices.host import replica_memory, replicas
-from pw.devices.host.backend import Value
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
 from tests.stages.scripted import LARGE, SMALL, split

@@ -19,7 +19,8 @@ from pw.core.messages import Detail
 from pw.core.programs.plan import Piece
 from pw.core.programs.stablehlo import Facts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import Placement
-from pw.devices.host.backend import Move, Value
+from pw.devices.host.backend import Move
+from pw.devices.host.value import Value
 from tests.devices.test_jax_backend import (
     BOUND_S,
     Host,

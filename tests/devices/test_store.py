@@ -30,8 +30,8 @@ from pw.core.messages import (
 from pw.core.sharding import DeviceAddress
 from pw.core.tickets import Tickets
 from pw.devices.host import arrays, requests
-from pw.devices.host.backend import Value
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
 from tests.stages.scripted import SMALL, split

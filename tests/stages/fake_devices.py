@@ -28,7 +28,7 @@ from pw.core.messages import Detail, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
-from pw.devices.host.backend import Value
+from pw.devices.host.value import Value
 from pw.testing.sim.digests import examined
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.landing import Bulk
 from pw.core.messages import HeldArray
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
-from pw.devices.host.backend import Backend, Value
+from pw.devices.host.backend import Backend
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.replicas import Gathering, Replicas
+from pw.devices.host.value import Value
 
 DROPPED_KEPT = 8192
 """Dropped arrays that are remembered, some 400 bytes each, so that a request that is on its way gets the

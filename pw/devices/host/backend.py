@@ -29,6 +29,7 @@ from pw.core.programs.plan import Piece
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
+from pw.devices.host.value import Value
 
 Done = Callable[[ErrorReport | None], None]
 """Called on the loop thread with an error, or None for success."""
@@ -47,54 +48,6 @@ Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 def relative(box: Box) -> Box:
     """Return the whole of a shard that has this box of an array, as a box of the shard."""
     return tuple((0, stop - start) for start, stop in box)
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
-class Value:
-    """A logical array's part on this host; the backend fills it some time after it was submitted.
-
-    Actors make values, pass them to ops and drop them. They read and set `error`, `alone`, `shared` and
-    `buffers`, and may read `maker`; all other fields belong to the backend.
-    """
-
-    error: ErrorReport | None = None
-    alone: bool = False
-    """The error arose on this host; other hosts may have the value."""
-    shared: bool = False
-    """Another value may alias the buffers: they are copied before a donation."""
-    buffers: dict[int, object] | None = None
-    """Of a view and its sources: the shared buffer on each device of this host, if there is one."""
-    payload: Any = None
-    """The backend's array; None until it is made, and when it failed."""
-    maker: str = ""
-    """Name of the computation that makes it, for its error."""
-    reads_begun: int = 0
-    """Reads that have begun: their views may alias the buffers."""
-    reads_ended: int = 0
-    """Reads that no longer keep the buffers from a donation."""
-    building: Any = None
-    """Tells the execute thread when a deferred build, or a Python function, has ended."""
-    order: int = 0
-    """Its place among all that the devices of this host compute."""
-    asked: Any = None
-    """Questions to be answered when it is made."""
-    given: bool = False
-    """Its buffers are donated, or about to be."""
-    heir: Value | None = None
-    """A result of the computation that its buffers were donated to."""
-    joint: bool = False
-    """It is made together with other hosts, so that a failure here may be this host's `alone`."""
-    recorded: int = 0
-    """The serial of the record of the computation that makes it; 0 if that was not recorded."""
-
-    def fail(self, error: ErrorReport) -> None:
-        """Put an error in the place of the array, while no other op knows the value."""
-        self.error, self.payload = error, None
-
-
-def is_alone(value: Value) -> bool:
-    """Whether other hosts may have read a value that this host could not read."""
-    return value.error is None or value.alone
 
 
 @dataclass(slots=True)

@@ -32,8 +32,9 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Box
 from pw.devices.host import checkpoint_format
 from pw.devices.host import checkpoint_reader as disk_reader
-from pw.devices.host.backend import Read, Value, relative
+from pw.devices.host.backend import Read, relative
 from pw.devices.host.clients import Clients
+from pw.devices.host.value import Value
 
 Found = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
 """Called with the boxes, or with the error of one of them."""

@@ -26,7 +26,8 @@ from pw.core.programs.counted import (
 )
 from pw.core.programs.plan import Counts, Receive, Route
 from pw.core.sharding import ArraySpec, DeviceAddress, box_shape
-from pw.devices.host.backend import Part, Read, Value
+from pw.devices.host.backend import Part, Read
+from pw.devices.host.value import Value
 
 Counted = Callable[[list[Array], Array], None]
 """Called with the pieces of a route, with their padding, and all counts."""

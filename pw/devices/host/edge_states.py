@@ -36,7 +36,8 @@ from pw.core.programs.counted import most_bytes
 from pw.core.programs.plan import Counts, Receive, Route, Send
 from pw.core.programs.reshard import route_layout
 from pw.core.sharding import ArraySpec, DeviceAddress
-from pw.devices.host.backend import Build, Part, Value
+from pw.devices.host.backend import Build, Part
+from pw.devices.host.value import Value
 
 EdgeKey = tuple[int, int, str]
 """A run, one of its edges, and the host at the other end."""

@@ -34,7 +34,7 @@ from pw.core.programs.plan import Receive, Route
 from pw.core.programs.reshard import route_layout
 from pw.core.recorder import RECEIVED
 from pw.core.sharding import DeviceAddress
-from pw.devices.host.backend import Backend, Build, Op, Read, Value, is_alone
+from pw.devices.host.backend import Backend, Build, Op, Read
 from pw.devices.host.backend import Part as ShardPart
 from pw.devices.host.counted import Slots, parts_of, reads, taken
 from pw.devices.host.early_edges import EarlyMessages
@@ -48,6 +48,7 @@ from pw.devices.host.edge_states import (
 from pw.devices.host.edges_out import shards_of, source_boxes
 from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
+from pw.devices.host.value import Value
 
 PROBE_S = 2.0
 """How long an edge may take before its senders are asked for the first time."""
@@ -128,7 +129,7 @@ class EdgesIn(Part):
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._fail(incoming, self._host, views, alone=is_alone(source))
+                self._fail(incoming, self._host, views, alone=source.may_be_elsewhere)
             else:
                 self._deliver(incoming, route, _parts(route, views))
 
@@ -257,8 +258,7 @@ class EdgesIn(Part):
             self._complete(incoming)
         if is_first:
             incoming.parts.clear()
-            incoming.value.alone = alone
-            incoming.value.error = error
+            incoming.value.fail(error, alone=alone)
             incoming.arrived(None)
 
     def _complete(self, incoming: Incoming) -> None:

@@ -31,11 +31,12 @@ from pw.core.programs.plan import Route, Send
 from pw.core.programs.reshard import route_layout
 from pw.core.recorder import SENT
 from pw.core.sharding import Box, DeviceAddress
-from pw.devices.host.backend import Op, Read, Value, is_alone
+from pw.devices.host.backend import Op, Read
 from pw.devices.host.counted import Slots, reads
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
 from pw.devices.host.run_table import RunTable
+from pw.devices.host.value import Value
 
 _STAGES = {
     Sending.WAITING: "no value",
@@ -79,7 +80,7 @@ class EdgesOut(Part):
             if outgoing.state is Sending.ENDED:
                 return
             if isinstance(views, ErrorReport):
-                self._fail(outgoing, views, is_alone(value))
+                self._fail(outgoing, views, value.may_be_elsewhere)
             elif outgoing.is_small:
                 self._send_inline(outgoing, pack(views))
             else:

@@ -22,7 +22,7 @@ from pw.core.messages import CANCELLED, Discard, Launch, RegisterHost, Replicate
 from pw.core.messages.copying import unpacked
 from pw.core.programs.plan import Receive
 from pw.core.waits import RECONNECT_S
-from pw.devices.host.backend import Backend, Build, Part, Value
+from pw.devices.host.backend import Backend, Build, Part
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.installs import Installs
 from pw.devices.host.interpreter import Interpreter
@@ -30,6 +30,7 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.membership import HostProcess, Membership
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
 from pw.devices.host.why import Explanations
 from pw.devices.host.work import Forgetting, HostLaunch, HostRun, Replicating
 
@@ -135,8 +136,7 @@ class HostExecutor(Actor):
                     f"argument {index} of {body.name!r}, {body.inputs[index].short}, is not on this host "
                     "any more"
                 )
-                value = Value(ErrorReport.of(lost, self.order.host))
-                value.alone = True
+                value = Value(ErrorReport.of(lost, self.order.host), alone=True)
             run.slots[index] = value
         if body.donated:
             why = f"donated to {body.name!r}"

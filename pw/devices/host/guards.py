@@ -22,8 +22,9 @@ from pw.core.programs.guards import NOT_TAKEN, is_skipped, predicate_spec
 from pw.core.programs.plan import Execute
 from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec
-from pw.devices.host.backend import Backend, Build, Read, Value, is_alone, relative
+from pw.devices.host.backend import Backend, Build, Read, relative
 from pw.devices.host.launch_end import LaunchEnds
+from pw.devices.host.value import Value
 from pw.devices.host.views import ViewPart, view_op
 from pw.devices.host.work import Arriving, HostLaunch, HostRun, OpQueue, Taken
 
@@ -57,7 +58,7 @@ class Guards:
             if taken is None:
                 return False
             if isinstance(taken, ErrorReport):
-                alone = is_alone(run.slots[instruction.guard])
+                alone = run.slots[instruction.guard].may_be_elsewhere
                 return self.poison(launch, instruction, taken, alone=alone)
             if taken is instruction.unless:
                 return self.poison(launch, instruction, NOT_TAKEN)
@@ -121,7 +122,7 @@ class Guards:
             value = run.slots.get(slot)
             if value is None:
                 value = run.slots[slot] = Value()
-            value.alone, value.error = alone, error
+            value.fail(error, alone=alone)
             self.made(run, slot)
         return True
 
@@ -162,7 +163,7 @@ class Guards:
         if decision is None:
             return False
         if isinstance(decision, ErrorReport) and not is_skipped(decision):
-            return self.poison(launch, merge, decision, alone=is_alone(slots[merge.args[0]]))
+            return self.poison(launch, merge, decision, alone=slots[merge.args[0]].may_be_elsewhere)
         first = 1 if decision is True else 1 + len(merge.results)
         sources = range(first, first + len(merge.results))
         if self.arriving and any(slots[merge.args[at]] in self.arriving for at in sources):
@@ -187,7 +188,7 @@ class Guards:
         part = ViewPart(0, spec, devices, ((0, here),), ())
         self.queue.ops.append(view_op(part, (source,), result))
         if source.error is not None:  # later launches must know before the backend finds out
-            result.alone, result.error = source.alone, source.error
+            result.fail(source.error, alone=source.alone)
             if source.error.kind in INFRASTRUCTURE:
                 launch.lost = source.error
         assert launch.taken is not None

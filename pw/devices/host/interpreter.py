@@ -28,7 +28,7 @@ from pw.core.programs.guards import is_skipped
 from pw.core.programs.plan import Execute, Free, Receive, Send
 from pw.core.programs.program import Computation
 from pw.devices.host import backend as ops
-from pw.devices.host.backend import Backend, Op, Value
+from pw.devices.host.backend import Backend, Op
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.guards import Guards
 from pw.devices.host.lanes import Lanes
@@ -36,6 +36,7 @@ from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.outcomes import Outcomes
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
 from pw.devices.host.views import view_op
 from pw.devices.host.work import (
     Arriving,
@@ -327,7 +328,7 @@ class Interpreter(Part):
         """Mark results as lost now: later launches must know before the backend finds out."""
         launch.lost = error
         for value in results:
-            value.error = error
+            value.fail(error)
 
     def _await_outcome(
         self,
@@ -397,8 +398,8 @@ class Interpreter(Part):
         elif receive.edge in run.program.local_edges:
             pieces = tuple(piece for route in receive.routes for piece in route.pieces)
             here = run.program.devices(receive.spec)
-            if is_skipped(source.error):
-                result.error = source.error
+            if source.error is not None and is_skipped(source.error):
+                result.fail(source.error)
                 return
             move = ops.Move(source, receive.source, devices, result, receive.spec, here, pieces)
             self.queue.ops.append(move)
@@ -448,5 +449,5 @@ class Interpreter(Part):
         for slot in run.program.outputs_of_slot:
             value = run.slots[slot]
             if slot not in run.made and value not in self.arriving:
-                value.error = value.error or self._cut_short
+                value.fail(self._cut_short)
                 self.made(run, slot)

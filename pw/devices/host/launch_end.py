@@ -24,8 +24,9 @@ from pw.core.actors.ticker import Ticker
 from pw.core.errors import INFRASTRUCTURE, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import Finished, Progress
-from pw.devices.host.backend import Value, Watch
+from pw.devices.host.backend import Watch
 from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.value import Value
 from pw.devices.host.work import Arriving, HostLaunch, OpQueue
 
 PROGRESS_S = 0.005

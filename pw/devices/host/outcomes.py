@@ -25,7 +25,8 @@ from pw.core.ids import Address
 from pw.core.messages import CallEnded
 from pw.core.programs.program import Computation
 from pw.core.sharding import DeviceAddress
-from pw.devices.host.backend import Op, Read, Value, Watch, relative
+from pw.devices.host.backend import Op, Read, Watch, relative
+from pw.devices.host.value import Value
 
 Known = Callable[[ErrorReport | None], None]
 """Called with the error of a computation, None if its results are valid."""

@@ -42,8 +42,9 @@ from pw.core.messages import (
 from pw.core.packing import pack
 from pw.core.permits import is_valid
 from pw.core.sharding import Box, box_bytes, packed_offsets
-from pw.devices.host.backend import Read, Value, relative
+from pw.devices.host.backend import Read, relative
 from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat_bytes
+from pw.devices.host.value import Value
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 

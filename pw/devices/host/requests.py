@@ -29,9 +29,10 @@ from pw.core.packing import pack
 from pw.core.recorder import FETCHED
 from pw.core.sharding import packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
-from pw.devices.host.backend import Backend, Read, Value, Watch, relative
+from pw.devices.host.backend import Backend, Read, Watch, relative
 from pw.devices.host.clients import Clients
 from pw.devices.host.printing import Printing
+from pw.devices.host.value import Value
 
 PARKED_REQUESTS = 20_000
 """Requests of one client that a host keeps; it refuses more."""

@@ -16,7 +16,7 @@ from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats
 from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
-from pw.devices.host.backend import Backend, Value
+from pw.devices.host.backend import Backend
 from pw.devices.host.callbacks import Callbacks
 from pw.devices.host.checkpoint_files import Aside, Files
 from pw.devices.host.clients import Clients
@@ -27,6 +27,7 @@ from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import Requests
 from pw.devices.host.uploads import Uploads
+from pw.devices.host.value import Value
 
 
 class ObjectStore(Actor):

@@ -38,11 +38,12 @@ from pw.core.programs.spec_checks import check_devices, check_spec, layout_of
 from pw.core.recorder import UPLOADED
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding, box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
-from pw.devices.host.backend import Backend, Build, Value, relative
+from pw.devices.host.backend import Backend, Build, relative
 from pw.devices.host.checkpoint_files import Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import Requests
+from pw.devices.host.value import Value
 
 _NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
 """The spec of an array whose own spec is refused."""
@@ -248,6 +249,6 @@ class Uploads(Part):
 
     def _fail(self, entry: Entry, error: ErrorReport) -> None:
         """Fail an array whose bytes will not come."""
-        entry.value.error = error
+        entry.value.fail(error)
         self._tell_uploaded(entry, error)
         self.requests.submitted(entry.array, entry.value)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
-from pw.devices.host.backend import Value, View, ViewSource
+from pw.devices.host.backend import View, ViewSource
+from pw.devices.host.value import Value
 
 
 class ViewPart(NamedTuple):

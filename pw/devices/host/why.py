@@ -18,11 +18,12 @@ from pw.core.actors.watchdog import Look, Watchdog
 from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
 from pw.core.programs.plan import Execute, Receive, Send
-from pw.devices.host.backend import Backend, Value
+from pw.devices.host.backend import Backend
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.program import NO_SEGMENT, HostProgram
+from pw.devices.host.value import Value
 from pw.devices.host.work import HostLaunch, Replicating, Work
 
 _STAGES = ("submitted", "entered", "enqueued", "finished")

@@ -9,9 +9,10 @@ from weakref import ReferenceType
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Copy, CopyFile, Launch
-from pw.devices.host.backend import Backend, Build, Op, Value
+from pw.devices.host.backend import Backend, Build, Op
 from pw.devices.host.program import HostProgram, Segment
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
 
 
 @dataclass(slots=True)

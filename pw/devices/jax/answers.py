@@ -13,8 +13,8 @@ watcher.
 
 Donation. The loop may read an array while the execute thread donates it, and JAX would then block
 the loop until that call returns. So each announces its step before it checks for the other's: a
-read is counted in `Value.reads_begun`, and the execute thread sets `Value.given` (see
-`may_donate`). If both see the other, the execute thread donates a copy, and a watcher reads the
+read is counted in `Value.reads_begun`, and the execute thread sets `Value.is_given` (see
+`Value.may_donate`). If both see the other, the execute thread donates a copy, and a watcher reads the
 array.
 """
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,8 @@ import numpy as np
 
 from pw.core.errors import ErrorReport
 from pw.core.sharding import box_slices
-from pw.devices.host.backend import Read, Value, Watch
+from pw.devices.host.backend import Read, Watch
+from pw.devices.host.value import Value
 from pw.devices.jax.layouts import SUB_BYTE, Layouts, local_shards, whole
 from pw.devices.jax.threads import Completions
 from pw.devices.jax.values import Failures, is_made, is_pending
@@ -112,9 +112,7 @@ class Answers:
             self.watchers.wait(place, pending.order, array, partial(self._look, op))
             return
         with self._lock:
-            if pending.asked is None:
-                pending.asked = deque()
-            pending.asked.append(op)
+            pending.ask(op)
         if is_made(pending):  # meanwhile: its maker may have seen no question
             self.tell(pending)
 
@@ -123,9 +121,9 @@ class Answers:
 
         Each is taken once, whichever threads come here at the same time.
         """
-        while value.asked and is_made(value):
+        while value.questions and is_made(value):
             try:
-                op = value.asked.popleft()
+                op = value.questions.popleft()
             except IndexError:
                 return
             self._look(op, is_watcher=False)
@@ -137,7 +135,7 @@ class Answers:
         array = op.value.payload
         if array is None:
             return True  # it has failed
-        return not op.value.given and in_host_memory(array) and op.spec.dtype not in SUB_BYTE
+        return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in SUB_BYTE
 
     def _answer(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._failures.settled(op.value)
@@ -147,7 +145,7 @@ class Answers:
             except Exception as error:  # noqa: BLE001 - the error is the answer
                 answer = self._failures.report(error)
         with self._lock:
-            op.value.reads_ended += 1  # a view is a copy, or JAX sees it and does not donate
+            op.value.end_read()  # a view is a copy, or JAX sees it and does not donate
         self._completions.post(op.done, answer)
 
 

@@ -36,7 +36,7 @@ class Builds:
     def begin(self, op: Build) -> None:
         """Build now, or on the thread that copies; on the loop."""
         if self._takes_long(op):
-            op.result.building = threading.Event()
+            op.result.begin(threading.Event())
             self.thread.put(op)
         else:
             with jax.enable_x64(True):
@@ -50,10 +50,9 @@ class Builds:
                 view[...] = 0
             layout = self._layouts.of(op.spec, op.devices)
             shards = host_shards(op.spec, tuple(layout.local), op.parts, over_zeros=op.over_zeros)
-            result.payload = put(op.spec, layout, shards)
+            result.fill(put(op.spec, layout, shards))
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
-            result.alone = True
-            result.error = self._failures.report(error)
+            result.fail(self._failures.report(error), alone=True)
         if result.building is not None:
             result.building.set()
         self._answers.tell(result)

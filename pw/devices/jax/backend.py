@@ -41,19 +41,9 @@ import numpy as np
 from pw.core.messages import ThreadReport
 from pw.core.recorder import Recorder
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
-from pw.devices.host.backend import (
-    Build,
-    Call,
-    ClientCall,
-    Execute,
-    Move,
-    Op,
-    Read,
-    Value,
-    View,
-    Watch,
-)
+from pw.devices.host.backend import Build, Call, ClientCall, Execute, Move, Op, Read, View, Watch
 from pw.devices.host.output import Output
+from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers, in_host_memory
 from pw.devices.jax.arrays_from_bytes import Builds
 from pw.devices.jax.callbacks import Calls
@@ -171,7 +161,7 @@ class JaxBackend:
             elif isinstance(op, Build) and self._builds.overtakes(op):
                 self._builds.begin(op)
             elif isinstance(op, Read):
-                op.value.reads_begun += 1  # before any of these ops may donate the value
+                op.value.begin_read()  # before any of these ops may donate the value
                 urgent = urgent or op.urgent
                 asking.append(op)
             elif isinstance(op, Watch) and op.values and not _is_of_last(op, computing):
@@ -190,7 +180,7 @@ class JaxBackend:
         """Host views of a ready value; None if it is not ready. The execute thread may donate it
         meanwhile."""
         array = value.payload
-        if array is None or value.error is not None or value.given:
+        if array is None or value.error is not None or value.is_given:
             return None
         try:
             if array.is_deleted() or not array.is_ready():

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from pw.core.errors import ErrorReport, InternalError
-from pw.devices.host.backend import Execute, Move, Value, View
+from pw.devices.host.backend import Execute, Move, View
+from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.compile import Executable
 from pw.devices.jax.layouts import Layouts, local_shards
@@ -34,7 +35,7 @@ from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.timing import Timing
-from pw.devices.jax.values import Failures, awaited, fail, is_donated, may_donate
+from pw.devices.jax.values import Failures, awaited, fail, is_donated
 
 _GUARD_NAP_S = 0.001
 """How much later the failure of a computation may be reported when no actor watches its results."""
@@ -90,7 +91,7 @@ class Enqueuer:
         """Enqueue a computation and fill its results, with errors if it fails."""
         self._enqueue(op)
         for value in op.results:
-            if value.asked:
+            if value.questions:
                 self._answers.tell(value)
 
     def _enqueue(self, op: Execute) -> None:
@@ -131,7 +132,7 @@ class Enqueuer:
         joint = op.failed is not None
         order = self.enqueued
         for value, array in zip(op.results, outputs, strict=True):
-            value.maker, value.joint, value.order, value.payload = name, joint, order, array
+            value.fill_by(array, name, order, joint)
         if called_s:
             self._timing.computed(op, called_s, outputs)
         if self._quick.proven and op.results:
@@ -139,8 +140,7 @@ class Enqueuer:
         if op.failed is not None and op.guarded and op.results:
             self.guard_thread.put((op.results[-1], op.failed))
         for position in donated:
-            value = op.args[position]
-            value.error, value.payload = self._failures.deleted, None
+            op.args[position].fail(self._failures.deleted)
         self.enqueued += 1
         return None
 
@@ -154,11 +154,9 @@ class Enqueuer:
         """
         done = threading.Event()
         for value in op.results:
-            value.maker, value.joint, value.order = name, op.failed is not None, self.enqueued
-            value.building = done
+            value.begin(done, name, self.enqueued, joint=op.failed is not None)
         for position in donated:
-            value = op.args[position]
-            value.error, value.payload = self._failures.deleted, None
+            op.args[position].fail(self._failures.deleted)
         self.enqueued += 1
 
         called_s = time.monotonic() if op.origin else 0.0
@@ -168,7 +166,7 @@ class Enqueuer:
                 with jax.enable_x64(True):
                     outputs = call(*arrays)
                 for value, array in zip(op.results, outputs, strict=True):
-                    value.payload = array
+                    value.fill(array)
                 if called_s:
                     self._timing.computed(op, called_s, outputs)
                 if op.failed is not None and op.results:
@@ -206,7 +204,7 @@ class Enqueuer:
             copied |= {at for at, value in enumerate(args) if args.count(value) > 1}
         heir = op.results[0] if op.results else None
         for position in donated:
-            if position not in copied and may_donate(args[position], heir):
+            if position not in copied and args[position].may_donate(heir):
                 given.append(position)
             else:
                 arrays[position] = copy(arrays[position])
@@ -228,15 +226,12 @@ class Enqueuer:
         """Lay out a value on other devices of this host."""
         array = awaited(op.source)
         if array is None:
-            op.result.alone = op.source.alone
-            op.result.error = op.source.error or self._failures.unmade
+            op.result.fail_as(op.source, self._failures.unmade)
         else:
             try:
-                op.result.order = self.enqueued
-                op.result.payload = moved(op, array, self._layouts)
+                op.result.fill_by(moved(op, array, self._layouts), "", self.enqueued, False)
             except Exception as error:  # noqa: BLE001 - the failure belongs to the result
-                op.result.alone = True
-                op.result.error = self._failures.report(error)
+                op.result.fail(self._failures.report(error), alone=True)
         self._answers.tell(op.result)
 
     def view(self, op: View) -> None:
@@ -244,19 +239,16 @@ class Enqueuer:
         result = op.result
         for source in op.sources:
             value = source.value
-            if awaited(value) is None and result.error is None:
-                result.alone = value.alone
-                result.error = value.error or self._failures.unmade
-            result.joint = result.joint or value.joint
+            if awaited(value) is None:
+                result.fail_as(value, self._failures.unmade)
         if result.error is None:
             try:
                 makers = {source.value.maker for source in op.sources}
-                result.maker = makers.pop() if len(makers) == 1 else ""
-                result.order = self.enqueued
-                result.payload = viewed(op, self._layouts)
+                maker = makers.pop() if len(makers) == 1 else ""
+                joint = any(source.value.is_joint for source in op.sources)
+                result.fill_by(viewed(op, self._layouts), maker, self.enqueued, joint)
             except Exception as error:  # noqa: BLE001 - the failure belongs to the result
-                result.alone = True
-                result.error = self._failures.report(error)
+                result.fail(self._failures.report(error), alone=True)
         self._answers.tell(result)
 
     def guard(self, item: tuple[Value, Callable[[ErrorReport], None]]) -> None:

@@ -126,8 +126,8 @@ class PythonFunctions:
         for value in op.args:
             value.shared = True
         for value in op.results:
-            value.building = called
-        function.worker.thread.put(lambda: self._call(function, op))
+            value.begin(called)
+        function.worker.thread.put(lambda: self._call(function, op, called))
 
     def whereabouts(self) -> list[ThreadReport]:
         """What the threads do now."""
@@ -149,7 +149,7 @@ class PythonFunctions:
             worker.process.close()
         return [worker.thread for worker in workers]
 
-    def _call(self, function: PythonFunction, op: Execute) -> None:
+    def _call(self, function: PythonFunction, op: Execute, called: threading.Event) -> None:
         name = function.worker.calling = function.share.name
         try:
             for value in op.args:
@@ -168,8 +168,8 @@ class PythonFunctions:
         except BaseException as error:  # noqa: BLE001 - it belongs to the results
             fail(op.results, self._failures.report(error, name))
         finally:
+            called.set()
             for value in op.results:
-                value.building.set()
                 self._answers.tell(value)
 
     def _reported(self, report: ErrorReport, name: str) -> ErrorReport:
@@ -198,7 +198,7 @@ class PythonFunctions:
             ]
             arrays.append(put(spec, layout, host_shards(spec, tuple(layout.local), parts)))
         for value, array in zip(op.results, arrays, strict=True):
-            value.payload = array
+            value.fill(array)
 
 
 def _inside(box: Box, region: Box) -> tuple[slice, ...]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from pw.devices.host.backend import Execute, Value
+from pw.devices.host.backend import Execute
+from pw.devices.host.value import Value
 from pw.devices.jax.values import is_ready
 
 CALLS = 16

@@ -38,7 +38,7 @@ class Timing:
         serial = next(self._serials)
         maker, others = 0, None
         for value in op.args:
-            made_by = value.recorded
+            made_by = value.record
             if made_by and made_by != maker:
                 if not maker:
                     maker = made_by
@@ -47,7 +47,7 @@ class Timing:
                 else:
                     others.add(made_by)
         for value in op.results:
-            value.recorded = serial
+            value.record = serial
         run, segment, what = op.origin
         self._add(
             COMPUTED,
@@ -69,7 +69,7 @@ class Timing:
         """Record a Python function that has returned."""
         serial = next(self._serials)
         for value in op.results:
-            value.recorded = serial
+            value.record = serial
         run, segment, what = op.origin
         self._add(COMPUTED, called_s, time.monotonic(), run, segment, serial, what)
 

@@ -20,7 +20,7 @@ from pw.core.errors import (
     InternalError,
     OutOfDeviceMemory,
 )
-from pw.devices.host.backend import Value
+from pw.devices.host.value import Value
 
 _DONATED = "deleted or donated buffer"
 """JAX's words for a buffer that a computation has taken."""
@@ -72,8 +72,7 @@ class Failures:
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
             if is_donated(array, error):
                 return self.deleted
-            value.alone = value.joint
-            value.error, value.payload = self.report(error, value.maker), None
+            value.fail(self.report(error, value.maker), alone=value.is_joint)
             return value.error
         return None
 
@@ -81,7 +80,7 @@ class Failures:
 def fail(results: Sequence[Value], report: ErrorReport) -> None:
     """Put an error into values that could not be made."""
     for value in results:
-        value.error = report
+        value.fail(report)
 
 
 def awaited(value: Value) -> Any:
@@ -90,22 +89,6 @@ def awaited(value: Value) -> Any:
     if building is not None:
         building.wait()
     return value.payload
-
-
-def may_donate(value: Value, heir: Value | None) -> bool:
-    """Whether a value's buffers may be donated to a computation that makes `heir`; on the execute thread.
-
-    If so, a `Watch` follows the heir, and the loop does not read the value any more.
-    """
-    if value.shared:
-        return False
-    # The loop counts its read before it looks at `given`, so this thread sets `given` before it looks
-    # at the reads. `heir` is set before the call, because a watcher may find the array deleted during it.
-    value.given, value.heir = True, heir
-    if value.reads_begun == value.reads_ended:
-        return True
-    value.given, value.heir = False, None
-    return False
 
 
 def is_donated(array: jax.Array, error: Exception) -> bool:

@@ -22,7 +22,7 @@ from pw.core.programs.program import Computation, Kind
 from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
-from pw.devices.host.backend import Value
+from pw.devices.host.value import Value
 from pw.testing.sim.compilers import Compilers
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.ledger import A_READ
@@ -48,6 +48,23 @@ class Gangs(Protocol):
 
     def left(self, backend: SimBackend) -> None:
         """Remove a host from its group."""
+
+
+class _Assembly:
+    """Values that are assembled beside the queue of ops."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        """What goes on when the values are filled."""
+
+    def set(self) -> None:
+        """Let go on what waits."""
+        for then in self.waiting:
+            then()
+
+    def wait(self) -> object:
+        """There is one thread only, which cannot wait."""
+        raise Violation("the loop waits for nothing", "a value is assembled")
 
 
 class SimBackend:
@@ -254,9 +271,9 @@ class SimBackend:
 
     def _is_building(self, value: Value) -> bool:
         """Whether a value is still assembled; if so, it goes on afterwards."""
-        if value.building is None:
+        if not isinstance(value.building, _Assembly):
             return False
-        value.building.append(self._pump)
+        value.building.waiting.append(self._pump)
         return True
 
     # --- questions -----------------------------------------------------------------------------------
@@ -267,7 +284,7 @@ class SimBackend:
             if value.payload is None and value.error is None:
                 if self.idle and value.building is None:
                     raise Violation("values are made before they are used", f"on {self.host}")
-                value.asked = [*(value.asked or ()), op]
+                value.ask(op)
                 return
         told = self._watched(op) if isinstance(op, ops.Watch) else self._read(op)
         done: Callable[[Any], None] = op.done
@@ -276,9 +293,8 @@ class SimBackend:
 
     def _tell(self, value: Value) -> None:
         """Answer the questions that have waited for a value."""
-        asked, value.asked = value.asked or (), None
-        for op in asked:
-            self._look(op)
+        while value.questions:
+            self._look(value.questions.popleft())
 
     # --- ops -----------------------------------------------------------------------------------------
 
@@ -308,7 +324,7 @@ class SimBackend:
             self._fill(value, shards, made=True)
         if error is not None:
             for value in op.results:
-                value.error = error
+                value.fail(error)
                 self._tell(value)
         op.args = (
             op.results
@@ -331,13 +347,13 @@ class SimBackend:
             kept = position in op.copied or op.args.count(value) > 1
             if not kept and not value.shared:
                 self._buffers.check_donation(value.payload)
-                value.payload = _DONATED
+                value.fill(_DONATED)
         return found
 
     def _move(self, op: ops.Move) -> None:
         failure = self._failure(op.source)
         if failure is not None:
-            op.result.alone, op.result.error = op.source.alone, failure
+            op.result.fail(failure, alone=op.source.alone)
             self._tell(op.result)
             return
         source: Shards = op.source.payload
@@ -354,7 +370,7 @@ class SimBackend:
         shape, dtype = op.spec.sharding.shard_shape(op.spec.shape), dtype_of(op.spec.dtype)
         for source in op.sources:
             if (failure := self._failure(source.value)) is not None:
-                op.result.alone, op.result.error = source.value.alone, failure
+                op.result.fail(failure, alone=source.value.alone)
                 self._tell(op.result)
                 return
             for position, _ in source.shards:
@@ -384,16 +400,17 @@ class SimBackend:
         done: ops.Done | None = None,
     ) -> None:
         """Fill values later, or give them an error; without `done`, a run has made them."""
+        assembly = _Assembly()
         for value in values:
-            value.building = []
+            value.begin(assembly)
 
         def built() -> None:
             for index, value in enumerate(values):
-                waiting, value.building = value.building, None
-                value.error = value.error or error
+                value.building = None
+                if error is not None:
+                    value.fail(error)
                 self._fill(value, shards[index] if shards else Shards(), made=done is None)
-                for then in waiting:
-                    then()
+            assembly.set()
             if done is not None:
                 self._answer_none(done)
 
@@ -438,6 +455,6 @@ class SimBackend:
             return
         if value.payload is not None:
             raise Violation("a value is made once", f"on {self.host}")
-        value.payload = shards
+        value.fill(shards)
         self._tell(value)
         self._buffers.fill(shards, made=made)
