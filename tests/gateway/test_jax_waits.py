@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_a_terminal_shows_the_line() -> None:
                 output, _ = script.communicate(timeout=90)
                 terminal = os.read(ours, 1 << 16)
                 assert output == "1.0\n", terminal
-                assert b"waiting 3 s for float32[] of 'jit__lambda'" in terminal, how
+                assert re.search(rb"waiting \d s for float32\[\] of 'jit__lambda'", terminal), how
                 assert terminal.endswith(b"\r\x1b[2K")
                 assert b"\n" not in terminal
         finally:

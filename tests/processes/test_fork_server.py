@@ -108,7 +108,8 @@ def test_what_libraries_read_at_import_makes_a_new_interpreter() -> None:
         assert "pw.cli.controller" in command_line(interpreter.pid)
     finally:
         fork.stop(), interpreter.stop()
-    assert fork.exit_code() == interpreter.exit_code() == 0
+    assert fork.exit_code() == 0
+    assert interpreter.exit_code() in (0, -signal.SIGTERM), "the signal may come while it imports"
 
 
 def test_a_forked_copy_of_this_process_has_no_server() -> None:
