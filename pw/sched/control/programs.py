@@ -13,14 +13,15 @@ from operator import is_
 import msgspec
 
 from pw.core.errors import ArgumentError, Error, ErrorReport, ProtocolError
+from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages import Artifact, InstallProgram, Submit
-from pw.core.messages.checks import VALUES, check_name
+from pw.core.messages.bounds import VALUES
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import HostPlan, Plan
 from pw.core.programs.program import Computation, Kind, Node, Program, Value
-from pw.core.programs.spec_checks import check_spec
+from pw.core.programs.spec_checks import check_spec, shortened
 from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
 
@@ -211,9 +212,11 @@ def _calls(body: Program) -> Iterator[Node]:
 
 def check_size(body: Program) -> None:
     """Raise ArgumentError if a client's program is too large, or its name."""
-    check_name("the program", body.name)
-    for computation in body.computations:
-        check_name("the computation", computation.name)
+    name = max((body.name, *(one.name for one in body.computations)), key=len)
+    if len(name) > NAME_CHARACTERS:
+        raise ArgumentError(
+            f"the name {shortened(name, 40)!r} has {len(name)} characters; {NAME_CHARACTERS} are the most"
+        )
     if not 0 <= body.timeout_s < TIMEOUT_S:
         raise ArgumentError(f"{body.name!r} cannot have a timeout of {body.timeout_s} s")
     if max(len(body.nodes), len(body.computations)) > CALLS:
