@@ -13,11 +13,8 @@ from msgspec import Meta
 
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.base import INLINE_BYTES
-from pw.core.programs.spec_checks import DEVICES, DIMENSIONS
+from pw.core.programs.spec_checks import DEVICES, DIMENSIONS, VALUES
 from pw.core.sharding import ArraySpec, DeviceAddress
-
-VALUES = 1 << 18
-"""The most arrays that one message names: arguments and results of a run, inputs of a program."""
 
 TREE_BYTES = 32 << 20
 """The most that a client may describe of a checkpoint: the answer to `Describe` has room for it."""
