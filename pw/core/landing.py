@@ -8,10 +8,12 @@ random: a peer that did not get the landing cannot guess it, so it cannot write 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
+
+from pw.core.ids import NAME_CHARACTERS
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 AWAITED_S = 10.0
@@ -21,12 +23,12 @@ AWAITED_S = 10.0
 class Landing(msgspec.Struct, frozen=True, array_like=True):
     """The buffer of a receiver for one transfer."""
 
-    transfer: int
+    transfer: Annotated[int, msgspec.Meta(gt=0)]
     """Unique at the receiving plane; 63 random bits, never 0."""
-    size_bytes: int
-    block: int
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    block: Annotated[int, msgspec.Meta(ge=0)]
     """The receiver's shared-memory block; 0 for a small buffer, whose bytes travel inline."""
-    machine: str
+    machine: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS)]
     """Machine, network namespace and user of the receiver."""
     socket: str
     """The receiver's unix socket: a path, or an abstract name without its leading NUL; empty if it has none."""

@@ -6,6 +6,7 @@ The controller and the hosts are played by the test, so each rule is seen messag
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,11 +18,13 @@ from pw.client.session.hosts import Hosts
 from pw.client.session.requests import RETRIES
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import (
+    Allocate,
     Ask,
     Await,
     Close,
     Forget,
     Get,
+    Look,
     Open,
     Put,
     Tell,
@@ -43,6 +46,7 @@ from pw.core.errors import (
 )
 from pw.core.ids import CONTROL, CONTROLLER, Address, session_of, store_of
 from pw.core.messages import (
+    AllocateSlice,
     Answered,
     Artifact,
     Attached,
@@ -50,11 +54,13 @@ from pw.core.messages import (
     Checkpoint,
     CreateArray,
     Delete,
+    Describe,
     Directory,
     DrainHost,
     Fetch,
     Fetched,
     ForgetInputs,
+    GetPlan,
     GetStats,
     Identify,
     InputGone,
@@ -240,6 +246,44 @@ def test_a_lost_host_withdraws_what_was_asked_of_the_others(bench: Bench) -> Non
     assert not future.done()
     bench.tell(Answered(inquiry.request, None))
     assert [type(m) for m in bench.asked("b")][-2:] == [Identify, Fetch]
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda future: Allocate(AllocateSlice(9, 1, None, LONG, None), future),
+        lambda future: Ask(lambda request: GetPlan(request, LONG), future),
+        lambda future: Ask(lambda request: Checkpoint(request, (X,) * 70_000), future),
+        lambda future: Look("/" + LONG, split(SLICE, 2), future),
+        lambda future: Await(((X, split(SLICE, 2)),) * 70_000, future),
+    ],
+    ids=["a slice", "a question", "a request", "a path", "arrays"],
+)
+def test_a_request_beyond_its_bounds_fails_and_is_not_sent(note: Callable[[Any], Any]) -> None:
+    bench = Bench()
+    for host in ("a", "b"):
+        bench.asked(host)
+    future: Future[Any] = Future()
+    bench.note(note(future))
+    with pytest.raises(ArgumentError, match="out of bounds: expected"):
+        future.result(0)
+    assert not bench.asked(CONTROLLER)
+    assert not any(isinstance(message, (Wait, Describe)) for message in bench.asked("a"))
+    assert bench.world.counters["messages_refused"] >= 1
+    bench.get()
+    assert bench.asked("a", Fetch)
+
+
+def test_a_client_with_an_impossible_share_is_told_so() -> None:
+    bench = Bench()
+    attached: Future[Any] = Future()
+    bench.note(Open("test", 0.0, 0, 0, attached))
+    with pytest.raises(ArgumentError, match="`share` is out of bounds"):
+        attached.result(0)
+    assert not bench.asked(CONTROLLER)
 
 
 @pytest.mark.parametrize("error", [ComputationFailed("x"), ArrayLost("x"), ArgumentError("x")])

@@ -23,7 +23,7 @@ from pw.core.sharding import Placement
 from pw.transport.links import codec
 from tests.stages.scripts import ROOT
 
-KINDS: tuple[type, ...] = typing.get_args(messages.Message)
+KINDS = messages.REMOTE
 ENVELOPE = b"\x93\xa0\xa0"
 
 
@@ -43,10 +43,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return st.sampled_from(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         fields = {name: values_of(hints[name]) for name in kind.__struct_fields__}
         return st.builds(kind, **fields)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return within(values_of(args[0]), args[1:])
     if isinstance(origin, type) and issubclass(origin, Compact):
         return st.builds(Compact, values_of(args[0]), st.lists(values_of(Placement)).map(tuple))
     if origin in (types.UnionType, typing.Union):
@@ -58,6 +60,18 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=2)
     raise AssertionError(f"no strategy for {kind}")
+
+
+def within(
+    values: st.SearchStrategy[Any], bounds: tuple[msgspec.Meta, ...]
+) -> st.SearchStrategy[Any]:
+    """Those of the values that are within bounds; lengths of 2 and strings of 8 always are."""
+    least = [b.ge if b.gt is None else b.gt + 1 for b in bounds if (b.ge, b.gt) != (None, None)]
+    most = [bound.le for bound in bounds if bound.le is not None]
+    if least or most:
+        numbers = st.floats if isinstance((*least, *most)[0], float) else st.integers
+        return numbers(max(least, default=-(2**63)), min(most, default=2**63 - 1))
+    return values
 
 
 envelopes = st.lists(

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pw.core.compact import Compact
-from pw.core.errors import ArgumentError, PlacementError, ProtocolError, ShardingError
+from pw.core.errors import ArgumentError, PlacementError, ProtocolError
 from pw.core.messages import Install, RegisterProgram
 from pw.core.programs.lower import lower
 from pw.core.programs.plan import Execute, Free, Instruction, Plan, Receive, Send
 from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program_checks import check_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.transport.links import codec
 from tests.stages.interpreter import Interpreter, sequentially
@@ -440,7 +441,11 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
         (rejected(Computation("f", b"", Placement(0, ()), (), ())), PlacementError, "no device"),
         (rejected(Computation("f", b"", Placement(0, (4,)), (), ())), PlacementError, "device 4"),
         (
-            rejected(Computation("f", b"", Placement(0, (0,)), (lies(ONE, 1),), ())),
+            rejected(
+                Computation("f", b"", Placement(0, (0,)), (lies(ONE, 1),), ()),
+                Value(-1, 0),
+                inputs=(lies(ONE, 1),),
+            ),
             PlacementError,
             r"island a, but its input 0, float.*, lies on island b",
         ),
@@ -459,17 +464,26 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
             ArgumentError,
             "'f' takes 1 arguments, .* gives it 0",
         ),
-        (rejected(computation(lies(PAIR, 0)), Value(0, 0)), ArgumentError, "a later one"),
+        (
+            rejected(computation(lies(PAIR, 0)), Value(0, 0)),
+            ArgumentError,
+            "uses value 0.0 where it does not exist",
+        ),
         (
             rejected(computation(lies(ROWS, 0)), Value(-1, 0), inputs=(OTHER_SHAPE,)),
-            ShardingError,
-            "cannot become one of shape",
+            ArgumentError,
+            r"gets float64\[8, 8\] where it takes float64\[4, 8\]",
         ),
-        (rejected(computation(lies(ONE, 9))), KeyError, "9"),
+        (
+            rejected(computation(lies(ONE, 9)), Value(-1, 0), inputs=(lies(ONE, 9),)),
+            KeyError,
+            "9",
+        ),
     ],
 )
 def test_a_program_that_cannot_run_says_why(
     program: Program, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
+        check_program(program)
         lower(program, BINDINGS)

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from pw.core.ids import CONTROL, NAME_CHARACTERS, Address
+from pw.core.ids import NAME_CHARACTERS, RESOURCES, Address
 from pw.core.messages import Hello, HostRejected, RegisterHost
 from pw.transport.links import codec
 from pw.transport.links.link import Versions
 from pw.transport.log import FIELD_CHARACTERS, TRACEBACK_CHARACTERS, log
-from tests.stages.actors import Recorder, World
+from tests.stages.actors import FakeHost, Recorder, World
 
 
 @pytest.mark.parametrize("field", ["pw_version", "jax_version", "node"])
@@ -29,6 +29,16 @@ def test_a_hello_with_a_long_name_does_not_decode(field: str) -> None:
     assert len(str(Versions.installed())) < NAME_CHARACTERS
 
 
+REGISTRATION: dict[str, object] = {
+    "island": "i",
+    "island_hosts": 1,
+    "local_devices": 1,
+    "platform": "cpu",
+    "endpoint": "",
+    "process": 1,
+}
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -36,7 +46,6 @@ def test_a_hello_with_a_long_name_does_not_decode(field: str) -> None:
         {"platform": "x" * 20_000_000},
         {"endpoint": "x" * 20_000_000},
         {"members": ("x" * 20_000_000,)},
-        {"members": ("a", "a"), "epoch": 1},
         {"members": tuple(f"h{number}" for number in range(200_000)), "epoch": 1},
         {"island_hosts": 1 << 60},
         {"island_hosts": -1},
@@ -45,22 +54,29 @@ def test_a_hello_with_a_long_name_does_not_decode(field: str) -> None:
         {"local_devices": -1},
         {"epoch": -1},
     ],
-    ids=[str(number) for number in range(12)],
+    ids=[str(number) for number in range(11)],
 )
-def test_a_host_that_cannot_be_is_rejected(said: dict[str, object]) -> None:
+def test_a_host_that_cannot_be_stops_and_its_message_does_not_decode(
+    said: dict[str, object],
+) -> None:
+    registration = RegisterHost(**(REGISTRATION | said))  # type: ignore[arg-type]
+    with pytest.raises(codec.MalformedFrame) as raised:
+        codec.decode(codec.encode_frame(1, [("resources", "executor", registration)]))
+    assert len(str(raised.value)) < 1000
+    world = World()
+    world.controller()
+    host = FakeHost(world, "h", registration)
+    host.executor.register()
+    world.settle()
+    assert host.stopped == ["rejected"]
+    assert not world.to(RESOURCES, RegisterHost)
+
+
+def test_a_host_that_names_a_member_twice_is_rejected() -> None:
     world = World()
     world.controller()
     host = world.add(Address("h", "executor"), Recorder)
-    fields = {
-        "island": "i",
-        "island_hosts": 1,
-        "local_devices": 1,
-        "platform": "cpu",
-        "endpoint": "",
-        "process": 1,
-    }
-    resources = Address(CONTROL.node, "resources")
-    host.env.send(resources, RegisterHost(**(fields | said)))  # type: ignore[arg-type]
+    host.env.send(RESOURCES, RegisterHost(**REGISTRATION, epoch=1, members=("a", "a")))  # type: ignore[arg-type]
     world.settle()
     (rejected,) = host.of(HostRejected)
     assert len(rejected.error.message) < 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +14,49 @@ from pw.core import messages as m
 from pw.core.actors.actor import Actor, Env
 from pw.core.errors import ErrorReport, PlacementError
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, executor_of, scheduler_of
-from pw.core.messages.roles import TABLE, Role, permits, role_of
+from pw.core.messages.roles import Role, role_of
+from pw.core.messages.routes import permits
 from pw.transport.links.link import incarnation
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 from tests.stages.daemons import until
 
 ERROR = ErrorReport.of(PlacementError("forged"))
-LINKS = (m.Hello, m.Refused, m.Heartbeat, m.Goodbye)
+KINDS = [
+    kind
+    for kind in vars(m).values()
+    if isinstance(kind, type)
+    and issubclass(kind, m.Base)
+    and isinstance(kind.__struct_config__.tag, int)
+]
+
+TAGS = """
+    Hello=1 Refused=2 Heartbeat=3 Goodbye=4 PeerLost=5 PeerRefused=6 RegisterHost=10
+    HostRejected=11 FormIsland=12 IslandJoined=13 IslandJoinFailed=14 LeaveIsland=15
+    Directory=16 IslandFormed=17 IslandLost=18 CoordinationStarted=19 StartCoordination=20
+    StopCoordination=21 EndEpoch=22 DrainHost=24 Leave=25 HostEmptied=26 Draining=27 Attach=30
+    Attached=31 Identify=32 Evicted=33 AllocateSlice=34 SliceBound=35 SliceRefused=36
+    ReleaseSlice=37 SliceLost=38 RegisterProgram=40 ReleaseProgram=41 Run=42 RunFailed=43
+    RunsSettled=44 CreateArray=45 Delete=46 GetStatus=47 Status=48 GetStats=49 Stats=50
+    Checkpoint=51 Inquire=52 Answered=53 UploadAgain=54 InputGone=55 ForgetInputs=56
+    ForgetRuns=57 Resumed=58 Offer=59 AddClient=60 Submit=61 SegmentLaunched=62 SegmentDone=63
+    UploadEnded=64 Release=65 RemoveClient=66 CancelRun=67 InstallProgram=68 ProgramInstalled=69
+    UninstallProgram=70 Install=71 Installed=72 Launch=73 Discard=74 Progress=75 LaunchGap=76
+    GangBroken=77 CopyArrays=78 Replicate=79 RunRefused=80 ArrayPlaced=81 RunAtHead=82
+    ReserveRun=83 RunAdmitted=84 EdgeCredit=90 EdgeData=91 EdgeFailed=92 Upload=93
+    UploadLanding=94 Uploaded=95 Fetch=96 Fetched=97 Wait=98 Ready=99 RequestFailed=100
+    CancelRequest=101 UploadAborted=102 Holdings=103 Restore=104 FetchReplica=105
+    ReplicaData=106 ReplicaRefused=107 OfferReplica=108 DropReplicas=109 ArraysLost=110
+    LinkLost=111 Copied=112 EdgeProbe=113 EdgeGone=114 DropUploads=115 Stalled=120 Explain=121
+    ExplainIsland=122 IslandReport=123 ExplainHost=124 HostReport=125 Explanation=126
+    CallEnded=130 RunStarted=131 Cancel=132 CancelRuns=133 PassedLaunches=134 SaveArrays=140
+    FileWritten=141 CommitFiles=142 FilesCommitted=143 AbandonFiles=144 Describe=145
+    Described=146 ReadArray=147 HoldsNoMore=148 Printed=149 Compile=150 Compiled=151
+    CallClient=152 CallReturned=153 CallLanding=154 ReadRecords=170 Records=171 GetMemory=180
+    MeasureIsland=181 IslandMeasured=182 MeasureHost=183 HostMeasured=184 Memory=185 Observe=186
+    Observed=187 GetPlan=188 ProgramPlan=189
+"""
+"""Each message with its tag."""
 
 
 def test_names_tell_roles() -> None:
@@ -30,9 +65,35 @@ def test_names_tell_roles() -> None:
     assert role_of("gpu-7") is Role.WORKER
 
 
-def test_every_message_between_processes_has_a_sender() -> None:
-    known = {kind for _, _, kinds in TABLE for kind in kinds}
-    assert known == set(get_args(m.Message)) - set(LINKS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_message_has_a_sender_or_stays_in_its_process(kind: type[m.Base]) -> None:
+    assert (kind in m.REMOTE) is not issubclass(kind, m.Local)
+    has_route = bool(kind.senders and kind.receiver)
+    assert has_route + issubclass(kind, m.Local) + issubclass(kind, m.OnLink) == 1
+    for role, node in (
+        (Role.CONTROLLER, CONTROLLER),
+        (Role.WORKER, "host"),
+        (Role.CLIENT, "client-1"),
+    ):
+        assert permits(node, kind.receiver, kind) or role not in kind.senders
+
+
+def test_a_message_of_several_routes_has_each_of_them() -> None:
+    for node, actor in (("client-1", "controller"), ("client-1", "store")):
+        assert permits(node, actor, m.GetStats)
+    for node in (CONTROLLER, "host"):
+        assert permits(node, "session", m.Stats)
+    assert permits("host", "scheduler/a", m.CallEnded)
+    assert permits(CONTROLLER, "executor", m.CallEnded)
+    assert not permits("host", "executor", m.CallEnded)
+
+
+def test_tags_stay_what_they_are() -> None:
+    """A tag says what a message is, also to processes of other versions."""
+    tags = [kind.__struct_config__.tag for kind in KINDS]
+    assert len(set(tags)) == len(tags)
+    now = {f"{kind.__name__}={tag}" for kind, tag in zip(KINDS, tags, strict=True)}
+    assert now.issuperset(TAGS.split())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pw.client.connection.views import KEPT, Views
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program_checks import check_program
 from pw.core.programs.views import view_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.devices.host.program import HostProgram
@@ -100,7 +101,7 @@ def test_a_view_is_a_program_of_its_own() -> None:
         (Output(Value(1, 0), FOUR),),
     )
     with pytest.raises(ArgumentError, match="'mixed' makes a view and does something else"):
-        lower(mixed, {1: HOSTS})
+        check_program(mixed)
 
 
 class Counted:

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 import pw
-from pw.core.errors import ArgumentError, ProtocolError
+from pw.core.errors import ArgumentError
 from pw.core.programs import costs
 from pw.core.programs.costs import ACCELERATOR, CPU, Costs
 from pw.core.programs.lower import lower
 from pw.core.programs.physical import Physical
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program_checks import check_program
 from pw.core.programs.ways import EdgeWay, Way, edges_of, reshard, reshard_of, written
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
-from pw.sched.control.programs import check_program
 from pw.testing import InProcessCluster
 from tests.core.test_lower import BINDINGS, check_reporters, check_shape, programs
 from tests.stages.interpreter import apply
@@ -163,7 +163,7 @@ def test_what_xla_would_do_by_copying_the_whole_array_is_left_to_transfers() -> 
 def test_clients_make_no_re_shards() -> None:
     spec = lies(1, 0)
     program = Program("p", (reshard(spec, spec),), (), (spec,), ())
-    with pytest.raises(ProtocolError, match="only the controller"):
+    with pytest.raises(ArgumentError, match="only the controller"):
         check_program(program)
 
 
@@ -185,9 +185,9 @@ def test_guards_and_counts_must_exist() -> None:
         (Node(0, (given,), counted=((0, nothing),)), "does not exist"),
         (Node(0, (given,), counted=((1, given),)), "an argument that it does not have"),
     ):
-        with pytest.raises(ProtocolError, match=words):
+        with pytest.raises(ArgumentError, match=words):
             check(node)
-    with pytest.raises(ProtocolError, match="does not exist"):
+    with pytest.raises(ArgumentError, match="does not exist"):
         check(Node(0, (given,)), nothing)
 
 

@@ -247,8 +247,8 @@ def test_arrays_come_from_nowhere(attacker: Attacker, tmp_path: Path) -> None:
     sources = [
         FileSource(str(tmp_path), "0123456789", "x"),
         FileSource("relative", "0123456789", "x"),
-        FileSource("/nowhere", "x" * 1000, "x"),
-        FileSource("/nowhere", "", "x" * 100_000),
+        FileSource("/nowhere", "x" * 100, "x"),
+        FileSource("/nowhere", "", "x" * 1000),
         OfferSource(b"", 0),
         OfferSource(bytes(16), -1),
         OfferSource(bytes(1_000_000), 1 << 62),

@@ -15,7 +15,7 @@ from pw.core.compact import Compact
 from pw.core.sharding import Placement
 from pw.transport.links import codec
 
-KINDS: tuple[type, ...] = typing.get_args(messages.Message)
+KINDS = messages.REMOTE
 
 
 def value_of(kind: Any, rng: random.Random) -> Any:
@@ -33,9 +33,11 @@ def value_of(kind: Any, rng: random.Random) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return rng.choice(list(kind))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return kind(*[value_of(hints[name], rng) for name in kind.__struct_fields__])
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return within(value_of(args[0], rng), args[1:])
     if isinstance(origin, type) and issubclass(origin, Compact):
         return Compact(value_of(args[0], rng), (value_of(Placement, rng),))
     if origin in (types.UnionType, typing.Union):
@@ -47,6 +49,15 @@ def value_of(kind: Any, rng: random.Random) -> Any:
     if origin is dict:
         return {value_of(args[0], rng): value_of(args[1], rng)}
     raise AssertionError(f"no value for {kind}")
+
+
+def within(value: Any, bounds: tuple[msgspec.Meta, ...]) -> Any:
+    """Return the value, or the nearest number within bounds; lengths of 2 and strings of 32 are within all."""
+    for bound in bounds:
+        least, most = bound.ge if bound.gt is None else bound.gt + 1, bound.le
+        value = value if least is None else max(value, least)
+        value = value if most is None else min(value, most)
+    return value
 
 
 def frames(each: int) -> list[bytes]:

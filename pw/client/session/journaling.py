@@ -17,6 +17,7 @@ from pw.client.session.journal import Journal
 from pw.core.actors.actor import Env
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, CreateArray, InputGone, LinkLost
+from pw.core.messages.checks import beyond_bounds, refusal
 
 _NOT_HELD = (InputGone, LinkLost)
 """Answers and news that only the lost controller can use."""
@@ -58,6 +59,8 @@ class JournalingEnv:
 
     def send(self, to: Address, message: object) -> None:
         """Send a message; hold it if it is for the controller and there is none."""
+        if self._refuses(message):
+            return
         if to != CONTROL:
             self._env.send(to, message)
         elif self._held is None:
@@ -71,7 +74,17 @@ class JournalingEnv:
 
     def call(self, message: object) -> None:
         """Send to the process at the controller's address, although no controller is known there."""
-        self._env.send(CONTROL, message)
+        if not self._refuses(message):
+            self._env.send(CONTROL, message)
+
+    def _refuses(self, message: object) -> bool:
+        """Answer a message that is beyond its bounds here, where it would not decode there."""
+        if (error := beyond_bounds(message)) is None:
+            return False
+        self.count("messages_refused")
+        if (answer := refusal(message, error)) is not None:
+            self._env.send(self.address, answer)
+        return True
 
     def lost(self, is_open: Callable[[int], bool]) -> None:
         """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""

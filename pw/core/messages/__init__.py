@@ -1,14 +1,17 @@
 """The whole protocol: every message between actors.
 
-Each message is a frozen struct that travels as a tagged msgpack array. Its docstring names the
-sender and the receiver, and what the message promises. A message marked *local* never leaves the
-controller process. Tags are
-part of the protocol: append, never reuse, and raise `PROTOCOL_VERSION` when the meaning of an old tag changes.
+Each message is a frozen struct that travels as a tagged msgpack array. Its base says which processes
+may send it to which actor (`base`), the types of its fields what they may hold (`bounds`); a frame
+with anything else does not decode. Its docstring names the actors, and says what the message
+promises. A message marked *local* never leaves the controller process. Tags are part of the protocol:
+append, never reuse, and raise `PROTOCOL_VERSION` when the meaning of an old tag changes.
 
 Other modules import all messages from this package.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Union
 
 from pw.core.messages.base import *
 from pw.core.messages.clients import *
@@ -26,23 +29,17 @@ from pw.core.messages.status import *
 from pw.core.messages.stores import *
 from pw.core.messages.timelines import *
 
-Message = (
-    Hello | Refused | Heartbeat | Goodbye | RegisterHost | HostRejected | FormIsland | IslandJoined
-    | IslandJoinFailed | LeaveIsland | Directory | Attach | Attached | Identify | Evicted
-    | AllocateSlice | SliceBound | SliceRefused | ReleaseSlice | SliceLost | RegisterProgram
-    | ReleaseProgram | Run | RunFailed | RunsSettled | CreateArray | Delete | GetStatus | Status
-    | GetStats | Stats | Install | Installed | Launch | Discard | Progress | LaunchGap | EdgeCredit
-    | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
-    | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
-    | Answered | UploadAgain | InputGone | ForgetInputs | ForgetRuns | Resumed | GangBroken | Replicate
-    | Copied | Holdings | HoldsNoMore
-    | CallEnded | PassedLaunches | Cancel | CancelRuns
-    | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
-    | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
-    | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
-    | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
-    | Explain | ExplainHost | HostReport | Explanation
-    | GetMemory | Memory | MeasureHost | HostMeasured | Observe | Observed | ReadRecords | Records
-    | GetPlan | ProgramPlan
-)  # fmt: skip
-"""All messages that may arrive from another process."""
+REMOTE: tuple[type[Base], ...] = tuple(
+    [
+        kind
+        for kind in list(vars().values())
+        if isinstance(kind, type) and issubclass(kind, Base) and not issubclass(kind, Local)
+        if isinstance(kind.__struct_config__.tag, int)
+    ]
+)
+"""All messages that may arrive from another process: the bases of routes have no number as their tag."""
+
+if TYPE_CHECKING:
+    Message = Base
+else:
+    Message = Union[REMOTE]  # noqa: UP007 - of a tuple

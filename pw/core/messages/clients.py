@@ -6,17 +6,28 @@ import msgspec
 
 from pw.core.compact import Compact, OnPlacement, OnSpec
 from pw.core.errors import ErrorReport
-from pw.core.messages.base import Base
+from pw.core.messages.base import ClientToController, ClientToStore, ControllerToSession
+from pw.core.messages.bounds import (
+    Arrays,
+    DeviceCount,
+    Hosts,
+    ManyArrays,
+    Name,
+    RunArguments,
+    Share,
+    Specs,
+    Topology,
+)
 from pw.core.messages.files import FileSource, OfferSource
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 
-class Attach(Base, frozen=True, tag=30):
+class Attach(ClientToController, frozen=True, tag=30):
     """ClientSession to Controller: attach this client, with its weight and priority."""
 
-    name: str
-    share: float
+    name: Name
+    share: Share
     priority: int
     resume: int = 0
     """The client's number with an earlier controller; its journal follows, and then `Resumed`."""
@@ -24,7 +35,7 @@ class Attach(Base, frozen=True, tag=30):
     """The claim to that number (see `Attached`)."""
 
 
-class Attached(Base, frozen=True, tag=31):
+class Attached(ControllerToSession, frozen=True, tag=31):
     """Controller to ClientSession: the client's number, its ticket for hosts, and its credits."""
 
     client: int
@@ -35,7 +46,7 @@ class Attached(Base, frozen=True, tag=31):
     """With it the client gets its number back from a later controller (`pw.core.tenants`)."""
 
 
-class Identify(Base, frozen=True, tag=32):
+class Identify(ClientToStore, frozen=True, tag=32):
     """ClientSession to ObjectStore, before all else: the client's number, and the ticket that proves it."""
 
     client: int
@@ -44,7 +55,7 @@ class Identify(Base, frozen=True, tag=32):
     """Send the output of host functions to this client."""
 
 
-class Evicted(Base, frozen=True, tag=33):
+class Evicted(ControllerToSession, frozen=True, tag=33):
     """Controller to ClientSession: this controller does not know the client; it owns nothing here."""
 
     reason: str
@@ -54,31 +65,31 @@ class Evicted(Base, frozen=True, tag=33):
     """What the client may not ask for, if that is why."""
 
 
-class AllocateSlice(Base, frozen=True, tag=34):
+class AllocateSlice(ClientToController, frozen=True, tag=34):
     """ClientSession to Controller and on to ResourceManager: bind this many virtual devices."""
 
     slice: int
-    devices: int
-    kind: str | None
-    island: str | None
-    topology: tuple[int, ...] | None
+    devices: DeviceCount
+    kind: Name | None
+    island: Name | None
+    topology: Topology | None
     resumed: bool = False
     """An earlier controller may have bound the slice: wait until its hosts have registered."""
-    formerly: str = ""
+    formerly: Name = ""
     """The slice's island under the earlier controller."""
-    former_hosts: tuple[str, ...] = ()
+    former_hosts: Hosts = ()
     """The slice's hosts under the earlier controller: they may have its arrays."""
     like: int = 0
     """Another client's slice: bind this one to the same devices in the same order."""
-    apart: tuple[int, ...] = ()
+    apart: Arrays = ()
     """Slices of the same client: bind this one to another island than theirs."""
-    hosts: tuple[str, ...] = ()
+    hosts: Hosts = ()
     """Bind it to as many devices of each of these hosts, in this order, and to no others."""
     python: bool = False
     """Bind it to hosts that run clients' Python functions."""
 
 
-class SliceBound(Base, frozen=True, weakref=True, tag=35):
+class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
     """ResourceManager to Controller and ClientSession: the slice is bound to these devices."""
 
     slice: int
@@ -92,14 +103,14 @@ class SliceBound(Base, frozen=True, weakref=True, tag=35):
     """That of all hosts of the island; empty if they are on several."""
 
 
-class SliceRefused(Base, frozen=True, tag=36):
+class SliceRefused(ControllerToSession, frozen=True, tag=36):
     """ResourceManager to ClientSession (through Controller): no island can provide the slice."""
 
     slice: int
     error: ErrorReport
 
 
-class ReleaseSlice(Base, frozen=True, tag=37):
+class ReleaseSlice(ClientToController, ControllerToSession, frozen=True, tag=37):
     """ClientSession to Controller and on to ResourceManager: the client releases the slice.
 
     Back to the ClientSession: the last message about the slice.
@@ -108,7 +119,7 @@ class ReleaseSlice(Base, frozen=True, tag=37):
     slice: int
 
 
-class SliceLost(Base, frozen=True, tag=38):
+class SliceLost(ControllerToSession, frozen=True, tag=38):
     """Controller to ClientSession: the slice's island has left its epoch; the slice has no devices."""
 
     slice: int
@@ -122,7 +133,7 @@ class Artifact(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     blob: bytes
 
 
-class RegisterProgram(Base, frozen=True, tag=40):
+class RegisterProgram(ClientToController, frozen=True, tag=40):
     """ClientSession to Controller: a new program, with the artifacts that the client has not sent yet."""
 
     program: int
@@ -132,22 +143,22 @@ class RegisterProgram(Base, frozen=True, tag=40):
     """The client does not run it any more, but has arrays that it made (see `Resumed`)."""
 
 
-class ReleaseProgram(Base, frozen=True, tag=41):
+class ReleaseProgram(ClientToController, frozen=True, tag=41):
     """ClientSession to Controller: the client does not run this program any more."""
 
     program: int
 
 
-class Run(Base, frozen=True, tag=42):
+class Run(ClientToController, frozen=True, tag=42):
     """ClientSession to Controller: run a program; arguments are arrays or small host values as bytes."""
 
     run: int
     program: int
-    args: tuple[int | bytes, ...]
-    results: tuple[int, ...]
+    args: RunArguments
+    results: ManyArrays
 
 
-class RunFailed(Base, frozen=True, tag=43):
+class RunFailed(ControllerToSession, frozen=True, tag=43):
     """Controller to ClientSession: a run failed; its results will never exist."""
 
     run: int
@@ -155,13 +166,13 @@ class RunFailed(Base, frozen=True, tag=43):
     error: ErrorReport
 
 
-class RunsSettled(Base, frozen=True, tag=44):
+class RunsSettled(ControllerToSession, frozen=True, tag=44):
     """Controller to ClientSession: so many runs have ended; the client gets their credits back."""
 
     count: int
 
 
-class CreateArray(Base, frozen=True, tag=45):
+class CreateArray(ClientToController, frozen=True, tag=45):
     """ClientSession to Controller: a new array, which the client uploads to its hosts."""
 
     array: int
@@ -172,7 +183,7 @@ class CreateArray(Base, frozen=True, tag=45):
     """The array comes from there; the client uploads nothing."""
 
 
-class Offer(Base, frozen=True, tag=59):
+class Offer(ClientToController, frozen=True, tag=59):
     """ClientSession to Controller, in order with runs: another client may take these arrays.
 
     It takes them with the token, once, each with a `CreateArray`, before or after this. Its arrays are views
@@ -183,34 +194,34 @@ class Offer(Base, frozen=True, tag=59):
     """A number like that of a run, under which the controller says that no later one needs it."""
     token: bytes
     """16 random bytes."""
-    arrays: tuple[int, ...]
+    arrays: Arrays
     """All on one slice."""
-    specs: tuple[ArraySpec, ...]
+    specs: Specs
     error: ErrorReport | None = None
     """Why there are none."""
 
 
-class Delete(Base, frozen=True, tag=46):
+class Delete(ClientToController, frozen=True, tag=46):
     """ClientSession to Controller: the client has no more references to these arrays."""
 
     arrays: tuple[int, ...]
 
 
-class Checkpoint(Base, frozen=True, tag=51):
+class Checkpoint(ClientToController, frozen=True, tag=51):
     """ClientSession to Controller, in order with runs: make replicas of these arrays."""
 
     request: int
-    arrays: tuple[int, ...]
+    arrays: Arrays
 
 
-class Inquire(Base, frozen=True, tag=52):
+class Inquire(ClientToController, frozen=True, tag=52):
     """ClientSession to Controller: a host does not have these arrays; answer when the client can ask again."""
 
     request: int
-    arrays: tuple[int, ...]
+    arrays: Arrays
 
 
-class Answered(Base, frozen=True, tag=53):
+class Answered(ControllerToSession, frozen=True, tag=53):
     """Controller to ClientSession: the request is done, or has failed.
 
     To an `Inquire`: the arrays are on the devices of their slices, or the client knows that they
@@ -221,7 +232,7 @@ class Answered(Base, frozen=True, tag=53):
     error: ErrorReport | None
 
 
-class UploadAgain(Base, frozen=True, tag=54):
+class UploadAgain(ControllerToSession, frozen=True, tag=54):
     """Controller to ClientSession: upload this lost input again, as the array `name`.
 
     `name` is another array if the client has deleted this one.
@@ -231,19 +242,19 @@ class UploadAgain(Base, frozen=True, tag=54):
     name: int
 
 
-class InputGone(Base, frozen=True, tag=55):
+class InputGone(ClientToController, frozen=True, tag=55):
     """ClientSession to Controller: the client does not have the value of this array any more."""
 
     array: int
 
 
-class ForgetInputs(Base, frozen=True, tag=56):
+class ForgetInputs(ControllerToSession, frozen=True, tag=56):
     """Controller to ClientSession: the controller will not ask for these inputs again."""
 
     arrays: tuple[int, ...]
 
 
-class ForgetRuns(Base, frozen=True, tag=57):
+class ForgetRuns(ControllerToSession, frozen=True, tag=57):
     """Controller to ClientSession: no later controller needs these runs."""
 
     runs: tuple[int, ...]
@@ -273,7 +284,7 @@ class FailedArray(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorReport
 
 
-class Resumed(Base, frozen=True, tag=58):
+class Resumed(ClientToController, frozen=True, tag=58):
     """ClientSession to Controller, after slices, programs, inputs and runs: the arrays that the client has."""
 
     held: tuple[int, ...]
@@ -284,19 +295,19 @@ class Resumed(Base, frozen=True, tag=58):
     """Arrays that were checkpointed."""
 
 
-class LinkLost(Base, frozen=True, tag=111):
+class LinkLost(ClientToController, frozen=True, tag=111):
     """ClientSession to Controller: the link to this host is lost; the last messages may not have arrived."""
 
-    host: str
+    host: Name
 
 
-class Cancel(Base, frozen=True, tag=132):
+class Cancel(ClientToController, frozen=True, tag=132):
     """ClientSession to Controller: cancel the runs that make these arrays."""
 
-    arrays: tuple[int, ...]
+    arrays: ManyArrays
 
 
-class CancelRuns(Base, frozen=True, tag=133):
+class CancelRuns(ClientToController, frozen=True, tag=133):
     """ClientSession to Controller: cancel a run of any client (`run` 0: all runs in flight of that client)."""
 
     request: int

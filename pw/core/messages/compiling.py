@@ -8,10 +8,10 @@ from enum import StrEnum
 import msgspec
 
 from pw.core.landing import Landing
-from pw.core.messages.base import Base
+from pw.core.messages.base import ClientToStore, HostToSession
+from pw.core.messages.bounds import Devices
 from pw.core.packing import ArrayType
 from pw.core.programs.stablehlo import Facts
-from pw.core.sharding import DeviceAddress
 
 
 class Detail(StrEnum):
@@ -22,7 +22,7 @@ class Detail(StrEnum):
     COSTS = "costs"
 
 
-class Compile(Base, frozen=True, tag=150):
+class Compile(ClientToStore, frozen=True, tag=150):
     """ClientSession to ObjectStore: compile a StableHLO artifact for these devices, and describe it.
 
     All hosts of the devices get the message, because some platforms compile together; the client
@@ -33,13 +33,13 @@ class Compile(Base, frozen=True, tag=150):
     request: int
     artifact: bytes
     """A `Stablehlo`, encoded."""
-    devices: tuple[DeviceAddress, ...]
+    devices: Devices
     island: str
     epoch: int
     detail: Detail = Detail.FACTS
 
 
-class Compiled(Base, frozen=True, tag=151):
+class Compiled(HostToSession, frozen=True, tag=151):
     """ObjectStore to ClientSession: the executable is there. `RequestFailed` says that it is not."""
 
     request: int
@@ -48,7 +48,7 @@ class Compiled(Base, frozen=True, tag=151):
     costs: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class CallClient(Base, frozen=True, tag=152):
+class CallClient(HostToSession, frozen=True, tag=152):
     """ObjectStore to ClientSession: a computation calls a function in the client's process.
 
     The host's part of the computation waits until a `CallReturned` comes, or the client is lost.
@@ -64,7 +64,7 @@ class CallClient(Base, frozen=True, tag=152):
     """The packed operands; None if they come over the bulk plane, to the landing of a `CallLanding`."""
 
 
-class CallReturned(Base, frozen=True, tag=153):
+class CallReturned(ClientToStore, frozen=True, tag=153):
     """ClientSession to ObjectStore: the function has returned, or raised."""
 
     call: int
@@ -75,7 +75,7 @@ class CallReturned(Base, frozen=True, tag=153):
     """What it raised, with its traceback."""
 
 
-class CallLanding(Base, frozen=True, tag=154):
+class CallLanding(ClientToStore, HostToSession, frozen=True, tag=154):
     """ObjectStore and ClientSession to each other: push what belongs to this call to this landing."""
 
     call: int

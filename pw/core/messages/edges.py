@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pw.core.errors import ErrorReport
 from pw.core.landing import Landing
-from pw.core.messages.base import Base
+from pw.core.messages.base import HostToCoordinator
 
 
-class EdgeCredit(Base, frozen=True, tag=90):
+class EdgeCredit(HostToCoordinator, frozen=True, tag=90):
     """Receiving ShardCoordinator to the sending one: push the bytes of this edge to this landing.
 
     Without a landing: do not send; the receiver has no room, or will not get the launch that needs them.
@@ -18,7 +18,7 @@ class EdgeCredit(Base, frozen=True, tag=90):
     landing: Landing | None
 
 
-class EdgeData(Base, frozen=True, tag=91):
+class EdgeData(HostToCoordinator, frozen=True, tag=91):
     """Sending ShardCoordinator to the receiving one: the bytes of a small edge."""
 
     run: int
@@ -26,7 +26,7 @@ class EdgeData(Base, frozen=True, tag=91):
     data: bytes
 
 
-class EdgeFailed(Base, frozen=True, tag=92):
+class EdgeFailed(HostToCoordinator, frozen=True, tag=92):
     """Sending ShardCoordinator to the receiving one: this edge has no value; its producer failed."""
 
     run: int
@@ -36,14 +36,14 @@ class EdgeFailed(Base, frozen=True, tag=92):
     """The value exists, but cannot be sent to this host; other hosts may receive theirs."""
 
 
-class EdgeProbe(Base, frozen=True, tag=113):
+class EdgeProbe(HostToCoordinator, frozen=True, tag=113):
     """Receiving ShardCoordinator to the sending one: the edge is late; answer whether it will still come."""
 
     run: int
     edge: int
 
 
-class EdgeGone(Base, frozen=True, tag=114):
+class EdgeGone(HostToCoordinator, frozen=True, tag=114):
     """Sending ShardCoordinator to the receiving one: the edge was sent, and will not be sent again."""
 
     run: int

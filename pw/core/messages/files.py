@@ -5,17 +5,24 @@ from __future__ import annotations
 import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ClientToStore,
+    ControllerToStore,
+    HostToController,
+    HostToSession,
+)
+from pw.core.messages.bounds import Arrays, Name, Names, Path, Tree
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 
 class FileSource(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """An array in a checkpoint on disk."""
 
-    path: str
-    checkpoint: str
+    path: Path
+    checkpoint: Name
     """Its random name: another checkpoint may replace it at the path."""
-    name: str
+    name: Path
 
 
 class OfferSource(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -26,20 +33,20 @@ class OfferSource(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Its place in the offer."""
 
 
-class SaveArrays(Base, frozen=True, tag=140):
+class SaveArrays(ClientToController, frozen=True, tag=140):
     """ClientSession to Controller, in order with runs: have hosts write these arrays to disk."""
 
     request: int
     checkpoint: str
-    path: str
+    path: Path
     overwrite: bool
-    arrays: tuple[int, ...]
-    names: tuple[str, ...]
-    tree: bytes
+    arrays: Arrays
+    names: Names
+    tree: Tree
     """The client's own part of the manifest."""
 
 
-class FileWritten(Base, frozen=True, tag=141):
+class FileWritten(HostToController, frozen=True, tag=141):
     """ObjectStore to Controller: this host's file of the checkpoint is on disk, or has failed."""
 
     checkpoint: str
@@ -47,7 +54,7 @@ class FileWritten(Base, frozen=True, tag=141):
     error: ErrorReport | None
 
 
-class CommitFiles(Base, frozen=True, tag=142):
+class CommitFiles(ControllerToStore, frozen=True, tag=142):
     """Controller to one ObjectStore: all files are written; move the checkpoint to its path."""
 
     checkpoint: str
@@ -59,14 +66,14 @@ class CommitFiles(Base, frozen=True, tag=142):
     """Other checkpoints in flight to the same path; the store removes all other leftovers there."""
 
 
-class FilesCommitted(Base, frozen=True, tag=143):
+class FilesCommitted(HostToController, frozen=True, tag=143):
     """ObjectStore to Controller: the checkpoint is at its path, or has failed."""
 
     checkpoint: str
     error: ErrorReport | None
 
 
-class AbandonFiles(Base, frozen=True, tag=144):
+class AbandonFiles(ControllerToStore, frozen=True, tag=144):
     """Controller to one ObjectStore: the checkpoint has failed; remove its files."""
 
     checkpoint: str
@@ -75,14 +82,14 @@ class AbandonFiles(Base, frozen=True, tag=144):
     """The checkpoint may be at its path already: answer with `FilesCommitted`, with this error if it is not."""
 
 
-class Describe(Base, frozen=True, tag=145):
+class Describe(ClientToStore, frozen=True, tag=145):
     """ClientSession to ObjectStore: describe the checkpoint at this path."""
 
     request: int
-    path: str
+    path: Path
 
 
-class Described(Base, frozen=True, tag=146):
+class Described(HostToSession, frozen=True, tag=146):
     """ObjectStore to ClientSession: the name of the checkpoint, and the tree that its writer described."""
 
     request: int
@@ -90,7 +97,7 @@ class Described(Base, frozen=True, tag=146):
     tree: bytes
 
 
-class ReadArray(Base, frozen=True, tag=147):
+class ReadArray(ControllerToStore, frozen=True, tag=147):
     """Controller to ObjectStore: read this host's shards of `array` from files; answered by `Uploaded`."""
 
     array: int

@@ -6,7 +6,7 @@ import msgspec
 
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
-from pw.core.messages.base import Base
+from pw.core.messages.base import ControllerToExecutor, HostToScheduler, Local
 from pw.core.messages.clients import Artifact
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.plan import HostPlan
@@ -15,7 +15,7 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 from pw.core.tenants import OPERATOR
 
 
-class AddClient(Base, frozen=True, tag=60):
+class AddClient(Local, frozen=True, tag=60):
     """Controller to IslandScheduler (local): a new client, with its weight and priority."""
 
     client: int
@@ -25,7 +25,7 @@ class AddClient(Base, frozen=True, tag=60):
     tenant_share: float = 1.0
 
 
-class Submit(Base, frozen=True, tag=61):
+class Submit(Local, frozen=True, tag=61):
     """Controller to every IslandScheduler of a run (local): queue these segments of the run.
 
     `segments` are this island's; `depends` runs parallel to it and names (island, segment) pairs.
@@ -50,14 +50,14 @@ class Submit(Base, frozen=True, tag=61):
     """Tell the controller when the run is launched."""
 
 
-class SegmentLaunched(Base, frozen=True, tag=62):
+class SegmentLaunched(Local, frozen=True, tag=62):
     """IslandScheduler to the waiting IslandSchedulers (local): a producer has been launched."""
 
     run: int
     segment: int
 
 
-class SegmentDone(Base, frozen=True, tag=63):
+class SegmentDone(Local, frozen=True, tag=63):
     """IslandScheduler to the waiting IslandSchedulers and Controller (local): a segment has ended."""
 
     run: int
@@ -67,13 +67,13 @@ class SegmentDone(Base, frozen=True, tag=63):
     """The loss of a host has made it fail, not the program."""
 
 
-class UploadEnded(Base, frozen=True, tag=64):
+class UploadEnded(Local, frozen=True, tag=64):
     """Controller to IslandScheduler (local): all hosts have this awaited array."""
 
     array: int
 
 
-class Release(Base, frozen=True, tag=65):
+class Release(Local, frozen=True, tag=65):
     """Controller to IslandScheduler (local): delete these arrays, after all earlier work of the client."""
 
     client: int
@@ -84,13 +84,13 @@ class Release(Base, frozen=True, tag=65):
     """The client deleted them before their upload ended: only earlier work that names them can need them."""
 
 
-class RemoveClient(Base, frozen=True, tag=66):
+class RemoveClient(Local, frozen=True, tag=66):
     """Controller to IslandScheduler (local): drop a client's queue, and all that it owns on hosts."""
 
     client: int
 
 
-class CancelRun(Base, frozen=True, tag=67):
+class CancelRun(Local, frozen=True, tag=67):
     """Controller to IslandScheduler (local): drop the queued segments of this run."""
 
     run: int
@@ -100,7 +100,7 @@ class CancelRun(Base, frozen=True, tag=67):
     """How long launched segments may take to end."""
 
 
-class InstallProgram(Base, frozen=True, tag=68):
+class InstallProgram(Local, frozen=True, tag=68):
     """Controller to IslandScheduler (local): have the island's hosts compile this program."""
 
     program: int
@@ -117,7 +117,7 @@ class InstallProgram(Base, frozen=True, tag=68):
     """All but `install` is as in the installation before."""
 
 
-class ProgramInstalled(Base, frozen=True, tag=69):
+class ProgramInstalled(Local, frozen=True, tag=69):
     """IslandScheduler to Controller (local): all hosts have compiled the program, or one has failed."""
 
     island: str
@@ -126,14 +126,14 @@ class ProgramInstalled(Base, frozen=True, tag=69):
     install: int = 0
 
 
-class UninstallProgram(Base, frozen=True, tag=70):
+class UninstallProgram(Local, frozen=True, tag=70):
     """Controller to IslandScheduler (local): hosts forget this program after its earlier work."""
 
     program: int
     hosts: tuple[str, ...]
 
 
-class Install(Base, frozen=True, tag=71):
+class Install(ControllerToExecutor, frozen=True, tag=71):
     """IslandScheduler to HostExecutor: compile this host's part of the program."""
 
     epoch: int
@@ -146,7 +146,7 @@ class Install(Base, frozen=True, tag=71):
     """Of the client; a host may run Python functions of some only."""
 
 
-class Installed(Base, frozen=True, tag=72):
+class Installed(HostToScheduler, frozen=True, tag=72):
     """HostExecutor to IslandScheduler: this host has compiled the program, or has failed."""
 
     epoch: int
@@ -168,7 +168,7 @@ CANCELLED = -1
 """Segment number of a launch that ends a run on a host: no more segments follow."""
 
 
-class Launch(Base, frozen=True, tag=73):
+class Launch(ControllerToExecutor, frozen=True, tag=73):
     """IslandScheduler to every HostExecutor of a gang: this host's launch number `sequence`."""
 
     epoch: int
@@ -183,7 +183,7 @@ class Launch(Base, frozen=True, tag=73):
     """This host reports the end of the segment."""
 
 
-class Discard(Base, frozen=True, tag=74):
+class Discard(ControllerToExecutor, frozen=True, tag=74):
     """IslandScheduler to HostExecutor, in launch order: drop these arrays, programs and clients."""
 
     epoch: int
@@ -202,14 +202,14 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The loss of a host has made it fail, not the program."""
 
 
-class Progress(Base, frozen=True, tag=75):
+class Progress(HostToScheduler, frozen=True, tag=75):
     """HostExecutor to IslandScheduler, at most once a loop turn: these launches have ended."""
 
     epoch: int
     finished: tuple[Finished, ...]
 
 
-class LaunchGap(Base, frozen=True, tag=76):
+class LaunchGap(HostToScheduler, frozen=True, tag=76):
     """HostExecutor to IslandScheduler: a launch number is missing; this host has stopped."""
 
     epoch: int
@@ -217,7 +217,7 @@ class LaunchGap(Base, frozen=True, tag=76):
     got: int
 
 
-class GangBroken(Base, frozen=True, tag=77):
+class GangBroken(HostToScheduler, frozen=True, tag=77):
     """HostExecutor to IslandScheduler: this host cannot go on with a gang, and the other hosts may.
 
     An input is missing here that they may have; or, with an `error`, this host has failed in a way
@@ -264,7 +264,7 @@ class CopyFile(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[Copy, ...]
 
 
-class CopyArrays(Base, frozen=True, tag=78):
+class CopyArrays(Local, frozen=True, tag=78):
     """Controller to IslandScheduler (local): have hosts copy these arrays after the client's earlier work."""
 
     client: int
@@ -274,7 +274,7 @@ class CopyArrays(Base, frozen=True, tag=78):
     """For each host the file that it writes."""
 
 
-class Replicate(Base, frozen=True, tag=79):
+class Replicate(ControllerToExecutor, frozen=True, tag=79):
     """IslandScheduler to HostExecutor, in launch order: make these replicas, write these files."""
 
     epoch: int
@@ -285,7 +285,7 @@ class Replicate(Base, frozen=True, tag=79):
     """The places of the arrays in both."""
 
 
-class RunRefused(Base, frozen=True, tag=80):
+class RunRefused(Local, frozen=True, tag=80):
     """IslandScheduler to Controller (local): fail this run, and cancel it on all islands.
 
     The run does not fit into memory: the client's queue on the island waits for the `CancelRun`. Or one host of
@@ -299,7 +299,7 @@ class RunRefused(Base, frozen=True, tag=80):
     """The largest arrays where there is no room, and the bytes that they have there."""
 
 
-class ArrayPlaced(Base, frozen=True, tag=81):
+class ArrayPlaced(Local, frozen=True, tag=81):
     """Controller to IslandScheduler (local): this array takes memory from now on, until its release.
 
     It is an upload or a restored array. It replaces an older array of this number.
@@ -311,25 +311,25 @@ class ArrayPlaced(Base, frozen=True, tag=81):
     shard_bytes: int
 
 
-class RunAtHead(Base, frozen=True, tag=82):
+class RunAtHead(Local, frozen=True, tag=82):
     """IslandScheduler to the first of a run's IslandSchedulers (local): the run is its client's next here."""
 
     run: int
 
 
-class ReserveRun(Base, frozen=True, tag=83):
+class ReserveRun(Local, frozen=True, tag=83):
     """IslandScheduler to the next of a run's IslandSchedulers (local): this island has reserved memory."""
 
     run: int
 
 
-class RunAdmitted(Base, frozen=True, tag=84):
+class RunAdmitted(Local, frozen=True, tag=84):
     """The last of a run's IslandSchedulers to all others (local): every island has reserved memory."""
 
     run: int
 
 
-class PassedLaunches(Base, frozen=True, tag=134):
+class PassedLaunches(HostToScheduler, frozen=True, tag=134):
     """HostExecutor to IslandScheduler: these launches (run, segment) wait for inputs, and others pass them.
 
     `enqueued` are launches that were passed and have been enqueued, behind the others.
@@ -340,7 +340,7 @@ class PassedLaunches(Base, frozen=True, tag=134):
     enqueued: tuple[tuple[int, int], ...]
 
 
-class CallEnded(Base, frozen=True, tag=130):
+class CallEnded(ControllerToExecutor, HostToScheduler, frozen=True, tag=130):
     """HostExecutor to IslandScheduler and on to the gang: a host function has returned on this host.
 
     It may raise on one host only, so all hosts of the gang hear of it before a client sees a result.
@@ -355,7 +355,7 @@ class CallEnded(Base, frozen=True, tag=130):
     error: ErrorReport | None
 
 
-class RunStarted(Base, frozen=True, tag=131):
+class RunStarted(Local, frozen=True, tag=131):
     """IslandScheduler to Controller (local): a run with a timeout has been launched here."""
 
     run: int

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ControllerToExecutor,
+    ControllerToSession,
+    HostToResources,
+    Local,
+)
+from pw.core.messages.bounds import Count, DeviceCount, HostCount, Hosts, Name
 
 
-class RegisterHost(Base, frozen=True, tag=10):
+class RegisterHost(HostToResources, frozen=True, tag=10):
     """HostExecutor to ResourceManager: this host is up and wants to join its island."""
 
-    island: str
-    island_hosts: int
+    island: Name
+    island_hosts: HostCount
     """0 for a spare, which does not know."""
-    local_devices: int
-    platform: str
-    endpoint: str
+    local_devices: Annotated[DeviceCount, msgspec.Meta(ge=1)]
+    platform: Name
+    endpoint: Name
     process: int
     """The process id, for people."""
     spare: bool = False
     """Take a free place in `island` (in any if that is empty), or wait for one."""
-    epoch: int = 0
+    epoch: Count = 0
     """The epoch that this host is in, with `members`; it has lost the controller."""
-    members: tuple[str, ...] = ()
+    members: Hosts = ()
     """All hosts of that epoch, in the order of their ranks."""
     python: bool = False
     """It runs clients' Python functions."""
@@ -31,13 +40,13 @@ class RegisterHost(Base, frozen=True, tag=10):
     """The only tenants whose functions it runs; empty for all."""
 
 
-class HostRejected(Base, frozen=True, tag=11):
+class HostRejected(ControllerToExecutor, frozen=True, tag=11):
     """ResourceManager to HostExecutor: this host cannot join, and stops."""
 
     error: ErrorReport
 
 
-class FormIsland(Base, frozen=True, tag=12):
+class FormIsland(ControllerToExecutor, frozen=True, tag=12):
     """ResourceManager to every HostExecutor of an island: join the group of this epoch at this rank."""
 
     island: str
@@ -49,18 +58,18 @@ class FormIsland(Base, frozen=True, tag=12):
     """The public key with which hosts check the tickets of clients."""
 
 
-class IslandJoined(Base, frozen=True, tag=13):
+class IslandJoined(HostToResources, frozen=True, tag=13):
     """HostExecutor to ResourceManager: this host has joined the group, with these devices."""
 
-    island: str
+    island: Name
     epoch: int
-    kind: str
+    kind: Name
     devices: int
-    memory_bytes: int | None
+    memory_bytes: Count | None
     """Memory of one device, None where nothing limits it."""
 
 
-class IslandJoinFailed(Base, frozen=True, tag=14):
+class IslandJoinFailed(HostToResources, frozen=True, tag=14):
     """HostExecutor to ResourceManager: this host could not join."""
 
     island: str
@@ -68,7 +77,7 @@ class IslandJoinFailed(Base, frozen=True, tag=14):
     error: ErrorReport
 
 
-class LeaveIsland(Base, frozen=True, tag=15):
+class LeaveIsland(ControllerToExecutor, frozen=True, tag=15):
     """ResourceManager to HostExecutor: the epoch has ended; restart as a new incarnation."""
 
     island: str
@@ -85,7 +94,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     """Its island is ready; other hosts may still have replicas."""
 
 
-class Directory(Base, frozen=True, tag=16):
+class Directory(ControllerToSession, ControllerToExecutor, frozen=True, tag=16):
     """ResourceManager to all hosts and clients: the hosts that exist now, and their endpoints."""
 
     peers: tuple[Peer, ...]
@@ -93,7 +102,7 @@ class Directory(Base, frozen=True, tag=16):
     """For a host: its own, with which it checks the permits of others (`pw.core.permits`)."""
 
 
-class IslandFormed(Base, frozen=True, tag=17):
+class IslandFormed(Local, frozen=True, tag=17):
     """ResourceManager to Controller (local): an island is ready under a new epoch."""
 
     island: str
@@ -105,7 +114,7 @@ class IslandFormed(Base, frozen=True, tag=17):
     """Its hosts have other processes compile, so what crashes a compiler does not crash a host."""
 
 
-class IslandLost(Base, frozen=True, tag=18):
+class IslandLost(Local, frozen=True, tag=18):
     """ResourceManager to Controller (local): an island has left its epoch; its values are lost."""
 
     island: str
@@ -115,7 +124,7 @@ class IslandLost(Base, frozen=True, tag=18):
     """The lost host, if that is the reason."""
 
 
-class CoordinationStarted(Base, frozen=True, tag=19):
+class CoordinationStarted(Local, frozen=True, tag=19):
     """Coordination services to ResourceManager (local): the service of this epoch is up, or has failed."""
 
     island: str
@@ -124,7 +133,7 @@ class CoordinationStarted(Base, frozen=True, tag=19):
     error: str
 
 
-class StartCoordination(Base, frozen=True, tag=20):
+class StartCoordination(Local, frozen=True, tag=20):
     """ResourceManager to coordination services (local): start a new service for this epoch."""
 
     island: str
@@ -132,14 +141,14 @@ class StartCoordination(Base, frozen=True, tag=20):
     hosts: int
 
 
-class StopCoordination(Base, frozen=True, tag=21):
+class StopCoordination(Local, frozen=True, tag=21):
     """ResourceManager to coordination services (local): end the service of this epoch."""
 
     island: str
     epoch: int
 
 
-class EndEpoch(Base, frozen=True, tag=22):
+class EndEpoch(Local, frozen=True, tag=22):
     """IslandScheduler to ResourceManager (local): the launch order is broken; end this epoch."""
 
     island: str
@@ -147,28 +156,28 @@ class EndEpoch(Base, frozen=True, tag=22):
     reason: str
 
 
-class DrainHost(Base, frozen=True, tag=24):
+class DrainHost(ClientToController, frozen=True, tag=24):
     """ClientSession to Controller and on to ResourceManager: move all work and data off this host."""
 
     request: int
-    node: str
+    node: Name
     client: str = ""
     """The client's node, which gets the answer; the controller fills it in."""
 
 
-class Draining(Base, frozen=True, tag=27):
+class Draining(Local, frozen=True, tag=27):
     """ResourceManager to Controller (local): these hosts are draining."""
 
     nodes: tuple[str, ...]
 
 
-class HostEmptied(Base, frozen=True, tag=26):
+class HostEmptied(Local, frozen=True, tag=26):
     """Controller to ResourceManager (local): this drained host holds nothing that is needed."""
 
     node: str
 
 
-class Leave(Base, frozen=True, tag=25):
+class Leave(ControllerToExecutor, frozen=True, tag=25):
     """ResourceManager to HostExecutor: this host is drained; it ends for good."""
 
     reason: str

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
 from pw.core.errors import ErrorReport
-from pw.core.ids import NAME_CHARACTERS
-from pw.core.messages.base import Base
+from pw.core.messages.base import Local, OnLink
+from pw.core.messages.bounds import Name
 
 PROTOCOL_VERSION = 4
 
-Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS)]
-"""A frame with a longer one does not decode, and is dropped: before the hello, there is no peer to answer."""
 
-
-class Hello(Base, frozen=True, tag=1):
+class Hello(OnLink, frozen=True, tag=1):
     """Each end of a link to the other, before all else: its name, its incarnation and its versions."""
 
     protocol: int
@@ -28,21 +21,21 @@ class Hello(Base, frozen=True, tag=1):
     """After so long a silence this end counts as lost; 0: the other end decides."""
 
 
-class Refused(Base, frozen=True, tag=2):
+class Refused(OnLink, frozen=True, tag=2):
     """One end of a link to the other instead of a hello: it refuses the link."""
 
     error: ErrorReport
 
 
-class Heartbeat(Base, frozen=True, tag=3):
+class Heartbeat(OnLink, frozen=True, tag=3):
     """Each end of an idle link to the other: this process is alive."""
 
 
-class Goodbye(Base, frozen=True, tag=4):
+class Goodbye(OnLink, frozen=True, tag=4):
     """One end of a link to the other: this process leaves on purpose."""
 
 
-class PeerLost(Base, frozen=True, tag=5):
+class PeerLost(Local, frozen=True, tag=5):
     """Transport to every local actor: nothing more will come from this incarnation of `node`."""
 
     node: str
@@ -76,7 +69,7 @@ _WORDS = {
 }
 
 
-class PeerRefused(Base, frozen=True, tag=6):
+class PeerRefused(Local, frozen=True, tag=6):
     """Transport to every local actor: `node` refuses the link, or this process does."""
 
     node: str

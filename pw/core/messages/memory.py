@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ControllerToSession,
+    ControllerToStore,
+    HostToController,
+    Local,
+)
 from pw.core.sharding import DeviceAddress
 
 
-class GetMemory(Base, frozen=True, tag=180):
+class GetMemory(ClientToController, frozen=True, tag=180):
     """ClientSession to Controller: report the memory of all devices."""
 
     request: int
 
 
-class MeasureIsland(Base, frozen=True, tag=181):
+class MeasureIsland(Local, frozen=True, tag=181):
     """Controller to IslandScheduler (local): report what is reserved on each device."""
 
     request: int
@@ -30,7 +36,7 @@ class CountedMemory(msgspec.Struct, frozen=True, array_like=True):
     temporary_bytes: int
 
 
-class IslandMeasured(Base, frozen=True, tag=182):
+class IslandMeasured(Local, frozen=True, tag=182):
     """IslandScheduler to Controller (local): what is reserved on each device of the island."""
 
     request: int
@@ -40,7 +46,7 @@ class IslandMeasured(Base, frozen=True, tag=182):
     devices: tuple[CountedMemory, ...]
 
 
-class MeasureHost(Base, frozen=True, tag=183):
+class MeasureHost(ControllerToStore, frozen=True, tag=183):
     """Controller to ObjectStore: report the arrays on each of the first `devices` devices."""
 
     request: int
@@ -71,7 +77,7 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """The most that was in use; None if the allocator does not count it."""
 
 
-class HostMeasured(Base, frozen=True, tag=184):
+class HostMeasured(HostToController, frozen=True, tag=184):
     """ObjectStore to Controller: the arrays on each device of this host."""
 
     request: int
@@ -125,7 +131,7 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     largest: tuple[ArrayMemory, ...]
 
 
-class Memory(Base, frozen=True, tag=185):
+class Memory(ControllerToSession, frozen=True, tag=185):
     """Controller to ClientSession: the memory of all devices of islands that are ready."""
 
     request: int

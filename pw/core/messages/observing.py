@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.messages.base import Base
+from pw.core.messages.base import ControllerToCoordinator, HostToController
 
 
-class Observe(Base, frozen=True, tag=186):
+class Observe(ControllerToCoordinator, frozen=True, tag=186):
     """Controller to ShardCoordinator: report transfers and counters once a period, until the epoch ends."""
 
     period_s: float
@@ -26,7 +26,7 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True):
     failed: bool
 
 
-class Observed(Base, frozen=True, tag=187):
+class Observed(HostToController, frozen=True, tag=187):
     """ShardCoordinator to Controller: the edges that ended in a period, and the counters of the process."""
 
     transfers: tuple[Transferred, ...]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.messages.base import Base
+from pw.core.messages.base import ClientToController, ControllerToSession
+from pw.core.messages.bounds import Name
 
 
-class GetPlan(Base, frozen=True, tag=188):
+class GetPlan(ClientToController, frozen=True, tag=188):
     """ClientSession to Controller: describe the plan of a program; `Answered` says why there is none."""
 
     request: int
-    name: str
+    name: Name
     """A program's name, or that of a run in flight (client.number); the newest program of a name counts."""
     program: int = 0
     """Its number instead, if it is the asker's own."""
@@ -58,7 +59,7 @@ class PlannedBranch(msgspec.Struct, frozen=True, array_like=True):
     """Names, and how often each is called."""
 
 
-class ProgramPlan(Base, frozen=True, tag=189):
+class ProgramPlan(ControllerToSession, frozen=True, tag=189):
     """Controller to ClientSession: the plan of a program."""
 
     request: int

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ControllerToExecutor,
+    ControllerToSession,
+    HostToController,
+    Local,
+)
+from pw.core.messages.bounds import Hosts
 from pw.core.messages.status import IslandInfo
 
 
@@ -94,20 +101,20 @@ class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     waits_for: tuple[str, ...]
 
 
-class Stalled(Base, frozen=True, tag=120):
+class Stalled(Local, frozen=True, tag=120):
     """IslandScheduler to Controller (local): this island makes no progress; log the reason."""
 
     island: str
 
 
-class Explain(Base, frozen=True, tag=121):
+class Explain(ClientToController, frozen=True, tag=121):
     """ClientSession to Controller: explain what holds up this client, which waits for these hosts."""
 
     request: int
-    hosts: tuple[str, ...] = ()
+    hosts: Hosts = ()
 
 
-class ExplainIsland(Base, frozen=True, tag=122):
+class ExplainIsland(Local, frozen=True, tag=122):
     """Controller to IslandScheduler (local): report the oldest launches, and what is next."""
 
     request: int
@@ -115,7 +122,7 @@ class ExplainIsland(Base, frozen=True, tag=122):
     """Report the launches of this run in any case."""
 
 
-class IslandReport(Base, frozen=True, tag=123):
+class IslandReport(Local, frozen=True, tag=123):
     """IslandScheduler to Controller (local): the oldest launches, and what is next."""
 
     request: int
@@ -130,14 +137,14 @@ class IslandReport(Base, frozen=True, tag=123):
     installing: tuple[InstallReport, ...]
 
 
-class ExplainHost(Base, frozen=True, tag=124):
+class ExplainHost(ControllerToExecutor, frozen=True, tag=124):
     """Controller to HostExecutor: report how far these launches (run, segment) are, and what the host does."""
 
     request: int
     work: tuple[tuple[int, int], ...]
 
 
-class HostReport(Base, frozen=True, tag=125):
+class HostReport(HostToController, frozen=True, tag=125):
     """HostExecutor to Controller: how far this host is, and what it waits for."""
 
     request: int
@@ -160,7 +167,7 @@ class HostSilence(msgspec.Struct, frozen=True, array_like=True):
     """How long ago its last message came; negative if that is not known."""
 
 
-class Explanation(Base, frozen=True, tag=126):
+class Explanation(ControllerToSession, frozen=True, tag=126):
     """Controller to ClientSession: what holds up the client, in words and as reports."""
 
     request: int

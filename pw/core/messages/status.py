@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ClientToStore,
+    ControllerToSession,
+    HostToSession,
+)
 
 
-class GetStatus(Base, frozen=True, tag=47):
+class GetStatus(ClientToController, frozen=True, tag=47):
     """ClientSession to Controller: describe the cluster."""
 
     request: int
@@ -89,7 +94,7 @@ class RunInfo(msgspec.Struct, frozen=True, array_like=True):
     """Parts of it that have not ended."""
 
 
-class Status(Base, frozen=True, tag=48):
+class Status(ControllerToSession, frozen=True, tag=48):
     """Controller to ClientSession: the state of the cluster."""
 
     request: int
@@ -110,13 +115,13 @@ class Status(Base, frozen=True, tag=48):
     """Calls in flight of those clients."""
 
 
-class GetStats(Base, frozen=True, tag=49):
+class GetStats(ClientToController, ClientToStore, frozen=True, tag=49):
     """ClientSession to Controller or ObjectStore: report the counters of the process."""
 
     request: int
 
 
-class Stats(Base, frozen=True, tag=50):
+class Stats(ControllerToSession, HostToSession, frozen=True, tag=50):
     """Controller or ObjectStore to ClientSession: the counters of this process."""
 
     request: int

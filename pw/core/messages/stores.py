@@ -6,11 +6,19 @@ import msgspec
 
 from pw.core.errors import ErrorReport
 from pw.core.landing import Landing
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToStore,
+    ControllerToSession,
+    ControllerToStore,
+    HostToController,
+    HostToSession,
+    HostToStore,
+)
+from pw.core.messages.bounds import Arrays, Devices
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
 
 
-class Upload(Base, frozen=True, tag=93):
+class Upload(ClientToStore, frozen=True, tag=93):
     """ClientSession to ObjectStore: take this host's shards of an array, or answer with a landing."""
 
     array: int
@@ -24,7 +32,7 @@ class Upload(Base, frozen=True, tag=93):
     """Unique for each upload of the client."""
 
 
-class UploadLanding(Base, frozen=True, tag=94):
+class UploadLanding(HostToSession, frozen=True, tag=94):
     """ObjectStore to ClientSession: push the bytes of this array's shards to this landing."""
 
     array: int
@@ -33,7 +41,7 @@ class UploadLanding(Base, frozen=True, tag=94):
     """The upload's."""
 
 
-class Uploaded(Base, frozen=True, tag=95):
+class Uploaded(HostToController, frozen=True, tag=95):
     """ObjectStore to Controller: this host's shards of the array are in device memory, or have failed."""
 
     array: int
@@ -45,45 +53,45 @@ class Uploaded(Base, frozen=True, tag=95):
     none."""
 
 
-class Fetch(Base, frozen=True, tag=96):
+class Fetch(ClientToStore, frozen=True, tag=96):
     """ClientSession to ObjectStore: send these shards (mesh positions) when they are ready."""
 
     request: int
     array: int
     spec: ArraySpec
-    devices: tuple[DeviceAddress, ...]
+    devices: Devices
     positions: tuple[int, ...]
     landing: Landing | None
 
 
-class Fetched(Base, frozen=True, tag=97):
+class Fetched(HostToSession, frozen=True, tag=97):
     """ObjectStore to ClientSession: the bytes of a small fetch."""
 
     request: int
     data: bytes
 
 
-class Wait(Base, frozen=True, tag=98):
+class Wait(ClientToStore, frozen=True, tag=98):
     """ClientSession to ObjectStore: answer when this host's shards of these arrays are ready."""
 
     request: int
-    arrays: tuple[int, ...]
+    arrays: Arrays
 
 
-class Ready(Base, frozen=True, tag=99):
+class Ready(HostToSession, frozen=True, tag=99):
     """ObjectStore to ClientSession: the shards on this host are ready."""
 
     request: int
 
 
-class RequestFailed(Base, frozen=True, tag=100):
+class RequestFailed(ControllerToSession, HostToSession, frozen=True, tag=100):
     """Controller or ObjectStore to ClientSession: a fetch, wait or query has failed."""
 
     request: int
     error: ErrorReport
 
 
-class UploadAborted(Base, frozen=True, tag=102):
+class UploadAborted(ClientToStore, frozen=True, tag=102):
     """ClientSession to ObjectStore: the bytes of this upload will not come."""
 
     array: int
@@ -92,7 +100,7 @@ class UploadAborted(Base, frozen=True, tag=102):
     error: ErrorReport
 
 
-class CancelRequest(Base, frozen=True, tag=101):
+class CancelRequest(ClientToStore, frozen=True, tag=101):
     """ClientSession to ObjectStore: the client does not need the answer to this fetch or wait."""
 
     request: int
@@ -106,7 +114,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Printed(Base, frozen=True, tag=149):
+class Printed(HostToSession, frozen=True, tag=149):
     """ObjectStore to ClientSession: the output of host functions; lost lines are not sent again."""
 
     lines: tuple[Line, ...]
@@ -123,7 +131,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """The proof of the offer; empty for what lay on the host's devices."""
 
 
-class Holdings(Base, frozen=True, tag=103):
+class Holdings(HostToController, frozen=True, tag=103):
     """ObjectStore to Controller: this host has these replicas, until the controller drops them.
 
     A new incarnation sends it first, with the replicas of the last one.
@@ -132,7 +140,7 @@ class Holdings(Base, frozen=True, tag=103):
     holdings: tuple[Holding, ...]
 
 
-class HoldsNoMore(Base, frozen=True, tag=148):
+class HoldsNoMore(HostToController, frozen=True, tag=148):
     """ObjectStore to Controller: all replicas that this incarnation began with have been reported."""
 
 
@@ -143,7 +151,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     host: str
 
 
-class Restore(Base, frozen=True, tag=104):
+class Restore(ControllerToStore, frozen=True, tag=104):
     """Controller to ObjectStore: restore the shards of `array` from replicas; answered by `Uploaded`."""
 
     array: int
@@ -156,13 +164,13 @@ class Restore(Base, frozen=True, tag=104):
     """What the hosts in `sources` want to see (`pw.core.permits`)."""
 
 
-class DropUploads(Base, frozen=True, tag=115):
+class DropUploads(ControllerToStore, frozen=True, tag=115):
     """Controller to ObjectStore: the client has deleted these uploads."""
 
     arrays: tuple[int, ...]
 
 
-class FetchReplica(Base, frozen=True, tag=105):
+class FetchReplica(HostToStore, frozen=True, tag=105):
     """ObjectStore to ObjectStore: send these boxes, packed, to the landing if there is one."""
 
     request: int
@@ -174,21 +182,21 @@ class FetchReplica(Base, frozen=True, tag=105):
     """The controller's word that the sender may have replicas of the array."""
 
 
-class ReplicaData(Base, frozen=True, tag=106):
+class ReplicaData(HostToStore, frozen=True, tag=106):
     """ObjectStore to ObjectStore: the bytes of a small fetch."""
 
     request: int
     data: bytes
 
 
-class ReplicaRefused(Base, frozen=True, tag=107):
+class ReplicaRefused(HostToStore, frozen=True, tag=107):
     """ObjectStore to ObjectStore: this host does not have these boxes, or cannot send them."""
 
     request: int
     error: ErrorReport
 
 
-class OfferReplica(Base, frozen=True, tag=108):
+class OfferReplica(ControllerToStore, frozen=True, tag=108):
     """Controller to ObjectStore: fetch these boxes from `host`, and keep them as replicas."""
 
     array: int
@@ -201,20 +209,20 @@ class OfferReplica(Base, frozen=True, tag=108):
     """What the controller, or a later one, wants to see in `Holdings`."""
 
 
-class Copied(Base, frozen=True, tag=112):
+class Copied(HostToController, frozen=True, tag=112):
     """ObjectStore to Controller: this host has copied these boxes to its memory, for other hosts to fetch."""
 
     array: int
     boxes: tuple[Box, ...]
 
 
-class DropReplicas(Base, frozen=True, tag=109):
+class DropReplicas(ControllerToStore, frozen=True, tag=109):
     """Controller to ObjectStore: drop the replicas of these arrays."""
 
     arrays: tuple[int, ...]
 
 
-class ArraysLost(Base, frozen=True, tag=110):
+class ArraysLost(HostToController, frozen=True, tag=110):
     """ObjectStore to Controller: a client asks for these arrays, which a lost host has made fail here."""
 
     arrays: tuple[int, ...]

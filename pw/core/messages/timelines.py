@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pw.core.errors import ErrorReport
-from pw.core.messages.base import Base
+from pw.core.messages.base import (
+    ClientToController,
+    ClientToStore,
+    ControllerToSession,
+    HostToSession,
+)
 
 
-class ReadRecords(Base, frozen=True, tag=170):
+class ReadRecords(ClientToController, ClientToStore, frozen=True, tag=170):
     """ClientSession to ObjectStore or Controller: send what this process has recorded since the last one.
 
     The first one for a timeline begins the recording. It ends with `stop`, when the client is lost, or when
@@ -20,7 +25,7 @@ class ReadRecords(Base, frozen=True, tag=170):
     """Record no more; what is left is sent in answers to further messages like this one."""
 
 
-class Records(Base, frozen=True, tag=171):
+class Records(ControllerToSession, HostToSession, frozen=True, tag=171):
     """ObjectStore or Controller to ClientSession: the next records of a timeline, the oldest first."""
 
     timeline: int

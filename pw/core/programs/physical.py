@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pw.core.errors import PlacementError
-from pw.core.programs.guards import check_merge
 from pw.core.programs.plan import Route
 from pw.core.programs.program import Computation, Program
 from pw.core.programs.reshard import plan_routes
-from pw.core.programs.spec_checks import check_placement, check_spec
-from pw.core.programs.views import check_program, check_view
+from pw.core.programs.spec_checks import check_placement
 from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress, Placement
 
 
 class Physical:
-    """Checks the specs of a program, and caches their devices, hosts and routes."""
+    """Checks that the specs of a program fit its devices, and caches their devices, hosts and routes."""
 
     def __init__(self, program: Program, bindings: Mapping[int, Binding]) -> None:
         self.bindings = {number: bindings[number] for number in sorted(program.slices())}
         self._devices: dict[Placement, tuple[DeviceAddress, ...]] = {}
         self._hosts: dict[Placement, tuple[str, ...]] = {}
-        self._checked: set[ArraySpec] = set()
         self._boxes: dict[ArraySpec, dict[DeviceAddress, Box]] = {}
         self._moves: dict[tuple[ArraySpec, ArraySpec], tuple[Route, ...] | None] = {}
         self.rank: dict[str, int] = {}
@@ -34,11 +31,10 @@ class Physical:
             for device in binding.devices:
                 self.rank.setdefault(device.host, len(self.rank))
                 self.island_of[device.host] = binding.island
-        check_program(program)
         for computation in program.computations:
             self._check_computation(computation)
         for spec in (*program.inputs, *(output.spec for output in program.outputs)):
-            self._check_spec(spec)
+            self.devices(spec.placement)
 
     def island(self, placement: Placement) -> str:
         """The island that `placement` is on."""
@@ -101,13 +97,6 @@ class Physical:
             )
         return devices
 
-    def _check_spec(self, spec: ArraySpec) -> None:
-        if spec in self._checked:
-            return
-        check_spec(spec, len(self.bindings[spec.placement.slice].devices))
-        self.devices(spec.placement)
-        self._checked.add(spec)
-
     def _check_computation(self, computation: Computation) -> None:
         placement = computation.placement
         try:
@@ -116,7 +105,7 @@ class Physical:
             raise PlacementError(f"{computation.name!r} cannot run: {error}") from error
         for kind, specs in (("input", computation.inputs), ("output", computation.outputs)):
             for number, spec in enumerate(specs):
-                self._check_spec(spec)
+                devices = self.devices(spec.placement)
                 if computation.is_view:
                     continue
                 if self.island(spec.placement) != self.island(placement):
@@ -125,13 +114,9 @@ class Physical:
                         f"{number}, {spec.short}, lies on island {self.island(spec.placement)}; a computation "
                         "runs on one island. Move it first, with pw.put(x, sharding=...)"
                     )
-                if set(self.devices(spec.placement)) != own:
+                if set(devices) != own:
                     raise PlacementError(
                         f"{computation.name!r} runs on {len(own)} devices, but its {kind} {number}, "
                         f"{spec.short}, lies on other ones; all inputs and outputs lie on exactly the devices "
                         "that run it. Move it first, with pw.put(x, sharding=...)"
                     )
-        if computation.is_view:
-            check_view(computation)
-        if computation.is_merge:
-            check_merge(computation)

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pw.core.errors import ArgumentError
 from pw.core.programs.counted import check_counts
 from pw.core.programs.guards import guard_of, is_hold
 from pw.core.programs.physical import Physical
@@ -111,26 +110,12 @@ class Schedule:
     def _place_node(self, number: int) -> None:
         node = self._program.nodes[number]
         computation = self._program.computations[node.computation]
-        if len(node.args) != len(computation.inputs):
-            raise ArgumentError(
-                f"{computation.name!r} takes {len(computation.inputs)} arguments, and call {number} of "
-                f"{self._program.name!r} gives it {len(node.args)}"
-            )
         arriving: list[Edge] = []
         slots = []
         counted = dict(node.counted)
-        for value in counted.values():
-            if value.node >= number:
-                raise ArgumentError(
-                    f"call {number} of {self._program.name!r} reads counts of call {value.node}, a later one"
-                )
         guard = tuple(guard_of(node, computation))
         inputs = zip(node.args, computation.inputs, strict=True)
         for at, (value, spec) in enumerate((*guard, *inputs), -len(guard)):
-            if value.node >= number:
-                raise ArgumentError(
-                    f"call {number} of {self._program.name!r} reads a result of call {value.node}, a later one"
-                )
             slots.append(self._slot(value, spec, arriving, counted.get(at)))
         self._note_use(slots, number)
         self.guards.append(slots.pop(0) if guard else -1)

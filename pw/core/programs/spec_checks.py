@@ -25,6 +25,9 @@ DIMENSIONS = 64
 DEVICES = 1 << 16
 """The most devices of a slice, or of a host."""
 
+VALUES = 1 << 18
+"""The most arrays that one message names: arguments and results of a run, inputs of a program."""
+
 ARRAY_BYTES = 1 << 56
 """The largest array; sizes of many arrays together fit into 63 bits."""
 

@@ -110,7 +110,7 @@ def _check_output(
             )
 
 
-def check_program(program: Program) -> None:
+def check_view_program(program: Program) -> None:
     """Raise ArgumentError if a program makes views and does something else as well."""
     if not program.makes_views:
         return

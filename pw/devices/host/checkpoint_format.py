@@ -41,7 +41,7 @@ from pw.core.errors import (
 )
 from pw.core.landing import Bytes
 from pw.core.messages import CommitFiles, CopyFile
-from pw.core.messages.checks import TREE_BYTES
+from pw.core.messages.bounds import TREE_BYTES
 from pw.core.sharding import ArraySpec, Box, box_shape, dtype_of
 from pw.devices.host.checkpoint_paths import (
     INDEX_BYTES,

@@ -34,6 +34,7 @@ from pw.core.messages import (
     PeerRefused,
     RegisterHost,
 )
+from pw.core.messages.checks import beyond_bounds
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
@@ -108,11 +109,14 @@ class Membership(Part):
                 epoch=place.epoch,
                 members=place.hosts,
             )
-        self.env.send(RESOURCES, registration)
+        if (error := beyond_bounds(registration)) is None:
+            self.env.send(RESOURCES, registration)
+        else:
+            self.env.send(self.env.address, HostRejected(error))
 
     @handles(HostRejected)
     def _rejected(self, sender: Address, message: HostRejected) -> None:
-        self.process.stop("rejected by the controller", message.error)
+        self.process.stop("rejected", message.error)
 
     @handles(PeerRefused)
     def _refused(self, sender: Address, message: PeerRefused) -> None:

@@ -6,31 +6,21 @@ its arguments and one local message for each island.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 
 import msgspec
 
-from pw.core.errors import ArgumentError, Error, ErrorReport, ProtocolError
+from pw.core.errors import ErrorReport
 from pw.core.messages import Artifact, InstallProgram, Submit
-from pw.core.messages.checks import VALUES, check_name
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import HostPlan, Plan
-from pw.core.programs.program import Computation, Kind, Node, Program, Value
-from pw.core.programs.spec_checks import check_spec
+from pw.core.programs.program import Program
 from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
-
-CALLS = 1 << 14
-"""The most calls in one program: each takes some 50 µs to plan, while other clients wait."""
-
-STEPS = 1 << 22
-"""The most devices in all calls and different specs of one program: each takes less than 1 µs."""
-
-TIMEOUT_S = 1e9
 
 Home = tuple[str, tuple[str, ...]]
 """The island and the hosts that hold an array."""
@@ -174,126 +164,6 @@ class RegisteredProgram:
         """Return the message for each island's scheduler that queues one run."""
         own = {"run": run, "args": args, "results": results, "awaits": awaits}
         return [(at, msgspec.structs.replace(part, **own)) for at, part in self.parts.items()]
-
-
-def check_program(body: Program, devices: Callable[[int], int | None] = lambda slice: None) -> None:
-    """Raise an Error unless a client's program makes sense, and does not take too long to lower.
-
-    Each index points at something, and each spec fits the devices of its slice. `check_size` comes first.
-
-    Args:
-        body: the program.
-        devices: returns how many devices a slice has, None if that is not known.
-    """
-    specs = dict.fromkeys((*body.inputs, *(output.spec for output in body.outputs)))
-    for computation in body.computations:
-        specs |= dict.fromkeys((*computation.inputs, *computation.outputs))
-        _check_computation(computation)
-    steps = sum(len(spec.placement.devices) for spec in specs)
-    steps += sum(len(body.computations[n.computation].placement.devices) for n in _calls(body))
-    if steps > STEPS:
-        raise ArgumentError(
-            f"{body.name!r} would take {steps} steps to plan (its calls and its different specs, times "
-            f"their devices); {STEPS} are the most. Make several programs of it"
-        )
-    for spec in specs:
-        try:
-            check_spec(spec, devices(spec.placement.slice))
-        except Error as error:
-            raise type(error)(f"{body.name!r} cannot run: {error}") from error
-    _check_graph(body)
-
-
-def _calls(body: Program) -> Iterator[Node]:
-    """Yield the nodes whose computation exists."""
-    return (node for node in body.nodes if 0 <= node.computation < len(body.computations))
-
-
-def check_size(body: Program) -> None:
-    """Raise ArgumentError if a client's program is too large, or its name."""
-    check_name("the program", body.name)
-    for computation in body.computations:
-        check_name("the computation", computation.name)
-    if not 0 <= body.timeout_s < TIMEOUT_S:
-        raise ArgumentError(f"{body.name!r} cannot have a timeout of {body.timeout_s} s")
-    if max(len(body.nodes), len(body.computations)) > CALLS:
-        raise ArgumentError(
-            f"{body.name!r} has {len(body.nodes)} calls of {len(body.computations)} functions; {CALLS} are "
-            "the most. Make several programs of it, or a loop"
-        )
-    values = len(body.inputs) + len(body.outputs)
-    values += sum(len(node.args) + len(node.counted) for node in body.nodes)
-    values += sum(len(one.inputs) + len(one.outputs) for one in body.computations)
-    if values > VALUES:
-        raise ArgumentError(
-            f"{body.name!r} has {values} arguments and results in all its calls; {VALUES} are the most. Make "
-            "several programs of it"
-        )
-
-
-def _check_computation(computation: Computation) -> None:
-    name, donated = computation.name, computation.donated
-    if computation.kind is Kind.RESHARD:
-        raise ProtocolError(f"{name!r} is a re-shard, which only the controller makes")
-    if any(not 0 <= position < len(computation.inputs) for position in donated):
-        raise ProtocolError(f"{name!r} donates an argument that it does not have")
-    if len(set(donated)) < len(donated):
-        raise ProtocolError(f"{name!r} donates an argument twice")
-    if not computation.checks:
-        return
-    flags = computation.outputs[-1] if computation.outputs else None
-    if flags is None or (flags.dtype, flags.shape) != ("bool", (len(computation.checks),)):
-        raise ProtocolError(f"{name!r} is checked for NaNs, and does not say in what it found them")
-    if any(flags.sharding.spec):
-        raise ProtocolError(f"{name!r} does not say on each of its devices where it found NaNs")
-
-
-def _check_graph(body: Program) -> None:
-    if any(not 0 <= index < len(body.inputs) for index in body.donated):
-        raise ProtocolError("a donated program input does not exist")
-    if len(set(body.donated)) < len(body.donated):
-        raise ProtocolError("a program input is donated twice")
-    for index, node in enumerate(body.nodes):
-        if not 0 <= node.computation < len(body.computations):
-            raise ProtocolError(f"node {index} names a computation that does not exist")
-        inputs = body.computations[node.computation].inputs
-        if len(inputs) != len(node.args):
-            raise ProtocolError(f"node {index} has {len(node.args)} arguments for {len(inputs)}")
-        for value, wanted in zip(node.args, inputs, strict=True):
-            given = _checked_spec(body, value, index)
-            if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
-                raise ProtocolError(
-                    f"node {index} gets {given.dtype}{list(given.shape)} where it takes "
-                    f"{wanted.dtype}{list(wanted.shape)}"
-                )
-        if node.guard is not None:
-            guard = _checked_spec(body, node.guard, index)
-            if (guard.shape, guard.dtype) != ((), "bool"):
-                raise ProtocolError(f"the guard of node {index} is no scalar boolean")
-        for position, counts in node.counted:
-            _checked_spec(body, counts, index)
-            if not 0 <= position < len(inputs):
-                raise ProtocolError(
-                    f"node {index} has counts for an argument that it does not have"
-                )
-    for output in body.outputs:
-        given = _checked_spec(body, output.value, len(body.nodes))
-        if (given.shape, given.dtype) != (output.spec.shape, output.spec.dtype):
-            raise ProtocolError("an output's shape or dtype differs from its value's")
-        if output.counts is not None:
-            _checked_spec(body, output.counts, len(body.nodes))
-
-
-def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
-    """Return the spec of `value`, which must be made before node `before`."""
-    if value.node < 0:
-        if 0 <= value.index < len(body.inputs):
-            return body.inputs[value.index]
-    elif value.node < before:
-        outputs = body.computations[body.nodes[value.node].computation].outputs
-        if 0 <= value.index < len(outputs):
-            return outputs[value.index]
-    raise ProtocolError(f"value {value.node}.{value.index} does not exist where it is used")
 
 
 def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> Home | None:

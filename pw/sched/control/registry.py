@@ -24,8 +24,9 @@ from pw.core.messages import (
 )
 from pw.core.messages.artifacts import Artifacts
 from pw.core.programs.program import Program
+from pw.core.programs.program_checks import check_program
 from pw.sched.control.clients import Client, is_repeat
-from pw.sched.control.programs import RegisteredProgram, check_program, check_size, said_of
+from pw.sched.control.programs import RegisteredProgram, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
 
 _NONE = Program("", (), (), (), ())
@@ -52,7 +53,6 @@ class ProgramRegistry(ControlPart):
         error: ErrorReport | None = None
         try:
             body = message.body.whole()
-            check_size(body)
             check_program(body, client.slices.devices)
         except Error as refused:
             self._env.count("messages_refused")

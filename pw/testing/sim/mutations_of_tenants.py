@@ -17,7 +17,7 @@ from pw.core.messages import (
     OfferReplica,
     Uploaded,
 )
-from pw.core.messages.roles import permits
+from pw.core.messages.routes import permits
 from pw.core.tenants import OPERATOR
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.breaking import mutation, rehandle, tamper

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from pw.core.actors.actor import Actor
 from pw.core.ids import Address
-from pw.core.messages.roles import CLIENT_PREFIX, permits
+from pw.core.messages.roles import CLIENT_PREFIX
+from pw.core.messages.routes import permits
 from pw.core.tenants import OPERATOR
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.profiles import Profile

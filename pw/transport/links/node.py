@@ -23,7 +23,8 @@ from typing import TypeVar
 from pw.core.actors.actor import Actor, Alarm, Env, Timer
 from pw.core.actors.mailbox import EVERY, FEW, TURN_S, Mailbox, group_of
 from pw.core.ids import Address
-from pw.core.messages.roles import Role, permits, role_of
+from pw.core.messages.roles import Role, role_of
+from pw.core.messages.routes import permits
 from pw.core.recorder import Recorder
 from pw.transport.links.interface import Network
 from pw.transport.log import Warnings, audit, log

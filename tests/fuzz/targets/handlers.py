@@ -46,7 +46,7 @@ from pw.core.messages import (
     UploadAborted,
     Wait,
 )
-from pw.core.messages.roles import permits
+from pw.core.messages.routes import permits
 from pw.transport.links import codec
 from tests.fuzz import mutation
 from tests.fuzz.target import Run, Target
