@@ -578,7 +578,7 @@ row(
 row(
     "delete-offered-arrays",
     wrap("controller.shares.keep", lambda keep, client, arrays: arrays),
-    seen("shares", 0, "oracle"),
+    seen("shares", 32, "oracle"),
 )
 # The controller counts a taken array as arrived before the giver has made it.
 row(
