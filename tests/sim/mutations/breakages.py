@@ -12,20 +12,10 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from pw.core import messages as m
 from pw.core.compact import Compact
 from pw.core.functions.feeding import Feeder
 from pw.core.ids import CONTROLLER, Address, store_of
-from pw.core.messages import (
-    ArraysLost,
-    Attach,
-    FetchReplica,
-    Install,
-    Records,
-    Resumed,
-    Run,
-    SliceBound,
-    Uploaded,
-)
 from pw.core.programs.counted import NUMBER, unpacked
 from pw.core.programs.plan import Execute, Free, HostSegment
 from pw.core.programs.program import Computation, Kind
@@ -40,11 +30,11 @@ from tests.sim.mutations.operators import wrap
 # --- messages ------------------------------------------------------------------------------------
 
 
-def turned_bindings(random: Random) -> Callable[[Address, SliceBound], Any]:
+def turned_bindings(random: Random) -> Callable[[Address, m.SliceBound], Any]:
     """Turn the devices of a slice around whenever a client hears of it again."""
     seen: set[int] = set()
 
-    def change(to: Address, message: SliceBound) -> Any:
+    def change(to: Address, message: m.SliceBound) -> Any:
         if to.node == CONTROLLER:
             return None
         again = message.slice in seen
@@ -58,19 +48,19 @@ def untold_runs(random: Random) -> Callable[[Address, Any], Any]:
     """Lose the runs that clients send between their return and its answer."""
     resuming: set[str] = set()
 
-    def change(to: Address, message: Attach | Resumed | Run) -> Any:
-        if isinstance(message, Attach) and message.resume:
+    def change(to: Address, message: m.Attach | m.Resumed | m.Run) -> Any:
+        if isinstance(message, m.Attach) and message.resume:
             resuming.add(message.name)
-        elif isinstance(message, Resumed):
+        elif isinstance(message, m.Resumed):
             resuming.clear()
-        elif isinstance(message, Run) and resuming:
+        elif isinstance(message, m.Run) and resuming:
             return []
         return None
 
     return change
 
 
-def without_a_record(message: Records) -> Records | None:
+def without_a_record(message: m.Records) -> m.Records | None:
     """Return the records of a process without the first."""
     if not message.count:
         return None
@@ -78,7 +68,7 @@ def without_a_record(message: Records) -> Records | None:
     return replace(message, data=msgspec.msgpack.encode(records))
 
 
-def reshard_reversed(message: Install) -> Install:
+def reshard_reversed(message: m.Install) -> m.Install:
     """Have each re-shard take its devices in the opposite order."""
 
     def turned(computation: Computation) -> Computation:
@@ -93,7 +83,7 @@ def reshard_reversed(message: Install) -> Install:
     return replace(message, body=Compact.of(body))
 
 
-def later_task_first(message: Install) -> Install:
+def later_task_first(message: m.Install) -> m.Install:
     """Move the first computation that does not need the one before it in front of that one."""
     plan = message.plan.whole()
     segments = tuple(map(_swapped, plan.segments))
@@ -116,7 +106,7 @@ def _swapped(segment: HostSegment) -> HostSegment:
 # --- the controller ------------------------------------------------------------------------------
 
 
-def believe_loss(control: Any, receive: Any, sender: Address, message: ArraysLost) -> None:
+def believe_loss(control: Any, receive: Any, sender: Address, message: m.ArraysLost) -> None:
     """Take the news of a loss for that of a host that has the array."""
     owner = control.sessions.owner(message.arrays[0])
     array = None if owner is None else owner.arrays.get(message.arrays[0])
@@ -124,7 +114,7 @@ def believe_loss(control: Any, receive: Any, sender: Address, message: ArraysLos
     receive(store_of(hosts[0]) if hosts else sender, message)
 
 
-def believe_upload(control: Any, receive: Any, sender: Address, message: Uploaded) -> None:
+def believe_upload(control: Any, receive: Any, sender: Address, message: m.Uploaded) -> None:
     """Take the sender for a host of the client."""
     owner = control.sessions.owner(message.array)
     if owner is not None:
@@ -180,7 +170,7 @@ def permit_all(host: SimHost) -> None:
     receive: Any = host.store.receive
 
     def generous(sender: Address, message: Any) -> None:
-        if isinstance(message, FetchReplica):
+        if isinstance(message, m.FetchReplica):
             permit = host.cluster.claims.permit(message.array, host.name, sender.node)
             message = replace(message, permit=permit)
         receive(sender, message)

@@ -21,8 +21,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pw.core import messages as m
 from pw.core.ids import CONTROLLER, Address
-from pw.core.messages import Discard, IslandFormed, Launch
 from pw.testing.sim.cluster import SimCluster
 
 Install = Callable[[SimCluster], None]
@@ -99,9 +99,9 @@ def reorder(share: float) -> Install:
     """Exchange a share of the launches with the next one to the same host."""
 
     def make(random: Random) -> Callable[[Address, Any], Any]:
-        held: dict[str, Launch] = {}
+        held: dict[str, m.Launch] = {}
 
-        def change(to: Address, message: Launch) -> Any:
+        def change(to: Address, message: m.Launch) -> Any:
             first = held.pop(to.node, None)
             if first is not None:
                 numbers = message.sequence, first.sequence
@@ -113,7 +113,7 @@ def reorder(share: float) -> Install:
 
         return change
 
-    return on_the_way(Launch, make)
+    return on_the_way(m.Launch, make)
 
 
 def double(share: float) -> Install:
@@ -122,25 +122,25 @@ def double(share: float) -> Install:
     def make(random: Random) -> Callable[[Address, Any], Any]:
         shift: dict[tuple[str, int], int] = {}
 
-        def change(to: Address, message: Launch | Discard) -> Any:
+        def change(to: Address, message: m.Launch | m.Discard) -> Any:
             key = (to.node, message.epoch)
             moved = replace(message, sequence=message.sequence + shift.get(key, 0))
-            if not isinstance(message, Launch) or key in shift or random.random() >= share:
+            if not isinstance(message, m.Launch) or key in shift or random.random() >= share:
                 return moved
             shift[key] = 1
             return [moved, replace(moved, sequence=moved.sequence + 1)]
 
         return change
 
-    return on_the_way(Launch | Discard, make)
+    return on_the_way(m.Launch | m.Discard, make)
 
 
 def replay(cluster: SimCluster) -> None:
     """When a host gets its first launch of an epoch, send it its first one of the last epoch as well."""
-    first: dict[str, Launch] = {}
+    first: dict[str, m.Launch] = {}
 
     def change(sender: Address, to: Address, message: Any) -> None:
-        if not isinstance(message, Launch):
+        if not isinstance(message, m.Launch):
             return
         old = first.get(to.node)
         if old is None or old.epoch < message.epoch:
@@ -201,7 +201,7 @@ def each(path: str, act: Callable[[Any], None]) -> Install:
         act(part)
 
     def install(cluster: SimCluster) -> None:
-        def formed(sender: Address, to: Address, message: IslandFormed) -> Callable[[], None]:
+        def formed(sender: Address, to: Address, message: m.IslandFormed) -> Callable[[], None]:
             def then() -> None:
                 scheduler = cluster.schedulers.get(to.actor.partition("/")[2])
                 if scheduler is not None and scheduler.admission.memory is not None:
@@ -215,7 +215,7 @@ def each(path: str, act: Callable[[Any], None]) -> Install:
             for host in cluster.hosts:
                 found(host)
         elif root == "memory":
-            cluster.world.watch_handled(IslandFormed, formed)
+            cluster.world.watch_handled(m.IslandFormed, formed)
         elif root in ("host", "scheduler"):
             cluster.on_start[root].append(found)
         else:

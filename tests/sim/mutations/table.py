@@ -12,32 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from pw.core.messages import (
-    AddClient,
-    ArraysLost,
-    Attach,
-    Compiled,
-    Discard,
-    EdgeCredit,
-    EdgeData,
-    EdgeFailed,
-    Fetched,
-    GangBroken,
-    Install,
-    LeaveIsland,
-    Offer,
-    OfferReplica,
-    PeerLost,
-    ReadRecords,
-    Records,
-    Resumed,
-    Run,
-    RunsSettled,
-    SliceBound,
-    Submit,
-    UploadAgain,
-    Uploaded,
-)
+from pw.core import messages as m
 from pw.core.programs.guards import is_skipped
 from pw.core.tenants import OPERATOR
 from tests.sim.mutations import breakages, operators
@@ -120,13 +95,13 @@ row("duplicate-launch", double(0.2), seen("calm", 13, "once"))
 # A segment is launched before the segments that make its inputs (G4).
 row(
     "launch-before-producers",
-    mishear("scheduler", Submit, lambda it: replace(it, depends=((),) * len(it.depends))),
+    mishear("scheduler", m.Submit, lambda it: replace(it, depends=((),) * len(it.depends))),
     seen("calm", 5, "G4"),
 )
 # A run is launched before its arguments have arrived.
 row(
     "forget-to-wait-for-an-upload",
-    mishear("scheduler", Submit, lambda it: replace(it, awaits=())),
+    mishear("scheduler", m.Submit, lambda it: replace(it, awaits=())),
     seen("calm", 7, MADE, "oracle"),
 )
 # A host takes a launch that was meant for its island's last epoch.
@@ -154,32 +129,32 @@ row(
     seen("calm", 9, MADE, "oracle"),
 )
 # A host that has lost an input of its gang is not heard.
-row("gang-not-broken", drop(GangBroken), seen("devices", 4, "liveness", "G1"))
+row("gang-not-broken", drop(m.GangBroken), seen("devices", 4, "liveness", "G1"))
 # A host is not told that its island's epoch is over.
-row("lose-leave", drop(LeaveIsland), seen("crashes", 3, "liveness"))
+row("lose-leave", drop(m.LeaveIsland), seen("crashes", 3, "liveness"))
 
 # --- data ----------------------------------------------------------------------------------------
 
 # A sender is not told where the bytes of an edge go.
-row("drop-handshake", drop(EdgeCredit, 0.3), seen("calm", 2, "liveness"))
+row("drop-handshake", drop(m.EdgeCredit, 0.3), seen("calm", 2, "liveness"))
 # An edge brings what another edge should have brought.
-row("cross-edges", mix(EdgeData, "data", 0.1), seen("calm", 27, "oracle", "replicas are equal"))
+row("cross-edges", mix(m.EdgeData, "data", 0.1), seen("calm", 27, "oracle", "replicas are equal"))
 # A receiver is not told that its sender has failed.
 row(
     "lose-poison",
-    drop(EdgeFailed, when=lambda it: not is_skipped(it.error)),
+    drop(m.EdgeFailed, when=lambda it: not is_skipped(it.error)),
     seen("calm", 29, "liveness", "oracle"),
 )
 # A client gets what another client has asked for.
-row("wrong-client", mix(Fetched, "data", apart=True), seen("calm", 13, "oracle"))
+row("wrong-client", mix(m.Fetched, "data", apart=True), seen("calm", 13, "oracle"))
 # After an island is formed again, a client looks for its arrays on the wrong hosts.
 row(
     "stale-binding",
-    on_the_way(SliceBound, breakages.turned_bindings),
+    on_the_way(m.SliceBound, breakages.turned_bindings),
     seen("crashes", 16, "oracle", "liveness"),
 )
 # A client is not asked for an input that was lost.
-row("lose-upload-again", drop(UploadAgain), seen("crashes", 4, "liveness"))
+row("lose-upload-again", drop(m.UploadAgain), seen("crashes", 4, "liveness"))
 # A host hands over other bytes than its devices had.
 row(
     "spoil-replicas",
@@ -203,21 +178,21 @@ row("questions-stand-in-line", breakages.of_each_op(breakages.in_line), seen("sl
 # Hosts keep arrays that their clients have deleted.
 row(
     "skip-free",
-    alter(Discard, lambda it: replace(it, arrays=it.arrays[1:])),
+    alter(m.Discard, lambda it: replace(it, arrays=it.arrays[1:])),
     seen("calm", 12, "census"),
 )
 # A host never hears that it may drop something.
-row("lose-a-discard", drop(Discard, 0.2), seen("calm", 22, "epochs last"))
+row("lose-a-discard", drop(m.Discard, 0.2), seen("calm", 22, "epochs last"))
 # The controller does not notice that a client has died.
 row(
     "lease-never-ends",
-    skip("controller", PeerLost, lambda it: it.node.startswith("client")),
+    skip("controller", m.PeerLost, lambda it: it.node.startswith("client")),
     seen("clients", 9, "census"),
 )
 # A client does not tell the next controller which runs were in flight.
 row(
     "runs-not-retold",
-    on_the_way(Attach | Resumed | Run, breakages.untold_runs),
+    on_the_way(m.Attach | m.Resumed | m.Run, breakages.untold_runs),
     seen("restarts", 27, "oracle", "credits", "liveness"),
 )
 # The next controller gives its clients numbers that the last one has given.
@@ -227,18 +202,18 @@ row(
     seen("restarts", 2, "oracle", "sessions last", "G1", "census"),
 )
 # A client does not get back the credit of a run.
-row("lose-a-credit", drop(RunsSettled, 0.1), seen("calm", 12, "credits"))
+row("lose-a-credit", drop(m.RunsSettled, 0.1), seen("calm", 12, "credits"))
 # A client gets back more credits than it had runs.
 row(
     "double-credit",
-    alter(RunsSettled, lambda it: replace(it, count=it.count + 1)),
+    alter(m.RunsSettled, lambda it: replace(it, count=it.count + 1)),
     seen("calm", 13, "credits"),
 )
 
 # --- programs and compilers ----------------------------------------------------------------------
 
 # A client does not hear of what it has had compiled.
-row("silent-compiler", drop(Compiled), seen("calm", 0, "liveness"))
+row("silent-compiler", drop(m.Compiled), seen("calm", 0, "liveness"))
 # Hosts compile themselves, so what crashes the compiler crashes its host.
 row(
     "crash-with-the-compiler",
@@ -254,13 +229,13 @@ row(
 # Hosts compute a task before the one in front of it; the results are the same.
 row(
     "later-task-first",
-    mishear("host.executor", Install, breakages.later_task_first),
+    mishear("host.executor", m.Install, breakages.later_task_first),
     seen("pipelines", 13, "program order"),
 )
 # The planner takes the same devices in another order for the same placement.
 row(
     "re-shard-in-another-order",
-    mishear("host.executor", Install, breakages.reshard_reversed),
+    mishear("host.executor", m.Install, breakages.reshard_reversed),
     seen("moves", 7, "oracle", "replicas are equal"),
 )
 
@@ -281,7 +256,7 @@ row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("part
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.
 row(
     "shares-of-clients-alone",
-    mishear("scheduler", AddClient, lambda it: replace(it, tenant=OPERATOR)),
+    mishear("scheduler", m.AddClient, lambda it: replace(it, tenant=OPERATOR)),
     seen("divided", 1, "shares"),
 )
 # Nodes handle messages in the order in which they come, whatever peer sends them.
@@ -328,7 +303,7 @@ row(
 # A host does not tell the others that it sends no value of a branch that it skips.
 row(
     "skip-in-silence",
-    drop(EdgeFailed, when=lambda it: is_skipped(it.error)),
+    drop(m.EdgeFailed, when=lambda it: is_skipped(it.error)),
     seen("branches", 3, "liveness", "oracle", "epochs last"),
 )
 # A computation behind a hold takes the buffer over that the value before the hold still needs.
@@ -451,7 +426,7 @@ row(
 # Hosts take all programs for those of one tenant, and give it the names of all computations.
 row(
     "names-for-all",
-    alter(Install, lambda it: replace(it, tenant="tenant-0")),
+    alter(m.Install, lambda it: replace(it, tenant="tenant-0")),
     seen("trespasses", 2, "tenants"),
 )
 # Actors take every message that they have a handler for, whatever its sender is.
@@ -465,7 +440,7 @@ row("permits-not-checked", each("host", breakages.permit_all), seen("trespasses"
 # A host takes replicas that another host offers.
 row(
     "take-every-offer",
-    wrap("cluster.world.permits", lambda permits, *of: of[2] is OfferReplica or permits(*of)),
+    wrap("cluster.world.permits", lambda permits, *of: of[2] is m.OfferReplica or permits(*of)),
     seen("trespasses", 9, "replicas"),
 )
 # The controller believes every host that says that it has replicas.
@@ -477,13 +452,13 @@ row(
 # The controller believes every host that says that an array is lost.
 row(
     "believe-every-loss",
-    hear("controller", ArraysLost, breakages.believe_loss),
+    hear("controller", m.ArraysLost, breakages.believe_loss),
     seen("trespasses", 20, "replicas"),
 )
 # The controller notes uploads to hosts that have no slice of the client.
 row(
     "believe-every-upload",
-    hear("controller", Uploaded, breakages.believe_upload),
+    hear("controller", m.Uploaded, breakages.believe_upload),
     seen("trespasses", 13, "replicas"),
 )
 
@@ -501,13 +476,13 @@ row(
 # A client does not get one of the records of a process.
 row(
     "lose-a-record",
-    alter(Records, breakages.without_a_record, 0.2),
+    alter(m.Records, breakages.without_a_record, 0.2),
     seen("timelines", 0, "timelines"),
 )
 # A host forgets what one client has read, although another one has not read it.
 row(
     "forget-what-another-reads",
-    after("host.store", ReadRecords, lambda store, _: store.env.recorder.values.clear()),
+    after("host.store", m.ReadRecords, lambda store, _: store.env.recorder.values.clear()),
     seen("timelines", 9, "timelines"),
 )
 # The controller stops recording when the first of several clients stops.
@@ -515,7 +490,7 @@ row(
     "stop-for-all",
     after(
         "controller",
-        ReadRecords,
+        m.ReadRecords,
         lambda control, it: it.stop and setattr(control.env.recorder, "on", False),
     ),
     seen("timelines", 9, "timelines"),
@@ -529,7 +504,7 @@ row(
 # A process tells another time than that of its records.
 row(
     "wrong-time",
-    alter(Records, lambda it: replace(it, now_s=it.now_s + 0.2)),
+    alter(m.Records, lambda it: replace(it, now_s=it.now_s + 0.2)),
     seen("timelines", 16, "clocks"),
 )
 
@@ -569,7 +544,7 @@ row(
     "offers-not-guarded",
     after(
         "controller",
-        Offer,
+        m.Offer,
         lambda control, _: [client.offered.clear() for client in control.sessions.clients],
     ),
     seen("shares", 0, "repeats"),
