@@ -413,9 +413,6 @@ def sim(
     smallest: Annotated[
         bool, typer.Option("--shrink", help="With --seed: find the smallest case that still fails.")
     ] = False,
-    mutation: Annotated[
-        str | None, typer.Option(help="With --seed: break one promise on purpose.")
-    ] = None,
     digest: Annotated[
         bool,
         typer.Option(
@@ -435,7 +432,7 @@ def sim(
     if seed is not None:
         if len(chosen) > 1:
             raise Error("--seed replays one --profile, not all")
-        fine = simulation.replay(seed, chosen[0], trace=trace, smallest=smallest, mutation=mutation)
+        fine = simulation.replay(seed, chosen[0], trace=trace, smallest=smallest)
     else:
         run = simulation.print_digest if digest else simulation.search
         results = [run(simulation.seeds_of(seeds), each, jobs) for each in chosen]

@@ -8,9 +8,9 @@ import typer
 
 from pw.core.errors import Error
 from pw.testing.sim import PROFILES, Outcome, Profile, run_campaign, simulate
-from pw.testing.sim.mutations import MUTATIONS
 from pw.testing.sim.profiles import FAULTS
 from pw.testing.sim.report import failure, summary
+from pw.testing.sim.runner import Alter
 from pw.testing.sim.shrink import shrink
 
 SHOWN = 5
@@ -40,14 +40,12 @@ def seeds_of(text: str) -> range:
 
 
 def replay(
-    seed: int, profile: Profile, *, trace: bool, smallest: bool, mutation: str | None
+    seed: int, profile: Profile, *, trace: bool, smallest: bool, alter: Alter | None = None
 ) -> bool:
     """Run one seed and print the outcome. Returns whether all promises held."""
-    if mutation is not None and mutation not in MUTATIONS:
-        raise Error(f"there is no mutation {mutation!r}; there are {', '.join(MUTATIONS)}")
-    outcome = simulate(seed, profile, trace=trace, mutation=mutation)
+    outcome = simulate(seed, profile, trace=trace, alter=alter)
     if smallest and outcome.violation is not None:
-        outcome = shrink(seed, profile, outcome.violation.monitor, mutation)
+        outcome = shrink(seed, profile, outcome.violation.monitor, alter)
     if trace:
         _print(outcome.trace)
         outcome.trace = []

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pw.cli.main import app
+from pw.cli.sim import replay
 from pw.core.actors.actor import Actor, Env
 from pw.core.actors.watchdog import Look
 from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
@@ -24,10 +25,12 @@ from pw.testing.sim.digests import compute
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
-from pw.testing.sim.profiles import Profile
+from pw.testing.sim.profiles import PROFILES, Profile
 from pw.testing.sim.streams import Streams
 from pw.testing.sim.trace import Trace, describe
 from pw.testing.sim.world import World
+from tests.sim.mutations import __main__ as mutations
+from tests.sim.mutations.table import MUTATIONS
 
 QUIET = Profile("quiet")
 LOSSY = Profile("lossy", frame_loss=1.0)
@@ -298,21 +301,19 @@ def test_the_command_reports_what_it_did() -> None:
 
 
 def test_the_command_replays_a_failure() -> None:
-    arguments = ["sim", "--profile", "calm", "--seed", "0", "--mutation", "lose-a-discard"]
-    done = CliRunner().invoke(app, arguments)
+    done = CliRunner().invoke(mutations.app, ["lose-a-discard", "--seed", "0"])
     assert done.exit_code == 1
     assert "seed 0 violates 'epochs last'" in done.output
     assert "events:" in done.output
     assert "pw sim --profile calm --hosts 6 --clients 3 --runs 40 --seed 0 --trace" in done.output
-    traced = CliRunner().invoke(app, [*arguments, "--trace"])
+    traced = CliRunner().invoke(mutations.app, ["lose-a-discard", "--seed", "0", "--trace"])
     assert len(traced.output.splitlines()) > 100
 
 
-def test_the_command_finds_the_least_that_fails() -> None:
-    arguments = ["sim", "--profile", "slow", "--seed", "0", "--mutation", "lose-a-discard"]
-    done = CliRunner().invoke(app, [*arguments, "--shrink"])
-    assert done.exit_code == 1
-    last = done.output.splitlines()[-1]
+def test_the_command_finds_the_least_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    install = MUTATIONS["lose-a-discard"].install
+    assert not replay(0, PROFILES["slow"], trace=False, smallest=True, alter=install)
+    last = capsys.readouterr().out.splitlines()[-1]
     assert "--without latency_spike,slow_hosts,clock_skew" in last
     runs = int(last.split("--runs ")[1].split()[0])
     assert runs < 10

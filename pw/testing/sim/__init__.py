@@ -7,7 +7,7 @@ The actors are those of production, unchanged. Simulated are time (`world`), pro
 links (`network`), the bulk plane (`bulk`), devices (`devices`, `gangs`), supervisors (`host`) and
 users (`life`, `workload`, `programs`). `faults` go wrong; what every array must be says an
 `oracle`, what must hold at every step say the `monitors`, what may be left over a `census`.
-`mutations` show that all these see what they should. From the shell: `pw sim`.
+From the shell: `pw sim`. `tests/sim/mutations` shows that all these see what they should.
 """
 
 from __future__ import annotations

@@ -7,16 +7,15 @@ the client's slices, so a gang of one island may be guarded by a predicate of an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
-from pw.core.messages import Artifact
 from pw.core.programs.guards import hold, merge, predicate_spec
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Output, Value
 from pw.core.sharding import ArraySpec, Placement
 from pw.testing.sim.digests import RAISES
-from pw.testing.sim.programs import Draft, Slice, random_spec
+from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
 
 _Guard = tuple[Value, bool]
 """A predicate, and whether it must be false."""
@@ -45,7 +44,7 @@ def random_branches(
         value = step.loop(value) if random.random() < 0.4 else step.choice(value, None)
     outputs = [Output(value, step.kind)]
     if random.random() < 0.3:
-        behind = step.call([value], [step.kind], None, step.kind.placement)[0]
+        behind = step.do([value], [step.kind], None, step.kind.placement)[0]
         outputs.append(Output(behind, step.kind))
     gone = (0,) if random.random() < 0.15 else ()
     return step.draft((step.kind,), outputs, gone)
@@ -68,35 +67,28 @@ def random_portion(
     predicate, carry = Value(-1, 0), Value(-1, 1)
     for _ in range(random.randint(1, 4)):
         guard = (predicate, False)
-        made = step.call([carry], [step.kind], guard)[0]
+        made = step.do([carry], [step.kind], guard)[0]
         if random.random() < 0.5:  # through another slice, or other devices
-            made = step.call([step.call([made], [step.spec()], guard)[0]], [step.kind], guard)[0]
-        following = step.call([made], [spec], guard)[0]
+            made = step.do([step.do([made], [step.spec()], guard)[0]], [step.kind], guard)[0]
+        following = step.do([made], [spec], guard)[0]
         carry = step.merge(predicate, [made, carry], step.kind)
         predicate = step.merge(predicate, [following, predicate], spec)
     return step.draft((spec, step.kind), [Output(predicate, spec), Output(carry, step.kind)], (1,))
 
 
-class _Step:
+def _guarded(guard: _Guard | None) -> dict[str, Any]:
+    return {} if guard is None else {"guard": guard[0], "unless": guard[1]}
+
+
+class _Step(Drafting):
     """A program under construction; all its values but the predicates have the shape of one kind."""
 
     def __init__(
         self, random: Random, slices: Sequence[Slice], kind: ArraySpec, name: str, broken: bool
     ) -> None:
-        self._random, self._slices, self.kind, self._name = random, slices, kind, name
+        super().__init__(name)
+        self._random, self._slices, self.kind = random, slices, kind
         self._bad = random.randrange(4) if broken else -1
-        self.computations: list[Computation] = []
-        self.nodes: list[Node] = []
-        self.blobs: dict[bytes, bytes] = {}
-
-    def draft(
-        self, inputs: tuple[ArraySpec, ...], outputs: Sequence[Output], gone: tuple[int, ...]
-    ) -> Draft:
-        """Return the program."""
-        computations, nodes = tuple(self.computations), tuple(self.nodes)
-        body = Program(self._name, computations, nodes, inputs, tuple(outputs), gone)
-        artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(self.blobs.items()))
-        return Draft(body, artifacts, self.blobs)
 
     def choice(self, value: Value, guard: _Guard | None, depth: int = 0) -> Value:
         """Add a choice between two branches; returns what they make of a value."""
@@ -107,7 +99,7 @@ class _Step:
             if self._random.random() < 0.4:
                 own = self._hold(value, (predicate, unless))
             for _ in range(self._random.choice((0, 1, 1, 2))):
-                own = self.call([own], [self.spec()], (predicate, unless))[0]
+                own = self.do([own], [self.spec()], (predicate, unless))[0]
             if depth < 2 and self._random.random() < 0.3:
                 own = self.choice(own, (predicate, unless), depth + 1)
             results.append(own)
@@ -118,13 +110,13 @@ class _Step:
         predicate = self._predicate([value], None)
         for _ in range(self._random.randint(2, 5)):
             guard = (predicate, False)
-            made = self.call([value], [self.spec()], guard)[0]
+            made = self.do([value], [self.spec()], guard)[0]
             following = self._predicate([made], guard)
             value = self.merge(predicate, [made, value], self.kind)
             predicate = following
         return value
 
-    def call(
+    def do(
         self,
         given: Sequence[Value],
         makes: Sequence[ArraySpec],
@@ -136,21 +128,16 @@ class _Step:
         placement = placement or makes[0].placement
         takes = [self.spec(placement) for _ in given]
         prefix = RAISES if number == self._bad else b"computes"
-        blob = prefix + f" {self._name}/{number}".encode()
-        digest = hashlib.sha256(blob).digest()
-        self.blobs[digest] = blob
-        donated = tuple(index for index in range(len(takes)) if random.random() < 0.2)
-        name = f"{self._name}/{number}"
-        self.computations.append(
-            Computation(name, digest, placement, tuple(takes), tuple(makes), donated)
+        return self.compute(
+            f"{self.name}/{number}",
+            takes,
+            makes,
+            given,
+            blob=prefix + f" {self.name}/{number}".encode(),
+            placement=placement,
+            donated=tuple(index for index in range(len(takes)) if random.random() < 0.2),
+            **_guarded(guard),
         )
-        return self._node(given, len(makes), guard)
-
-    def _node(self, given: Sequence[Value], count: int, guard: _Guard | None) -> list[Value]:
-        predicate, unless = guard or (None, False)
-        number = len(self.nodes)
-        self.nodes.append(Node(len(self.computations) - 1, tuple(given), predicate, unless))
-        return [Value(number, index) for index in range(count)]
 
     def _hold(self, value: Value, guard: _Guard) -> Value:
         """Hold a value back where it lies until a branch is chosen."""
@@ -158,11 +145,10 @@ class _Step:
         if value.node >= 0:
             made_by = self.computations[self.nodes[value.node].computation]
             spec = made_by.outputs[value.index]
-        self.computations.append(hold(spec))
-        return self._node([guard[0], value, value], 1, guard)[0]
+        return self.add(hold(spec), [guard[0], value, value], **_guarded(guard))[0]
 
     def _predicate(self, given: Sequence[Value], guard: _Guard | None) -> Value:
-        return self.call(given, [predicate_spec(self.spec().placement)], guard)[0]
+        return self.do(given, [predicate_spec(self.spec().placement)], guard)[0]
 
     def merge(
         self,
@@ -172,8 +158,8 @@ class _Step:
         guard: _Guard | None = None,
     ) -> Value:
         """Add a merge of two values of a spec."""
-        self.computations.append(merge(f"{self._name}/merge", [spec]))
-        return self._node([predicate, *results], 1, guard)[0]
+        made = merge(f"{self.name}/merge", [spec])
+        return self.add(made, [predicate, *results], **_guarded(guard))[0]
 
     def spec(self, placement: Placement | None = None) -> ArraySpec:
         """Return a spec of the shape of the kind: often the kind, or on other devices."""

@@ -55,8 +55,6 @@ class SimCluster(Site):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.on_spawn: list[Callable[[IslandScheduler], None]] = []
-        """Changes to each new scheduler (see `mutations`)."""
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.rules = NO_RULES
@@ -129,8 +127,8 @@ class SimCluster(Site):
                 f"scheduler/{island}",
                 lambda env: IslandScheduler(env, island, POLICIES[self.policy]()),
             )
-            for alter in self.on_spawn:
-                alter(schedulers[island])
+            for act in self.on_start["scheduler"]:
+                act(schedulers[island])
 
         resources = node.add(
             "resources", lambda env: ResourceManager(env, tickets.public, self.claims)
@@ -163,6 +161,8 @@ class SimCluster(Site):
                 rules=self.rules,
             ),
         )
+        for act in self.on_start["controller"]:
+            act(self.controller)
 
     def hosts_of(self, island: str) -> list[str]:
         """Return the names of an island's hosts and of the spares that may join it."""

@@ -84,7 +84,7 @@ class SimBackend:
         self._gangs = gangs
         self._random = node.world.streams(f"devices/{node.name}")
         self._queue: deque[ops.Op] = deque()
-        self._installed: dict[bytes, Installed] = {}
+        self.programs: dict[bytes, Installed] = {}
         self._kept: set[bytes] = set()
         """Artifacts that were compiled for programs which may come."""
         self.broken: ErrorReport | None = None
@@ -115,7 +115,7 @@ class SimBackend:
             if isinstance(made, ErrorReport):
                 done(made)
                 return
-            self.submit([ops.Call(lambda: self._installed.update({key: made}))])
+            self.submit([ops.Call(lambda: self.programs.update({key: made}))])
             done(None)
 
         self.compilers.put(key, artifact, make, compiled)
@@ -144,7 +144,7 @@ class SimBackend:
             self.submit([ops.Call(lambda: self._forget(key))])
 
     def _forget(self, key: bytes) -> None:
-        self._installed.pop(key, None)
+        self.programs.pop(key, None)
         self._kept.discard(key)
 
     def take_calls(self, taker: Callable[[ops.ClientCall], None]) -> None:
@@ -201,13 +201,13 @@ class SimBackend:
         if not self.closed:
             self.closed = True
             self._queue.clear()
-            self._installed.clear()
+            self.programs.clear()
             self._gangs.left(self)
 
     @property
     def installed(self) -> int:
         """Computations that can be run."""
-        return len(self._installed) + len(self._kept)
+        return len(self.programs) + len(self._kept)
 
     @property
     def buffers(self) -> int:
@@ -299,7 +299,7 @@ class SimBackend:
     # --- ops -----------------------------------------------------------------------------------------
 
     def _execute(self, op: ops.Execute) -> None:
-        installed = self._installed.get(op.key)
+        installed = self.programs.get(op.key)
         for value in op.results:
             if value.payload is not None:
                 raise Violation("a value is made once", f"{op.key!r} on {self.host} runs again")

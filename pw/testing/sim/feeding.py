@@ -7,7 +7,6 @@ its number, so an element that is lost, doubled or of another place is a wrong v
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,14 +19,14 @@ from pw.core.errors import ArrayDeleted, ComputationFailed, ErrorReport
 from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, note_of, request
 from pw.core.functions.parts import whole_share
 from pw.core.functions.prefetch import Ahead
-from pw.core.messages import Artifact, RegisterProgram, ReleaseProgram, Run
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.messages import RegisterProgram, ReleaseProgram, Run
+from pw.core.programs.program import Computation, Kind, Output, Value
 from pw.core.programs.trees import PlainTree
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import STATE_ROOM, element_of, feeds, feeds_for
-from pw.testing.sim.programs import Draft
+from pw.testing.sim.programs import Draft, Drafting
 from pw.testing.sim.shards import Installed, Shards, cut
 from pw.testing.sim.world import Violation
 
@@ -162,16 +161,11 @@ class SimStream:
 
     def _draft(self, name: str, devices: Placement, inputs: tuple[ArraySpec, ...]) -> Draft:
         outputs = (self._spec, self._note)
-        digest = hashlib.sha256(self._artifact).digest()
-        computation = Computation(name, digest, devices, inputs, outputs, kind=Kind.STREAM)
-        body = Program(
-            name,
-            (computation,),
-            (Node(0, tuple(Value(-1, index) for index in range(len(inputs)))),),
-            inputs,
-            tuple(Output(Value(0, index), spec) for index, spec in enumerate(outputs)),
-        )
-        return Draft(body, (Artifact(digest, self._artifact),), {digest: self._artifact})
+        program = Drafting(name)
+        digest = program.artifact(self._artifact)
+        element = Computation(name, digest, devices, inputs, outputs, kind=Kind.STREAM)
+        results = program.add(element, [Value(-1, index) for index in range(len(inputs))])
+        return program.draft(inputs, list(map(Output, results, outputs)))
 
     def step(self) -> None:
         """Hand out an element if it has come, and begin others."""

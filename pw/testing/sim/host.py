@@ -7,6 +7,7 @@ may be slow, or stopped: its child goes on, and after the child's end the next o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,8 +54,8 @@ class Site:
         self.planes: dict[int, SimBulk] = {}
         self.streams: dict[bytes, Ahead[Any]] = {}
         """How far users' streams are, by their artifacts (`pw.testing.sim.feeding`)."""
-        self.alterations: list[Callable[[SimHost], None]] = []
-        """Changes to each new incarnation of a host before it sends anything (see `mutations`)."""
+        self.on_start: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
+        """Functions of each new `host`'s incarnation, `scheduler` or `controller` before it sends anything."""
 
 
 @dataclass(eq=False)
@@ -130,8 +131,8 @@ class SimHost:
                 env, registration, self, backend, self.store, self.coordinator
             ),
         )
-        for alter in self.cluster.alterations:
-            alter(self)
+        for act in self.cluster.on_start["host"]:
+            act(self)
         self.executor.register()
 
     def restart_later(self, delay_s: float) -> None:

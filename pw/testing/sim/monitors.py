@@ -103,10 +103,10 @@ class Monitors:
         """Slices that name hosts."""
         world.watch_sent(AllocateSlice, self._asked_for)
         world.watch_sent(SliceBound, self._bound)
-        cluster.alterations.append(self._watch_order)
+        cluster.on_start["host"].append(self._watch_order)
         self._taken: dict[tuple[int, int], bool] = {}
         """Whether the computation that makes a slot of a run was enqueued, or skipped."""
-        cluster.alterations.append(self._watch_guards)
+        cluster.on_start["host"].append(self._watch_guards)
 
     # --- launches ------------------------------------------------------------------------------------
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from random import Random
 
 import msgspec
 
-from pw.core.messages import Artifact
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Output, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.testing.sim.programs import Draft, Slice, random_spec
+from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
 
 
 def random_moves(
@@ -19,9 +17,7 @@ def random_moves(
 ) -> Draft:
     """Return a program whose argument goes to each slice, and there from one sharding to others."""
     given = random.choice(kinds)
-    computations: list[Computation] = []
-    nodes: list[Node] = []
-    blobs: dict[bytes, bytes] = {}
+    program = Drafting(name)
     outputs = []
     for part in random.sample(list(slices), len(slices)):
         devices = tuple(
@@ -33,20 +29,11 @@ def random_moves(
         takes = whole if random.random() < 0.7 else _other(random, part, whole)
         for step in range(random.choice((1, 2, 3))):
             makes = _other(random, part, whole)
-            blob = f"computes {name}/{len(nodes)}".encode()
-            digest = hashlib.sha256(blob).digest()
-            blobs[digest] = blob
-            computations.append(
-                Computation(f"{name}/{len(nodes)}", digest, place, (takes,), (makes,))
-            )
-            nodes.append(Node(len(nodes), (value,)))
-            value = Value(len(nodes) - 1, 0)
+            one = f"{name}/{len(program.nodes)}"
+            (value,) = program.compute(one, [takes], [makes], [value], placement=place)
             takes = whole if step else _other(random, part, whole)
         outputs.append(Output(value, random.choice((whole, makes))))
-    gone = (0,) if random.random() < 0.2 else ()
-    body = Program(name, tuple(computations), tuple(nodes), (given,), tuple(outputs), gone)
-    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(blobs.items()))
-    return Draft(body, artifacts, blobs)
+    return program.draft([given], outputs, (0,) if random.random() < 0.2 else ())
 
 
 def _other(random: Random, part: Slice, whole: ArraySpec) -> ArraySpec:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from random import Random
 
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.table import Task
-from pw.core.messages import Artifact
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Output, Value
 from pw.core.sharding import ArraySpec
-from pw.testing.sim.programs import Draft, Slice, random_spec
+from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
 
 _ACTIVATIONS = ((8, 4), (16,), (8, 512))
 
@@ -39,7 +37,7 @@ def random_pipeline(
         flows.append(random_spec(random, part, shape, "uint8", spec.placement.devices))
     step = _Step(name, params)
     batch = Value(-1, stages)
-    totals = [step.call(f"{s}/begin", s, [Value(-1, s)], [params[s]])[0] for s in range(stages)]
+    totals = [step.do(f"{s}/begin", s, [Value(-1, s)], [params[s]])[0] for s in range(stages)]
     results: dict[tuple[Task, str], Value] = {}
     new = list(totals)
     last = stages - 1
@@ -49,7 +47,7 @@ def random_pipeline(
         flow = flows[stage]
         if kind == "F":
             x = results[Task(stage - 1, each, "F"), "y"] if stage else batch
-            y, saved = step.call(f"{stage}/F", stage, [Value(-1, stage), (x, flow)], [flow, flow])
+            y, saved = step.do(f"{stage}/F", stage, [Value(-1, stage), (x, flow)], [flow, flow])
             results |= {(task, "y"): y, (task, "saved"): saved}
         elif kind == "B":
             saved = results[Task(stage, each, "F"), "saved"]
@@ -57,46 +55,38 @@ def random_pipeline(
             gradient = results[above, "x" if stage < last else "y"]
             given = [Value(-1, stage), saved, (gradient, flow)]
             if stage in schedule.split:
-                x, kept = step.call(f"{stage}/B", stage, given, [flow, flow])
+                x, kept = step.do(f"{stage}/B", stage, given, [flow, flow])
                 results[task, "kept"] = kept
             else:
                 given.append(totals[stage])
-                x, totals[stage] = step.call(
+                x, totals[stage] = step.do(
                     f"{stage}/B", stage, given, [flow, params[stage]], donated=(3,)
                 )
             results[task, "x"] = x
         elif kind == "W":
             given = [results[Task(stage, each, "B"), "kept"], totals[stage]]
-            (totals[stage],) = step.call(f"{stage}/W", stage, given, [params[stage]], donated=(1,))
+            (totals[stage],) = step.do(f"{stage}/W", stage, given, [params[stage]], donated=(1,))
         else:
             given = [Value(-1, stage), totals[stage]]
-            (new[stage],) = step.call(f"{stage}/U", stage, given, [params[stage]], donated=(0, 1))
+            (new[stage],) = step.do(f"{stage}/U", stage, given, [params[stage]], donated=(0, 1))
     losses = [results[Task(last, each, "F"), "y"] for each in range(microbatches)]
-    (loss,) = step.call("loss", last, losses, [flows[last]])
+    (loss,) = step.do("loss", last, losses, [flows[last]])
     outputs = [Output(value, spec) for value, spec in zip(new, params, strict=True)]
-    body = Program(
-        name,
-        tuple(step.computations.values()),
-        tuple(step.nodes),
-        (*params, flows[0]),
-        (*outputs, Output(loss, flows[last])),
-        tuple(range(stages)),
-    )
-    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(step.blobs.items()))
-    return Draft(body, artifacts, step.blobs)
+    outputs.append(Output(loss, flows[last]))
+    return step.draft([*params, flows[0]], outputs, tuple(range(stages)))
 
 
-class _Step:
-    """A program under construction; a computation that is called again is the same one."""
+class _Step(Drafting):
+    """A step under construction; a computation that is called again is the same one."""
 
     def __init__(self, name: str, params: Sequence[ArraySpec]) -> None:
-        self._name, self._params = name, params
-        self.computations: dict[str, Computation] = {}
-        self.nodes: list[Node] = []
-        self.blobs: dict[bytes, bytes] = {}
+        super().__init__(name)
+        self._params = params
+        self._numbers: dict[str, int] = {}
+        """Number of each computation, by what it does."""
         self._specs: dict[Value, ArraySpec] = {}
 
-    def call(
+    def do(
         self,
         what: str,
         stage: int,
@@ -106,20 +96,14 @@ class _Step:
     ) -> list[Value]:
         """Add a call; an argument comes with the spec in which it is taken, if that may be another one."""
         pairs = [one if isinstance(one, tuple) else (one, self._spec(one)) for one in given]
-        if what not in self.computations:
-            blob = f"computes {self._name}/{what}".encode()
-            digest = hashlib.sha256(blob).digest()
-            self.blobs[digest] = blob
-            self.computations[what] = Computation(
-                f"{self._name}/{what}",
-                digest,
-                self._params[stage].placement,
-                tuple(spec for _, spec in pairs),
-                tuple(makes),
-                donated,
-            )
-        self.nodes.append(Node(list(self.computations).index(what), tuple(v for v, _ in pairs)))
-        values = [Value(len(self.nodes) - 1, index) for index in range(len(makes))]
+        args = [value for value, _ in pairs]
+        if (known := self._numbers.get(what)) is not None:
+            values = self.call(known, args)
+        else:
+            self._numbers[what] = len(self.computations)
+            place, name = self._params[stage].placement, f"{self.name}/{what}"
+            takes = [spec for _, spec in pairs]
+            values = self.compute(name, takes, makes, args, placement=place, donated=donated)
         self._specs |= dict(zip(values, makes, strict=True))
         return values
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from pw.core.messages import Artifact
 from pw.core.programs.program import Computation, Node, Output, Program, Value
@@ -39,14 +40,74 @@ class Draft:
     blobs: dict[bytes, bytes]
 
 
+class Drafting:
+    """A program while computations are added to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.computations: list[Computation] = []
+        self.nodes: list[Node] = []
+        self.blobs: dict[bytes, bytes] = {}
+
+    def artifact(self, blob: bytes) -> bytes:
+        """Add an artifact; return its digest."""
+        digest = hashlib.sha256(blob).digest()
+        self.blobs[digest] = blob
+        return digest
+
+    def compute(
+        self,
+        name: str,
+        takes: Sequence[ArraySpec],
+        makes: Sequence[ArraySpec],
+        args: Sequence[Value],
+        *,
+        blob: bytes = b"",
+        placement: Placement | None = None,
+        donated: tuple[int, ...] = (),
+        **how: Any,
+    ) -> list[Value]:
+        """Add a computation, by default on the devices of its first result, and a call of it."""
+        digest = self.artifact(blob or f"computes {name}".encode())
+        on = placement or makes[0].placement
+        made = Computation(name, digest, on, tuple(takes), tuple(makes), donated)
+        return self.add(made, args, **how)
+
+    def add(self, computation: Computation, args: Sequence[Value], **how: Any) -> list[Value]:
+        """Add a computation and a call of it; return its results."""
+        self.computations.append(computation)
+        return self.call(len(self.computations) - 1, args, **how)
+
+    def call(self, computation: int, args: Sequence[Value], **how: Any) -> list[Value]:
+        """Add a call (see `Node`); return its results."""
+        self.nodes.append(Node(computation, tuple(args), **how))
+        count = len(self.computations[computation].outputs)
+        return [Value(len(self.nodes) - 1, index) for index in range(count)]
+
+    def draft(
+        self,
+        inputs: Sequence[ArraySpec],
+        outputs: Sequence[Output],
+        donated: tuple[int, ...] = (),
+    ) -> Draft:
+        """Return the program."""
+        computations, nodes = tuple(self.computations), tuple(self.nodes)
+        body = Program(self.name, computations, nodes, tuple(inputs), tuple(outputs), donated)
+        artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(self.blobs.items()))
+        return Draft(body, artifacts, self.blobs)
+
+
+def _some_devices(random: Random, part: Slice) -> tuple[int, ...]:
+    size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
+    start = random.randrange(part.size - size + 1)
+    return tuple(range(start, start + size))
+
+
 def random_spec(
     random: Random, part: Slice, shape: tuple[int, ...], dtype: str, devices: tuple[int, ...] = ()
 ) -> ArraySpec:
     """Return a random spec of this shape on a slice."""
-    if not devices:
-        size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
-        start = random.randrange(part.size - size + 1)
-        devices = tuple(range(start, start + size))
+    devices = devices or _some_devices(random, part)
     if len(devices) > 1 and random.random() < 0.15:
         shuffled = list(devices)
         random.shuffle(shuffled)
@@ -103,9 +164,7 @@ def random_program(
     inputs = [random.choice(kinds) for _ in range(random.choice((1, 1, 2)))]
     values = [Value(-1, index) for index in range(len(inputs))]
     specs = list(inputs)
-    computations: list[Computation] = []
-    nodes: list[Node] = []
-    blobs: dict[bytes, bytes] = {}
+    step = Drafting(name)
     wanted = {"copy": 0, "chain": random.randint(1, 5), "pipeline": random.randint(2, 6)}
     count = wanted.get(form, random.randint(2, 5))
     if broken:
@@ -122,9 +181,7 @@ def random_program(
             given = list({random.randrange(len(values)), len(values) - 1})
         else:
             given = random.choices(range(len(values)), k=random.choice((1, 1, 2)))
-        size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
-        start = random.randrange(part.size - size + 1)
-        devices = tuple(range(start, start + size))
+        devices = _some_devices(random, part)
         takes = []
         for index in given:
             spec = specs[index]
@@ -144,29 +201,19 @@ def random_program(
             else:
                 makes.append(random_spec(random, part, model.shape, model.dtype, devices))
         prefix = random.choice((DOES_NOT_COMPILE, RAISES)) if number == bad else b"computes"
-        blob = prefix + f" {name}/{number}".encode()
-        digest = hashlib.sha256(blob).digest()
-        blobs[digest] = blob
-        donated = tuple(i for i in range(len(takes)) if random.random() < 0.2)
-        computations.append(
-            Computation(
-                f"{name}/{number}",
-                digest,
-                Placement(part.number, devices),
-                tuple(takes),
-                tuple(makes),
-                donated,
-            )
+        values += step.compute(
+            f"{name}/{number}",
+            takes,
+            makes,
+            [values[index] for index in given],
+            blob=prefix + f" {name}/{number}".encode(),
+            placement=Placement(part.number, devices),
+            donated=tuple(i for i in range(len(takes)) if random.random() < 0.2),
         )
-        nodes.append(Node(number, tuple(values[index] for index in given)))
-        for index, spec in enumerate(makes):
-            values.append(Value(number, index))
-            specs.append(spec)
+        specs += makes
     outputs = _outputs(random, kinds, values, specs, len(inputs))
     gone = tuple(index for index in range(len(inputs)) if random.random() < 0.15)
-    body = Program(name, tuple(computations), tuple(nodes), tuple(inputs), outputs, gone)
-    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(blobs.items()))
-    return Draft(body, artifacts, blobs)
+    return step.draft(inputs, outputs, gone)
 
 
 def _outputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pw.sched.control.shares import ALONE_S
@@ -12,12 +13,14 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
 from pw.testing.sim.floods import Fairness
 from pw.testing.sim.monitors import Monitors
-from pw.testing.sim.mutations import MUTATIONS
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.tenants import Tenancy, Tenant
 from pw.testing.sim.trace import Digest, Trace
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
+
+Alter = Callable[[SimCluster], None]
+"""Changes a cluster before anything happens in it."""
 
 EVENTS_PER_RUN = 20_000
 """Far more than a run of a small program takes: with more, the simulation makes no progress."""
@@ -53,7 +56,7 @@ def simulate(
     profile: Profile,
     *,
     trace: bool = False,
-    mutation: str | None = None,
+    alter: Alter | None = None,
     digest: bool = False,
 ) -> Outcome:
     """Run one seed.
@@ -62,14 +65,14 @@ def simulate(
         seed: decides everything that may vary.
         profile: the size of the cluster, and its faults.
         trace: keep a line for each event.
-        mutation: name of a deliberate breakage (see `mutations`).
+        alter: changes the cluster first.
         digest: instead of a line for each event, hash the messages.
     """
     started_s = time.perf_counter()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        outcome = _simulate(seed, profile, Digest() if digest else Trace(full=trace), mutation)
+        outcome = _simulate(seed, profile, Digest() if digest else Trace(full=trace), alter)
     finally:
         if was_enabled:
             gc.enable()
@@ -77,12 +80,12 @@ def simulate(
     return outcome
 
 
-def _simulate(seed: int, profile: Profile, trace: Trace, mutation: str | None) -> Outcome:
+def _simulate(seed: int, profile: Profile, trace: Trace, alter: Alter | None) -> Outcome:
     world = World(seed, profile, trace)
     outcome = Outcome(seed, profile)
     clients: list[SimClient] = []
     try:
-        _play(world, clients, mutation)
+        _play(world, clients, alter)
     except Violation as violation:
         outcome.violation = violation
     outcome.injected = world.ledger.injected
@@ -98,11 +101,11 @@ def _simulate(seed: int, profile: Profile, trace: Trace, mutation: str | None) -
     return outcome
 
 
-def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
+def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     profile = world.profile
     cluster = SimCluster(world)
-    if mutation is not None:
-        MUTATIONS[mutation].install(cluster)
+    if alter is not None:
+        alter(cluster)
     monitors = Monitors(cluster)
     Fairness(cluster)
     share = -(-profile.runs // profile.clients)

@@ -10,17 +10,17 @@ import dataclasses
 from collections.abc import Iterator
 
 from pw.testing.sim.profiles import FAULTS, Profile
-from pw.testing.sim.runner import Outcome, simulate
+from pw.testing.sim.runner import Alter, Outcome, simulate
 
 
-def shrink(seed: int, profile: Profile, monitor: str, mutation: str | None = None) -> Outcome:
+def shrink(seed: int, profile: Profile, monitor: str, alter: Alter | None = None) -> Outcome:
     """The outcome of the seed under the mildest profile found (`Outcome.profile`)."""
-    best = simulate(seed, profile, mutation=mutation)
+    best = simulate(seed, profile, alter=alter)
     progress = True
     while progress:
         progress = False
         for candidate in _milder(best.profile):
-            outcome = simulate(seed, candidate, mutation=mutation)
+            outcome = simulate(seed, candidate, alter=alter)
             if outcome.violation is not None and outcome.violation.monitor == monitor:
                 best, progress = outcome, True
                 break

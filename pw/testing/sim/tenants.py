@@ -16,7 +16,6 @@ every two seconds in which all of them were at work:
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -24,15 +23,14 @@ from itertools import pairwise
 from typing import Any
 
 from pw.client.session.thread_messages import Await, Forget, Tell
-from pw.core.compact import Compact
-from pw.core.messages import Artifact, RegisterProgram, Run, SliceBound
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.messages import Run, SliceBound
+from pw.core.programs.program import Output, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.island.policy import AGE_S
 from pw.sched.island.window import CONTENDED_TIME_US
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.digests import lasting
-from pw.testing.sim.programs import Draft
+from pw.testing.sim.programs import Drafting
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation
 
@@ -108,15 +106,11 @@ class Tenant(SimClient):
         spec = ArraySpec((16,), "uint8", Sharding(("x",), (size,), ((),)), place)
         name = f"{self.name}/call"
         blob = lasting(name.encode(), self.takes_s)
-        digest = hashlib.sha256(blob).digest()
-        call = Computation(name, digest, place, (spec,), (spec,), ())
-        body = Program(
-            name, (call,), (Node(0, (Value(-1, 0),)),), (spec,), (Output(Value(0, 0), spec),), ()
-        )
+        program = Drafting(name)
+        (result,) = program.compute(name, [spec], [spec], [Value(-1, 0)], blob=blob)
         self.program = self._id()
-        self.draft = Draft(body, (Artifact(digest, blob),), {digest: blob})
-        self.programs[self.program] = self.draft
-        self._post(Tell(RegisterProgram(self.program, Compact.of(body), self.draft.artifacts)))
+        self.draft = program.draft([spec], [Output(result, spec)])
+        self._add_program(self.program, self.draft)
         self.argument = self._put(spec)
         self.spec = spec
         self.began_s = self.world.now_s

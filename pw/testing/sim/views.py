@@ -6,18 +6,16 @@ come from equal boxes of one source.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
 
-from pw.core.messages import Artifact
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Output, Value
 from pw.core.programs.views import Shards, view_program
 from pw.core.sharding import ArraySpec, Placement, Sharding, box_slices, dtype_of
 from pw.testing.sim.digests import RAISES
-from pw.testing.sim.programs import Draft
+from pw.testing.sim.programs import Draft, Drafting
 
 
 def random_view(
@@ -114,12 +112,9 @@ def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[Dra
 def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> Draft:
     """Return a program that overwrites an array, or fails and takes it all the same."""
     prefix = RAISES if fails else b"overwrites"
-    blob = prefix + f" {name}".encode()
-    digest = hashlib.sha256(blob).digest()
-    one = Computation(name, digest, spec.placement, (spec,), (spec,), (0,))
-    output = Output(Value(0, 0), spec)
-    body = Program(name, (one,), (Node(0, (Value(-1, 0),)),), (spec,), (output,), (0,))
-    return Draft(body, (Artifact(digest, blob),), {digest: blob})
+    program, blob = Drafting(name), prefix + f" {name}".encode()
+    (result,) = program.compute(name, [spec], [spec], [Value(-1, 0)], blob=blob, donated=(0,))
+    return program.draft([spec], [Output(result, spec)], (0,))
 
 
 def contents(view: Computation, inputs: Sequence[bytes | None]) -> Iterator[bytes | None]:

@@ -133,13 +133,17 @@ class SimClient(Life):
             and self.session.closed is None
         )
 
+    @property
+    def parts(self) -> list[Slice]:
+        """Its slices, for programs."""
+        return [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
+
     def _register(self) -> None:
-        slices = [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
         if not self.kinds:
-            self.kinds = random_kinds(self.random, slices)
+            self.kinds = random_kinds(self.random, self.parts)
         number = self._id()
         name, profile = f"{self.name}/{number & 0xFFFF}", self.world.profile
-        draft = random_draft(self.random, profile, slices, self.kinds, name)
+        draft = random_draft(self.random, profile, self.parts, self.kinds, name)
         self._add_program(number, draft)
 
     def _add_program(self, number: int, draft: Draft) -> None:
@@ -152,10 +156,9 @@ class SimClient(Life):
         if made and self.random.random() < 0.9:
             self._run(self.random.choice(made))
             return
-        slices = [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
         number = self._id()
         name = f"{self.name}/{number & 0xFFFF}/reduces"
-        self._add_program(number, reduction(self.random, slices, name))
+        self._add_program(number, reduction(self.random, self.parts, name))
 
     def _view(self) -> None:
         """Make views of some arrays; then perhaps delete a source. Or overwrite an array, which may be one."""

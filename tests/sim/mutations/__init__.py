@@ -1,0 +1,1 @@
+"""Deliberate bugs that the simulator must find, one at a time (`table`)."""

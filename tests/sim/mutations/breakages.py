@@ -1,0 +1,363 @@
+"""The mutations of the table that no operator alone can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from pw.core import messages as m
+from pw.core.compact import Compact
+from pw.core.functions.feeding import Feeder
+from pw.core.ids import CONTROLLER, Address, store_of
+from pw.core.programs.counted import NUMBER, unpacked
+from pw.core.programs.plan import Execute, Free, HostSegment
+from pw.core.programs.program import Computation, Kind
+from pw.core.recorder import WIDTH
+from pw.devices.host import backend as ops
+from pw.devices.host.backend import relative
+from pw.testing.sim.host import SimHost
+from pw.testing.sim.reductions import ADDS
+from tests.sim.mutations import operators
+from tests.sim.mutations.operators import wrap
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def turned_bindings(random: Random) -> Callable[[Address, m.SliceBound], Any]:
+    """Turn the devices of a slice around whenever a client hears of it again."""
+    seen: set[int] = set()
+
+    def change(to: Address, message: m.SliceBound) -> Any:
+        if to.node == CONTROLLER:
+            return None
+        again = message.slice in seen
+        seen.add(message.slice)
+        return replace(message, devices=message.devices[::-1]) if again else None
+
+    return change
+
+
+def untold_runs(random: Random) -> Callable[[Address, Any], Any]:
+    """Lose the runs that clients send between their return and its answer."""
+    resuming: set[str] = set()
+
+    def change(to: Address, message: m.Attach | m.Resumed | m.Run) -> Any:
+        if isinstance(message, m.Attach) and message.resume:
+            resuming.add(message.name)
+        elif isinstance(message, m.Resumed):
+            resuming.clear()
+        elif isinstance(message, m.Run) and resuming:
+            return []
+        return None
+
+    return change
+
+
+def without_a_record(message: m.Records) -> m.Records | None:
+    """Return the records of a process without the first."""
+    if not message.count:
+        return None
+    records = msgspec.msgpack.decode(message.data)[WIDTH:]
+    return replace(message, data=msgspec.msgpack.encode(records))
+
+
+def reshard_reversed(message: m.Install) -> m.Install:
+    """Have each re-shard take its devices in the opposite order."""
+
+    def turned(computation: Computation) -> Computation:
+        if computation.kind is not Kind.RESHARD:
+            return computation
+        (spec,) = computation.inputs
+        placement = replace(spec.placement, devices=spec.placement.devices[::-1])
+        return replace(computation, inputs=(replace(spec, placement=placement),))
+
+    body = message.body.whole()
+    body = replace(body, computations=tuple(map(turned, body.computations)))
+    return replace(message, body=Compact.of(body))
+
+
+def later_task_first(message: m.Install) -> m.Install:
+    """Move the first computation that does not need the one before it in front of that one."""
+    plan = message.plan.whole()
+    segments = tuple(map(_swapped, plan.segments))
+    return replace(message, plan=Compact.of(replace(plan, segments=segments)))
+
+
+def _swapped(segment: HostSegment) -> HostSegment:
+    before = list(segment.instructions)
+    for at, first in enumerate(before):
+        second = next((one for one in before[at + 1 :] if not isinstance(one, Free)), None)
+        if isinstance(first, Execute) and isinstance(second, Execute):
+            overwritten = {second.args[position] for position in second.donated}
+            if not (set(first.results) & set(second.args) or overwritten & set(first.args)):
+                before.remove(second)
+                before.insert(at, second)
+                return replace(segment, instructions=tuple(before))
+    return segment
+
+
+# --- the controller ------------------------------------------------------------------------------
+
+
+def believe_loss(control: Any, receive: Any, sender: Address, message: m.ArraysLost) -> None:
+    """Take the news of a loss for that of a host that has the array."""
+    owner = control.sessions.owner(message.arrays[0])
+    array = None if owner is None else owner.arrays.get(message.arrays[0])
+    hosts = () if array is None else array.hosts
+    receive(store_of(hosts[0]) if hosts else sender, message)
+
+
+def believe_upload(control: Any, receive: Any, sender: Address, message: m.Uploaded) -> None:
+    """Take the sender for a host of the client."""
+    owner = control.sessions.owner(message.array)
+    if owner is not None:
+        owner.slices.are_on = lambda host: True
+    receive(sender, message)
+
+
+def bind_anywhere(bind_again: Any, island: Any) -> None:
+    """Forget which hosts slices name before they are bound again."""
+    for piece in bind_again.__self__._on(island):
+        piece.request = replace(piece.request, hosts=())
+    bind_again(island)
+
+
+def arrived_when_asked(ask: Any, number: int, name: int) -> None:
+    """Hand an array over that the giver has not made."""
+    ask(number, name)
+    ask.__self__.runs.handed.append((name, None))
+
+
+def heed_only_the_living(scheduler: Any) -> None:
+    """Pass on answers only for programs that are installed."""
+    programs = scheduler.programs
+    answered = programs.queues.answered
+
+    def heeded(program: int, install: int, *by: str) -> None:
+        if programs[program].install == install:
+            answered(program, install, *by)
+
+    programs.queues.answered = heeded
+
+
+# --- hosts ---------------------------------------------------------------------------------------
+
+
+def crash_with_compiler(host: SimHost) -> None:
+    """End the host with each process that compiles."""
+
+    def crashed(key: bytes) -> None:
+        host.crash(machine=False)
+        host.restart_later(0.1)
+
+    host.backend.compilers.crashed = crashed
+
+
+def crash_all_compilations(compilers: Any) -> None:
+    """Fail the tasks of all clients when the process of one ends."""
+    compilers.crashed = lambda key: compilers.fail(lambda other: True, "the process ended")
+
+
+def permit_all(host: SimHost) -> None:
+    """Give replicas to every host that asks."""
+    receive: Any = host.store.receive
+
+    def generous(sender: Address, message: Any) -> None:
+        if isinstance(message, m.FetchReplica):
+            permit = host.cluster.claims.permit(message.array, host.name, sender.node)
+            message = replace(message, permit=permit)
+        receive(sender, message)
+
+    host.store.receive = generous
+
+
+def keep_later(keep: Any, replicas: Sequence[Any], kept: Callable[[Any], None]) -> None:
+    """Say that replicas were taken before they are."""
+    kept(None)
+    keep(replicas, lambda error: None)
+
+
+def free_viewed(drop: Any, array: int, why: str) -> None:
+    """Free the shards of an array for all arrays that have them."""
+    arrays = drop.__self__
+    entry = arrays.get(array)
+    drop(array, why)
+    freed: Any = (None if entry is None else entry.value.payload) or {}
+    gone = {id(shard) for shard in freed.values()}
+    for other in arrays.values():
+        shards = other.value.payload or {}
+        for ordinal in [at for at, shard in shards.items() if id(shard) in gone]:
+            shards[ordinal] = shards[ordinal] * 0
+
+
+def take_over_held(go: Any, launch: Any, instruction: Execute) -> bool:
+    """Let a computation behind a hold overwrite what the hold keeps."""
+    behind = {
+        one.results[0]
+        for one in launch.segment.instructions
+        if isinstance(one, Execute) and one.guard >= 0 and one.args[1:2] == one.args[2:]
+    }
+    if not behind.isdisjoint(instruction.args):
+        launch.segment.kept.pop(launch.position, None)
+    return bool(go(launch, instruction))
+
+
+def at_once(await_outcome: Any, launch: Any, computation: Any, slots: Any, gang: Any) -> None:
+    """Take results for made before the gang agrees on them."""
+    for slot in slots:
+        await_outcome.__self__.made(launch.run, slot)
+
+
+def go_on_once(interpreter: Any) -> None:
+    """Go on with waiting work once only."""
+    go_on = interpreter.advance_soon
+
+    def once() -> None:
+        go_on()
+        interpreter.advance_soon = lambda: None
+
+    interpreter.advance_soon = once
+
+
+def opposite(decide: Any, run: Any, slot: int, computation: Any, *, merges: bool) -> Any:
+    """Decide the opposite for merges, or for all but them."""
+    decision = decide(run, slot, computation)
+    is_wrong = isinstance(decision, bool) and bool(computation.is_merge) is merges
+    return not decision if is_wrong else decision
+
+
+def on_every_second_host(host: SimHost) -> None:
+    """Take the branches that the other hosts skip."""
+    if int(host.name[-1], 36) % 2 == 0:
+        guards: Any = host.executor.interpreter._guards
+        guards._decision = partial(opposite, guards._decision, merges=False)
+
+
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def of_each_op(change: Callable[[Any, Any], Any]) -> operators.Install:
+    """Have hosts submit `change(backend, op)` in place of an op."""
+
+    def submit(method: Any, batch: Sequence[Any]) -> None:
+        method([change(method.__self__, op) for op in batch])
+
+    return wrap("host.backend.submit", submit)
+
+
+def in_line(backend: Any, op: Any) -> Any:
+    """Ask for values when all that was submitted before is done."""
+    submit = type(backend).submit
+    is_question = isinstance(op, ops.Watch | ops.Read)
+    return ops.Call(partial(submit, backend, [op])) if is_question else op
+
+
+def unshared(backend: Any, op: Any) -> Any:
+    """Let computations overwrite the shards of views."""
+    if isinstance(op, ops.View):
+        op.result.shared = False
+        for source in op.sources:
+            source.value.shared = False
+    return op
+
+
+def added(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> operators.Install:
+    """Have hosts add other parts of a sum."""
+
+    def changed(backend: Any, op: Any) -> Any:
+        installed = backend.programs.get(op.key) if isinstance(op, ops.Execute) else None
+        if installed is not None and ADDS in installed.computation.name:
+            op.args = change(op.args)
+        return op
+
+    return of_each_op(changed)
+
+
+def counted(change: Callable[[Any], Any]) -> operators.Install:
+    """Have hosts read other counts of rows."""
+
+    def changed(backend: Any, op: Any) -> Any:
+        done: Any = getattr(op, "done", None)
+        if isinstance(op, ops.Read) and isinstance(done, partial) and done.args == ("counts",):
+            op.done = lambda answer: done(
+                [change(answer[0])] if isinstance(answer, list) else answer
+            )
+        return op
+
+    return of_each_op(changed)
+
+
+def dirty_padding(backend: Any, op: Any) -> Any:
+    """Leave other bytes than zeros in the padding of received rows."""
+    if isinstance(op, ops.Build) and op.over_zeros:
+        whole = op.spec.sharding.shard_shape(op.spec.shape)
+        here = tuple(sorted({at for positions, _, _ in op.parts for at in positions}))
+        old = np.full(whole, 255, np.uint8)
+        op.parts = [(here, relative(tuple((0, size) for size in whole)), old), *op.parts]
+    return op
+
+
+def talk_of_rows(send: Any, outgoing: Any, data: bytes) -> None:
+    """Send nothing if no row counts."""
+    counts = outgoing.send.counts
+    if counts is None or np.frombuffer(data[: NUMBER.itemsize * (len(data) // 4)], NUMBER).any():
+        send(outgoing, data)
+
+
+def third_without_rows(receiving: Any) -> None:
+    """Take each third small route for one without rows."""
+    take, seen = receiving._take, count()
+
+    def zeros(incoming: Any, route: Any, buffer: Any) -> None:
+        counts = incoming.receive.counts
+        if counts is not None and isinstance(buffer, bytes) and next(seen) % 3 == 2:
+            lead = len(counts.spec.shape)
+            cells = unpacked(buffer, route, incoming.receive.source, lead)[0]
+            buffer = bytes(NUMBER.itemsize * sum(own.size for _, own, _ in cells))
+        take(incoming, route, buffer)
+
+    receiving._take = zeros
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+class SkipsNothing(Feeder):
+    """Takes a generator that begins anew for one at the wanted element."""
+
+    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+        if self._iterator is None:
+            self._iterator = self._begun(share, None)
+            self._position = number
+        return super()._at(share, number, base, note)
+
+
+class ReadsOn(Feeder):
+    """Takes the next element for the wanted one."""
+
+    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+        if self._iterator is not None:
+            self._position = number
+        return super()._at(share, number, base, note)
+
+
+class IsOneElementBehind(Feeder):
+    """Takes a state for that of one element later."""
+
+    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+        return super()._at(share, number, min(base + 1, number), note)
+
+
+class FarAhead(dict[bytes, Any]):
+    """Bounds of streams that let users be far ahead."""
+
+    def __setitem__(self, artifact: bytes, ahead: Any) -> None:
+        ahead.most = 16
+        super().__setitem__(artifact, ahead)

@@ -1,0 +1,563 @@
+"""The mutations: each breaks one promise of one actor, and the simulator must find it.
+
+A row has a name, the breakage (`operators`, `breakages`), and how it is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from pw.core import messages as m
+from pw.core.programs.guards import is_skipped
+from pw.core.tenants import OPERATOR
+from tests.sim.mutations import breakages, operators
+from tests.sim.mutations.operators import (
+    after,
+    alter,
+    double,
+    drop,
+    each,
+    forget,
+    hear,
+    mishear,
+    mix,
+    on_the_way,
+    put,
+    reorder,
+    replay,
+    skip,
+    together,
+    wrap,
+)
+
+
+class Seen(NamedTuple):
+    """How a mutation is noticed."""
+
+    profile: str
+    """The mildest profile in which the mutation matters."""
+    seed: int
+    """A seed of the profile in which a monitor notices it soon."""
+    monitors: tuple[str, ...]
+    """The monitors that may notice it."""
+
+
+class Mutation(NamedTuple):
+    """One row."""
+
+    install: operators.Install
+    seen: Seen
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def seen(profile: str, seed: int, *monitors: str) -> Seen:
+    """Say how a mutation is noticed."""
+    return Seen(profile, seed, monitors)
+
+
+def row(name: str, install: operators.Install, seen: Seen) -> None:
+    """Add a row to the table."""
+    MUTATIONS[name] = Mutation(install, seen)
+
+
+GUARDS = "host.executor.interpreter._guards"
+LANES = "host.executor.interpreter.lanes"
+MADE = "values are made before they are used"
+
+# --- events --------------------------------------------------------------------------------------
+
+# The controller publishes no end of the runs that a host took with it.
+row(
+    "publish-no-lost-runs",
+    wrap("events.publish", lambda publish, it: None if it.what == "lost" else publish(it)),
+    seen("events", 19, "events"),
+)
+# A client that leaves while it recovers does so for ever.
+row(
+    "publish-recoveries-without-end",
+    forget("controller._publishing.client_left"),
+    seen("events", 6, "events"),
+)
+
+# --- gang scheduling -----------------------------------------------------------------------------
+
+# Two launches reach one host of a gang in the opposite order.
+row("reorder-launches", reorder(0.05), seen("calm", 5, "G1", "liveness"))
+# A host gets one launch twice, under two numbers.
+row("duplicate-launch", double(0.2), seen("calm", 13, "once"))
+# A segment is launched before the segments that make its inputs (G4).
+row(
+    "launch-before-producers",
+    mishear("scheduler", m.Submit, lambda it: replace(it, depends=((),) * len(it.depends))),
+    seen("calm", 5, "G4"),
+)
+# A run is launched before its arguments have arrived.
+row(
+    "forget-to-wait-for-an-upload",
+    mishear("scheduler", m.Submit, lambda it: replace(it, awaits=())),
+    seen("calm", 7, MADE, "oracle"),
+)
+# A host takes a launch that was meant for its island's last epoch.
+row(
+    "ignore-an-epoch",
+    together(
+        replay,
+        wrap(
+            "host.executor.order.take",
+            lambda take, epoch, *rest: take(take.__self__.epoch, *rest),
+        ),
+    ),
+    seen("crashes", 16, "epochs"),
+)
+# A gang of one client passes another's that waits for an input on this host.
+row(
+    "gangs-pass-gangs",
+    wrap(f"{LANES}.put", lambda method, client, work, together=False: method(client, work)),
+    seen("slow", 5, "G1", "liveness"),
+)
+# Work of a client passes its earlier work, which waits for an input on this host.
+row(
+    "work-passes-work",
+    wrap(f"{LANES}.put", lambda method, client, *rest: method(object(), *rest)),
+    seen("calm", 9, MADE, "oracle"),
+)
+# A host that has lost an input of its gang is not heard.
+row("gang-not-broken", drop(m.GangBroken), seen("devices", 4, "liveness", "G1"))
+# A host is not told that its island's epoch is over.
+row("lose-leave", drop(m.LeaveIsland), seen("crashes", 3, "liveness"))
+
+# --- data ----------------------------------------------------------------------------------------
+
+# A sender is not told where the bytes of an edge go.
+row("drop-handshake", drop(m.EdgeCredit, 0.3), seen("calm", 2, "liveness"))
+# An edge brings what another edge should have brought.
+row("cross-edges", mix(m.EdgeData, "data", 0.1), seen("calm", 27, "oracle", "replicas are equal"))
+# A receiver is not told that its sender has failed.
+row(
+    "lose-poison",
+    drop(m.EdgeFailed, when=lambda it: not is_skipped(it.error)),
+    seen("calm", 29, "liveness", "oracle"),
+)
+# A client gets what another client has asked for.
+row("wrong-client", mix(m.Fetched, "data", apart=True), seen("calm", 13, "oracle"))
+# After an island is formed again, a client looks for its arrays on the wrong hosts.
+row(
+    "stale-binding",
+    on_the_way(m.SliceBound, breakages.turned_bindings),
+    seen("crashes", 16, "oracle", "liveness"),
+)
+# A client is not asked for an input that was lost.
+row("lose-upload-again", drop(m.UploadAgain), seen("crashes", 4, "liveness"))
+# A host hands over other bytes than its devices had.
+row(
+    "spoil-replicas",
+    wrap(
+        "supervisor.hand_over",
+        lambda hand_over, all: hand_over([one._replace(data=one.data[::-1]) for one in all]),
+    ),
+    seen("crashes", 5, "oracle", "replicas are equal"),
+)
+# A checkpoint is answered before the supervisors have taken the copies.
+row(
+    "answer-before-it-is-kept",
+    wrap("supervisor.keep", breakages.keep_later),
+    seen("crashes", 8, "kept", "survives"),
+)
+# A host answers questions about values when it has computed all that it was told to before.
+row("questions-stand-in-line", breakages.of_each_op(breakages.in_line), seen("slow", 5, "prompt"))
+
+# --- releases ------------------------------------------------------------------------------------
+
+# Hosts keep arrays that their clients have deleted.
+row(
+    "skip-free",
+    alter(m.Discard, lambda it: replace(it, arrays=it.arrays[1:])),
+    seen("calm", 12, "census"),
+)
+# A host never hears that it may drop something.
+row("lose-a-discard", drop(m.Discard, 0.2), seen("calm", 22, "epochs last"))
+# The controller does not notice that a client has died.
+row(
+    "lease-never-ends",
+    skip("controller", m.PeerLost, lambda it: it.node.startswith("client")),
+    seen("clients", 9, "census"),
+)
+# A client does not tell the next controller which runs were in flight.
+row(
+    "runs-not-retold",
+    on_the_way(m.Attach | m.Resumed | m.Run, breakages.untold_runs),
+    seen("restarts", 27, "oracle", "credits", "liveness"),
+)
+# The next controller gives its clients numbers that the last one has given.
+row(
+    "numbers-given-again",
+    put("cluster.numbers_apart", 0),
+    seen("restarts", 2, "oracle", "sessions last", "G1", "census"),
+)
+# A client does not get back the credit of a run.
+row("lose-a-credit", drop(m.RunsSettled, 0.1), seen("calm", 12, "credits"))
+# A client gets back more credits than it had runs.
+row(
+    "double-credit",
+    alter(m.RunsSettled, lambda it: replace(it, count=it.count + 1)),
+    seen("calm", 13, "credits"),
+)
+
+# --- programs and compilers ----------------------------------------------------------------------
+
+# A client does not hear of what it has had compiled.
+row("silent-compiler", drop(m.Compiled), seen("calm", 0, "liveness"))
+# Hosts compile themselves, so what crashes the compiler crashes its host.
+row(
+    "crash-with-the-compiler",
+    each("host", breakages.crash_with_compiler),
+    seen("calm", 12, "epochs last"),
+)
+# All clients share a process, and a crash of it fails all their tasks.
+row(
+    "blame-all-for-a-crash-of-the-compiler",
+    each("host.backend.compilers", breakages.crash_all_compilations),
+    seen("calm", 12, "oracle"),
+)
+# Hosts compute a task before the one in front of it; the results are the same.
+row(
+    "later-task-first",
+    mishear("host.executor", m.Install, breakages.later_task_first),
+    seen("pipelines", 13, "program order"),
+)
+# The planner takes the same devices in another order for the same placement.
+row(
+    "re-shard-in-another-order",
+    mishear("host.executor", m.Install, breakages.reshard_reversed),
+    seen("moves", 7, "oracle", "replicas are equal"),
+)
+
+# --- shares and fairness -------------------------------------------------------------------------
+
+# The scheduler keeps no device for a client that is about to come back.
+row("keep-no-place", put("scheduler.policy.keeps_devices", False), seen("tenants", 3, "shares"))
+# Work of low priority never ages: others go first for ever.
+row(
+    "never-age",
+    wrap("scheduler.policy.order", lambda order, queues, now_s: order(queues, -math.inf)),
+    seen("tenants", 0, "shares"),
+)
+# The scheduler launches all queued work at once, however much is in flight.
+row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 2, "response"))
+# A launch without room on some of its devices keeps none of them free.
+row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 1, "shares"))
+# The scheduler divides devices among clients by what they ask for, whatever their tenants.
+row(
+    "shares-of-clients-alone",
+    mishear("scheduler", m.AddClient, lambda it: replace(it, tenant=OPERATOR)),
+    seen("divided", 1, "shares"),
+)
+# Nodes handle messages in the order in which they come, whatever peer sends them.
+row(
+    "one-queue-for-all",
+    together(
+        *(
+            wrap(
+                f"{node}.mailbox.deliver",
+                lambda deliver, peer, entry: deliver.__self__.own.append(entry),
+            )
+            for node in ("node", "host.node")
+        )
+    ),
+    seen("floods", 6, "fair"),
+)
+# Hosts get each program when it is registered, before the launches of others.
+row(
+    "send-every-program-at-once",
+    put("scheduler.programs.queues.at_once", 1 << 30),
+    seen("floods", 16, "fair"),
+)
+# A host's answer for a program that was released meanwhile makes no room for the next one.
+row(
+    "await-programs-that-were-released",
+    each("scheduler", breakages.heed_only_the_living),
+    seen("floods", 3, "liveness"),
+)
+
+# --- branches ------------------------------------------------------------------------------------
+
+# Some hosts of a gang take the branch that the others skip.
+row(
+    "take-a-branch-on-one-host",
+    each("host", breakages.on_every_second_host),
+    seen("branches", 21, "G1"),
+)
+# A merge gives the results of the branch that was not taken.
+row(
+    "merge-the-other-branch",
+    wrap(f"{GUARDS}._decision", partial(breakages.opposite, merges=True)),
+    seen("branches", 4, "oracle"),
+)
+# A host does not tell the others that it sends no value of a branch that it skips.
+row(
+    "skip-in-silence",
+    drop(m.EdgeFailed, when=lambda it: is_skipped(it.error)),
+    seen("branches", 3, "liveness", "oracle", "epochs last"),
+)
+# A computation behind a hold takes the buffer over that the value before the hold still needs.
+row(
+    "take-over-what-is-held-back",
+    wrap(f"{GUARDS}.go", breakages.take_over_held),
+    seen("branches", 0, "oracle"),
+)
+# A host goes on with work that waits for a value only the first time that one arrives.
+row(
+    "go-on-once",
+    each("host.executor.interpreter", breakages.go_on_once),
+    seen("branches", 1, "liveness", "oracle", "epochs last"),
+)
+# A host that alone could not read a predicate leaves its gang without a word.
+row(
+    "gang-without-its-poisoned-host",
+    wrap(f"{GUARDS}.poison", lambda poison, *of, alone=False: poison(*of)),
+    seen("reads", 0, "G1", "liveness", "credits"),
+)
+
+# --- rows that count -----------------------------------------------------------------------------
+
+# A sender without rows says nothing, and its receivers wait.
+row(
+    "say-nothing-of-no-rows",
+    wrap("host.coordinator.sending._send_inline", breakages.talk_of_rows),
+    seen("ragged", 0, "liveness"),
+)
+# Rows travel by the counts of another cell.
+row(
+    "count-by-another-cell",
+    breakages.counted(lambda counts: np.roll(counts, 1)),
+    seen("ragged", 3, "oracle", "replicas are equal"),
+)
+# Rows beyond the fourth are dropped, and no error tells of it.
+row(
+    "drop-rows-silently",
+    breakages.counted(lambda counts: np.minimum(counts, 4)),
+    seen("ragged", 2, "oracle"),
+)
+# The padding of received rows is what was in the memory before.
+row(
+    "leave-old-bytes-as-padding",
+    breakages.of_each_op(breakages.dirty_padding),
+    seen("ragged", 3, "oracle", "replicas are equal"),
+)
+# A receiver takes each third small route for one without rows.
+row(
+    "take-rows-for-none",
+    each("host.coordinator.receiving", breakages.third_without_rows),
+    seen("ragged", 2, "oracle", "replicas are equal"),
+)
+
+# --- reductions between islands ------------------------------------------------------------------
+
+# The parts of a sum are added in another order than that of the islands.
+row(
+    "add-in-another-order",
+    breakages.added(lambda parts: (*parts[1:], *parts[:1])),
+    seen("islands", 6, "oracle"),
+)
+# An island's part is lost, and another one is added in its place.
+row(
+    "add-a-part-twice",
+    breakages.added(lambda parts: (*parts[:-1], parts[0])),
+    seen("islands", 6, "oracle"),
+)
+
+# --- slices that name hosts ----------------------------------------------------------------------
+
+# When a spare has the place of a host that a slice names, the slice goes on there.
+row(
+    "bind-to-the-spare",
+    wrap("resources.slices.bind_again", breakages.bind_anywhere),
+    seen("slices", 17, "named hosts"),
+)
+# A slice that waits for the hosts that it names is not bound when they are there.
+row("leave-it-parked", forget("resources.slices.retry_parked"), seen("slices", 1, "named hosts"))
+
+# --- streams -------------------------------------------------------------------------------------
+
+# A generator that begins anew skips nothing, so the stream goes on with its first elements.
+row(
+    "lose-elements-of-a-stream",
+    put("host.backend.feeds.make_feeder", breakages.SkipsNothing),
+    seen("streams-lost", 8, "oracle"),
+)
+# A host that is asked for an element again makes the next one in its place.
+row(
+    "read-on-in-a-stream",
+    put("host.backend.feeds.make_feeder", breakages.ReadsOn),
+    seen("streams-lost", 3, "oracle"),
+)
+# A host takes the state of an iterator for that of one element later.
+row(
+    "restore-a-stream-one-off",
+    put("host.backend.feeds.make_feeder", breakages.IsOneElementBehind),
+    seen("streams-lost", 11, "oracle"),
+)
+# A client begins more elements of a stream than it may.
+row(
+    "streams-without-back-pressure",
+    each("cluster", lambda cluster: setattr(cluster, "streams", breakages.FarAhead())),
+    seen("streams", 28, "back-pressure"),
+)
+
+# --- tenants -------------------------------------------------------------------------------------
+
+# A client gets whichever number it says that it had.
+row(
+    "believe-every-claim", forget("cluster.claims.is_valid", True), seen("trespasses", 9, "tenants")
+)
+# Every client has the rights of the operator.
+row(
+    "rights-not-checked",
+    forget("cluster.world.tenants", OPERATOR),
+    seen("trespasses", 29, "tenants", "oracle"),
+)
+# Hosts take all programs for those of one tenant, and give it the names of all computations.
+row(
+    "names-for-all",
+    alter(m.Install, lambda it: replace(it, tenant="tenant-0")),
+    seen("trespasses", 2, "tenants"),
+)
+# Actors take every message that they have a handler for, whatever its sender is.
+row(
+    "believe-every-sender",
+    forget("cluster.world.permits", True),
+    seen("intruders", 5, "liveness", "epochs last", "oracle", "census"),
+)
+# A host gives its replicas to every host that asks.
+row("permits-not-checked", each("host", breakages.permit_all), seen("trespasses", 1, "replicas"))
+# A host takes replicas that another host offers.
+row(
+    "take-every-offer",
+    wrap("cluster.world.permits", lambda permits, *of: of[2] is m.OfferReplica or permits(*of)),
+    seen("trespasses", 9, "replicas"),
+)
+# The controller believes every host that says that it has replicas.
+row(
+    "believe-every-holding",
+    forget("cluster.claims.may_keep", True),
+    seen("trespasses", 3, "replicas"),
+)
+# The controller believes every host that says that an array is lost.
+row(
+    "believe-every-loss",
+    hear("controller", m.ArraysLost, breakages.believe_loss),
+    seen("trespasses", 20, "replicas"),
+)
+# The controller notes uploads to hosts that have no slice of the client.
+row(
+    "believe-every-upload",
+    hear("controller", m.Uploaded, breakages.believe_upload),
+    seen("trespasses", 13, "replicas"),
+)
+
+# --- timelines -----------------------------------------------------------------------------------
+
+# A host goes on recording for a client that has died.
+row(
+    "record-for-ever",
+    together(
+        forget("host.store.recordings.forget_node"),
+        forget("host.store.recordings._leases._act", False),
+    ),
+    seen("timelines", 1, "timelines", "census"),
+)
+# A client does not get one of the records of a process.
+row(
+    "lose-a-record",
+    alter(m.Records, breakages.without_a_record, 0.2),
+    seen("timelines", 0, "timelines"),
+)
+# A host forgets what one client has read, although another one has not read it.
+row(
+    "forget-what-another-reads",
+    after("host.store", m.ReadRecords, lambda store, _: store.env.recorder.values.clear()),
+    seen("timelines", 9, "timelines"),
+)
+# The controller stops recording when the first of several clients stops.
+row(
+    "stop-for-all",
+    after(
+        "controller",
+        m.ReadRecords,
+        lambda control, it: it.stop and setattr(control.env.recorder, "on", False),
+    ),
+    seen("timelines", 9, "timelines"),
+)
+# The controller's process leaves out the launches that have not ended when a timeline ends.
+row(
+    "leave-out-what-is-in-flight",
+    each("scheduler.env.recorder.unfinished", dict.clear),
+    seen("timelines", 2, "timelines"),
+)
+# A process tells another time than that of its records.
+row(
+    "wrong-time",
+    alter(m.Records, lambda it: replace(it, now_s=it.now_s + 0.2)),
+    seen("timelines", 16, "clocks"),
+)
+
+# --- views and shares ----------------------------------------------------------------------------
+
+# When a source is deleted, a host frees its shards, although views name them.
+row(
+    "free-viewed-shards",
+    wrap("host.store.arrays.drop", breakages.free_viewed),
+    seen("views", 16, "oracle", "replicas are equal"),
+)
+# A computation overwrites a donated shard that a view names as well.
+row("donate-viewed-shards", breakages.of_each_op(breakages.unshared), seen("views", 8, "views"))
+# A gang reads a view of which one host has an error, before the other hosts know of it.
+row(
+    "uneven-views-are-not-settled",
+    wrap("host.executor.interpreter._await_outcome", breakages.at_once),
+    seen("views", 5, "liveness", "oracle", "G1"),
+)
+# The scheduler counts the memory of a shard for its array, and for each view of it.
+row(
+    "count-viewed-shards-twice",
+    wrap("memory._view", lambda view, output, on, given: view(output, on, {})),
+    seen("views-lost", 13, "views"),
+)
+# The scheduler counts the memory of a shard for ever, if a view has named it.
+row(
+    "keep-viewed-shards",
+    wrap(
+        "memory._let_go",
+        lambda let_go, buffer: None if buffer.shards is not None else let_go(buffer),
+    ),
+    seen("views-lost", 7, "memory"),
+)
+# The giver may delete and donate what it has offered before the taker has it.
+row(
+    "offers-not-guarded",
+    after(
+        "controller",
+        m.Offer,
+        lambda control, _: [client.offered.clear() for client in control.sessions.clients],
+    ),
+    seen("shares", 0, "repeats"),
+)
+# The controller deletes offered arrays before they are taken.
+row(
+    "delete-offered-arrays",
+    wrap("controller.shares.keep", lambda keep, client, arrays: arrays),
+    seen("shares", 32, "oracle"),
+)
+# The controller counts a taken array as arrived before the giver has made it.
+row(
+    "arrived-when-taken",
+    wrap("controller.shares.ask", breakages.arrived_when_asked),
+    seen("shares", 6, "oracle", "liveness", "epochs last", "views"),
+)
