@@ -41,7 +41,7 @@ class Plans(ControlPart):
     @handles_client(GetPlan)
     def _get(self, client: Client, message: GetPlan) -> None:
         try:
-            program = self._found(client, self.sessions.seen_by(client), message)
+            program = self._found(client, message)
             name, segments, edges, branches = self._described(program)
         except Error as error:
             answer = Answered(message.request, ErrorReport.of(error))
@@ -51,12 +51,14 @@ class Plans(ControlPart):
         told = ProgramPlan(message.request, name, number, segments, edges, branches)
         self._env.send(client.address, told)
 
-    def _found(self, client: Client, seen: list[Client], message: GetPlan) -> RegisteredProgram:
+    def _found(self, client: Client, message: GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
             return client.programs[message.program]
+        sees = self.sessions.sight(client.number)
         for run in self.runs.in_flight.values():
-            if run_name(run.record.order) == message.name and self.sessions.get(run.client) in seen:
+            if run_name(run.record.order) == message.name and sees(run.client):
                 return run.record.program
+        seen = [one for one in self.sessions.clients if sees(one.number)]
         programs = [program for one in seen for program in one.programs.values()]
         found = [program for program in programs if program.body.name == message.name]
         if found:
