@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -41,7 +44,7 @@ from pw.core.messages import (
     Status,
     WorkReport,
 )
-from pw.core.messages.owners import visible
+from pw.core.messages.owners import Owner, visible
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
 from pw.sched.control.explain.memory import OTHERS, with_holders
 from tests.stages.actors import Recorder, World
@@ -381,3 +384,25 @@ def test_reports_of_schedulers_lose_the_work_of_others() -> None:
         installing[:1],
     )
     assert (left.launched, left.queued) == (2, 2)
+
+
+def structs_in(kind: object) -> Iterator[type[msgspec.Struct]]:
+    """A type, and the types of its fields, if they are structs."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        kind = tuple(typing.get_type_hints(kind).values())
+    for inner in kind if isinstance(kind, tuple) else typing.get_args(kind):
+        yield from structs_in(inner)
+
+
+def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() -> None:
+    owned = set()
+    for kind in {*structs_in(Explanation), *structs_in(Memory)} - {OwnerMemory}:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for name in hints.keys() & {"run", "program", "client", "array"}:
+            marks = typing.get_args(hints[name])
+            if any(isinstance(mark, Owner) for mark in marks):
+                owned.add(kind)
+        named = typing.get_type_hints(kind).items() & {("run", int), ("client", int)}
+        assert kind in owned or not named, f"{kind.__name__} may show what other tenants do"
+    assert len(owned) == 6

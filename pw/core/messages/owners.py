@@ -2,8 +2,8 @@
 
 A part of a report, such as one launch, belongs to the client that one of its fields names: the type
 of the field says so. A client sees the parts that belong to clients of its tenant. Parts that
-belong to no client (0) are for operators. Counts of work, bytes and devices belong to nobody and
-stay, so that a report still says whether a device is in use.
+belong to no client (0) are for operators. Counts of work, bytes and devices always stay, so that a
+report still says whether a device is in use.
 """
 
 from __future__ import annotations
