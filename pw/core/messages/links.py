@@ -10,7 +10,7 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.base import Base
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS)]
 """A frame with a longer one does not decode, and is dropped: before the hello, there is no peer to answer."""
