@@ -20,7 +20,8 @@ LOST = "lost"
 
 def endpoint_of(address: str, timeout_s: float) -> str:
     """Return where the controller at an address publishes events. Raises Error if it does not."""
-    endpoint = requests.status(address, timeout_s).events
+    with requests.connected(address, timeout_s) as session:
+        endpoint = session.ask.status(timeout_s).events
     if not endpoint:
         raise Error(
             f"the controller at {address} publishes no events; start it with pw-controller --events ipc:///..."

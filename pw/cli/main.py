@@ -5,7 +5,6 @@ No command imports jax, so each answers in less than a second.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -83,12 +82,7 @@ def status(
     """
     from pw.cli import requests
 
-    address = _known(address, credentials, insecure)
-    told = requests.status(address, timeout)
-    if as_json:
-        typer.echo(json.dumps(requests.status_document(address, told), indent=2))
-    else:
-        requests.show_status(address, told)
+    requests.status(_known(address, credentials, insecure), timeout).show(as_json=as_json)
 
 
 @app.command()
@@ -107,12 +101,7 @@ def memory(
     """
     from pw.cli import requests
 
-    address = _known(address, credentials, insecure)
-    told = requests.memory(address, timeout)
-    if as_json:
-        typer.echo(json.dumps(requests.memory_document(address, told), indent=2))
-    else:
-        requests.show_memory(told)
+    requests.memory(_known(address, credentials, insecure), timeout).show(as_json=as_json)
 
 
 @app.command()
@@ -163,11 +152,7 @@ def why(
     """
     from pw.cli import requests
 
-    told = requests.explanation(_known(address, credentials, insecure), timeout)
-    if as_json:
-        typer.echo(json.dumps(requests.explanation_document(told), indent=2))
-    else:
-        typer.echo(told.text)
+    requests.explanation(_known(address, credentials, insecure), timeout).show(as_json=as_json)
 
 
 @app.command()
@@ -192,11 +177,7 @@ def plan(
     """
     from pw.cli import requests
 
-    told = requests.plan(_known(address, credentials, insecure), program, timeout)
-    if as_json:
-        typer.echo(json.dumps(requests.plan_document(told), indent=2))
-    else:
-        requests.show_plan(told)
+    requests.plan(_known(address, credentials, insecure), program, timeout).show(as_json=as_json)
 
 
 @app.command()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import typer
 
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
@@ -18,12 +20,12 @@ from pw.client.status import ClusterStatus
 from pw.client.timeline import tracing
 from pw.core.errors import Error
 from pw.core.ids import client_id
-from pw.core.messages import Explanation, HostInfo, IslandInfo, Memory, ProgramPlan, Status
+from pw.core.messages import HostInfo, IslandInfo, Status
 
 CONNECT_S = 3.0
 
 
-def _session(address: str, timeout_s: float) -> closing[Runtime]:
+def connected(address: str, timeout_s: float) -> closing[Runtime]:
     """Return a session for a `with` block.
 
     Raises:
@@ -33,15 +35,29 @@ def _session(address: str, timeout_s: float) -> closing[Runtime]:
     return closing(Runtime(remote(address), 1.0, 0, connect_s=timeout_s))
 
 
-# --- pw status -----------------------------------------------------------------------------------
+class Answer(NamedTuple):
+    """An answer of the controller, as a document and as text."""
+
+    document: dict[str, Any]
+    """The values of its JSON document."""
+    shown: tables.Shown | str
+    """The tables or the lines for people."""
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it to standard output."""
+        if not as_json and isinstance(self.shown, tables.Shown):
+            tables.show(self.shown)
+        else:
+            typer.echo(json.dumps(self.document, indent=2) if as_json else self.shown)
 
 
-def status(address: str, timeout_s: float) -> Status:
+def status(address: str, timeout_s: float) -> Answer:
     """Return the state of a cluster, without the client that has asked."""
-    with _session(address, timeout_s) as session:
+    with connected(address, timeout_s) as session:
         told = session.ask.status(timeout_s)
     others = tuple(client for client in told.clients if not client.is_me)
-    return msgspec.structs.replace(told, clients=others)
+    told = msgspec.structs.replace(told, clients=others)
+    return Answer(status_document(address, told), ClusterStatus.of(told, address))
 
 
 def status_document(address: str, told: Status) -> dict[str, Any]:
@@ -76,66 +92,41 @@ def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
     return {renamed.get(k, k): value for k, value in msgspec.structs.asdict(info).items()}
 
 
-def show_status(address: str, told: Status) -> None:
-    """Print the state of a cluster as tables."""
-    tables.show(ClusterStatus.of(told, address))
+def memory(address: str, timeout_s: float) -> Answer:
+    """Return the memory of all devices of a cluster; in JSON, all sizes are in bytes."""
+    with connected(address, timeout_s) as session:
+        told = session.ask.memory(timeout_s)
+    return Answer({"address": address} | _document(told), ClusterMemory.of(told))
 
 
-# --- pw memory -----------------------------------------------------------------------------------
+def plan(address: str, name: str, timeout_s: float) -> Answer:
+    """Return the plan of a program; in JSON, sizes are in bytes and estimates in seconds.
+
+    Raises:
+        ArgumentError: there is no program or run of that name.
+    """
+    with connected(address, timeout_s) as session:
+        told = session.ask.plan(name, 0, timeout_s)
+    return Answer(_document(told), Plan.of(told))
 
 
-def memory(address: str, timeout_s: float) -> Memory:
-    """Return the memory of all devices of a cluster."""
-    with _session(address, timeout_s) as session:
-        return session.ask.memory(timeout_s)
+def explanation(address: str, timeout_s: float) -> Answer:
+    """Return what holds up the cluster.
+
+    In JSON, `verdict` is the first line of `text`, and numbers of runs carry their client's.
+    """
+    with connected(address, timeout_s) as session:
+        told = session.ask.explain(timeout_s)
+    islands = [_island(island) for island in told.islands]
+    verdict = {"verdict": told.text.splitlines()[0]}
+    return Answer(verdict | _document(told) | {"islands": islands}, told.text)
 
 
-def memory_document(address: str, told: Memory) -> dict[str, Any]:
-    """Return the memory of all devices for JSON; all sizes are in bytes."""
-    return {"address": address, "devices": _plain(told.devices), "silent": list(told.silent)}
-
-
-def show_memory(told: Memory) -> None:
-    """Print the memory of all devices as tables."""
-    tables.show(ClusterMemory.of(told))
-
-
-# --- pw plan -------------------------------------------------------------------------------------
-
-
-def plan(address: str, name: str, timeout_s: float) -> ProgramPlan:
-    """Return the plan of a program. Raises ArgumentError if there is no program or run of that name."""
-    with _session(address, timeout_s) as session:
-        return session.ask.plan(name, 0, timeout_s)
-
-
-def plan_document(told: ProgramPlan) -> dict[str, Any]:
-    """Return the plan of a program for JSON; sizes in bytes, estimates in seconds."""
+def _document(told: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of an answer by name, but for the number of its request."""
     fields: dict[str, Any] = _plain(told)
     del fields["request"]
     return fields
-
-
-def show_plan(told: ProgramPlan) -> None:
-    """Print the plan of a program as tables."""
-    tables.show(Plan.of(told))
-
-
-# --- pw why --------------------------------------------------------------------------------------
-
-
-def explanation(address: str, timeout_s: float) -> Explanation:
-    """Return the controller's story of what holds up the cluster."""
-    with _session(address, timeout_s) as session:
-        return session.ask.explain(timeout_s)
-
-
-def explanation_document(told: Explanation) -> dict[str, Any]:
-    """All of it as JSON: `verdict` is the first line of `text`; numbers of runs carry their client's."""
-    fields: dict[str, Any] = _plain(told)
-    del fields["request"]
-    fields["islands"] = [_island(island) for island in told.islands]
-    return {"verdict": told.text.splitlines()[0]} | fields
 
 
 def _plain(value: Any) -> Any:
@@ -147,9 +138,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# --- pw trace ------------------------------------------------------------------------------------
-
-
 def trace(address: str, path: str, seconds: float, timeout_s: float) -> Iterator[str]:
     """Record a timeline for some seconds; yield lines that say what is in the file.
 
@@ -157,13 +145,10 @@ def trace(address: str, path: str, seconds: float, timeout_s: float) -> Iterator
         ArgumentError: the file cannot be written.
         ConnectionFailed: no controller answers at `address` within `timeout_s`.
     """
-    with _session(address, timeout_s) as session, tracing.trace(path, runtime=session) as timeline:
+    with connected(address, timeout_s) as session, tracing.trace(path, runtime=session) as timeline:
         time.sleep(seconds)
     yield f"{path}: {timeline.summary}"
     yield from timeline.notes
-
-
-# --- pw cancel, pw drain -------------------------------------------------------------------------
 
 
 def parse(what: str) -> tuple[int, int]:
@@ -181,7 +166,7 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
         Error: there is no such client, or no such run in flight.
     """
     chosen = [parse(one) for one in what]
-    with _session(address, timeout_s) as session:
+    with connected(address, timeout_s) as session:
         for client, run in chosen:
             session.ask.cancel_runs(client, run).result(timeout_s)
 
@@ -192,7 +177,7 @@ def drain(address: str, host: str, timeout_s: float) -> None:
     Raises:
         Error: there is no such host, no other host can take its place, or it took longer than `timeout_s`.
     """
-    with _session(address, CONNECT_S) as session:
+    with connected(address, CONNECT_S) as session:
         try:
             session.ask.drain(host).result(timeout_s)
         except TimeoutError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pw.client.connection import current
 from pw.client.show.tables import Shown, Table
@@ -39,57 +41,40 @@ class ClusterMemory(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of devices, owners and largest arrays."""
-        devices = [
-            (
-                *_place(d),
-                _words(d.limit_bytes, "unlimited"),
-                _words(d.free_bytes, ""),
-                _words(d.arrays_bytes, "no answer"),
-                size_in_words(d.reserved_bytes),
-                size_in_words(d.temporary_bytes),
-                _words(d.in_use_bytes, ""),
-                _words(d.peak_bytes, ""),
-            )
-            for d in self.devices
-        ]
-        owners = [
-            (
-                *_place(d),
-                o.client,
-                o.name,
-                o.arrays,
-                size_in_words(o.arrays_bytes),
-                size_in_words(o.reserved_bytes),
-            )
-            for d in self.devices
-            for o in d.owners
-        ]
-        arrays = [
-            (
-                *_place(d),
-                f"{a.client}.{a.array}",
-                a.type,
-                a.program or "(uploaded)",
-                size_in_words(a.size_bytes),
-            )
-            for d in self.devices
-            for a in d.largest
-        ]
-        place = ("island", "host", "device")
-        counts = ("limit", "free", "arrays", "reserved", "temporaries", "in use", "peak")
+        place: dict[str, Callable[..., Any]] = {
+            "island": lambda d, *_: d.island,
+            "host": lambda d, *_: d.host,
+            "device": lambda d, *_: d.device,
+        }
+        memory = {
+            "limit": lambda d: _words(d.limit_bytes, "unlimited"),
+            "free": lambda d: _words(d.free_bytes, ""),
+            "arrays": lambda d: _words(d.arrays_bytes, "no answer"),
+            "reserved": lambda d: size_in_words(d.reserved_bytes),
+            "temporaries": lambda d: size_in_words(d.temporary_bytes),
+            "in use": lambda d: _words(d.in_use_bytes, ""),
+            "peak": lambda d: _words(d.peak_bytes, ""),
+        }
+        owned = {
+            "client": lambda _, o: o.client,
+            "name": lambda _, o: o.name,
+            "arrays": lambda _, o: o.arrays,
+            "bytes": lambda _, o: size_in_words(o.arrays_bytes),
+            "reserved": lambda _, o: size_in_words(o.reserved_bytes),
+        }
+        array = {
+            "array": lambda _, a: f"{a.client}.{a.array}",
+            "type": lambda _, a: a.type,
+            "made by": lambda _, a: a.program or "(uploaded)",
+            "bytes": lambda _, a: size_in_words(a.size_bytes),
+        }
+        owners = ((device, owner) for device in self.devices for owner in device.owners)
+        arrays = ((device, largest) for device in self.devices for largest in device.largest)
         return (
-            Table("Devices", (*place, *counts), tuple(devices)),
-            Table(
-                "Owners",
-                (*place, "client", "name", "arrays", "bytes", "reserved"),
-                tuple(owners),
-            ),
-            Table("Largest arrays", (*place, "array", "type", "made by", "bytes"), tuple(arrays)),
+            Table.of("Devices", zip(self.devices, strict=True), place | memory),
+            Table.of("Owners", owners, place | owned),
+            Table.of("Largest arrays", arrays, place | array),
         )
-
-
-def _place(device: DeviceUse) -> tuple[str, str, int]:
-    return device.island, device.host, device.device
 
 
 def _words(size_bytes: int | None, without: str) -> str:

@@ -43,56 +43,34 @@ class Plan(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of segments, branches and edges."""
-        segments = [
-            (
-                number,
-                segment.island,
-                len(segment.hosts),
-                ", ".join(map(str, segment.depends)),
-                _counted(segment.computations),
-            )
-            for number, segment in enumerate(self.segments)
-        ]
-        branches = [
-            (
-                number,
-                f"{branch.predicate} is {'false' if branch.unless else 'true'}",
-                "" if branch.outer < 0 else branch.outer,
-                _counted(branch.computations),
-            )
-            for number, branch in enumerate(self.branches)
-        ]
-        edges = [
-            (
-                f"{edge.value} → {edge.consumer}",
-                edge.source,
-                edge.destination,
-                edge.type,
-                size_in_words(edge.size_bytes),
-                edge.count,
-                edge.way,
-                ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in edge.estimates_s),
-            )
-            for edge in self.edges
-        ]
+        segments = {
+            "segment": lambda number, _: number,
+            "island": lambda _, s: s.island,
+            "hosts": lambda _, s: len(s.hosts),
+            "after": lambda _, s: ", ".join(map(str, s.depends)),
+            "computations": lambda _, s: _counted(s.computations),
+        }
+        branches = {
+            "branch": lambda number, _: number,
+            "runs if": lambda _, b: f"{b.predicate} is {'false' if b.unless else 'true'}",
+            "inside": lambda _, b: "" if b.outer < 0 else b.outer,
+            "computations": lambda _, b: _counted(b.computations),
+        }
+        edges = {
+            "edge": lambda e: f"{e.value} → {e.consumer}",
+            "from": lambda e: e.source,
+            "to": lambda e: e.destination,
+            "type": lambda e: e.type,
+            "bytes": lambda e: size_in_words(e.size_bytes),
+            "count": lambda e: e.count,
+            "way": lambda e: e.way,
+            "estimates": lambda e: ", ".join(f"{w} {s * 1e3:.3g} ms" for w, s in e.estimates_s),
+        }
+        of_branches = (Table.of("Branches", enumerate(self.branches), branches),)
         return (
-            Table(
-                "Segments", ("segment", "island", "hosts", "after", "computations"), tuple(segments)
-            ),
-            *(
-                [
-                    Table(
-                        "Branches", ("branch", "runs if", "inside", "computations"), tuple(branches)
-                    )
-                ]
-                if branches
-                else []
-            ),
-            Table(
-                "Edges",
-                ("edge", "from", "to", "type", "bytes", "count", "way", "estimates"),
-                tuple(edges),
-            ),
+            Table.of("Segments", enumerate(self.segments), segments),
+            *(of_branches if self.branches else ()),
+            Table.of("Edges", zip(self.edges, strict=True), edges),
         )
 
 

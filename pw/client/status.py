@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pw.client.connection import current
@@ -40,18 +40,7 @@ class ClusterStatus(Shown):
     @classmethod
     def of(cls, told: Status, address: str | None) -> ClusterStatus:
         """Complete the controller's answer with its address."""
-        return cls(
-            address,
-            told.pw_version,
-            told.jax_version,
-            told.policy,
-            told.islands,
-            told.other_hosts,
-            told.clients,
-            told.runs,
-            told.hidden_clients,
-            told.hidden_runs,
-        )
+        return cls(address, *(getattr(told, field.name) for field in fields(cls)[1:]))
 
     @property
     def hosts(self) -> tuple[HostInfo, ...]:

@@ -69,9 +69,9 @@ class Recordings(Part):
     @handles(ReadRecords)
     def _read(self, sender: Address, message: ReadRecords) -> None:
         now_s, recorder = self._env.now_s(), self._recorder
+        about = message.timeline, message.question, now_s
         if not self._is_known(sender):
-            refusal = Records(message.timeline, message.question, now_s, refused=True)
-            self._env.send(sender, refusal)
+            self._env.send(sender, Records(*about, refused=True))
             return
         key = (sender.node, message.timeline)
         reader = self._readers.get(key)
@@ -81,8 +81,7 @@ class Recordings(Part):
                     f"a client records {AT_ONCE} timelines at once; end one of them"
                 )
                 report = ErrorReport.of(error, self._env.address.node)
-                refusal = Records(message.timeline, message.question, now_s, error=report)
-                self._env.send(sender, refusal)
+                self._env.send(sender, Records(*about, error=report))
                 return
             here = recorder.end
             reader = self._readers[key] = _Reader(here, here, 0, recorder.dropped, now_s, now_s)
@@ -93,12 +92,12 @@ class Recordings(Part):
                 for record in recorder.unfinished.values():
                     record()
             reader.end = recorder.end
-        self._env.send(sender, self._part(reader, sender.node, message, now_s))
+        self._env.send(sender, self._part(reader, sender.node, about))
         if reader.next == reader.end:
             del self._readers[key]
         self._settle()
 
-    def _part(self, reader: _Reader, node: str, message: ReadRecords, now_s: float) -> Records:
+    def _part(self, reader: _Reader, node: str, about: tuple[int, int, float]) -> Records:
         """Return the next records for a reader at a node."""
         recorder = self._recorder
         first = reader.next
@@ -112,9 +111,7 @@ class Recordings(Part):
         reader.names += len(names)
         reader.dropped += dropped
         return Records(
-            message.timeline,
-            message.question,
-            now_s,
+            *about,
             reader.since_s,
             first - reader.began,
             count,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,12 +15,10 @@ from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, client_id, run_name, session_of
 from pw.core.messages import (
     Answered,
-    ArrayMemory,
     Attach,
     Attached,
     CancelRuns,
     CreateArray,
-    DeviceUse,
     DrainHost,
     Evicted,
     Explain,
@@ -43,9 +44,9 @@ from pw.core.messages import (
     Status,
     WorkReport,
 )
+from pw.core.messages.owners import Owner, visible
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
-from pw.sched.control.explain.hiding import OTHERS, memory_without_others, without_others
-from pw.sched.control.explain.memory import with_holders
+from pw.sched.control.explain.memory import OTHERS, with_holders
 from tests.stages.actors import Recorder, World
 from tests.stages.scripted import SMALL, Client, chain, join, split
 
@@ -254,29 +255,25 @@ def test_an_explanation_names_no_work_of_other_tenants() -> None:
         assert asker.env.address.node in names
 
 
-def test_memory_has_one_sum_for_the_arrays_of_other_tenants() -> None:
-    owners = tuple(OwnerMemory(n, f"c{n}", n, 10 * n, 100 * n) for n in (1, 2, 3))
-    largest = tuple(ArrayMemory(n, 5, "f32[2]", f"p{n}", 8) for n in (1, 2, 3))
-    device = DeviceUse("i", "h", 0, None, None, 60, 600, 0, None, None, owners, largest)
-    (told,) = memory_without_others((device,), lambda number: number == 1)
-    assert told.owners == (owners[0], OwnerMemory(0, OTHERS, 5, 50, 500))
-    assert told.largest == largest[:1]
-    assert (told.arrays_bytes, told.reserved_bytes) == (60, 600)
-
-
-@pytest.mark.parametrize(("asker", "names"), [("blue", {"blue", OTHERS}), ("op", {"red", "blue"})])
-def test_reports_of_memory_are_filtered_by_tenant(asker: str, names: set[str]) -> None:
+def test_reports_of_memory_have_one_sum_for_the_arrays_of_other_tenants() -> None:
     stage = Stage()
     host = HostInfo("h0", "i", "ready", 1, 1, "", False)
-    island = IslandInfo("i", "ready", "cpu", "", (host,), 1, (), 1, 0, 0, 0)
-    stage.islands.append(island)
-    for client in (stage.red, stage.blue):
+    stage.islands.append(IslandInfo("i", "ready", "cpu", "", (host,), 1, (), 1, 0, 0, 0))
+    clients = (stage.red, stage.scarlet, stage.blue)
+    for client in clients:
         slice_ = client.slice(1)
         stage.world.settle()
         client.upload(np.arange(SMALL), split(slice_, 1))
     stage.world.settle()
-    (device,) = stage.ask(getattr(stage, asker), GetMemory(1), Memory).devices
-    assert {one.name for one in device.owners} == names
+    (whole,) = stage.ask(stage.op, GetMemory(1), Memory).devices
+    assert [one.name for one in whole.owners] == ["red", "scarlet", "blue"]
+    assert len(whole.largest) == 3
+    (device,) = stage.ask(stage.blue, GetMemory(1), Memory).devices
+    own, others = device.owners
+    assert own == whole.owners[2]
+    assert others == OwnerMemory(0, OTHERS, 2, 2 * own.arrays_bytes, 0)
+    assert [one.client for one in device.largest] == [own.client]
+    assert device.arrays_bytes == whole.arrays_bytes == 3 * own.arrays_bytes
 
 
 def test_the_error_of_a_run_without_room_names_no_arrays_of_other_tenants() -> None:
@@ -380,10 +377,32 @@ def test_reports_of_schedulers_lose_the_work_of_others() -> None:
     installing = tuple(InstallReport(client_id(n, 2), "q", ("h",)) for n in (1, 2))
     report = IslandReport(0, "i", ("h",), 0.0, 2, 2, tuple(works), tuple(works), installing)
     facts = Explanation(0, "", (), (report,), (), (), ())
-    (left,) = without_others(facts, lambda number: number == 1).work
+    (left,) = visible(facts, lambda number: number == 1).work
     assert (left.oldest, left.heads, left.installing) == (
         (works[0],),
         (works[0],),
         installing[:1],
     )
     assert (left.launched, left.queued) == (2, 2)
+
+
+def structs_in(kind: object) -> Iterator[type[msgspec.Struct]]:
+    """A type, and the types of its fields, if they are structs."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        kind = tuple(typing.get_type_hints(kind).values())
+    for inner in kind if isinstance(kind, tuple) else typing.get_args(kind):
+        yield from structs_in(inner)
+
+
+def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() -> None:
+    owned = set()
+    for kind in {*structs_in(Explanation), *structs_in(Memory)} - {OwnerMemory}:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for name in hints.keys() & {"run", "program", "client", "array"}:
+            marks = typing.get_args(hints[name])
+            if any(isinstance(mark, Owner) for mark in marks):
+                owned.add(kind)
+        named = typing.get_type_hints(kind).items() & {("run", int), ("client", int)}
+        assert kind in owned or not named, f"{kind.__name__} may show what other tenants do"
+    assert len(owned) == 6

@@ -22,7 +22,7 @@ import pw
 from pw.client.connection import current
 from pw.client.connection.waiting import POLL_S, Waiting
 from pw.core.actors.watchdog import STALL_S, Look, Watchdog
-from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of
+from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
 from pw.core.messages import (
     CreateArray,
     EdgeCredit,
@@ -34,6 +34,7 @@ from pw.core.messages import (
     GetMemory,
     GetStatus,
     HostInfo,
+    HostMeasured,
     HostReport,
     Install,
     InstallProgram,
@@ -196,18 +197,22 @@ def test_a_host_that_does_not_answer() -> None:
     assert {report.host for report in story.hosts} == {"a0", "a1", "b0"}
 
 
-def test_a_host_cannot_speak_for_another() -> None:
+def test_a_host_answers_for_itself_and_what_it_was_asked() -> None:
     cluster = Cluster()
-    cluster.swallow(ExplainHost, to="b1", first=100)
-    forged = HostReport(1, "b1", "", 0.0, 0, (), (), ())
+    for host in ("a0", "b1"):
+        cluster.swallow(ExplainHost, to=host, first=100)
     cluster.client.tell(Explain(7))
     cluster.world.settle()
-    cluster.world.post(executor_of("a0"), CONTROL, forged)
-    cluster.client.tell(forged)
+    for number in range(3):
+        forged = HostReport(number, "b1", "", 0.0, 0, (), (), ())
+        cluster.world.post(executor_of("a0"), CONTROL, forged)
+        cluster.world.post(executor_of("b1"), CONTROL, HostMeasured(number, ()))
+        cluster.world.post(store_of("b1"), CONTROL, forged)
+        cluster.client.tell(forged)
     cluster.world.settle()
     cluster.world.wait(1.0)
     (story,) = cluster.client.of(Explanation)
-    assert [silence.host for silence in story.silent] == ["b1"]
+    assert [silence.host for silence in story.silent] == ["a0", "b1"]
 
 
 def told(run: int, *hosts: HostReport) -> str:

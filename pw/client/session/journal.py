@@ -16,14 +16,13 @@ import msgspec
 from pw.core.actors.actor import Part, handles
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROLLER, Address, arrays_in
+from pw.core.ids import Address, arrays_in
 from pw.core.messages import (
     AllocateSlice,
     Answered,
     Checkpoint,
     CreateArray,
     Delete,
-    Explanation,
     FailedArray,
     ForgetInputs,
     ForgetRuns,
@@ -39,8 +38,6 @@ from pw.core.messages import (
     RunsSettled,
     SliceBound,
     SliceRefused,
-    Stats,
-    Status,
 )
 from pw.core.messages.artifacts import Artifacts
 from pw.core.sharding import ArraySpec
@@ -193,11 +190,6 @@ class Journal(Part):
     def _on_forget_inputs(self, sender: Address, message: ForgetInputs) -> None:
         for array in message.arrays:
             self.inputs.pop(array, None)
-
-    @handles(Status, Explanation, Stats)
-    def _on_report(self, sender: Address, message: Status | Explanation | Stats) -> None:
-        if sender.node == CONTROLLER:
-            self.requests.pop(message.request, None)
 
     @handles(Answered)
     def _on_answered(self, sender: Address, message: Answered) -> None:

@@ -156,6 +156,7 @@ class Requests(Part):
     @handles(Ask)
     def _on_ask(self, sender: Address, note: Ask) -> None:
         """Ask the controller, and for counters also every host."""
+        self._env.journal.prune_requests(self.is_open)
         opened = _Open(note.answer, note.arrays)
         if not self._begin(opened):
             return

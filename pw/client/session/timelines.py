@@ -168,7 +168,7 @@ class Timelines(Part):
             return  # it has come too late
         del timeline.asked[node]
         if message.error is not None:
-            self._refused(timeline, message.error.exception())
+            self._fail(timeline, message.error.exception())
             return
         if message.refused:
             self._hosts.lost(node)  # the next question introduces this client again
@@ -223,8 +223,8 @@ class Timelines(Part):
         if timeline.collected is not None:
             timeline.done.add(node)
 
-    def _refused(self, timeline: _Timeline, error: Error) -> None:
-        """The client may not record timelines."""
+    def _fail(self, timeline: _Timeline, error: Error) -> None:
+        """End a timeline with an error."""
         del self._open[timeline.number]
         for future in (timeline.ready, timeline.collected):
             if future is not None:
@@ -256,8 +256,5 @@ class Timelines(Part):
     def close(self, error: Error) -> None:
         """Fail all timelines."""
         self._closed = error
-        for timeline in self._open.values():
-            for future in (timeline.ready, timeline.collected):
-                if future is not None:
-                    reject(future, error)
-        self._open.clear()
+        for timeline in list(self._open.values()):
+            self._fail(timeline, error)

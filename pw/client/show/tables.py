@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,17 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        things: Iterable[tuple[Any, ...]],
+        columns: Mapping[str, Callable[..., Any]],
+    ) -> Table:
+        """Return a table with a row for each tuple; each column has a function from it to a cell."""
+        rows = tuple(tuple(cell(*one) for cell in columns.values()) for one in things)
+        return cls(title, tuple(columns), rows)
 
     def is_number(self, column: int) -> bool:
         """Whether a column has only numbers."""

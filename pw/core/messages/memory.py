@@ -11,6 +11,7 @@ from pw.core.messages.base import (
     HostToController,
     Local,
 )
+from pw.core.messages.owners import ClientNumber
 from pw.core.sharding import DeviceAddress
 
 
@@ -55,14 +56,17 @@ class MeasureHost(ControllerToStore, frozen=True, tag=183):
     """How many arrays of each device to name."""
 
 
-class HeldArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array of which a device has a shard."""
+class ArrayMemory(msgspec.Struct, frozen=True, array_like=True):
+    """One of the largest arrays on a device."""
 
+    client: ClientNumber
     array: int
+    """Its number among those of the client."""
     type: str
-    """Its dtype and shape."""
+    program: str
+    """The program that made it; empty if it was uploaded, or that is not known (here)."""
     size_bytes: int
-    """Of the shard."""
+    """Of the shard on the device."""
 
 
 class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +74,7 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
 
     clients: tuple[tuple[int, int, int], ...]
     """Clients, their arrays here, and the bytes of these."""
-    largest: tuple[HeldArray, ...]
+    largest: tuple[ArrayMemory, ...]
     in_use_bytes: int | None
     """As the device's allocator counts; None if it does not."""
     peak_bytes: int | None
@@ -84,23 +88,11 @@ class HostMeasured(HostToController, frozen=True, tag=184):
     devices: tuple[HeldMemory, ...]
 
 
-class ArrayMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One of the largest arrays on a device."""
-
-    client: int
-    array: int
-    """Its number among those of the client."""
-    type: str
-    program: str
-    """The program that made it; empty if it was uploaded, or if that is not known any more."""
-    size_bytes: int
-    """Of the shard on the device."""
-
-
 class OwnerMemory(msgspec.Struct, frozen=True, array_like=True):
     """What one client has on a device."""
 
     client: int
+    """Its number; 0 for all clients together that the asker may not see."""
     name: str
     arrays: int
     arrays_bytes: int

@@ -12,13 +12,14 @@ from pw.core.messages.base import (
     Local,
 )
 from pw.core.messages.bounds import Hosts
+from pw.core.messages.owners import ClientId, ClientNumber, OfNoClient
 from pw.core.messages.status import IslandInfo
 
 
 class WorkReport(msgspec.Struct, frozen=True, array_like=True):
     """One segment of a run, as the scheduler of its island sees it."""
 
-    run: int
+    run: ClientId
     segment: int
     program: str
     computations: tuple[str, ...]
@@ -35,7 +36,7 @@ class WorkReport(msgspec.Struct, frozen=True, array_like=True):
 class InstallReport(msgspec.Struct, frozen=True, array_like=True):
     """A program that some hosts of an island have not compiled yet."""
 
-    program: int
+    program: ClientId
     name: str
     hosts: tuple[str, ...]
 
@@ -48,7 +49,7 @@ class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     or `finished`.
     """
 
-    run: int
+    run: ClientId
     segment: int
     program: str
     computations: tuple[str, ...]
@@ -67,7 +68,7 @@ class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
     has sent no landing), `sending`, or `credit early` (the launch has not arrived here).
     """
 
-    run: int
+    run: ClientId
     edge: int
     peer: str
     incoming: bool
@@ -83,7 +84,7 @@ class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
 class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
     """A busy thread, its work, and where in the code it is."""
 
-    thread: str
+    thread: OfNoClient
     doing: str
     busy_s: float
     stack: tuple[str, ...]
@@ -93,7 +94,7 @@ class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
 class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     """What a client waits for at the controller."""
 
-    client: int
+    client: ClientNumber
     name: str
     runs_in_flight: int
     held: int

@@ -215,18 +215,12 @@ def _touched(instruction: Instruction) -> Iterable[int]:
         case Execute():
             return (*instruction.reads, *instruction.results)
         case Send():
-            return (instruction.slot, *_counts(instruction))
+            return instruction.reads
         case Receive():
             local = any(r.source_host == r.destination_host for r in instruction.routes)
-            if not local:
-                return (instruction.slot,)
-            return (instruction.slot, instruction.source_slot, *_counts(instruction))
+            return (instruction.slot, *(instruction.reads if local else ()))
         case Free():
             return instruction.slots
-
-
-def _counts(instruction: Send | Receive) -> tuple[int, ...]:
-    return () if instruction.counts is None else (instruction.counts.slot,)
 
 
 def _free(parts: dict[int, list[Instruction]], held: list[int], kept: set[int]) -> None:

@@ -75,6 +75,11 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag=1):
     route: Route
     counts: Counts | None = None
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The slots of its value and of its counts."""
+        return (self.slot,) if self.counts is None else (self.slot, self.counts.slot)
+
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Assemble an array of `spec` in `slot` from what arrives along `routes`.
@@ -90,6 +95,12 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=2):
     source: ArraySpec
     counts: Counts | None = None
     """If only the rows that count arrive; the others are zeros."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The slots of its local source and of its counts; this host may not have them."""
+        source = self.source_slot
+        return (source,) if self.counts is None else (source, self.counts.slot)
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pw.core.errors import ArrayDeleted, ErrorReport
+from pw.core.ids import client_of, serial_of
 from pw.core.landing import Bulk
-from pw.core.messages import HeldArray
+from pw.core.messages import ArrayMemory
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Backend
 from pw.devices.host.replica_memory import Replica
@@ -100,13 +101,14 @@ class Arrays(dict[int, Entry]):
         """Return the size of all shards on this host; one that several arrays name counts once."""
         return sum(entry.spec.shard_bytes for entry, _ in self._shards())
 
-    def on_devices(self) -> dict[int, list[HeldArray]]:
+    def on_devices(self) -> dict[int, list[ArrayMemory]]:
         """Return the arrays on each device of this host; a shard that several name counts for the first."""
-        found: defaultdict[int, list[HeldArray]] = defaultdict(list)
+        found: defaultdict[int, list[ArrayMemory]] = defaultdict(list)
         for entry, ordinal in self._shards():
             spec = entry.spec
             if not spec.memory:
-                found[ordinal].append(HeldArray(entry.array, spec.short, spec.shard_bytes))
+                whose = client_of(entry.array), serial_of(entry.array)
+                found[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
         return found
 
     def _shards(self) -> Iterator[tuple[Entry, int]]:

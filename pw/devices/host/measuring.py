@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import CONTROLLER, Address, client_of
-from pw.core.messages import HeldArray, HeldMemory, HostMeasured, MeasureHost
+from pw.core.ids import CONTROLLER, Address
+from pw.core.messages import ArrayMemory, HeldMemory, HostMeasured, MeasureHost
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend
 
@@ -34,10 +34,10 @@ class Measuring(Part):
         )
         self.env.send(sender, HostMeasured(message.request, devices))
 
-    def _held(self, ordinal: int, arrays: Sequence[HeldArray], largest: int) -> HeldMemory:
+    def _held(self, ordinal: int, arrays: Sequence[ArrayMemory], largest: int) -> HeldMemory:
         counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
         for one in arrays:
-            count = counts[client_of(one.array)]
+            count = counts[one.client]
             count[0] += 1
             count[1] += one.size_bytes
         return HeldMemory(

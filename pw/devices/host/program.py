@@ -181,13 +181,8 @@ def _of_branches(
             else:
                 held.difference_update(instruction.args)
         elif not isinstance(instruction, Free):
-            read = {instruction.slot}
-            if isinstance(instruction, Receive):
-                read = {instruction.source_slot}
-            if instruction.counts is not None:
-                read.add(instruction.counts.slot)
-            told -= read
-            held -= read
+            told.difference_update(instruction.reads)
+            held.difference_update(instruction.reads)
     return frozenset(told - held), frozenset(held)
 
 

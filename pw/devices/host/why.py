@@ -17,7 +17,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import Look, Watchdog
 from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
-from pw.core.programs.plan import Execute, Receive, Send
+from pw.core.programs.plan import Execute, Free
 from pw.devices.host.backend import Backend
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
@@ -89,14 +89,8 @@ class Explanations(Part):
             values = list(head.values())
         elif isinstance(head, HostLaunch) and head.position < len(head.segment.instructions):
             instruction = head.segment.instructions[head.position]
-            slots: tuple[int, ...] = ()
-            if isinstance(instruction, Execute):
-                slots = instruction.reads
-            elif isinstance(instruction, Send):
-                slots = (instruction.slot, *_counts(instruction))
-            elif isinstance(instruction, Receive):
-                slots = (instruction.source_slot, *_counts(instruction))
-            values = [head.run.slots.get(slot) for slot in slots]
+            if not isinstance(instruction, Free):
+                values = [head.run.slots.get(slot) for slot in instruction.reads]
         arriving = self.interpreter.arriving
         awaited = [value for value in values if value is not None and value in arriving]
         edge_of, unsettled = self.coordinator.receiving.edge_of, arriving.unsettled
@@ -120,10 +114,6 @@ def _makers_of_predicates(launch: HostLaunch) -> Iterator[str]:
             made = [run.slots.get(slot) for slot in instruction.results]
             if any(value in made for value in read):
                 yield run.program.body.computations[instruction.computation].name
-
-
-def _counts(instruction: Send | Receive) -> tuple[int, ...]:
-    return () if instruction.counts is None else (instruction.counts.slot,)
 
 
 def _report(run: int, segment: int, program: HostProgram, state: str) -> LaunchReport:

@@ -49,6 +49,7 @@ from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, Resumption
+from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
@@ -115,8 +116,9 @@ class Controller(Actor):
             sessions, slices, registry, replicas, replays, shares, recovery_s
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
-        explainer = Explainer(sessions, slices, runs, stream, island_status, heard_s)
-        measured = MemoryReports(sessions, island_status)
+        inquiries = Inquiries(sessions)
+        explainer = Explainer(sessions, inquiries, slices, runs, stream, island_status, heard_s)
+        measured = MemoryReports(sessions, inquiries, island_status)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
@@ -139,10 +141,8 @@ class Controller(Actor):
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
-        self.compose(
-            sessions, resumptions, explainer, measured, plans, ends, uploads, stream, shares
-        )
-        self.compose(self.recordings)
+        self.compose(sessions, resumptions, inquiries, explainer, measured, plans)
+        self.compose(ends, uploads, stream, shares, self.recordings)
         self._publishing: Publishing | None = None
         if events is not None:
             self._publishing = Publishing(sessions, events, counters)
@@ -266,8 +266,8 @@ class Controller(Actor):
             return
         used = self.runs.used_credits()
         islands = self._island_status()
-        seen = self.sessions.seen_by(asker)
-        numbers = {client.number for client in seen}
+        sees = self.sessions.sight(asker.number)
+        seen = [client for client in self.sessions.clients if sees(client.number)]
         self.env.send(
             sender,
             Status(
@@ -292,10 +292,10 @@ class Controller(Actor):
                     )
                     for client in seen
                 ),
-                tuple(run for run in self.runs.status() if run.client in numbers),
+                tuple(run for run in self.runs.status() if sees(run.client)),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
                 len(self.sessions.clients) - len(seen),
-                sum(count for number, count in used.items() if number not in numbers),
+                sum(count for number, count in used.items() if not sees(number)),
             ),
         )
 

@@ -196,10 +196,6 @@ class Sessions(Part):
         self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready, claim))
         return client
 
-    def seen_by(self, asker: Client) -> list[Client]:
-        """Return the clients that a client may see: those of its tenant; an operator sees all."""
-        return [client for client in self._clients.values() if asker.may_touch(client)]
-
     def sight(self, asker: int) -> Callable[[int], bool]:
         """Return whether the client `asker` may see what the client with a number has, or had."""
         client = self._clients.get(asker)

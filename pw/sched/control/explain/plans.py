@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from pw.core.errors import ArgumentError, Error, ErrorReport
 from pw.core.ids import run_name, serial_of
@@ -40,23 +40,21 @@ class Plans(ControlPart):
 
     @handles_client(GetPlan)
     def _get(self, client: Client, message: GetPlan) -> None:
+        answer: ProgramPlan | Answered
         try:
-            program = self._found(client, self.sessions.seen_by(client), message)
-            name, segments, edges, branches = self._described(program)
+            answer = self._describe(message.request, self._found(client, message))
         except Error as error:
             answer = Answered(message.request, ErrorReport.of(error))
-            self._env.send(client.address, answer)
-            return
-        number = run_name(program.program)
-        told = ProgramPlan(message.request, name, number, segments, edges, branches)
-        self._env.send(client.address, told)
+        self._env.send(client.address, answer)
 
-    def _found(self, client: Client, seen: list[Client], message: GetPlan) -> RegisteredProgram:
+    def _found(self, client: Client, message: GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
             return client.programs[message.program]
+        sees = self.sessions.sight(client.number)
         for run in self.runs.in_flight.values():
-            if run_name(run.record.order) == message.name and self.sessions.get(run.client) in seen:
+            if run_name(run.record.order) == message.name and sees(run.client):
                 return run.record.program
+        seen = [one for one in self.sessions.clients if sees(one.number)]
         programs = [program for one in seen for program in one.programs.values()]
         found = [program for program in programs if program.body.name == message.name]
         if found:
@@ -67,9 +65,7 @@ class Plans(ControlPart):
             f"there is no program, and no run in flight, called {message.name!r}. The newest programs: {there}"
         )
 
-    def _described(
-        self, program: RegisteredProgram
-    ) -> tuple[str, tuple[PlannedSegment, ...], tuple[PlannedEdge, ...], tuple[PlannedBranch, ...]]:
+    def _describe(self, request: int, program: RegisteredProgram) -> ProgramPlan:
         body, bindings = program.body, self._islands.bindings
         if program.error is not None:
             raise program.error.exception()
@@ -80,9 +76,9 @@ class Plans(ControlPart):
         physical = Physical(body, bindings)
         edges = edges_of(body, physical, only_transfers=program.only_transfers)
         whole = written(body, edges)
-        plan = lower(whole, bindings, physical)
-        segments = _segments(whole, plan)
-        return body.name, segments, _edges(body, edges, physical), _branches(body)
+        segments = _segments(whole, lower(whole, bindings, physical))
+        planned = segments, _edges(body, edges, physical), _branches(body)
+        return ProgramPlan(request, body.name, run_name(program.program), *planned)
 
 
 def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
@@ -115,21 +111,20 @@ def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[
     alike: Counter[PlannedEdge] = Counter()
     for edge in edges:
         value = edge.value
-        source = f"argument {value.index}" if value.node < 0 else called(value.node)
-        consumer = "the caller" if edge.consumer is None else called(edge.consumer)
+        ways = sorted(edge.estimates.items(), key=lambda one: (one[0] is not edge.way, one[1]))
         described = PlannedEdge(
-            source,
-            consumer,
+            f"argument {value.index}" if value.node < 0 else called(value.node),
+            "the caller" if edge.consumer is None else called(edge.consumer),
             lies(edge.source),
             lies(edge.destination),
             edge.source.short,
             edge.source.size_bytes,
             1,
             edge.way.value,
-            _estimates(edge),
+            tuple([(way.value, seconds) for way, seconds in ways]),
         )
         alike[described] += 1
-    return tuple([_times(edge, count) for edge, count in alike.items()])
+    return tuple([replace(edge, count=count) for edge, count in alike.items()])
 
 
 def _branches(program: Program) -> tuple[PlannedBranch, ...]:
@@ -160,15 +155,6 @@ def _branches(program: Program) -> tuple[PlannedBranch, ...]:
         )
         found.append(PlannedBranch(maker, unless, outer, tuple(names.items())))
     return tuple(found)
-
-
-def _estimates(edge: EdgeWay) -> tuple[tuple[str, float], ...]:
-    first = sorted(edge.estimates.items(), key=lambda one: (one[0] is not edge.way, one[1]))
-    return tuple([(way.value, seconds) for way, seconds in first])
-
-
-def _times(edge: PlannedEdge, count: int) -> PlannedEdge:
-    return msgspec.structs.replace(edge, count=count)
 
 
 def _split(spec: ArraySpec) -> str:

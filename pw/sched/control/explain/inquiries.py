@@ -1,0 +1,124 @@
+"""Asks schedulers and hosts, and collects their answers until all have come or `ANSWER_S` has passed.
+
+An inquiry is a generator: it yields the type of the answers that it wants with the question for each
+actor, is sent the answers that have come in time, may ask more, and returns a report. An answer that
+was not asked for, or is of another type, is dropped. Inquiries cost hosts and other clients time, so
+a client may have only a few open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pw.core.actors.actor import handles
+from pw.core.errors import ErrorReport, ProtocolError
+from pw.core.ids import Address
+from pw.core.messages import (
+    Explain,
+    Explanation,
+    GetMemory,
+    HostMeasured,
+    HostReport,
+    IslandMeasured,
+    IslandReport,
+    Memory,
+    RequestFailed,
+)
+from pw.sched.control.clients import Client
+from pw.sched.control.sessions import ControlPart
+
+ANSWER_S = 0.8
+"""How long hosts have to answer."""
+
+AT_ONCE = 4
+"""Inquiries of one kind and one client that are open at once; more are refused."""
+
+Questions = tuple[type, Mapping[Address, Callable[[int], object]]]
+"""The type of the answers, and what makes the question for each actor from a number."""
+
+Inquiry = Generator[Questions, dict[Address, Any], Explanation | Memory]
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open inquiry."""
+
+    inquiry: Inquiry
+    tell: Callable[[Any], None]
+    """Takes the report."""
+    asker: tuple[int, type] | None
+    """The client and the type of its request; None for an inquiry of the controller."""
+    kind: type = object
+    awaited: set[Address] = field(default_factory=set)
+    """The actors that have not answered."""
+    answers: dict[Address, Any] = field(default_factory=dict)
+
+
+class Inquiries(ControlPart):
+    """The open inquiries; see the module."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._open: dict[int, _Open] = {}
+        self._asked = 0
+
+    def answer(self, client: Client, request: Explain | GetMemory, inquiry: Inquiry) -> None:
+        """Send a client the report of an inquiry, or an error if it has too many open."""
+        asker = (client.number, type(request))
+        if sum(one.asker == asker for one in self._open.values()) < AT_ONCE:
+            self.begin(inquiry, partial(self._env.send, client.address), asker)
+            return
+        self._env.count("questions_refused")
+        error = ProtocolError(
+            f"client {client.number} has asked {AT_ONCE} times, and is not answered yet; wait for an "
+            "answer, then ask again"
+        )
+        self._env.send(client.address, RequestFailed(request.request, ErrorReport.of(error)))
+
+    def begin(
+        self,
+        inquiry: Inquiry,
+        tell: Callable[[Any], None],
+        asker: tuple[int, type] | None = None,
+    ) -> None:
+        """Begin an inquiry; `tell` takes its report, at once or later."""
+        self._ask(_Open(inquiry, tell, asker), next)
+
+    def _ask(self, one: _Open, resume: Callable[[Inquiry], Questions]) -> None:
+        """Resume an inquiry, and ask what it yields."""
+        try:
+            one.kind, questions = resume(one.inquiry)
+        except StopIteration as end:
+            one.tell(end.value)
+            return
+        self._asked += 1
+        number = self._asked
+        self._open[number] = one
+        one.awaited, one.answers = set(questions), {}
+        for address, question in questions.items():
+            self._env.send(address, question(number))
+        if questions:
+            self._env.call_later(ANSWER_S, partial(self._go_on, number))
+        else:
+            self._go_on(number)
+
+    @handles(IslandReport, IslandMeasured, HostReport, HostMeasured)
+    def _answered(self, sender: Address, message: Any) -> None:
+        number = message.request
+        one = self._open.get(number)
+        if one is None or sender not in one.awaited or one.kind is not type(message):
+            self._env.count("messages_stale")
+            return
+        one.awaited.discard(sender)
+        one.answers[sender] = message
+        if not one.awaited:
+            self._go_on(number)
+
+    def _go_on(self, number: int) -> None:
+        """Go on with the answers that have come, unless that is done."""
+        one = self._open.pop(number, None)
+        if one is not None:
+            self._ask(one, lambda inquiry: inquiry.send(one.answers))
