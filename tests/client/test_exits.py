@@ -91,6 +91,23 @@ except jax.errors.JaxRuntimeError as error:
 jax.jit(lambda x: x + 1)(jnp.ones(()))
 """
 )
+NOT_ALLOWED = """
+import sys
+import jax, jax.numpy as jnp
+import pw
+
+devices = pw.make_virtual_device_set().add_slice(devices=1, island="single").devices
+write = pw.host_function(
+    lambda x: x, jax.ShapeDtypeStruct((4,), jnp.float32), mesh=pw.Mesh(devices, ("x",))
+)
+called = write(jnp.ones(4))
+"""
+CATCH = """
+try:
+    called.block_until_ready()
+except pw.PythonRefused:
+    print("caught")
+"""
 ENDS = {"by itself": ("", 0), "by sys.exit": ("sys.exit(3)", 3), "by an error": ("1 / 0", 1)}
 SETTINGS = ["embedded", "a cluster"]
 
@@ -113,6 +130,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
                     variables = {"PW_DEVICES": "2"} | platform | where
                     started[setting, how] = Program(folder, ["-c", body], **variables)
             proxy = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": stage.address}
+            for how, end in (("untold", ""), ("told", CATCH)):
+                where = {"PW_ADDRESS": stage.cluster.address or ""}
+                started["a cluster", how] = Program(folder, ["-c", NOT_ALLOWED + end], **where)
             for how, body in (("refused", REFUSED), ("colocated", AS_PROXY + COLOCATED)):
                 started["a gateway", how] = Program(folder, ["-c", body], **proxy)
             yield started
@@ -179,3 +199,17 @@ def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
     assert script.end() == 0, script.err
     assert "callback" in script.out
     assert "Traceback" not in script.err
+
+
+@pytest.mark.parametrize("how", ["told", "untold"])
+def test_a_script_says_which_function_was_not_called_unless_it_knows(
+    how: str, scripts: dict[tuple[str, str], Program]
+) -> None:
+    script = scripts["a cluster", how]
+    assert script.end() == 0, script.err
+    if how == "told":
+        assert (script.out, script.err) == ("caught\n", "")
+    else:
+        assert script.err.startswith("the call of '<lambda>' failed: ")
+        assert script.err.count("\n") == 1
+        assert "--allow-python" in script.err
