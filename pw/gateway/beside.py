@@ -13,9 +13,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import STOP_S, Child, read_announcement
 from pw.client.connection.script import process_name
 from pw.core.errors import ConnectionFailed
 from pw.gateway import forks
@@ -35,6 +36,7 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
 _OF_CALLBACK = "error calling callback"
 """Is in the error of a run one of whose Python functions has raised."""
+_COLOCATED = "jax.experimental.colocated_python"
 
 _running: dict[Child, tuple[PrivateFolder, str]] = {}
 """The gateways of this process, with the folders that JAX shares with each."""
@@ -121,12 +123,25 @@ def _wait_for_effects() -> None:
     tokens.clear()
 
 
+def _hand_over_calls() -> None:
+    """Wait until the gateway has read the calls before: no token says when a colocated function has ended."""
+    import jax
+    import numpy as np
+
+    with suppress(Exception):  # the gateway is gone
+        jax.device_put(np.int8(0), jax.devices("pw")[0]).block_until_ready()
+
+
 def _exit() -> None:
+    patience_s: float | None = STOP_S
     if _running:
         _wait_for_effects()
+        if _COLOCATED in sys.modules:
+            _hand_over_calls()
+            patience_s = None  # its session ends when colocated functions have ended
         _log_from(_FATAL)
     for child, (folder, files) in _running.items():
-        child.stop()
+        child.stop(patience_s)
         folder.leave()
         shutil.rmtree(files, ignore_errors=True)  # if the gateway was killed
 

@@ -98,6 +98,8 @@ class Client:
         self._waiting: deque[Any] = deque()
         """Requests behind one that waits; `_is_busy` then."""
         self._is_busy = False
+        self._left: Callable[[], object] | None = None
+        """Called when the requests before the client's end are handled."""
         executables = self.executables
 
         def later(work: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Handler:
@@ -182,6 +184,8 @@ class Client:
         self._is_busy = False
         while self._waiting and not self._is_busy:
             self._handle(self._waiting.popleft())
+        if self._left is not None and not self._is_busy:
+            self._left()
 
     async def _finish(self, work: Awaitable[None], operation: int, reply: Any) -> None:
         """Answer a request when its work is done, in any order."""
@@ -230,6 +234,13 @@ class Client:
                     metadata.destroyed_user_context_ids.extend(self._dead_contexts)
                     self._dead_contexts.clear()
         self.reply(reply)
+
+    def leave(self, then: Callable[[], object]) -> None:
+        """Call `then` when the requests that have come are handled: the client sends no more."""
+        if self._is_busy:
+            self._left = then
+        else:
+            then()
 
     def close(self) -> None:
         """Release all that the client has."""

@@ -242,8 +242,12 @@ class _Session(rpc.Call):
         self._client.feed(request)
 
     def ended(self) -> None:
-        """The client leaves."""
-        self.end()
+        """The client leaves, when what it has called before is handled."""
+        client = self._client
+        if client is None:
+            self.end()
+        else:
+            client.leave(self.end)
 
     def end(self, code: int = rpc.OK, words: str = "") -> None:
         """End the stream with a status, and release all that the client has."""

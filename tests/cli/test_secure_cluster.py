@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,6 +270,44 @@ def test_credentials_without_an_address_are_not_ignored(cluster: Closed) -> None
     assert "no address of a controller" in script.err
     script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys), PW_ADDRESS="")
     assert script.end() == 0, script.err
+
+
+LANDS_ELSEWHERE = """
+import sys, msgspec, numpy as np, pw
+from pw.transport.bulk.plane import BulkPlane
+pw.connect()
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+call, x = pw.jit(lambda x: x + 1, mesh=mesh), np.ones(1 << 20, np.float32)
+land = BulkPlane.land
+for endpoint in sys.argv[1:]:
+    BulkPlane.land = lambda *about: msgspec.structs.replace(land(*about), endpoint=endpoint, plane="")
+    try:
+        np.asarray(call(x))
+    except pw.Error as error:
+        print(error, flush=True)
+BulkPlane.land = land
+assert np.asarray(call(x))[0] == 2
+"""
+
+
+def test_a_client_has_its_values_sent_to_nothing_but_itself(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "mallory", "rivals", address=cluster.address)
+    path = cluster.folder / "victim"
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        unix.bind(str(path))
+        for victim in (tcp, unix):
+            victim.listen()
+            victim.setblocking(False)
+        where = [f"tcp://127.0.0.1:{tcp.getsockname()[1]}", f"ipc://{path}"]
+        arguments = ["-c", LANDS_ELSEWHERE, *where]
+        script = Program(cluster.folder, arguments, PW_CREDENTIALS=str(keys), JAX_PLATFORMS="cpu")
+        assert script.end() == 0, script.err
+        for endpoint in where:
+            assert f"a client cannot have its values sent to {endpoint}" in script.out
+        for victim in (tcp, unix):
+            with pytest.raises(BlockingIOError):
+                victim.accept()
 
 
 # --- names of workers -------------------------------------------------------------------------------------

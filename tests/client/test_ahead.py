@@ -46,7 +46,7 @@ class Scripted(QuietThread):
         if isinstance(note, Open):
             resolve(note.attached, Attached(1, b"", CREDITS, ()))
         elif isinstance(note, Close):
-            resolve(note.closed, None)
+            resolve(note.closed, ())
 
     @property
     def puts(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gateway.test_pathways import AS_PROXY
-from tests.stages.daemons import Program
+from tests.stages.daemons import Program, until
 from tests.stages.gateway_stage import Stage
 
 pytestmark = pytest.mark.processes
@@ -44,7 +44,7 @@ except jax.errors.JaxRuntimeError:
     print("caught", flush=True)
 """
 HOST_FUNCTION = """
-import os, time
+import os, sys, time
 import jax, jax.numpy as jnp
 import pw
 
@@ -56,7 +56,29 @@ def write(value):
         file.write(f"{value.sum()}")
     return value
 
-pw.host_function(write, jax.ShapeDtypeStruct((4,), jnp.float32))(jnp.ones(4))
+pw.host_function(write, jax.ShapeDtypeStruct((4,), jnp.float32), hosts=1)(jnp.ones(4))
+"""
+COLOCATED = """
+import os, time
+import jax, jax.numpy as jnp
+from jax.experimental import colocated_python as colocated
+
+folder = os.getcwd()
+
+@colocated.colocated_python
+def write(x):
+    time.sleep(1)
+    with open(folder + "/written", "a") as file:
+        file.write(f"{x.sum()}")
+    return x
+
+write = write.specialize(out_specs_fn=lambda x: x)
+x = jax.device_put(jnp.ones(4), jax.devices()[0])
+add = jax.jit(lambda x: x + 1)
+write(x)
+for _ in range(600):  # more than there may be in flight
+    add(x)
+write(x)
 """
 REFUSED = (
     AS_PROXY
@@ -69,6 +91,23 @@ except jax.errors.JaxRuntimeError as error:
 jax.jit(lambda x: x + 1)(jnp.ones(()))
 """
 )
+NOT_ALLOWED = """
+import sys
+import jax, jax.numpy as jnp
+import pw
+
+devices = pw.make_virtual_device_set().add_slice(devices=1, island="single").devices
+write = pw.host_function(
+    lambda x: x, jax.ShapeDtypeStruct((4,), jnp.float32), mesh=pw.Mesh(devices, ("x",))
+)
+called = write(jnp.ones(4))
+"""
+CATCH = """
+try:
+    called.block_until_ready()
+except pw.PythonRefused:
+    print("caught")
+"""
 ENDS = {"by itself": ("", 0), "by sys.exit": ("sys.exit(3)", 3), "by an error": ("1 / 0", 1)}
 SETTINGS = ["embedded", "a cluster"]
 
@@ -78,18 +117,24 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
     """Every script in every setting, at the same time."""
     folder = tmp_path_factory.mktemp("exits")
     bodies = {how: CALLED + end for how, (end, _) in ENDS.items()}
-    bodies |= {"with a caught error": CAUGHT, "after a host function": HOST_FUNCTION}
+    bodies |= {f"host function, {how}": HOST_FUNCTION + end for how, (end, _) in ENDS.items()}
+    bodies |= {"with a caught error": CAUGHT, "colocated": COLOCATED}
     started = {}
     with Stage() as stage:
         try:
             for setting in SETTINGS:
-                where = {"PW_ADDRESS": stage.cluster.address or ""} if setting != "embedded" else {}
+                where = {} if setting == "embedded" else {"PW_ADDRESS": stage.cluster.address or ""}
+                where["PW_ISLANDS"] = "" if setting == "embedded" else "island-0"
                 for how, body in bodies.items():
-                    platform = {} if body is HOST_FUNCTION else {"JAX_PLATFORMS": "pw"}
+                    platform = {} if body.startswith(HOST_FUNCTION) else {"JAX_PLATFORMS": "pw"}
                     variables = {"PW_DEVICES": "2"} | platform | where
                     started[setting, how] = Program(folder, ["-c", body], **variables)
             proxy = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": stage.address}
-            started["a gateway", "refused"] = Program(folder, ["-c", REFUSED], **proxy)
+            for how, end in (("untold", ""), ("told", CATCH)):
+                where = {"PW_ADDRESS": stage.cluster.address or ""}
+                started["a cluster", how] = Program(folder, ["-c", NOT_ALLOWED + end], **where)
+            for how, body in (("refused", REFUSED), ("colocated", AS_PROXY + COLOCATED)):
+                started["a gateway", how] = Program(folder, ["-c", body], **proxy)
             yield started
         finally:
             for script in started.values():
@@ -124,13 +169,27 @@ def test_the_caught_error_of_a_callback_is_not_told_at_the_end(
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("how", ENDS)
 def test_a_host_function_ends_before_its_script(
+    how: str, setting: str, scripts: dict[tuple[str, str], Program]
+) -> None:
+    script = scripts[setting, f"host function, {how}"]
+    assert script.end() == ENDS[how][1], script.err
+    assert script.err == "" or how == "by an error"
+    assert (script.folder / "written").read_text() == "4.0"
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "a gateway"])
+def test_a_colocated_function_ends_though_its_script_has_ended(
     setting: str, scripts: dict[tuple[str, str], Program]
 ) -> None:
-    script = scripts[setting, "after a host function"]
+    script = scripts[setting, "colocated"]
     assert script.end() == 0, script.err
-    assert script.err == ""
-    assert (script.folder / "written").read_text() == "4.0"
+    assert "Traceback" not in script.err
+    written = script.folder / "written"
+    if setting == "a gateway":  # which ends later than its script
+        until(lambda: written.exists() and written.read_text() == "4.04.0", "both calls")
+    assert written.read_text() == "4.04.0"
 
 
 def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
@@ -140,3 +199,17 @@ def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
     assert script.end() == 0, script.err
     assert "callback" in script.out
     assert "Traceback" not in script.err
+
+
+@pytest.mark.parametrize("how", ["told", "untold"])
+def test_a_script_says_which_function_was_not_called_unless_it_knows(
+    how: str, scripts: dict[tuple[str, str], Program]
+) -> None:
+    script = scripts["a cluster", how]
+    assert script.end() == 0, script.err
+    if how == "told":
+        assert (script.out, script.err) == ("caught\n", "")
+    else:
+        assert script.err.startswith("the call of '<lambda>' failed: ")
+        assert script.err.count("\n") == 1
+        assert "--allow-python" in script.err

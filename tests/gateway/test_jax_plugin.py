@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import pw
 from tests.stages.scripts import finish, start_client
 
 pytestmark = pytest.mark.processes
@@ -63,10 +64,16 @@ with jax.default_device(jax.devices("cpu")[0]):
 
 
 def test_the_same_connection_again_is_no_error_and_another_names_the_first() -> None:
-    again = finish(start_client("", AGAIN, JAX_PLATFORMS="", XLA_FLAGS=""))
-    two, two_again, refused = again.splitlines()
-    assert (two, two_again) == ("2", "2")
-    assert "by pw.jax.connect(devices=2, share=1.0)" in refused
+    with pw.LocalCluster(devices_per_host=2, connect=False) as cluster:
+        started = {
+            where: start_client(where, AGAIN, JAX_PLATFORMS="", XLA_FLAGS="")
+            for where in ("", cluster.address)
+        }
+        for where, script in started.items():
+            two, two_again, refused = finish(script).splitlines()
+            assert (two, two_again) == ("2", "2")
+            said = f"address={where!r}, " if where else ""
+            assert f"by pw.jax.connect({said}devices=2, share=1.0)" in refused
 
 
 def test_what_jaxs_client_refuses_is_what_the_documents_say() -> None:

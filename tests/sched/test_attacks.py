@@ -17,11 +17,12 @@ import pytest
 
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport, PlacementError, ShardingError
-from pw.core.ids import client_id
+from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.landing import Landing
 from pw.core.messages import (
     AllocateSlice,
     Answered,
+    ArraysLost,
     Artifact,
     Attach,
     Cancel,
@@ -49,6 +50,7 @@ from pw.core.messages import (
     SaveArrays,
     SliceRefused,
     Upload,
+    Uploaded,
     Wait,
 )
 from pw.core.messages.checks import beyond_bounds, check_landing
@@ -512,22 +514,24 @@ def test_a_fetch_names_its_devices_in_vain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("socket", "endpoint"),
+    ("socket", "endpoint", "plane"),
     [
-        ("/run/docker.sock", ""),
-        ("", "tcp://10.0.0.9:22"),
-        ("", "ipc:///run/docker.sock"),
-        ("", "tcp://10.0.0.9:22/chunks-1"),
-        ("/run/../tmp/bulk-1/../x.sock", ""),
-        ("pw-bulk-7-abc/../../run/docker.sock", ""),
-        ("", "ipc:///run/pw-1/../bulk/chunks-1\0x"),
+        ("/run/docker.sock", "", ""),
+        ("", "tcp://10.0.0.9:22", ""),
+        ("", "ipc:///run/docker.sock", ""),
+        ("", "tcp://10.0.0.9:22/chunks-1", ""),
+        ("/run/../tmp/bulk-1/../x.sock", "", ""),
+        ("pw-bulk-7-abc/../../run/docker.sock", "", ""),
+        ("", "ipc:///run/pw-1/../bulk/chunks-1\0x", ""),
+        ("", "", "0" * 31),
+        ("", "", "tcp://10.0.0.9:22"),
     ],
 )
-def test_a_client_cannot_have_a_host_dial_anything(socket: str, endpoint: str) -> None:
+def test_a_client_cannot_have_a_host_dial_anything(socket: str, endpoint: str, plane: str) -> None:
     stage = Stage()
     array = stage.attacker.upload(X, stage.spec)
     stage.world.settle()
-    landing = Landing(1, X.nbytes, 0, "h0", socket, endpoint)
+    landing = Landing(1, X.nbytes, 0, "h0", socket, endpoint, plane)
     here = (DeviceAddress("h0", 0),)
     stage.tell_host(Fetch(7, array, stage.spec, here, (0,), landing))
     (answer,) = stage.attacker.of(RequestFailed)
@@ -670,3 +674,24 @@ def test_one_host_cannot_be_told_of_another_array_than_the_controller(
     stage.tell(Run(attacker.id(), program, (array,), (result,)))
     assert "another form" in attacker.failed[result].message
     stage.check_well()
+
+
+def test_a_host_speaks_only_of_arrays_that_lie_on_it() -> None:
+    """Neither the loss of an array nor an upload is believed from a host of another island."""
+    stage = Stage()
+    stage.world.host("other", "o", 1)
+    stage.world.settle()
+    (y,) = stage.honest.run(stage.program, X)
+    stage.world.settle()
+    own = stage.world.client(stage.honest.number)
+    refused = stage.world.counters["messages_refused"]
+    stage.world.post(store_of("other"), CONTROL, ArraysLost((y,)))
+    stage.world.post(store_of("other"), CONTROL, Uploaded(stage.honest.id(), None))
+    stage.world.settle()
+    assert stage.world.counters["messages_refused"] == refused + 2
+    assert not own.arrays.unannounced
+    array = own.arrays.find(y)
+    assert array is not None
+    assert not array.is_lost
+    assert stage.world.counters["runs_repeated"] == 0
+    np.testing.assert_array_equal(stage.honest.value(y), X + 1)

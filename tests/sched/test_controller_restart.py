@@ -481,7 +481,7 @@ class Answering(QuietThread):
         if isinstance(note, Open):
             resolve(note.attached, Attached(2, b"", CREDITS, ()))
         elif isinstance(note, Close):
-            resolve(note.closed, None)
+            resolve(note.closed, ())
 
 
 def test_a_session_that_has_ended_says_why_until_there_is_another(

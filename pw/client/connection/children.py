@@ -146,13 +146,13 @@ class Child:
             self._process.kill()
             self._process.wait()
 
-    def stop(self) -> None:
-        """End it and reap it. Idempotent."""
+    def stop(self, patience_s: float | None = STOP_S) -> None:
+        """End it and reap it; kill it if that takes longer than `patience_s`. Idempotent."""
         self.terminate()
         if self._owner != os.getpid():
             return
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 
 AHEAD_BYTES = 1 << 30
 """Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
@@ -36,15 +36,15 @@ class RunCredits:
         self._inputs: deque[tuple[int, int]] = deque()
         """For each upload, the number of the run that needs it, and its size in bytes."""
         self.inputs_bytes = 0
-        self._calls: deque[tuple[int, int, str]] = deque(maxlen=CALLS_NAMED)
-        """Of each of the newest runs: number, count of results, name of the program."""
+        self._calls: deque[tuple[int, int, str, bool]] = deque(maxlen=CALLS_NAMED)
+        """Of each of the newest runs: number, count of results, name of the program, whether it has effects."""
 
     def started(self, run: int, results: int, name: str, has_effects: bool = False) -> None:
         """Count a run that was sent."""
         self._started += 1
         if has_effects:
             self._effects = self._started
-        self._calls.append((run, results, name))
+        self._calls.append((run, results, name, has_effects))
 
     def ended(self, count: int) -> None:
         """Count runs that have ended; wake waiting calls."""
@@ -83,6 +83,10 @@ class RunCredits:
         """Whether no run in flight calls Python functions, where runs end in the order of their calls."""
         return self._ended >= self._effects or self.closed
 
+    def with_effects(self, runs: Collection[int]) -> dict[int, str]:
+        """Return those of these runs that call Python functions, with the names of their programs."""
+        return {run: name for run, _, name, effects in self._calls if effects and run in runs}
+
     def has_room(self) -> bool:
         """Whether another upload may be sent. Assumes that runs end in the order of their calls."""
         while self._inputs and self._inputs[0][0] <= self._ended:
@@ -94,7 +98,7 @@ class RunCredits:
         """Return the names of the programs that make these arrays, if they are among the newest runs."""
         found = (
             name
-            for run, results, name in list(self._calls)
+            for run, results, name, _ in list(self._calls)
             if any(array in arrays for array in range(run - results, run))
         )
         return list(dict.fromkeys(filter(None, found)))

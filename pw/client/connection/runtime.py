@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ from pw.core.messages import (
     ReleaseProgram,
     ReleaseSlice,
     Run,
+    RunFailed,
     SliceBound,
 )
 from pw.core.programs.program import Program
@@ -175,14 +177,15 @@ class Runtime:
         """End the session and release all that it owns on every host. Idempotent.
 
         Without an error, waits first until hosts have called the Python functions of runs in flight, and have
-        written the checkpoints on their way to disk.
+        written the checkpoints on their way to disk. Prints which calls of such functions failed, if nothing
+        has raised that.
         """
         if self.forked:
             return
         if error is None and self._closing is None:
             self._wait_until(self._run_credits.has_no_effects, "Python functions on hosts to end")
             self.ask.wait_until_saved()
-        closed: Future[None] = Future()
+        closed: Future[tuple[RunFailed, ...]] = Future()
         with self._lock:
             if self._is_closed:
                 return
@@ -192,7 +195,10 @@ class Runtime:
             self._run_credits.close()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
-            closed.result(CLOSE_S)
+            failed = {one.run: one.error for one in closed.result(CLOSE_S)}
+            for run, name in self._run_credits.with_effects(failed).items():
+                words = str(failed[run].exception()).splitlines()[0]
+                print(f"the call of {name!r} failed: {words}", file=sys.stderr)
         self._thread.close()
         if self._output is not None:
             self._output.close()

@@ -75,6 +75,9 @@ from pw.core.messages import (
 from pw.core.packing import unpack
 from pw.core.sharding import ArraySpec, Box, box_bytes, packed_offsets
 
+UNRAISED_KEPT = 64
+"""Failed runs that are told at the end of the session, if no call has raised their errors."""
+
 RETRIES = 8
 """After so many retries the last error is final, unless a slice was bound meanwhile."""
 
@@ -135,6 +138,8 @@ class Requests(Part):
         self._next_request = 0
         self.failed: dict[int, ErrorReport] = {}
         """The errors of arrays that will never exist."""
+        self.unraised: dict[int, RunFailed] = {}
+        """By run: the newest errors that no call has raised."""
 
     # --- from the API --------------------------------------------------------------------------------
 
@@ -371,6 +376,9 @@ class Requests(Part):
     def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
         arrays = set(message.results)
         self.failed.update(dict.fromkeys(message.results, message.error))
+        self.unraised[message.run] = message
+        if len(self.unraised) > UNRAISED_KEPT:
+            del self.unraised[next(iter(self.unraised))]
         for opened in list(self._open):
             if not arrays.isdisjoint(opened.arrays):
                 self._fail(opened, message.error)
@@ -422,6 +430,8 @@ class Requests(Part):
             resolve(opened.future, opened.result)
 
     def _fail(self, opened: _Open, error: ErrorReport) -> None:
+        for run in [run for run, one in self.unraised.items() if one.error is error]:
+            del self.unraised[run]
         self._withdraw(opened)
         del self._open[opened]
         reject(opened.future, error.exception())

@@ -224,7 +224,7 @@ class ClientSession(Actor):
     @handles(Close)
     def _on_close(self, sender: Address, note: Close) -> None:
         self._die(note.error)
-        resolve(note.closed, None)
+        resolve(note.closed, tuple(self.requests.unraised.values()))
 
     def _die(self, error: Error) -> None:
         if self.closed is not None:

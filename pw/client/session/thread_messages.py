@@ -183,7 +183,7 @@ class AwaitHosts:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End the session, and fail all open futures; settled when that is done."""
+    """End the session, and fail all open futures; settled then, with the `RunFailed`s that no call raised."""
 
     error: Error
     closed: Settle
