@@ -35,6 +35,7 @@ from pw.cli.process import (
     Daemon,
     configure_logging,
     fail,
+    size_of,
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
@@ -52,7 +53,7 @@ from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
 from pw.devices.python.confining import Bounds as PythonBounds
 from pw.processes.fork_server import ForkServer
-from pw.transport.access.private import beside, free_endpoint
+from pw.transport.access.private import beside
 from pw.transport.access.security import Security
 from pw.transport.bulk.plane import BulkPlane
 from pw.transport.endpoints import advertised, own_address
@@ -174,15 +175,12 @@ class HostRuntime:
         self._daemon.stop(code)
 
 
-def run(
-    options: HostOptions, supervisor: SupervisorLink | None = None, parent_fd: int = -1
-) -> NoReturn:
+def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoReturn:
     """Run one incarnation of a host: a child of `pw-worker`, or alone, beside an embedded cluster.
 
     Args:
         options: of the host.
-        supervisor: the link to the parent.
-        parent_fd: a pipe; without a supervisor, this process ends when the pipe does. -1 for none.
+        supervisor: the link to the supervisor; without one, `options.parent_fd` leads to the parent.
     """
     configure_logging(options.log_level)
     output = take_output(options.log_level)
@@ -199,7 +197,7 @@ def run(
     compilers = ForkServer.forked()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, parent_fd)
+    daemon = Daemon(loop, options.parent_fd if supervisor is None else -1)
     try:
         group.prepare(options.platform, options.devices)
         folder = beside(controller)
@@ -215,7 +213,7 @@ def run(
         except Error as error:  # pw-worker could use them, so they have changed, or are revoked
             fail("pw-worker", str(error))
             _exit(EXIT_REFUSED)
-        bind = options.bind or free_endpoint(folder, "host")
+        bind = options.bind
         network = StreamNetwork(
             loop,
             name,
@@ -251,7 +249,7 @@ def run(
         options.devices,
         address,
         keeper,
-        options.device_memory or None,
+        size_of(options.device_memory),
         security.credentials is not None,
     )
     node = Node(name, loop, network)
@@ -259,16 +257,17 @@ def run(
     cache = Path(options.compile_cache) if options.compile_cache else None
     if options.compile_cache is None:
         cache = default_folder()
+    allow_python = options.allow_python or bool(options.python_tenants)
     backend = JaxBackend(
         loop,
         name,
         runtime.device,
-        allow_python=options.allow_python,
-        python_bounds=PythonBounds(options.python_memory, strangers=any(security)),
+        allow_python=allow_python,
+        python_bounds=PythonBounds(size_of(options.python_memory) or 0, strangers=any(security)),
         compile_apart=partial(
             CompileProcesses,
             runtime.count_devices,
-            bounds=Bounds(options.compile_timeout, options.compile_memory),
+            bounds=Bounds(options.compile_timeout, size_of(options.compile_memory) or 0),
             server=compilers,
         ),
         compile_cache=cache,
@@ -277,13 +276,13 @@ def run(
     )
     registration = RegisterHost(
         options.island,
-        options.island_hosts,
+        0 if options.spare else options.island_hosts,
         options.devices,
         options.platform,
         network.endpoint,
         os.getpid(),
         begin.spare,
-        python=options.allow_python,
+        python=allow_python,
         python_tenants=tuple(filter(None, map(str.strip, options.python_tenants.split(",")))),
     )
     replicas = _inherited(name, parcel, supervisor)

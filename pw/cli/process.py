@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import logging
-import os
 import platform
 import signal
 import sys
@@ -17,6 +17,8 @@ import typer
 
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
+from pw.processes.channel import Channel
+from pw.processes.child import Announcement
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
 
@@ -207,25 +209,34 @@ def fail(program: str, message: str) -> None:
 
 
 class Daemon:
-    """Runs an event loop until a signal, the parent's end, or `stop`."""
+    """Runs an event loop until a signal, the parent's end, or `stop`.
+
+    Args:
+        loop: the event loop.
+        parent_fd: the channel to the parent that `Child` stands for; -1 for none.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, parent_fd: int) -> None:
         self.loop = loop
         self.exit_code = EXIT_OK
         self._stopped = False
+        self._parent = Channel[None](parent_fd, None) if parent_fd >= 0 else None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        if parent_fd >= 0:
-            loop.add_reader(parent_fd, self._parent_ended, parent_fd)
+        if self._parent is not None:
+            loop.add_reader(self._parent.fileno(), self._parent_ended, self._parent)
 
-    def _parent_ended(self, parent_fd: int) -> None:
-        try:
-            ended = os.read(parent_fd, 1) == b""
-        except ConnectionError:  # a socket with bytes that the parent has not read
-            ended = True
-        if ended:
-            self.loop.remove_reader(parent_fd)
-            self.stop()
+    def announce(self, announcement: Announcement) -> bool:
+        """Tell the parent; return whether there is one."""
+        if self._parent is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._parent.send(announcement)
+        return self._parent is not None
+
+    def _parent_ended(self, parent: Channel[None]) -> None:
+        """Stop: a parent sends nothing."""
+        self.loop.remove_reader(parent.fileno())
+        self.stop()
 
     def stop(self, exit_code: int = EXIT_OK) -> None:
         """End the loop with the exit code of the first call."""

@@ -15,17 +15,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import LocalDaemon
 from pw.client.connection.script import process_name
-from pw.core.errors import ConnectionFailed
 from pw.gateway import forks
 from pw.gateway.functions import Functions
 from pw.transport.access.private import PrivateFolder
 
 SOCKET, FUNCTIONS = "gateway", "functions"
 START_S = 120.0
-ERROR = "error: "
-"""How the gateway announces that it cannot begin."""
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
 _LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
@@ -36,7 +33,7 @@ _ERRORS, _FATAL = 2, 3
 _OF_CALLBACK = "error calling callback"
 """Is in the error of a run one of whose Python functions has raised."""
 
-_running: dict[Child, tuple[PrivateFolder, str]] = {}
+_running: dict[LocalDaemon, tuple[PrivateFolder, str]] = {}
 """The gateways of this process, with the folders that JAX shares with each."""
 
 
@@ -54,26 +51,18 @@ def client(arguments: Sequence[str]) -> Any:
     folder = PrivateFolder.make()
     files = _memory_folder()
     functions = Functions(str(folder.path / FUNCTIONS))
-    read, write = os.pipe()
-    try:
-        child = Child(
-            "pw.cli.gateway",
-            [
-                *("--bind", f"ipc://{folder.path / SOCKET}"),
-                *("--announce-fd", str(write)),
-                *("--files", files),
-                *("--functions", str(folder.path / FUNCTIONS)),
-                *("--script", process_name()),
-                *arguments,
-            ],
-            [write],
-        )
-    finally:
-        os.close(write)
-    _running[child] = folder, files
-    address = read_announcement(child, read, START_S)
-    if address.startswith(ERROR):
-        raise ConnectionFailed(address.removeprefix(ERROR))
+    daemon = LocalDaemon(
+        "pw.cli.gateway",
+        [
+            *("--bind", f"ipc://{folder.path / SOCKET}"),
+            *("--files", files),
+            *("--functions", str(folder.path / FUNCTIONS)),
+            *("--script", process_name()),
+            *arguments,
+        ],
+    )
+    _running[daemon] = folder, files
+    address = daemon.address(START_S)
     os.environ[_INSECURE] = "true"
     if files:
         os.environ[_FILES] = files
@@ -125,8 +114,8 @@ def _exit() -> None:
     if _running:
         _wait_for_effects()
         _log_from(_FATAL)
-    for child, (folder, files) in _running.items():
-        child.stop()
+    for daemon, (folder, files) in _running.items():
+        daemon.stop()
         folder.leave()
         shutil.rmtree(files, ignore_errors=True)  # if the gateway was killed
 

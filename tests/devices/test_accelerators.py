@@ -15,7 +15,7 @@ import pytest
 
 import pw
 from pw.cli.host import HostRuntime
-from pw.client.connection.children import Child
+from pw.client.connection.children import LocalDaemon
 from pw.client.connection.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
@@ -158,8 +158,8 @@ def test_a_child_has_the_flags_of_its_parent_but_for_the_number_of_cpu_devices(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     kept = "--xla_gpu_autotune_level=0  --xla_dump_to=/x"
     for environment, visible in (({}, "7"), ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3")):
-        child = Child("told", [str(tmp_path / "found")], environment=environment)
-        child._process.wait(60)
+        child = LocalDaemon("told", [str(tmp_path / "found")], environment)
+        child.wait(60)
         child.stop()
         assert (tmp_path / "found").read_text().strip() == repr([kept, None, visible])
 
