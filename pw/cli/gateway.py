@@ -26,6 +26,7 @@ from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.gateway import choosing
 from pw.gateway.devices import Devices
+from pw.gateway.functions import Answer, Script
 from pw.gateway.server import Server
 from pw.processes.child import Announcement
 from pw.transport.access.private import PrivateFolder
@@ -120,7 +121,6 @@ def serve(
     credentials: Annotated[str, typer.Option()] = "",
     insecure: Annotated[bool, typer.Option("--insecure")] = False,
     files: Annotated[str, typer.Option(hidden=True)] = "",
-    functions: Annotated[str, typer.Option(hidden=True)] = "",
     script: Annotated[str, typer.Option(hidden=True)] = "",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -134,7 +134,11 @@ def serve(
     security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address
     loop = uvloop.new_event_loop()
-    daemon = Daemon(loop, parent_fd)
+    daemon = Daemon(loop, parent_fd, Answer)
+    functions = None
+    if daemon.parent is not None:
+        functions = Script(loop, daemon.parent)
+        daemon.heard = functions.answered
     with ExitStack() as cluster:
         if (folder := PrivateFolder.of(bind)) is not None:
             cluster.callback(folder.leave)

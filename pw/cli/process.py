@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import typer
 
 from pw.core.errors import ConnectionFailed, Error
@@ -213,30 +214,35 @@ class Daemon:
 
     Args:
         loop: the event loop.
-        parent_fd: the channel to the parent that `Child` stands for; -1 for none.
+        parent_fd: the channel to the parent, which has started this process as a `Child`; -1 for none.
+        kinds: the types of the messages that the parent sends.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, parent_fd: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, parent_fd: int, kinds: Any = None) -> None:
         self.loop = loop
         self.exit_code = EXIT_OK
         self._stopped = False
-        self._parent = Channel[None](parent_fd, None) if parent_fd >= 0 else None
+        self.parent = Channel[Any](parent_fd, kinds, np.empty) if parent_fd >= 0 else None
+        self.heard: Callable[[Any, list[Any]], None] = lambda message, arrays: None
+        """Takes the messages of the parent, with their arrays."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        if self._parent is not None:
-            loop.add_reader(self._parent.fileno(), self._parent_ended, self._parent)
+        if self.parent is not None:
+            loop.add_reader(self.parent.fileno(), self._hear, self.parent)
 
     def announce(self, announcement: Announcement) -> bool:
         """Tell the parent; return whether there is one."""
-        if self._parent is not None:
+        if self.parent is not None:
             with contextlib.suppress(OSError):  # it has ended
-                self._parent.send(announcement)
-        return self._parent is not None
+                self.parent.send(announcement)
+        return self.parent is not None
 
-    def _parent_ended(self, parent: Channel[None]) -> None:
-        """Stop: a parent sends nothing."""
-        self.loop.remove_reader(parent.fileno())
-        self.stop()
+    def _hear(self, parent: Channel[Any]) -> None:
+        for message, arrays, _ in parent.arrived():
+            self.heard(message, arrays)
+        if parent.ended:
+            self.loop.remove_reader(parent.fileno())
+            self.stop()
 
     def stop(self, exit_code: int = EXIT_OK) -> None:
         """End the loop with the exit code of the first call."""

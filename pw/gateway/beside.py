@@ -18,10 +18,10 @@ from typing import Any
 from pw.client.connection.children import LocalDaemon
 from pw.client.connection.script import process_name
 from pw.gateway import forks
-from pw.gateway.functions import Functions
+from pw.gateway.functions import FromGateway, Functions
 from pw.transport.access.private import PrivateFolder
 
-SOCKET, FUNCTIONS = "gateway", "functions"
+SOCKET = "gateway"
 START_S = 120.0
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
@@ -50,16 +50,15 @@ def client(arguments: Sequence[str]) -> Any:
 
     folder = PrivateFolder.make()
     files = _memory_folder()
-    functions = Functions(str(folder.path / FUNCTIONS))
     daemon = LocalDaemon(
         "pw.cli.gateway",
         [
             *("--bind", f"ipc://{folder.path / SOCKET}"),
             *("--files", files),
-            *("--functions", str(folder.path / FUNCTIONS)),
             *("--script", process_name()),
             *arguments,
         ],
+        kinds=FromGateway,
     )
     _running[daemon] = folder, files
     address = daemon.address(START_S)
@@ -71,7 +70,7 @@ def client(arguments: Sequence[str]) -> Any:
         _log_from(_ERRORS)
     forks.close_in_forks_of(address)
     made = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
-    functions.install(lambda backend: backend is made)
+    Functions(daemon.channel).install(lambda backend: backend is made)
     return made
 
 

@@ -6,6 +6,7 @@ bytes of the arrays. Descriptors travel beside the length.
 
 from __future__ import annotations
 
+import array
 import os
 import select
 import socket
@@ -70,9 +71,12 @@ class Channel(Generic[Message]):
 
     def is_readable(self, timeout_s: float) -> bool:
         """Wait for a message, or for the end of the other side; return whether there is one."""
+        return self._is_ready(select.POLLIN, timeout_s)
+
+    def _is_ready(self, event: int, timeout_s: float | None = None) -> bool:
         ready = select.poll()  # descriptors may be too many for `select.select`
-        ready.register(self.socket, select.POLLIN)
-        return bool(ready.poll(timeout_s * 1000))
+        ready.register(self.socket, event)
+        return bool(ready.poll(None if timeout_s is None else timeout_s * 1000))
 
     def send(
         self,
@@ -90,16 +94,23 @@ class Channel(Generic[Message]):
             descriptors: the other side gets copies of them.
             wait: otherwise a small message raises BlockingIOError if the other side does not read.
         """
-        body = _encode((message, [(array.dtype.name, array.shape) for array in arrays]))
+        body = _encode((message, [(one.dtype.name, one.shape) for one in arrays]))
         head = _LENGTH.pack(len(body))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        beside = [rights] if descriptors else []
         flags = 0 if wait else socket.MSG_DONTWAIT
         with self._sending:
-            sent = socket.send_fds(self.socket, [head, body], descriptors, flags) - len(head)
-            if sent < len(body):
-                self.socket.sendall(memoryview(body)[sent:])
-            for array in arrays:
-                if array.nbytes:
-                    self.socket.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            while True:
+                try:
+                    sent = self.socket.sendmsg([head, body], beside, flags)
+                    break
+                except BlockingIOError:
+                    if not wait:
+                        raise
+                    self._is_ready(select.POLLOUT)
+            self._write(memoryview(body)[sent - len(head) :])
+            for one in arrays:
+                self._write(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data)
 
     def receive(self, until_readable: Callable[[], None] = lambda: None) -> Received[Message]:
         """Return the next message, and what came with it.
@@ -125,9 +136,9 @@ class Channel(Generic[Message]):
             for dtype, shape in described:
                 if self._empty is None:
                     raise msgspec.ValidationError("no arrays are expected")
-                array = self._empty(shape, dtype_of(dtype))
-                self._fill(array.reshape(-1).view(np.uint8).data, until_readable)
-                arrays.append(array)
+                room = self._empty(shape, dtype_of(dtype))
+                self._fill(room.reshape(-1).view(np.uint8).data, until_readable)
+                arrays.append(room)
         except ConnectionError:
             raise EOFError from None
         return Received(message, arrays, descriptors)
@@ -145,10 +156,21 @@ class Channel(Generic[Message]):
         rest = memoryview(room)
         while rest:
             until_readable()
-            count = self.socket.recv_into(rest)
+            try:
+                count = self.socket.recv_into(rest)
+            except BlockingIOError:  # event loops make their descriptors so
+                self._is_ready(select.POLLIN)
+                continue
             if not count:
                 raise EOFError
             rest = rest[count:]
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[self.socket.send(rest) :]
+            except BlockingIOError:
+                self._is_ready(select.POLLOUT)
 
     def arrived(self) -> Iterator[Received[Message]]:
         """Yield the messages that have arrived; does not wait."""

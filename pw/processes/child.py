@@ -78,7 +78,7 @@ def ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-class Announcement(msgspec.Struct, frozen=True, array_like=True):
+class Announcement(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From a daemon to its parent: it is ready, or cannot begin."""
 
     address: str = ""

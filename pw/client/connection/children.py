@@ -10,6 +10,9 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pw.core.errors import ConnectionFailed
 from pw.processes.child import Announcement, Child, ending, interpreter
@@ -68,11 +71,22 @@ def options(**values: object) -> list[str]:
     return [name if value is True else f"{name}={value}" for name, value in chosen]
 
 
-class LocalDaemon(Child[Announcement]):
-    """One daemon of `pw.cli`, started with `arguments`; `environment` adds to this process's."""
+class LocalDaemon(Child[Any]):
+    """One daemon of `pw.cli`.
+
+    Args:
+        module: its module.
+        arguments: of its command line.
+        environment: variables that differ from this process's.
+        kinds: the types of the messages that it sends after its announcement.
+    """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        kinds: Any = None,
     ) -> None:
         self.module = module
         variables = {**inherited(), **(environment or {})}
@@ -83,7 +97,7 @@ class LocalDaemon(Child[Announcement]):
                     return _server.fork(module, arguments, variables)(end)
             return interpreter(module, arguments, variables)(end)
 
-        super().__init__(start, Announcement)
+        super().__init__(start, Announcement | kinds, np.empty)
 
     def address(self, timeout_s: float) -> str:
         """Return the address that it announces when it is ready.
@@ -93,7 +107,7 @@ class LocalDaemon(Child[Announcement]):
         if not self.channel.is_readable(timeout_s):
             raise ConnectionFailed(f"{self.module} was not ready within {timeout_s:.0f} s")
         try:
-            announcement = self.channel.receive().message
+            announcement: Announcement = self.channel.receive().message
         except EOFError:
             how = ending(self.wait())
             words = f"{self.module} ended with {how} before it was ready; its error is above"
