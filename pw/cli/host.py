@@ -72,14 +72,10 @@ SWITCH_INTERVAL_S = 0.0005
 class HostRuntime:
     """The process around a host's actors (see `pw.devices.host.membership.HostProcess`)."""
 
-    _name: str
+    _options: HostOptions
     _daemon: Daemon
-    _loop: asyncio.AbstractEventLoop
-    _platform: str
-    _local_devices: int
     _address: str
     _keeper: Keeper | None
-    _device_memory_bytes: int | None = None
     _has_credentials: bool = False
     _hosts: tuple[str, ...] = ()
     _devices: list[object] = field(default_factory=list)
@@ -87,7 +83,7 @@ class HostRuntime:
     def device(self, address: DeviceAddress) -> object:
         """Return the JAX device at an address in this epoch's island."""
         rank = self._hosts.index(address.host)
-        return self._devices[rank * self._local_devices + address.ordinal]
+        return self._devices[rank * self._options.devices + address.ordinal]
 
     def count_devices(self) -> int:
         """Return how many devices the island has; 0 before this host has joined."""
@@ -112,13 +108,13 @@ class HostRuntime:
                 if len(form.hosts) > 1:
                     own = [device for device in devices if device.process_index == form.rank]
                 local_count = len(own)
-                if local_count != self._local_devices:
+                if local_count != self._options.devices:
                     words = (
                         f"this host has {local_count} {devices[0].platform} devices, not "
-                        f"{self._local_devices}; start it with --devices {local_count}"
+                        f"{self._options.devices}; start it with --devices {local_count}"
                     )
-                    if self._platform == "cuda":
-                        words += f", or have CUDA_VISIBLE_DEVICES name {self._local_devices}"
+                    if self._options.platform == "cuda":
+                        words += f", or have CUDA_VISIBLE_DEVICES name {self._options.devices}"
                     raise PlacementError(words)
                 self._devices, self._hosts = list(devices), form.hosts
                 answer = IslandJoined(
@@ -126,22 +122,22 @@ class HostRuntime:
                     form.epoch,
                     devices[0].device_kind,
                     local_count,
-                    memory_of(own, self._device_memory_bytes),
+                    memory_of(own, size_of(self._options.device_memory)),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
                 if not isinstance(error, Error):
                     error = PlacementError(
-                        f"JAX cannot open the {self._platform} devices of this host ({error!r}); is "
-                        f"it installed with support for {self._platform}?"
+                        f"JAX cannot open the {self._options.platform} devices of this host ({error!r}); is "
+                        f"it installed with support for {self._options.platform}?"
                     )
                 report = ErrorReport.of(error)
                 if alone:  # no other host is the reason, so another attempt would fail as well
-                    self._loop.call_soon_threadsafe(self.stop, "could not join", report)
+                    self._daemon.loop.call_soon_threadsafe(self.stop, "could not join", report)
                     return
-                log("error", "could not join", self._name, error=report.message)
+                log("error", "could not join", self._options.name, error=report.message)
                 answer = IslandJoinFailed(form.island, form.epoch, report)
-            self._loop.call_soon_threadsafe(joined, answer)
+            self._daemon.loop.call_soon_threadsafe(joined, answer)
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
@@ -159,12 +155,12 @@ class HostRuntime:
 
     def finish(self, reason: str) -> None:
         """End for good."""
-        log("info", "leaving for good", self._name, reason=reason)
+        log("info", "leaving for good", self._options.name, reason=reason)
         self._daemon.stop(EXIT_OK)
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation."""
-        log("info", "leaving", self._name, reason=reason)
+        log("info", "leaving", self._options.name, reason=reason)
         if error is None:
             self._daemon.stop(EXIT_AGAIN)
             return
@@ -241,17 +237,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
     keeper = Keeper(name, loop, supervisor, daemon.stop) if supervisor is not None else None
-    runtime = HostRuntime(
-        name,
-        daemon,
-        loop,
-        options.platform,
-        options.devices,
-        address,
-        keeper,
-        size_of(options.device_memory),
-        security.credentials is not None,
-    )
+    runtime = HostRuntime(options, daemon, address, keeper, security.credentials is not None)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     cache = Path(options.compile_cache) if options.compile_cache else None

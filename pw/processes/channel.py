@@ -94,6 +94,7 @@ class Channel(Generic[Message]):
             descriptors: the other side gets copies of them.
             wait: otherwise a small message raises BlockingIOError if the other side does not read.
         """
+        parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8).data for one in arrays]
         body = _encode((message, [(one.dtype.name, one.shape) for one in arrays]))
         head = _LENGTH.pack(len(body))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -108,9 +109,8 @@ class Channel(Generic[Message]):
                     if not wait:
                         raise
                     self._is_ready(select.POLLOUT)
-            self._write(memoryview(body)[sent - len(head) :])
-            for one in arrays:
-                self._write(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data)
+            for part in (memoryview(body)[sent - len(head) :], *parts):
+                self._write(part)
 
     def receive(self, until_readable: Callable[[], None] = lambda: None) -> Received[Message]:
         """Return the next message, and what came with it.

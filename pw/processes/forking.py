@@ -31,10 +31,10 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends, which has one thread."""
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the system send this signal to this process when its parent ends, which has one thread."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def keep_open(descriptors: Iterable[int]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from pw.processes.channel import Channel
 from pw.processes.child import PARENT, parent
-from pw.processes.forking import become, die_with_parent, keep_open, preload
+from pw.processes.forking import become, end_with_parent, keep_open, preload
 
 CODE = struct.Struct("<i")
 DESCRIPTORS = 3
@@ -68,7 +68,7 @@ def _main(request: ForkRequest, end: int, error: int = 2) -> Callable[[], object
     """Make this process the one that a request is for; return its main function."""
     os.setsid()
     if request.environment is None:
-        die_with_parent()
+        end_with_parent(signal.SIGKILL)
     else:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(error, 2)

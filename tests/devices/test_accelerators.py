@@ -15,6 +15,7 @@ import pytest
 
 import pw
 from pw.cli.host import HostRuntime
+from pw.cli.host_options import HostOptions
 from pw.client.connection.children import LocalDaemon
 from pw.client.connection.cluster import visible_gpus
 from pw.core.errors import ErrorReport
@@ -73,8 +74,12 @@ def join(hosts: tuple[str, ...], rank: int, devices: int, bound_bytes: int | Non
     async def run() -> Any:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        daemon: Any = None
-        host = HostRuntime("h1", daemon, loop, "cuda", devices, "127.0.0.1", None, bound_bytes)
+        daemon: Any = SimpleNamespace(loop=loop)
+        memory = "" if bound_bytes is None else str(bound_bytes)
+        options = HostOptions(
+            controller="", name="h1", platform="cuda", devices=devices, device_memory=memory
+        )
+        host = HostRuntime(options, daemon, "127.0.0.1", None)
 
         def stop(reason: str, error: ErrorReport | None) -> None:
             ended.set_result(error)
