@@ -91,8 +91,8 @@ class ForkServer:
         """
 
         def start(end: int) -> Process:
-            request = ForkRequest(module, tuple(arguments), environment, os.getcwd())
-            streams = [] if environment is None else [2]
+            folder, streams = ("", []) if environment is None else (os.getcwd(), [2])
+            request = ForkRequest(module, tuple(arguments), environment, folder)
             pipe, theirs = os.pipe()
             try:
                 self.child.channel.send(request, descriptors=[theirs, end, *streams])
