@@ -48,7 +48,7 @@ class Channel(Generic[Message]):
         end: the socket, or its descriptor.
         kinds: the types of the messages from the other end.
         empty: makes memory for arrays from the other end; without it, they are refused.
-        descriptors: the largest number of descriptors that come with a message.
+        descriptors: the largest number of descriptors that come with a message; the system closes others.
     """
 
     def __init__(
@@ -94,25 +94,38 @@ class Channel(Generic[Message]):
             descriptors: the other side gets copies of them.
             wait: otherwise a small message raises BlockingIOError if the other side does not read.
         """
-        parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8).data for one in arrays]
+        parts = [np.ascontiguousarray(one).reshape(-1) for one in arrays]
         body = _encode((message, [(one.dtype.name, one.shape) for one in arrays]))
-        head = _LENGTH.pack(len(body))
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        beside = [rights] if descriptors else []
-        flags = 0 if wait else socket.MSG_DONTWAIT
         with self._sending:
-            while True:
-                try:
-                    sent = self.socket.sendmsg([head, body], beside, flags)
-                    break
-                except BlockingIOError:
-                    if not wait:
-                        raise
-                    self._is_ready(select.POLLOUT)
-            for part in (memoryview(body)[sent - len(head) :], *parts):
-                self._write(part)
+            self._put(_LENGTH.pack(len(body)) + body, descriptors, wait)
+            for part in parts:
+                if part.nbytes:
+                    self._put(part.view(np.uint8).data)
 
-    def receive(self, until_readable: Callable[[], None] = lambda: None) -> Received[Message]:
+    def _put(
+        self, rest: bytes | memoryview, descriptors: Sequence[int] = (), wait: bool = True
+    ) -> None:
+        """Send bytes, and descriptors beside the first one."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while rest:
+            try:
+                if descriptors:
+                    rights = array.array("i", descriptors)
+                    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                    sent = self.socket.sendmsg([rest], beside, flags)
+                    descriptors = ()
+                else:
+                    sent = self.socket.send(rest, flags)
+            except BlockingIOError:  # event loops make their descriptors so
+                if flags:
+                    raise
+                self._is_ready(select.POLLOUT)
+            else:
+                if sent == len(rest):
+                    return
+                rest, flags = memoryview(rest)[sent:], 0
+
+    def receive(self, until_readable: Callable[[], None] | None = None) -> Received[Message]:
         """Return the next message, and what came with it.
 
         Args:
@@ -122,14 +135,22 @@ class Channel(Generic[Message]):
             EOFError: the other side has ended.
             msgspec.MsgspecError: the message cannot be read.
         """
+        descriptors: list[int] = []
         try:
-            until_readable()
-            head, descriptors, _, _ = socket.recv_fds(self.socket, _LENGTH.size, self._descriptors)
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
+            if until_readable is not None:
+                until_readable()
+            if self._descriptors:
+                head, descriptors, _, _ = socket.recv_fds(
+                    self.socket, _LENGTH.size, self._descriptors
+                )
+                for descriptor in descriptors:
+                    os.set_inheritable(descriptor, False)
+            else:
+                head = self.socket.recv(_LENGTH.size)
             if not head:
                 raise EOFError
-            head += self._read(_LENGTH.size - len(head), until_readable)
+            if len(head) < _LENGTH.size:
+                head += self._read(_LENGTH.size - len(head), until_readable)
             body = self._read(_LENGTH.unpack(head)[0], until_readable)
             message, described = self._decode(body)
             arrays = []
@@ -143,34 +164,28 @@ class Channel(Generic[Message]):
             raise EOFError from None
         return Received(message, arrays, descriptors)
 
-    def _read(self, count: int, until_readable: Callable[[], None]) -> bytearray:
-        """Read so many bytes; no memory is taken before they come."""
-        data = bytearray()
+    def _read(self, count: int, until_readable: Callable[[], None] | None) -> bytearray:
+        """Read so many bytes; no memory is taken long before they come."""
+        data = bytearray(min(count, _READ_BYTES))
+        self._fill(memoryview(data), until_readable)
         while len(data) < count:
             part = bytearray(min(count - len(data), _READ_BYTES))
-            self._fill(part, until_readable)
+            self._fill(memoryview(part), until_readable)
             data += part
         return data
 
-    def _fill(self, room: bytearray | memoryview, until_readable: Callable[[], None]) -> None:
-        rest = memoryview(room)
+    def _fill(self, rest: memoryview, until_readable: Callable[[], None] | None) -> None:
         while rest:
-            until_readable()
+            if until_readable is not None:
+                until_readable()
             try:
                 count = self.socket.recv_into(rest)
-            except BlockingIOError:  # event loops make their descriptors so
+            except BlockingIOError:
                 self._is_ready(select.POLLIN)
                 continue
             if not count:
                 raise EOFError
             rest = rest[count:]
-
-    def _write(self, rest: memoryview) -> None:
-        while rest:
-            try:
-                rest = rest[self.socket.send(rest) :]
-            except BlockingIOError:
-                self._is_ready(select.POLLOUT)
 
     def arrived(self) -> Iterator[Received[Message]]:
         """Yield the messages that have arrived; does not wait."""

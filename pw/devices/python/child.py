@@ -18,7 +18,17 @@ import numpy as np
 
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
 from pw.core.functions.parts import Share
-from pw.devices.python.wire import Call, Drop, Load, Raised, Returned, ToHost, ToProcess, Wrote
+from pw.devices.python.wire import (
+    Begin,
+    Call,
+    Drop,
+    Load,
+    Raised,
+    Returned,
+    ToHost,
+    ToProcess,
+    Wrote,
+)
 from pw.processes.channel import Channel
 from pw.processes.child import parent
 
@@ -135,10 +145,10 @@ def _answer(questions: socket.socket, worker: int) -> None:
 
 def main() -> None:
     """Serve the host."""
-    host = _Host(parent(ToProcess, np.empty, descriptors=1))
-    receive = host.channel.receive
+    begin = parent(Begin, descriptors=1)
     try:
-        questions = socket.socket(fileno=receive().descriptors[0])
+        questions = socket.socket(fileno=begin.receive().descriptors[0])
+        host = _Host(Channel(begin.socket.detach(), ToProcess, np.empty))
         threading.Thread(
             target=_answer, args=(questions, threading.get_ident()), daemon=True
         ).start()
@@ -147,7 +157,7 @@ def main() -> None:
         logging.basicConfig(level=logging.WARNING)
         functions = _Functions(host)
         while True:
-            message, arrays, _ = receive()
+            message, arrays, _ = host.channel.receive()
             functions.handle(message, arrays)
             del message, arrays
     except EOFError:

@@ -53,5 +53,5 @@ class Raised(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: ErrorReport
 
 
-ToProcess = Begin | Load | Call | Drop
+ToProcess = Load | Call | Drop
 ToHost = Wrote | Returned | Raised
