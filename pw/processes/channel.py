@@ -94,13 +94,12 @@ class Channel(Generic[Message]):
             descriptors: the other side gets copies of them.
             wait: otherwise a small message raises BlockingIOError if the other side does not read.
         """
-        parts = [np.ascontiguousarray(one).reshape(-1) for one in arrays]
+        parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8).data for one in arrays]
         body = _encode((message, [(one.dtype.name, one.shape) for one in arrays]))
         with self._sending:
             self._put(_LENGTH.pack(len(body)) + body, descriptors, wait)
             for part in parts:
-                if part.nbytes:
-                    self._put(part.view(np.uint8).data)
+                self._put(part)
 
     def _put(
         self, rest: bytes | memoryview, descriptors: Sequence[int] = (), wait: bool = True

@@ -61,6 +61,15 @@ def test_arrays_of_any_layout_come_with_their_message(
     sending.join()
 
 
+def test_an_array_of_objects_is_refused_before_anything_is_sent(
+    ends: tuple[Channel[Said], Channel[Said]],
+) -> None:
+    ours, theirs = ends
+    with pytest.raises(TypeError):
+        ours.send(Said("these"), [np.arange(3), np.array([object()])])
+    assert list(theirs.arrived()) == []
+
+
 def test_messages_of_several_threads_do_not_mix(ends: tuple[Channel[Said], Channel[Said]]) -> None:
     ours, theirs = ends
     array = np.arange(1 << 18)
