@@ -143,7 +143,7 @@ def _framed(body: bytes) -> bytes:
     [
         _framed(b"\xc1"),
         _framed(msgspec.msgpack.encode(([1], ()))),
-        _framed(msgspec.msgpack.encode((["arrays that nobody expects"], [("uint8", (1 << 50,))]))),
+        _framed(msgspec.msgpack.encode((["unexpected arrays"], [("uint8", (1 << 50,))]))),
     ],
 )
 def test_a_message_that_cannot_be_read_is_an_error_in_words(data: bytes) -> None:
