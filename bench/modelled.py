@@ -11,7 +11,6 @@ measurement adds nothing to it. Linux only.
 from __future__ import annotations
 
 import json
-import os
 import select
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import LocalDaemon
 
 START_S = 60.0
 ANSWER_S = 120.0
@@ -54,17 +53,11 @@ class ModelledCluster:
     def __init__(self, hosts: int, devices: int, arrays: int = 1) -> None:
         self.hosts = hosts
         self.devices = devices
-        read, write = os.pipe()
-        try:
-            arguments = ["--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
-            self._controller = Child(
-                "pw.cli.controller", [*arguments, "--announce-fd", str(write)], [write]
-            )
-        finally:
-            os.close(write)
+        arguments = ["--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
+        self._controller = LocalDaemon("pw.cli.controller", arguments)
         self._swarm: subprocess.Popen[str] | None = None
         try:
-            address = read_announcement(self._controller, read, START_S)
+            address = self._controller.address(START_S)
             self._swarm = subprocess.Popen(
                 [sys.executable, "-m", "bench.swarm", address, str(hosts), str(devices)],
                 stdin=subprocess.PIPE,

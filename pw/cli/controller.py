@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from typing import Annotated
@@ -36,6 +35,7 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
 from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
 from pw.core.waits import RECOVERY_S
+from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import Security
@@ -98,7 +98,6 @@ def serve(
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
     version: Version = False,
-    announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Run the controller of a pw cluster until SIGTERM.
@@ -156,10 +155,7 @@ def serve(
     log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
     if publisher is not None:
         log("info", "publishes events", CONTROLLER, endpoint=publisher.endpoint)
-    if announce_fd >= 0:
-        os.write(announce_fd, f"{network.endpoint}\n".encode())
-        os.close(announce_fd)
-    else:
+    if not daemon.announce(Announcement(network.endpoint)):
         typer.echo(f"pw-controller listens at {network.endpoint}")
 
     def teardown() -> None:

@@ -25,9 +25,10 @@ from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.gateway import choosing
-from pw.gateway.beside import ERROR
 from pw.gateway.devices import Devices
+from pw.gateway.functions import Answer, Script
 from pw.gateway.server import Server
+from pw.processes.child import Announcement
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import Security
 from pw.transport.endpoints import parse
@@ -120,9 +121,7 @@ def serve(
     credentials: Annotated[str, typer.Option()] = "",
     insecure: Annotated[bool, typer.Option("--insecure")] = False,
     files: Annotated[str, typer.Option(hidden=True)] = "",
-    functions: Annotated[str, typer.Option(hidden=True)] = "",
     script: Annotated[str, typer.Option(hidden=True)] = "",
-    announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Serve until SIGTERM. `pw gateway` describes the options.
@@ -135,7 +134,11 @@ def serve(
     security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address
     loop = uvloop.new_event_loop()
-    daemon = Daemon(loop, parent_fd)
+    daemon = Daemon(loop, parent_fd, Answer)
+    functions = None
+    if daemon.parent is not None:
+        functions = Script(loop, daemon.parent)
+        daemon.heard = functions.answered
     with ExitStack() as cluster:
         if (folder := PrivateFolder.of(bind)) is not None:
             cluster.callback(folder.leave)
@@ -147,9 +150,8 @@ def serve(
             name = script or f"pw gateway, pid {os.getpid()}"
             sessions = _Sessions(thread, address, wanted, share, priority, cluster, security, name)
         except Error as error:
-            if announce_fd < 0:
+            if not daemon.announce(Announcement(error=str(error))):  # the script raises it
                 raise
-            os.write(announce_fd, f"{ERROR}{error}\n".encode())  # the script raises it
             raise SystemExit(1) from None
         cluster.callback(sessions.close)
         waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
@@ -169,10 +171,7 @@ def serve(
                 f"cannot listen on {bind}: {words}; stop what uses it, or choose another --bind"
             ) from error
         shown = f"unix:{where}" if isinstance(where, str) else f"{where[0]}:{port}"
-        if announce_fd >= 0:
-            os.write(announce_fd, f"grpc://{shown}\n".encode())
-            os.close(announce_fd)
-        else:
+        if not daemon.announce(Announcement(f"grpc://{shown}")):
             typer.echo(f"pw gateway serves JAX at grpc://{shown}")
         code = daemon.run(lambda: thread.call(server.stop))
     raise SystemExit(code)

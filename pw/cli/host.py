@@ -35,6 +35,7 @@ from pw.cli.process import (
     Daemon,
     configure_logging,
     fail,
+    size_of,
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
@@ -52,7 +53,7 @@ from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
 from pw.devices.python.confining import Bounds as PythonBounds
 from pw.processes.fork_server import ForkServer
-from pw.transport.access.private import beside, free_endpoint
+from pw.transport.access.private import beside
 from pw.transport.access.security import Security
 from pw.transport.bulk.plane import BulkPlane
 from pw.transport.endpoints import advertised, own_address
@@ -71,14 +72,10 @@ SWITCH_INTERVAL_S = 0.0005
 class HostRuntime:
     """The process around a host's actors (see `pw.devices.host.membership.HostProcess`)."""
 
-    _name: str
+    _options: HostOptions
     _daemon: Daemon
-    _loop: asyncio.AbstractEventLoop
-    _platform: str
-    _local_devices: int
     _address: str
     _keeper: Keeper | None
-    _device_memory_bytes: int | None = None
     _has_credentials: bool = False
     _hosts: tuple[str, ...] = ()
     _devices: list[object] = field(default_factory=list)
@@ -86,7 +83,7 @@ class HostRuntime:
     def device(self, address: DeviceAddress) -> object:
         """Return the JAX device at an address in this epoch's island."""
         rank = self._hosts.index(address.host)
-        return self._devices[rank * self._local_devices + address.ordinal]
+        return self._devices[rank * self._options.devices + address.ordinal]
 
     def count_devices(self) -> int:
         """Return how many devices the island has; 0 before this host has joined."""
@@ -111,13 +108,13 @@ class HostRuntime:
                 if len(form.hosts) > 1:
                     own = [device for device in devices if device.process_index == form.rank]
                 local_count = len(own)
-                if local_count != self._local_devices:
+                if local_count != self._options.devices:
                     words = (
                         f"this host has {local_count} {devices[0].platform} devices, not "
-                        f"{self._local_devices}; start it with --devices {local_count}"
+                        f"{self._options.devices}; start it with --devices {local_count}"
                     )
-                    if self._platform == "cuda":
-                        words += f", or have CUDA_VISIBLE_DEVICES name {self._local_devices}"
+                    if self._options.platform == "cuda":
+                        words += f", or have CUDA_VISIBLE_DEVICES name {self._options.devices}"
                     raise PlacementError(words)
                 self._devices, self._hosts = list(devices), form.hosts
                 answer = IslandJoined(
@@ -125,22 +122,22 @@ class HostRuntime:
                     form.epoch,
                     devices[0].device_kind,
                     local_count,
-                    memory_of(own, self._device_memory_bytes),
+                    memory_of(own, size_of(self._options.device_memory)),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
                 if not isinstance(error, Error):
                     error = PlacementError(
-                        f"JAX cannot open the {self._platform} devices of this host ({error!r}); is "
-                        f"it installed with support for {self._platform}?"
+                        f"JAX cannot open the {self._options.platform} devices of this host ({error!r}); is "
+                        f"it installed with support for {self._options.platform}?"
                     )
                 report = ErrorReport.of(error)
                 if alone:  # no other host is the reason, so another attempt would fail as well
-                    self._loop.call_soon_threadsafe(self.stop, "could not join", report)
+                    self._daemon.loop.call_soon_threadsafe(self.stop, "could not join", report)
                     return
-                log("error", "could not join", self._name, error=report.message)
+                log("error", "could not join", self._options.name, error=report.message)
                 answer = IslandJoinFailed(form.island, form.epoch, report)
-            self._loop.call_soon_threadsafe(joined, answer)
+            self._daemon.loop.call_soon_threadsafe(joined, answer)
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
@@ -158,12 +155,12 @@ class HostRuntime:
 
     def finish(self, reason: str) -> None:
         """End for good."""
-        log("info", "leaving for good", self._name, reason=reason)
+        log("info", "leaving for good", self._options.name, reason=reason)
         self._daemon.stop(EXIT_OK)
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation."""
-        log("info", "leaving", self._name, reason=reason)
+        log("info", "leaving", self._options.name, reason=reason)
         if error is None:
             self._daemon.stop(EXIT_AGAIN)
             return
@@ -174,15 +171,12 @@ class HostRuntime:
         self._daemon.stop(code)
 
 
-def run(
-    options: HostOptions, supervisor: SupervisorLink | None = None, parent_fd: int = -1
-) -> NoReturn:
+def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoReturn:
     """Run one incarnation of a host: a child of `pw-worker`, or alone, beside an embedded cluster.
 
     Args:
         options: of the host.
-        supervisor: the link to the parent.
-        parent_fd: a pipe; without a supervisor, this process ends when the pipe does. -1 for none.
+        supervisor: the link to the supervisor; without one, `options.parent_fd` leads to the parent.
     """
     configure_logging(options.log_level)
     output = take_output(options.log_level)
@@ -199,7 +193,7 @@ def run(
     compilers = ForkServer.forked()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, parent_fd)
+    daemon = Daemon(loop, options.parent_fd if supervisor is None else -1)
     try:
         group.prepare(options.platform, options.devices)
         folder = beside(controller)
@@ -215,7 +209,7 @@ def run(
         except Error as error:  # pw-worker could use them, so they have changed, or are revoked
             fail("pw-worker", str(error))
             _exit(EXIT_REFUSED)
-        bind = options.bind or free_endpoint(folder, "host")
+        bind = options.bind
         network = StreamNetwork(
             loop,
             name,
@@ -243,32 +237,23 @@ def run(
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
     keeper = Keeper(name, loop, supervisor, daemon.stop) if supervisor is not None else None
-    runtime = HostRuntime(
-        name,
-        daemon,
-        loop,
-        options.platform,
-        options.devices,
-        address,
-        keeper,
-        options.device_memory or None,
-        security.credentials is not None,
-    )
+    runtime = HostRuntime(options, daemon, address, keeper, security.credentials is not None)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     cache = Path(options.compile_cache) if options.compile_cache else None
     if options.compile_cache is None:
         cache = default_folder()
+    allow_python = options.allow_python or bool(options.python_tenants)
     backend = JaxBackend(
         loop,
         name,
         runtime.device,
-        allow_python=options.allow_python,
-        python_bounds=PythonBounds(options.python_memory, strangers=any(security)),
+        allow_python=allow_python,
+        python_bounds=PythonBounds(size_of(options.python_memory) or 0, strangers=any(security)),
         compile_apart=partial(
             CompileProcesses,
             runtime.count_devices,
-            bounds=Bounds(options.compile_timeout, options.compile_memory),
+            bounds=Bounds(options.compile_timeout, size_of(options.compile_memory) or 0),
             server=compilers,
         ),
         compile_cache=cache,
@@ -277,13 +262,13 @@ def run(
     )
     registration = RegisterHost(
         options.island,
-        options.island_hosts,
+        0 if options.spare else options.island_hosts,
         options.devices,
         options.platform,
         network.endpoint,
         os.getpid(),
         begin.spare,
-        python=options.allow_python,
+        python=allow_python,
         python_tenants=tuple(filter(None, map(str.strip, options.python_tenants.split(",")))),
     )
     replicas = _inherited(name, parcel, supervisor)

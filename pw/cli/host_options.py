@@ -1,46 +1,158 @@
-"""What `pw-worker` tells the runtime of its host. Imports nothing heavy."""
+"""The options of `pw-worker`, as its command line, its supervisor and its runtime have them."""
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
+from typing import Annotated
 
+import typer
+
+from pw.cli.process import (
+    LEAST_HEARTBEAT_S,
+    LEAST_LEASE_S,
+    LOG_LEVELS,
+    STALL_HELP,
+    Credentials,
+    Insecure,
+    PrivateAddress,
+    Revoked,
+    Version,
+)
 from pw.core.actors.watchdog import STALL_S
 
 
-class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one host; times are in seconds, sizes in bytes."""
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """The options of one host; times are in seconds."""
 
-    controller: str
-    """Endpoint of the controller."""
-    island: str
-    """Name of the island to join; empty for a spare that takes any place."""
-    name: str
-    """Name of this host in the cluster."""
-    island_hosts: int = 1
-    """Hosts of the island; 0 for a spare."""
-    devices: int = 1
-    platform: str = "cpu"
-    device_memory: int = 0
-    """Memory of each device that runs may use; 0 for what the device says."""
-    bind: str = ""
-    """Endpoint at which the host listens; empty for a free one."""
-    heartbeat: float = 1.0
-    lease: float = 10.0
-    connect_timeout: float = 8.0
-    reconnect: float = 60.0
-    allow_python: bool = False
-    python_tenants: str = ""
-    python_memory: int = 0
-    """Memory of a process with clients' functions; 0 for any."""
-    compile_cache: str | None = None
-    """Folder of compiled computations; None for the default one, empty for none."""
-    checkpoint_root: str = ""
-    compile_timeout: float = 600.0
-    compile_memory: int = 8 << 30
-    stall_after: float = STALL_S
-    credentials: str = ""
-    revoked: str = ""
-    insecure: bool = False
-    advertise: str = ""
-    private_address: str = ""
-    log_level: str = "error"
+    controller: Annotated[str, typer.Option(help="The controller's address, tcp://host:port.")]
+    island: Annotated[
+        str, typer.Option(help="Name of the island to join; optional for a spare.")
+    ] = ""
+    island_hosts: Annotated[
+        int,
+        typer.Option(min=1, help="How many hosts the island has; it is formed when all are here."),
+    ] = 1
+    devices: Annotated[
+        int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
+    ] = 1
+    platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu"
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of each device that runs may use, as in 4GiB; by default what the device says that it "
+            "has, which CPU devices do not.",
+        ),
+    ] = ""
+    spare: Annotated[
+        bool,
+        typer.Option(
+            "--spare",
+            help="Only take the place of a host that is lost, in --island or, without it, in any.",
+        ),
+    ] = False
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Unique name of this host in the cluster. With credentials it is the name in the certificate, "
+            "which is the default, or that name, a '/' and more; else it is made up by default."
+        ),
+    ] = ""
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Where other hosts and clients reach this one, with one port for all; a range, as in "
+            "tcp://*:7000-7100, takes its first free one. By default a free port of the loopback, or "
+            "beside the unix socket of the controller."
+        ),
+    ] = ""
+    advertise: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where others dial this host, if that is not where it listens, as behind a port mapping.",
+        ),
+    ] = ""
+    private_address: PrivateAddress = ""
+    credentials: Credentials = ""
+    revoked: Revoked = ""
+    insecure: Insecure = False
+    heartbeat: Annotated[
+        float,
+        typer.Option(
+            min=LEAST_HEARTBEAT_S,
+            help="Seconds between heartbeats; a host that misses three of them counts as lost.",
+        ),
+    ] = 1.0
+    lease: Annotated[
+        float,
+        typer.Option(
+            min=LEAST_LEASE_S,
+            help="Seconds after which a silent client, or the controller, counts as lost.",
+        ),
+    ] = 10.0
+    connect_timeout: Annotated[
+        float, typer.Option(min=0.5, help="Seconds within which the controller must answer.")
+    ] = 8.0
+    reconnect: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds to look for a lost controller."),
+    ] = 60.0
+    allow_python: Annotated[
+        bool,
+        typer.Option(
+            "--allow-python",
+            help="Run Python functions that clients send (pw.host_function): each client can then do here "
+            "what this process can.",
+        ),
+    ] = False
+    python_tenants: Annotated[
+        str,
+        typer.Option(
+            metavar="TENANT,...",
+            help="Run Python functions of these tenants only, and not of all. It implies --allow-python.",
+        ),
+    ] = ""
+    python_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory that each process with clients' Python functions may take; by default any.",
+        ),
+    ] = ""
+    compile_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for compiled computations, which outlive restarts and serve all workers that see it; "
+            "by default ~/.cache/pw/executables, and '' keeps nothing.",
+        ),
+    ] = None
+    checkpoint_root: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write and read checkpoints in this folder only, whatever paths clients ask for; by default "
+            "wherever this process may.",
+        ),
+    ] = ""
+    compile_timeout: Annotated[
+        float,
+        typer.Option(min=1.0, help="Seconds that compiling one function of a client may take."),
+    ] = 600.0
+    compile_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Host memory that compiling one function of a client may take."
+        ),
+    ] = "8GiB"
+    stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S
+    log_level: Annotated[str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")] = (
+        "info"
+    )
+    version: Version = False
+    parent_fd: Annotated[int, typer.Option(hidden=True)] = -1
+    """The channel to the parent, if there is one; this process ends when the parent does."""
+    alone: Annotated[bool, typer.Option("--alone", hidden=True)] = False
+    """Have no supervisor, where the system has none."""

@@ -44,7 +44,7 @@ class Keeper:
     _left: bool = False
 
     def __post_init__(self) -> None:
-        self._loop.add_reader(self._supervisor.fileno(), self._listen)
+        self._loop.add_reader(self._supervisor.channel.fileno(), self._listen)
 
     def keep(self, replicas: Sequence[Replica], kept: Kept) -> None:
         """Keep these in place of earlier ones; not called again before `kept`."""
@@ -101,8 +101,8 @@ class Keeper:
         for _ in range(self._supervisor.taken()):
             if not self._left:
                 self._end(None)
-        if self._supervisor.ended:
-            self._loop.remove_reader(self._supervisor.fileno())
+        if self._supervisor.channel.ended:
+            self._loop.remove_reader(self._supervisor.channel.fileno())
             self._ended()
 
     def _end(self, error: OSError | None) -> None:

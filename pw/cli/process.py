@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import logging
-import os
 import platform
 import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import typer
 
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
+from pw.processes.channel import Channel
+from pw.processes.child import Announcement
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
 
@@ -207,24 +210,38 @@ def fail(program: str, message: str) -> None:
 
 
 class Daemon:
-    """Runs an event loop until a signal, the parent's end, or `stop`."""
+    """Runs an event loop until a signal, the parent's end, or `stop`.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, parent_fd: int) -> None:
+    Args:
+        loop: the event loop.
+        parent_fd: the channel to the parent, which has started this process as a `Child`; -1 for none.
+        kinds: the types of the messages that the parent sends.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, parent_fd: int, kinds: Any = None) -> None:
         self.loop = loop
         self.exit_code = EXIT_OK
         self._stopped = False
+        self.parent = Channel[Any](parent_fd, kinds, np.empty) if parent_fd >= 0 else None
+        self.heard: Callable[[Any, list[Any]], None] = lambda message, arrays: None
+        """Takes the messages of the parent, with their arrays."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        if parent_fd >= 0:
-            loop.add_reader(parent_fd, self._parent_ended, parent_fd)
+        if self.parent is not None:
+            loop.add_reader(self.parent.fileno(), self._hear, self.parent)
 
-    def _parent_ended(self, parent_fd: int) -> None:
-        try:
-            ended = os.read(parent_fd, 1) == b""
-        except ConnectionError:  # a socket with bytes that the parent has not read
-            ended = True
-        if ended:
-            self.loop.remove_reader(parent_fd)
+    def announce(self, announcement: Announcement) -> bool:
+        """Tell the parent; return whether there is one."""
+        if self.parent is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.parent.send(announcement)
+        return self.parent is not None
+
+    def _hear(self, parent: Channel[Any]) -> None:
+        for message, arrays, _ in parent.arrived():
+            self.heard(message, arrays)
+        if parent.ended:
+            self.loop.remove_reader(parent.fileno())
             self.stop()
 
     def stop(self, exit_code: int = EXIT_OK) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
+
+from pw.processes.forking import end_with_parent
 
 PASSED_ON = (
     signal.SIGINT,
@@ -19,7 +20,6 @@ PASSED_ON = (
     signal.SIGUSR2,
 )
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-PR_SET_PDEATHSIG = 1
 
 
 def run_script(
@@ -51,7 +51,8 @@ def run_script(
             command,
             env={**os.environ, "PW_ADDRESS": address, **environment},
             process_group=None if at_terminal else 0,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            # In the child before it becomes the script; this process has one thread by now.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         for number in pending:
             child.send_signal(number)
@@ -67,12 +68,3 @@ def _in_foreground() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False
-
-
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def _end_with_parent() -> None:
-    """Runs in the child before it becomes the script; this process has one thread by now."""
-    assert _prctl is not None
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

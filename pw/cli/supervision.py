@@ -1,4 +1,4 @@
-"""What crosses the socket between `pw-worker` and its runtime child.
+"""What crosses the channel between `pw-worker` and its runtime child.
 
     supervisor -> child   Begin    begin, as this incarnation, with the parcel of the last child
     child -> supervisor   Beat     my loop turns; at every heartbeat, from its first turn on
@@ -11,8 +11,6 @@ file (`pw.cli.handover`), of which the supervisor keeps the descriptor. It gives
 child until another one replaces it, so a child that is killed loses only what it has not sent. A
 parcel counts even if its child has ended since. It may have arrays that are gone, but no wrong
 ones, because arrays do not change.
-
-This module imports nothing heavy, for the supervisor's sake.
 """
 
 from __future__ import annotations
@@ -21,17 +19,16 @@ import array
 import contextlib
 import fcntl
 import os
-import socket
 import termios
 import threading
 import time
 
 import msgspec
 
-MESSAGE_BYTES = 4096
+from pw.processes.channel import Channel
 
 BEATS_BYTES = 32 << 10
-"""Beats may fill so much of the socket's 200 KiB, so that there is always room for a parcel."""
+"""Beats may fill so much of the channel, so that there is always room for a parcel."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -62,8 +59,8 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Supervisor to child: one parcel has been taken."""
 
 
-_decode = msgspec.msgpack.Decoder(Begin | Beat | Handed | Dropped | Taken).decode
-_encode = msgspec.msgpack.Encoder().encode
+ToSupervisor = Beat | Handed | Dropped
+ToRuntime = Begin | Taken
 
 
 class Parcel:
@@ -109,113 +106,67 @@ class Watch:
         return now_s - self._heard_s > self._silence_s
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
-    """Return one message and its descriptor; no bytes at the end of the file."""
-    said, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return said, descriptors[0] if descriptors else None
-
-
 class ChildLink:
-    """The supervisor's end of the socket to one child."""
+    """The supervisor's end of the channel to one child."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, channel: Channel[ToSupervisor], watch: Watch) -> None:
+        self.channel = channel
         self.watch = watch
-        self.ended = False
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for messages of the child."""
-        return self._socket.fileno()
-
-    @property
-    def child_descriptor(self) -> int:
-        """The descriptor that the child inherits."""
-        return self._theirs.fileno()
-
-    def started(self) -> None:
-        """Close the child's end here, so that the end of the child can be seen."""
-        self._theirs.close()
 
     def begin(self, incarnation: int, spare: bool, parcel: Parcel | None) -> None:
         """Tell the child to begin, with the parcel of the last one."""
         begin = Begin(incarnation, spare, -1 if parcel is None else parcel.index_offset)
         descriptors = [] if parcel is None else [parcel.descriptor]
         with contextlib.suppress(ConnectionError):  # it has ended; `listen` sees that
-            socket.send_fds(self._socket, [_encode(begin)], descriptors)
+            self.channel.send(begin, descriptors=descriptors)
 
     def listen(self, kept: Parcel | None) -> Parcel | None:
         """Take all messages of the child, and return the parcel to keep from now on."""
-        while not self.ended:
-            try:
-                said, descriptor = _receive(self._socket)
-            except BlockingIOError:
-                break
-            except ConnectionError:
-                said, descriptor = b"", None
-            if not said:
-                self.ended = True
-                break
-            message = _decode(said)
+        for message, _, descriptors in self.channel.arrived():
             self.watch.beat(time.monotonic())
-            if isinstance(message, Handed | Dropped):
-                if kept is not None:
-                    kept.close()
-                kept = None
-                if isinstance(message, Handed):
-                    if descriptor is not None:
-                        kept = Parcel(descriptor, message.index_offset)
-                    with contextlib.suppress(OSError):  # it has ended, or does not read
-                        self._socket.send(_encode(Taken()))
+            if isinstance(message, Beat):
+                continue
+            if kept is not None:
+                kept.close()
+            kept = None
+            if isinstance(message, Handed):
+                kept = Parcel(descriptors[0], message.index_offset)
+                with contextlib.suppress(OSError):  # it has ended, or does not read
+                    self.channel.send(Taken(), wait=False)
         return kept
-
-    def close(self) -> None:
-        """Close this end; a child that still runs takes that for the end of the supervisor."""
-        self.ended = True
-        self._socket.close()
 
 
 class SupervisorLink:
-    """The child's end of the socket. Only `begin` waits."""
+    """The child's end of the channel. Only `begin` waits."""
 
     def __init__(self, descriptor: int) -> None:
-        self.ended = False
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
+        self.channel: Channel[ToRuntime] = Channel(descriptor, ToRuntime, descriptors=1)
         self._order = threading.RLock()
         """No `Dropped` of the garbage collector, in any thread, goes behind a parcel."""
         self._handed = False
 
-    def fileno(self) -> int:
-        """Return the descriptor to wait for messages of the supervisor."""
-        return self._socket.fileno()
-
     def begin(self) -> tuple[Begin, Parcel | None] | None:
         """Wait for `Begin`; return None if the supervisor has ended instead."""
-        said, descriptor = _receive(self._socket)
-        if not said:
+        try:
+            message, _, descriptors = self.channel.receive()
+        except EOFError:
             return None
-        message = _decode(said)
         assert isinstance(message, Begin)
-        self._socket.setblocking(False)
-        if descriptor is None:
-            return message, None
-        return message, Parcel(descriptor, message.index_offset)
+        parcel = Parcel(descriptors[0], message.index_offset) if descriptors else None
+        return message, parcel
 
     def beat(self) -> None:
         """Say that the loop turns, unless many beats are unread."""
         if self._unread_bytes() < BEATS_BYTES:
             with contextlib.suppress(OSError):  # it has ended; `taken` sees that
-                self._say(Beat(), None)
+                self.channel.send(Beat(), wait=False)
 
     def dropped(self) -> None:
         """Say that the parcel of `begin` is not used any more; from any thread."""
         with self._order:
             if not self._handed:
                 with contextlib.suppress(OSError):
-                    self._say(Dropped(), None)
+                    self.channel.send(Dropped(), wait=False)
 
     def hand_over(self, parcel: Parcel) -> None:
         """Leave this parcel to the next child, in place of earlier ones.
@@ -225,32 +176,15 @@ class SupervisorLink:
         """
         with self._order:
             self._handed = True
-            self._say(Handed(parcel.index_offset), parcel)
+            handed = Handed(parcel.index_offset)
+            self.channel.send(handed, descriptors=[parcel.descriptor], wait=False)
 
     def taken(self) -> int:
         """Return how many parcels the supervisor has taken since the last call."""
-        count = 0
-        while not self.ended:
-            try:
-                said, _ = _receive(self._socket)
-            except BlockingIOError:
-                break
-            except ConnectionError:
-                said = b""
-            self.ended = not said
-            count += bool(said)
-        return count
-
-    def close(self) -> None:
-        """Close this end; the supervisor takes that for the end of the child."""
-        self._socket.close()
+        return sum(1 for _ in self.channel.arrived())
 
     def _unread_bytes(self) -> int:
         """Return the bytes that the supervisor has not read; a message counts some 800."""
         count = array.array("i", [0])
-        fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
+        fcntl.ioctl(self.channel.socket, termios.TIOCOUTQ, count)
         return count[0]
-
-    def _say(self, message: Beat | Handed | Dropped, parcel: Parcel | None) -> None:
-        descriptors = [] if parcel is None else [parcel.descriptor]
-        socket.send_fds(self._socket, [_encode(message)], descriptors)

@@ -29,9 +29,9 @@ import importlib
 import os
 import select
 import signal
-import subprocess
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from pw.cli.host_options import HostOptions
 from pw.cli.process import (
@@ -43,8 +43,10 @@ from pw.cli.process import (
     SILENT_HEARTBEATS,
     fail,
 )
-from pw.cli.supervision import ChildLink, Parcel, SupervisorLink, Watch
-from pw.processes.forking import Fork, preload
+from pw.cli.supervision import ChildLink, Parcel, SupervisorLink, ToSupervisor, Watch
+from pw.processes.channel import Channel
+from pw.processes.child import Child
+from pw.processes.forking import Process, fork, preload
 from pw.transport.log import log
 
 RUNTIME = "pw.cli.host"
@@ -60,43 +62,16 @@ LONG_LIFE_S = 10.0
 """A child that crashes after such a life is replaced at once."""
 
 
-class _Child:
-    """One runtime process, and the socket to it."""
-
-    def __init__(self, options: HostOptions, watch: Watch) -> None:
-        self.link = ChildLink(watch)
-        descriptor = self.link.child_descriptor
-
-        def run() -> None:
-            importlib.import_module(RUNTIME).run(options, SupervisorLink(descriptor))
-
-        self.process = Fork("pw-runtime", run, [descriptor])
-        self.link.started()
-
-    def end(self) -> None:
-        """End the process, and wait for it."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.link.close()
-
-
 @dataclass(eq=False)
 class Supervisor:
     """Keeps one runtime child alive.
 
     Args:
-        options: of the host.
-        spare: the first child, too, only takes the place of a lost host; later children always do.
-        parent_fd: a pipe; this process ends when the pipe does. -1 for none.
+        options: of the host. With `spare` the first child, too, only takes the place of a lost host;
+            later children always do.
     """
 
     _options: HostOptions
-    _spare: bool
-    _parent_fd: int
     _parcel: Parcel | None = None
 
     def __post_init__(self) -> None:
@@ -117,11 +92,12 @@ class Supervisor:
         served = was_refused = False
         while True:
             begun_s = time.monotonic()
-            child = _Child(self._options, Watch(self._heartbeat_s, self._silence_s))
-            child.link.begin(time.time_ns(), self._spare or served, self._parcel)
-            code = self._wait(child)
+            child: Child[ToSupervisor] = Child(self._fork, ToSupervisor, descriptors=1)
+            link = ChildLink(child.channel, Watch(self._heartbeat_s, self._silence_s))
+            link.begin(time.time_ns(), self._options.spare or served, self._parcel)
+            code = self._wait(child, link)
             if code is None:
-                child.end()
+                child.stop(STOP_S)
                 return EXIT_OK
             if code in (EXIT_OK, EXIT_ERROR):
                 return code
@@ -166,19 +142,27 @@ class Supervisor:
             if self._pause(pause_s):
                 return EXIT_OK
 
-    def _wait(self, child: _Child) -> int | None:
+    def _fork(self, end: int) -> Process:
+        """Start a runtime with this end of its channel."""
+
+        def run() -> None:
+            importlib.import_module(RUNTIME).run(self._options, SupervisorLink(end))
+
+        return fork("pw-runtime", run, [end])
+
+    def _wait(self, child: Child[ToSupervisor], link: ChildLink) -> int | None:
         """Return the child's exit code, or None when this process must end."""
-        while (code := child.process.poll()) is None:
-            if self._told_to_stop(self._heartbeat_s, child.link):
+        while (code := child.exit_code()) is None:
+            if self._told_to_stop(self._heartbeat_s, child.channel):
                 return None
-            self._parcel = child.link.listen(self._parcel)
-            if child.link.watch.is_silent(time.monotonic()):
-                fields = {"process": child.process.pid, "silence_s": self._silence_s}
+            self._parcel = link.listen(self._parcel)
+            if link.watch.is_silent(time.monotonic()):
+                fields = {"process": child.pid, "silence_s": self._silence_s}
                 log("error", "runtime is stuck and is killed", self._name, **fields)
-                child.process.kill()
-                child.process.wait()
-        self._parcel = child.link.listen(self._parcel)
-        child.link.close()
+                child.kill()
+                child.wait()
+        self._parcel = link.listen(self._parcel)
+        child.let_go()
         return code
 
     def _pause(self, pause_s: float) -> bool:
@@ -189,15 +173,15 @@ class Supervisor:
                 return False
         return True
 
-    def _told_to_stop(self, timeout_s: float, link: ChildLink | None = None) -> bool:
+    def _told_to_stop(self, timeout_s: float, channel: Channel[Any] | None = None) -> bool:
         """Wait for a reason to stop (true), for a message of a child, or for the time (false)."""
         watched: list[int] = [self._wake_read]
-        if self._parent_fd >= 0:
-            watched.append(self._parent_fd)
-        if link is not None and not link.ended:
-            watched.append(link.fileno())
+        if self._options.parent_fd >= 0:
+            watched.append(self._options.parent_fd)
+        if channel is not None and not channel.ended:
+            watched.append(channel.fileno())
         ready = select.select(watched, [], [], timeout_s)[0]
-        if self._parent_fd in ready:
+        if self._options.parent_fd in ready:
             return True
         # A signal writes its number here.
         numbers = os.read(self._wake_read, 64) if self._wake_read in ready else b""

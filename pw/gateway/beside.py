@@ -16,17 +16,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pw.client.connection.children import STOP_S, Child, read_announcement
+from pw.client.connection.children import LocalDaemon
 from pw.client.connection.script import process_name
-from pw.core.errors import ConnectionFailed
 from pw.gateway import forks
-from pw.gateway.functions import Functions
+from pw.gateway.functions import FromGateway, Functions
+from pw.processes.child import STOP_S
 from pw.transport.access.private import PrivateFolder
 
-SOCKET, FUNCTIONS = "gateway", "functions"
+SOCKET = "gateway"
 START_S = 120.0
-ERROR = "error: "
-"""How the gateway announces that it cannot begin."""
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
 _LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
@@ -38,7 +36,7 @@ _OF_CALLBACK = "error calling callback"
 """Is in the error of a run one of whose Python functions has raised."""
 _COLOCATED = "jax.experimental.colocated_python"
 
-_running: dict[Child, tuple[PrivateFolder, str]] = {}
+_running: dict[LocalDaemon, tuple[PrivateFolder, str]] = {}
 """The gateways of this process, with the folders that JAX shares with each."""
 
 
@@ -55,27 +53,18 @@ def client(arguments: Sequence[str]) -> Any:
 
     folder = PrivateFolder.make()
     files = _memory_folder()
-    functions = Functions(str(folder.path / FUNCTIONS))
-    read, write = os.pipe()
-    try:
-        child = Child(
-            "pw.cli.gateway",
-            [
-                *("--bind", f"ipc://{folder.path / SOCKET}"),
-                *("--announce-fd", str(write)),
-                *("--files", files),
-                *("--functions", str(folder.path / FUNCTIONS)),
-                *("--script", process_name()),
-                *arguments,
-            ],
-            [write],
-        )
-    finally:
-        os.close(write)
-    _running[child] = folder, files
-    address = read_announcement(child, read, START_S)
-    if address.startswith(ERROR):
-        raise ConnectionFailed(address.removeprefix(ERROR))
+    daemon = LocalDaemon(
+        "pw.cli.gateway",
+        [
+            *("--bind", f"ipc://{folder.path / SOCKET}"),
+            *("--files", files),
+            *("--script", process_name()),
+            *arguments,
+        ],
+        kinds=FromGateway,
+    )
+    _running[daemon] = folder, files
+    address = daemon.address(START_S)
     os.environ[_INSECURE] = "true"
     if files:
         os.environ[_FILES] = files
@@ -84,7 +73,7 @@ def client(arguments: Sequence[str]) -> Any:
         _log_from(_ERRORS)
     forks.close_in_forks_of(address)
     made = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
-    functions.install(lambda backend: backend is made)
+    Functions(daemon.channel).install(lambda backend: backend is made)
     return made
 
 
@@ -140,8 +129,8 @@ def _exit() -> None:
             _hand_over_calls()
             patience_s = None  # its session ends when colocated functions have ended
         _log_from(_FATAL)
-    for child, (folder, files) in _running.items():
-        child.stop(patience_s)
+    for daemon, (folder, files) in _running.items():
+        daemon.stop(patience_s)
         folder.leave()
         shutil.rmtree(files, ignore_errors=True)  # if the gateway was killed
 

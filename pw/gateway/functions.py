@@ -2,13 +2,14 @@
 
 JAX cannot send a Python function. So the script's process keeps its functions under numbers, and
 gives JAX a number to send in the place of each (`install`). When a computation calls one, its host asks the
-gateway, and the gateway the script's process, over a unix socket in their private folder:
+gateway, and the gateway the script's process, which started it (`LocalDaemon`):
 
-    gateway -> script   (call, function, operands), or (0, function, ()) to forget a function,
-                        or (0, 0, (), line) to show the line of a long wait, or none
-    script -> gateway   (call, results, error)
+    gateway -> script   Call     call a function with the arrays that come with this
+                        Forget   forget a function
+                        Line     show the line of a long wait, or none
+    script -> gateway   Answer   the results, which come with this, or an error
 
-Each is a msgpack array after its length. The script's process runs each call in a thread of its own.
+The script's process runs each call in a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,75 +17,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
-import struct
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - numpy knows its dtypes by name then
 import msgspec
 import numpy as np
 
 from pw.client.connection.calls import Calls
 from pw.client.session.thread_messages import Called
 from pw.client.show.live import Screen, screen_here
-from pw.core.sharding import dtype_of
+from pw.processes.channel import Channel
 
 
-class _Array(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The gateway calls a function."""
 
-
-class _Call(msgspec.Struct, frozen=True, array_like=True):
     call: int
     function: int
-    operands: tuple[_Array, ...]
-    line: str = ""
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The gateway does not call a function any more."""
+
+    function: int
+
+
+class Line(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The gateway has a line shown; none if it is empty."""
+
+    line: str
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The script answers a call."""
+
     call: int
-    results: tuple[_Array, ...]
-    error: str
+    error: str = ""
 
 
-_LENGTH = struct.Struct(">Q")
-_decode_call = msgspec.msgpack.Decoder(_Call).decode
-_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
-
-
-def _packed(arrays: Sequence[Any]) -> tuple[_Array, ...]:
-    values = [np.asarray(array) for array in arrays]
-    return tuple(_Array(value.dtype.name, value.shape, value.tobytes()) for value in values)
-
-
-def _unpacked(arrays: Sequence[_Array]) -> list[np.ndarray[Any, Any]]:
-    return [
-        np.frombuffer(array.data, dtype_of(array.dtype)).reshape(array.shape) for array in arrays
-    ]
+FromGateway = Call | Forget | Line
 
 
 # --- in the script's process ---------------------------------------------------------------------------
 
 
 class Functions:
-    """The functions of this process that computations may call.
+    """The functions of this process that computations may call, through the channel to the gateway."""
 
-    Args:
-        path: where the gateway connects.
-    """
-
-    def __init__(self, path: str) -> None:
+    def __init__(self, gateway: Channel[FromGateway]) -> None:
+        self._gateway = gateway
         self._known: dict[int, Callable[..., Any]] = {}
         self._numbers = itertools.count(1)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(path)
-        self._listener.listen(1)
-        threading.Thread(target=self._accept, name="pw-functions", daemon=True).start()
+        threading.Thread(target=self._serve, name="pw-functions", daemon=True).start()
 
     def add(self, function: Callable[..., Any]) -> int:
         """Return the number of a function, which is known until the gateway has it forgotten."""
@@ -92,54 +78,39 @@ class Functions:
         self._known[number] = function
         return number
 
-    def _accept(self) -> None:
+    def _serve(self) -> None:
+        screen = _Screen()
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
+                message, operands, _ = self._gateway.receive()
+            except (EOFError, OSError):
                 return
-            threading.Thread(
-                target=self._serve, args=(connection,), name="pw-functions", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        lock = threading.Lock()
-        screen = _Screen()
-        with (
-            contextlib.suppress(OSError),  # the gateway has ended
-            connection,
-            connection.makefile("rb") as stream,
-        ):
-            while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                (size,) = _LENGTH.unpack(head)
-                call = _decode_call(stream.read(size))
-                if not call.call:
-                    self._known.pop(call.function, None)
-                    screen.show(call.line)
-                    continue
+            if isinstance(message, Forget):
+                self._known.pop(message.function, None)
+            elif isinstance(message, Line):
+                screen.show(message.line)
+            else:
                 screen.show("")  # the function may print
                 thread = threading.Thread(
-                    target=self._run, args=(call, connection, lock), name="pw-callback", daemon=True
+                    target=self._run, args=(message, operands), name="pw-callback", daemon=True
                 )
                 try:
                     thread.start()
                 except RuntimeError:  # Python starts no threads any more when a script ends
-                    self._run(call, connection, lock)
+                    self._run(message, operands)
 
-    def _run(self, call: _Call, connection: socket.socket, lock: threading.Lock) -> None:
+    def _run(self, call: Call, operands: list[Any]) -> None:
+        results: list[Any] = []
+        error = ""
         try:
             function = self._known.get(call.function)
             if function is None:
                 raise LookupError("the function was deleted together with its compiled program")
-            answer = _Answer(call.call, _packed(function(*_unpacked(call.operands))), "")
+            results = [np.asarray(result) for result in function(*operands)]
         except BaseException:  # noqa: BLE001 - the user's function may raise anything
-            answer = _Answer(call.call, (), traceback.format_exc())
-        data = msgspec.msgpack.encode(answer)
-        try:
-            with lock:
-                connection.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError:
-            pass  # the gateway has ended, and the computation with it
+            error = traceback.format_exc()
+        with contextlib.suppress(OSError):  # the gateway has ended, and the computation with it
+            self._gateway.send(Answer(call.call, error), results)
 
     def install(self, is_ours: Callable[[Any], bool]) -> None:
         """Let JAX send numbers in the place of functions, when it compiles for a backend that `is_ours`."""
@@ -203,26 +174,56 @@ class _Screen:
 # --- in the gateway's process --------------------------------------------------------------------------
 
 
-class Caller:
-    """Calls functions of the script for the hosts; lives on the gateway's loop.
+class Script:
+    """The script's process, as the gateway that it started sees it.
 
     Args:
-        path: where the script listens; empty if it does not.
+        loop: that of the main thread, which alone uses the channel: it may wait for the script, whose JAX
+            may wait for other threads of the gateway.
+        channel: to the script.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: Channel[Answer]) -> None:
+        self._loop = loop
+        self._channel = channel
+        self._open: dict[int, tuple[Calls, Called]] = {}
+        self._numbers = itertools.count(1)
+
+    def call(self, calls: Calls, called: Called, function: int) -> None:
+        """Call a function, and answer; on any thread."""
+        number = next(self._numbers)
+        self._open[number] = calls, called
+        self.send(Call(number, function), called.operands)
+
+    def send(self, message: FromGateway, operands: Sequence[Any] = ()) -> None:
+        """Send a message; on any thread."""
+        self._loop.call_soon_threadsafe(self._send, message, [np.asarray(one) for one in operands])
+
+    def answered(self, answer: Answer, results: list[Any]) -> None:
+        """Take an answer; on the main thread."""
+        calls, called = self._open.pop(answer.call)
+        if answer.error:
+            calls.fail(called, answer.error)
+        else:
+            calls.answer(called, results)
+
+    def _send(self, message: FromGateway, operands: list[Any]) -> None:
+        with contextlib.suppress(OSError):  # it has ended, and so does this process
+            self._channel.send(message, operands)
+
+
+class Caller:
+    """Calls functions of the script for the hosts of one client.
+
+    Args:
+        script: None if no script has started this gateway.
         calls: the session's, which says what hosts call.
     """
 
-    def __init__(self, path: str, calls: Calls) -> None:
-        self._path = path
+    def __init__(self, script: Script | None, calls: Calls) -> None:
+        self._script = script
         self._calls = calls
-        self._loop = asyncio.get_running_loop()
         self._functions: dict[bytes, tuple[int, ...]] = {}
-        self._open: dict[int, Called] = {}
-        self._numbers = itertools.count(1)
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._sending = asyncio.Lock()
-        self._is_closed = False
-        self._working: set[asyncio.Task[None]] = set()
         calls.handler = self._called
 
     def know(self, artifact: bytes, numbers: tuple[int, ...]) -> None:
@@ -232,74 +233,18 @@ class Caller:
     def forget(self, artifact: bytes) -> None:
         """No executable of this artifact is left, and no run of one."""
         for number in self._functions.pop(artifact, ()):
-            self._start(self._write(_Call(0, number, ())))
+            if self._script is not None:
+                self._script.send(Forget(number))
 
-    def tell(self, line: str) -> None:
-        """Have the script show the line of a wait, or none if it is empty."""
-        self._start(self._told(line))
-
-    async def _told(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            await self._write(_Call(0, 0, (), line))
-
-    def _called(self, call: Called) -> None:
-        self._loop.call_soon_threadsafe(self._begin, call)
-
-    def _begin(self, call: Called) -> None:
-        self._start(self._send(call))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._is_closed:
-            work.close()
-            return
-        task = self._loop.create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
-
-    async def _send(self, call: Called) -> None:
-        numbers = self._functions.get(call.artifact, ())
-        if call.index >= len(numbers):
-            self._calls.fail(call, "the executable was deleted while it ran")
-            return
-        number = next(self._numbers)
-        self._open[number] = call
-        try:
-            await self._write(_Call(number, numbers[call.index], _packed(call.operands)))
-        except OSError as error:
-            self._open.pop(number, None)
-            self._calls.fail(call, f"the script's process cannot be reached: {error}")
-
-    async def _write(self, call: _Call) -> None:
-        data = msgspec.msgpack.encode(call)
-        async with self._sending:
-            if self._writer is None:
-                reader, self._writer = await asyncio.open_unix_connection(self._path)
-                self._reading = self._loop.create_task(self._read(reader))
-            self._writer.write(_LENGTH.pack(len(data)) + data)
-            await self._writer.drain()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                answer = _decode_answer(await reader.readexactly(size))
-                call = self._open.pop(answer.call, None)
-                if call is not None and answer.error:
-                    self._calls.fail(call, answer.error)
-                elif call is not None:
-                    self._calls.answer(call, _unpacked(answer.results))
-        except (asyncio.IncompleteReadError, OSError):
-            for call in self._open.values():
-                self._calls.fail(call, "the script's process has ended")
-            self._open.clear()
-            self._writer = None
+    def _called(self, called: Called) -> None:
+        numbers = self._functions.get(called.artifact, ())
+        if called.index >= len(numbers):
+            self._calls.fail(called, "the executable was deleted while it ran")
+        elif self._script is None:
+            self._calls.fail(called, "the script's process cannot be reached")
+        else:
+            self._script.call(self._calls, called, numbers[called.index])
 
     def close(self) -> None:
         """Call nothing any more."""
-        self._is_closed = True
         self._calls.handler = None
-        for task in (*self._working, self._reading):
-            if task is not None:
-                task.cancel()
-        if self._writer is not None:
-            self._writer.close()

@@ -21,7 +21,7 @@ from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
-from pw.gateway.functions import Caller
+from pw.gateway.functions import Caller, Line, Script
 from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
@@ -67,19 +67,20 @@ class Client:
         runtime: the session that it uses.
         devices: the devices that it sees.
         number: the session's number in the protocol.
-        functions: where the script listens for calls of its functions; empty if it does not.
+        script: runs functions that computations call; None if there is none.
     """
 
     def __init__(
-        self, runtime: Runtime, devices: Devices, number: int, functions: str = ""
+        self, runtime: Runtime, devices: Devices, number: int, script: Script | None = None
     ) -> None:
         self.number = number
         self._loop = asyncio.get_running_loop()
         self.buffers = HostBuffers(self._loop)
         self.arrays = ProxyArrays()
         self._devices = devices
-        self._caller = Caller(functions, runtime.calls)
-        self._waits = Waits(self._loop, self._caller.tell if functions else None)
+        self._caller = Caller(script, runtime.calls)
+        tell = None if script is None else lambda line: script.send(Line(line))
+        self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         self._reshards = Reshards(devices, self._runs, transfers)

@@ -19,6 +19,7 @@ from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, TransferFailed
 from pw.gateway import protos, rpc
 from pw.gateway.devices import Devices
+from pw.gateway.functions import Script
 from pw.gateway.http2 import Connection, Stream
 from pw.gateway.requests import Client
 from pw.transport.access.unix import is_foreign
@@ -54,13 +55,15 @@ class Server:
     Args:
         connect: gives each client a session.
         files: the folder in which the client, on this machine, leaves large host buffers; None for none.
-        functions: the unix socket where the client's process runs host callbacks; empty for none.
+        script: runs the functions that clients' computations call; None for none.
     """
 
-    def __init__(self, connect: Connect, files: Path | None = None, functions: str = "") -> None:
+    def __init__(
+        self, connect: Connect, files: Path | None = None, script: Script | None = None
+    ) -> None:
         self._connect = connect
         self._files = files
-        self._functions = functions
+        self._script = script
         self.clients: dict[int, Client] = {}
         self._next = 1
         self._connections: set[Connection] = set()
@@ -130,7 +133,7 @@ class Server:
         runtime, devices, end = await self._connect()
         number = self._next
         self._next += 1
-        client = self.clients[number] = Client(runtime, devices, number, self._functions)
+        client = self.clients[number] = Client(runtime, devices, number, self._script)
         return client, end
 
     def _version(self, call: rpc.Unary, request: Any) -> None:

@@ -31,10 +31,10 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends, which has one thread."""
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the system send this signal to this process when its parent ends, which has one thread."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def keep_open(descriptors: Iterable[int]) -> None:
@@ -80,46 +80,39 @@ def become(name: str, entry: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
-class Fork:
-    """A fork of this process, with the methods of `subprocess.Popen` that its parent needs.
+class Process:
+    """A process that was forked, with methods of `subprocess.Popen`.
 
     Args:
-        name: as of `become`.
-        entry: what the fork runs.
-        kept: descriptors that stay open in the fork, beside the standard streams.
+        pid: its process id.
+        collect: called once it has ended; returns its exit code, negative for a signal.
     """
 
-    def __init__(self, name: str, entry: Callable[[], object], kept: Iterable[int]) -> None:
+    def __init__(self, pid: int, collect: Callable[[], int]) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            keep_open(kept)
-            become(name, entry)
-        self._handle = os.pidfd_open(self.pid)
+        self._collect = collect
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has ended, and its parent has collected it
+            self._handle = os.open(os.devnull, os.O_RDONLY)  # which is always ready
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            process, status = os.waitpid(self.pid, os.WNOHANG)
-            if process:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(self._handle)
+        """Return the exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
         return self.returncode
 
-    def wait(self, timeout_s: float | None = None) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Return the exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             ready = select.poll()
             ready.register(self._handle, select.POLLIN)
-            if not ready.poll(None if timeout_s is None else timeout_s * 1000):
-                raise subprocess.TimeoutExpired("fork", timeout_s or 0.0)
-        code = self.poll()
-        assert code is not None
-        return code
+            if not ready.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            self.returncode = self._collect()
+            os.close(self._handle)
+        return self.returncode
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
@@ -131,4 +124,24 @@ class Fork:
 
     def _send(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+
+def fork(name: str, entry: Callable[[], object], kept: Iterable[int]) -> Process:
+    """Fork this process.
+
+    Args:
+        name: as of `become`.
+        entry: what the fork runs.
+        kept: descriptors that stay open in the fork, beside the standard streams.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        keep_open(kept)
+        become(name, entry)
+    return Process(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -1,28 +1,28 @@
 """The process of a `ForkServer`: it starts no thread, opens no device, and ends when its client does.
 
-As a new interpreter: `python -m pw.processes.serving FD MODULE...`, with the modules to import first.
+As a new interpreter, its arguments are the modules to import first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import select
 import signal
-import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pw.processes.forking import become, die_with_parent, keep_open, preload
+from pw.processes.channel import Channel
+from pw.processes.child import PARENT, parent
+from pw.processes.forking import become, end_with_parent, keep_open, preload
 
 CODE = struct.Struct("<i")
-REQUEST_BYTES = 1 << 17
-_MOST_DESCRIPTORS = 16
+DESCRIPTORS = 3
+"""Of a request: the pipe for the answers, the fork's end of its channel, and perhaps its standard error."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -30,20 +30,13 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
 
     module: str
     arguments: tuple[str, ...]
-    descriptors: tuple[int, ...]
-    """The numbers that the descriptors of the request get in the fork; the pipe comes before them."""
-    environment: dict[str, str] | None = None
-    """None for that of the server."""
-    folder: str = ""
-    """Working folder; empty for that of the server."""
-    ends_with_server: bool = False
+    environment: Mapping[str, str] | None
+    """Variables of a process of its own; None for a part of the server, which ends with it."""
+    folder: str
+    """Working folder of a process of its own."""
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(ForkRequest).decode
-
-
-def serve(client: socket.socket) -> None:
+def serve(client: Channel[ForkRequest]) -> None:
     """Fork until the client ends."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -57,36 +50,33 @@ def serve(client: socket.socket) -> None:
             _reap(pipes)
         if client.fileno() not in ready:
             continue
-        data, descriptors, _, _ = socket.recv_fds(client, REQUEST_BYTES, _MOST_DESCRIPTORS)
-        if not data:
+        try:
+            request, _, (pipe, *descriptors) = client.receive()
+        except EOFError:
             return
-        pipe, *theirs = descriptors
         process = os.fork()
         if process == 0:
-            request = decode(data)
-            become("pw-" + request.module.rpartition(".")[2], _main(request, theirs))
-        for descriptor in theirs:
+            name = "pw-" + request.module.rpartition(".")[2]
+            become(name, _main(request, *descriptors))
+        for descriptor in descriptors:
             os.close(descriptor)
         pipes[process] = pipe
         _say(pipe, process)
 
 
-def _main(request: ForkRequest, descriptors: list[int]) -> Callable[[], object]:
+def _main(request: ForkRequest, end: int, error: int = 2) -> Callable[[], object]:
     """Make this process the one that a request is for; return its main function."""
     os.setsid()
-    if request.ends_with_server:
-        die_with_parent()
-    beyond = max((2, *request.descriptors, *descriptors)) + 1
-    apart = [fcntl.fcntl(one, fcntl.F_DUPFD, beyond) for one in descriptors]
-    for number, one in zip(request.descriptors, apart, strict=True):
-        os.dup2(one, number)
-    keep_open(request.descriptors)
-    if request.environment is not None:
+    if request.environment is None:
+        end_with_parent(signal.SIGKILL)
+    else:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(error, 2)
         os.environ.clear()
         os.environ.update(request.environment)
-    if request.folder:
         os.chdir(request.folder)
-    sys.argv = [request.module, *request.arguments]
+    keep_open([end])
+    sys.argv = [request.module, *request.arguments, f"{PARENT}{end}"]
     main: Callable[[], object] = importlib.import_module(request.module).main
     return main
 
@@ -108,10 +98,9 @@ def _say(pipe: int, number: int) -> None:
 
 
 def main() -> None:
-    """Serve the client at the other end of the descriptor that is given as an argument."""
-    descriptor, *modules = sys.argv[1:]
-    preload(modules)
-    serve(socket.socket(fileno=int(descriptor)))
+    """Serve the parent of this interpreter."""
+    preload(sys.argv[1:-1])
+    serve(parent(ForkRequest, descriptors=DESCRIPTORS))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ address is a wrong one, which needs no traffic control in the kernel, and works 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -76,6 +75,7 @@ def fetch_from(island: str) -> None:
 def main() -> None:
     build()
     import pw
+    from pw.client.connection.children import LocalDaemon
     from pw.core.messages.roles import Role
     from pw.transport.access.authority import Authority
     from tests.cli.test_survival import Training, members
@@ -89,14 +89,10 @@ def main() -> None:
         return str(file)
 
     python = (sys.executable, "-m")
-    read, write = os.pipe()
-    controller = [*python, "pw.cli.controller", "--bind", f"tcp://{BRIDGE}:0"]
-    controller += ["--credentials", issue(Role.CONTROLLER, "main")]
-    controller += ["--log-level", "error", "--announce-fd", str(write)]
-    processes = [subprocess.Popen(controller, pass_fds=[write])]
-    os.close(write)
-    with os.fdopen(read) as announced:
-        endpoint = announced.readline().strip()
+    where = ["--bind", f"tcp://{BRIDGE}:0", "--credentials", issue(Role.CONTROLLER, "main")]
+    controller = LocalDaemon("pw.cli.controller", [*where, "--log-level", "error"])
+    endpoint = controller.address(60)
+    workers = []
     try:
         for name, address in HOSTS.items():
             worker = ["ip", "netns", "exec", name, *python, "pw.cli.worker"]
@@ -104,7 +100,7 @@ def main() -> None:
             listens_at = address if name == "one" else "*"
             worker += ["--bind", f"tcp://{listens_at}:0", "--name", name]
             worker += ["--credentials", issue(Role.WORKER, name)]
-            processes.append(subprocess.Popen([*worker, "--log-level", "error"]))
+            workers.append(subprocess.Popen([*worker, "--log-level", "error"]))
         pw.connect(endpoint, credentials=issue(Role.CLIENT, "laptop"))
         deadline_s = time.monotonic() + 60
         while not all(members(name) for name in HOSTS):
@@ -129,9 +125,10 @@ def main() -> None:
         print("all as expected", flush=True)
     finally:
         pw.disconnect()
-        for process in processes[1:] + processes[:1]:
-            process.terminate()
-            process.wait(20)
+        for worker in workers:
+            worker.terminate()
+            worker.wait(20)
+        controller.stop()
 
 
 if __name__ == "__main__":

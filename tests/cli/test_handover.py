@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import socket
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ import pytest
 
 from pw.cli import handover
 from pw.cli.keeping import Keeper
-from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, Watch
+from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, ToSupervisor, Watch
 from pw.core.errors import ErrorReport
 from pw.devices.host.replica_memory import Replica
+from pw.processes.channel import Channel
 from tests.stages.daemons import ROOT, Program, left_in_shared_memory, send, until
 
 BOX = ((0, 2), (3, 7))
@@ -114,11 +116,16 @@ def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
 class Pair:
     """Both ends of the socket, in one process."""
 
-    def __init__(self, parcel: Parcel | None = None) -> None:
-        self.supervisor = ChildLink(Watch(1.0, 3.0))
-        self.supervisor.begin(5, True, parcel)
-        self.child = SupervisorLink(os.dup(self.supervisor.child_descriptor))
-        self.supervisor.started()
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.supervisor = ChildLink(Channel(ours, ToSupervisor, descriptors=1), Watch(1.0, 3.0))
+        self.child = SupervisorLink(theirs.detach())
+
+    @classmethod
+    def begun(cls, parcel: Parcel | None = None) -> Pair:
+        pair = cls()
+        pair.supervisor.begin(5, True, parcel)
+        return pair
 
 
 @pytest.fixture
@@ -135,7 +142,7 @@ def descriptors() -> Iterator[Callable[[], int]]:
 
 
 def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[], int]) -> None:
-    pair = Pair()
+    pair = Pair.begun()
     assert pair.child.begin() == (Begin(5, True, -1), None)
     kept: Parcel | None = None
     for value in (np.arange(3), np.arange(4)):
@@ -146,16 +153,16 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
     assert kept is not None
     open_here = descriptors()
     for _ in range(2):  # the first of these children dies without having left anything
-        after = Pair(kept)
+        after = Pair.begun(kept)
         begun = after.child.begin()
         assert begun is not None
         assert begun[1] is not None
         ((_, _, copy, _),) = handover.unpack(begun[1], lambda: None)
         np.testing.assert_array_equal(copy, np.arange(4))
-        after.child.close()
+        after.child.channel.close()
         kept = after.supervisor.listen(kept)
-        assert after.supervisor.ended
-        after.supervisor.close()
+        assert after.supervisor.channel.ended
+        after.supervisor.channel.close()
         del copy
     assert descriptors() == open_here
     assert kept is not None
@@ -165,13 +172,13 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
     kept = pair.supervisor.listen(kept)
     assert kept is not None
     assert handover.unpack(kept, lambda: None) == []
-    pair.child.close()
-    pair.supervisor.close()
+    pair.child.channel.close()
+    pair.supervisor.channel.close()
 
 
 def test_a_parcel_that_nobody_uses_is_not_kept(descriptors: Callable[[], int]) -> None:
     kept = packed([np.arange(3)])
-    pair = Pair(kept)
+    pair = Pair.begun(kept)
     begun = pair.child.begin()
     assert begun is not None
     assert begun[1] is not None
@@ -188,13 +195,13 @@ def test_a_parcel_that_nobody_uses_is_not_kept(descriptors: Callable[[], int]) -
     last = pair.supervisor.listen(None)
     assert last is not None
     last.close()
-    pair.child.close()
-    pair.supervisor.close()
+    pair.child.channel.close()
+    pair.supervisor.channel.close()
 
 
 def test_a_supervisor_that_does_not_read_has_room_for_what_is_handed_over() -> None:
     """Neither the beats of many minutes, nor those beside a thousand arrays, fill the socket."""
-    pair = Pair()
+    pair = Pair.begun()
     pair.child.begin()
     for _ in range(1000):
         pair.child.beat()
@@ -211,18 +218,18 @@ def test_a_supervisor_that_does_not_read_has_room_for_what_is_handed_over() -> N
     pair.child.beat()
     pair.supervisor.listen(None)
     assert pair.child.taken() == 0
-    assert not pair.child.ended
-    pair.supervisor.close()
+    assert not pair.child.channel.ended
+    pair.supervisor.channel.close()
     pair.child.taken()
-    assert pair.child.ended
-    pair.child.close()
+    assert pair.child.channel.ended
+    pair.child.channel.close()
 
 
 class Loop:
     """A runtime's event loop with a `Keeper`, and its supervisor, which reads when it is told to."""
 
     def __init__(self) -> None:
-        self.pair = Pair()
+        self.pair = Pair.begun()
         self.pair.child.begin()
         self.loop = asyncio.new_event_loop()
         self.ended = False
@@ -247,7 +254,7 @@ class Loop:
         self.loop.run_until_complete(asyncio.wait_for(turning(), 60))
 
     def is_sent(self) -> bool:
-        return bool(select.select([self.pair.supervisor], [], [], 0)[0])
+        return bool(select.select([self.pair.supervisor.channel], [], [], 0)[0])
 
     def listen(self) -> None:
         self.parcel = self.pair.supervisor.listen(self.parcel)
@@ -262,9 +269,9 @@ class Loop:
 def runtime() -> Iterator[Loop]:
     runtime = Loop()
     yield runtime
-    runtime.pair.supervisor.close()
+    runtime.pair.supervisor.channel.close()
     runtime.turn(lambda: runtime.ended)
-    runtime.pair.child.close()
+    runtime.pair.child.channel.close()
     runtime.loop.close()
     if runtime.parcel is not None:
         runtime.parcel.close()
@@ -335,12 +342,10 @@ def test_where_there_is_no_room_what_was_kept_before_still_is(
 
 
 def test_a_child_hears_that_its_supervisor_ended_before_it_began() -> None:
-    supervisor = ChildLink(Watch(1.0, 3.0))
-    child = SupervisorLink(os.dup(supervisor.child_descriptor))
-    supervisor.started()
-    supervisor.close()
-    assert child.begin() is None
-    child.close()
+    pair = Pair()
+    pair.supervisor.channel.close()
+    assert pair.child.begin() is None
+    pair.child.channel.close()
 
 
 WATCHED: dict[str, tuple[list[tuple[str, float]], bool]] = {

@@ -15,7 +15,8 @@ import pytest
 
 import pw
 from pw.cli.host import HostRuntime
-from pw.client.connection.children import Child
+from pw.cli.host_options import HostOptions
+from pw.client.connection.children import LocalDaemon
 from pw.client.connection.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
@@ -73,8 +74,12 @@ def join(hosts: tuple[str, ...], rank: int, devices: int, bound_bytes: int | Non
     async def run() -> Any:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        daemon: Any = None
-        host = HostRuntime("h1", daemon, loop, "cuda", devices, "127.0.0.1", None, bound_bytes)
+        daemon: Any = SimpleNamespace(loop=loop)
+        memory = "" if bound_bytes is None else str(bound_bytes)
+        options = HostOptions(
+            controller="", name="h1", platform="cuda", devices=devices, device_memory=memory
+        )
+        host = HostRuntime(options, daemon, "127.0.0.1", None)
 
         def stop(reason: str, error: ErrorReport | None) -> None:
             ended.set_result(error)
@@ -158,8 +163,8 @@ def test_a_child_has_the_flags_of_its_parent_but_for_the_number_of_cpu_devices(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     kept = "--xla_gpu_autotune_level=0  --xla_dump_to=/x"
     for environment, visible in (({}, "7"), ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3")):
-        child = Child("told", [str(tmp_path / "found")], environment=environment)
-        child._process.wait(60)
+        child = LocalDaemon("told", [str(tmp_path / "found")], environment)
+        child.wait(60)
         child.stop()
         assert (tmp_path / "found").read_text().strip() == repr([kept, None, visible])
 

@@ -222,9 +222,8 @@ def test_the_server_is_started_again(processes: CompileProcesses) -> None:
     assert Asked(processes, one_more()[1]).words() == ""
     server = processes._server
     assert server is not None
-    assert server.process is not None
-    server.process.kill()
-    server.process.wait()
+    server.child.kill()
+    server.child.wait()
     assert [Asked(processes, one_more()[1]).words() for _ in range(2)][1] == ""
 
 

@@ -8,13 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-import msgspec
 import pytest
 
 import pw
 from pw.gateway import functions
+from pw.processes.channel import Channel
 from tests.stages.daemons import until
 from tests.stages.scripts import ROOT
 
@@ -77,17 +76,20 @@ class Shown:
         self.lines.append("")
 
 
-def test_a_function_that_may_print_has_no_line_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_may_print_has_no_line_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown()
     monkeypatch.setattr(functions, "screen_here", lambda: shown)
-    called = functions.Functions(str(tmp_path / "socket"))
-    number = called.add(lambda: shown.lines.append("printed"))
-    with socket.socket(socket.AF_UNIX) as gateway:
-        gateway.connect(str(tmp_path / "socket"))
-        for message in ([0, 0, [], "waiting 3 s"], [1, number, []], [0, 0, [], ""]):
-            data = msgspec.msgpack.encode(message)
-            gateway.sendall(len(data).to_bytes(8, "big") + data)
+    ours, theirs = socket.socketpair()
+    called = functions.Functions(Channel(theirs, functions.FromGateway))
+    number = called.add(lambda: shown.lines.append("printed") or ())
+    with ours:
+        gateway = Channel[functions.Answer](ours, functions.Answer)
+        for message in (
+            functions.Line("waiting 3 s"),
+            functions.Call(1, number),
+            functions.Line(""),
+        ):
+            gateway.send(message)
+        assert gateway.receive().message == functions.Answer(1)
         until(lambda: len(shown.lines) == 3, "the line, and the function's output")
     assert shown.lines == ["waiting 3 s", "", "printed"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pw.client.connection import children
-from pw.client.connection.children import Child, inherited, read_announcement, start_fork_server
-from pw.processes.fork_server import Forked, ForkServer
-from pw.processes.serving import ForkRequest
+from pw.client.connection.children import LocalDaemon, inherited, start_fork_server
+from pw.processes.child import Child
+from pw.processes.fork_server import ForkServer
 from tests.stages.daemons import command_line, until
 
 pytestmark = pytest.mark.processes
@@ -25,9 +25,8 @@ def server() -> Iterator[ForkServer]:
     started.close()
 
 
-def _daemon(server: ForkServer, module: str, *arguments: str, **variables: str) -> Forked:
-    request = ForkRequest(module, arguments, (), {**inherited(), **variables}, os.getcwd())
-    return server.start(request, [])
+def _daemon(server: ForkServer, module: str, *arguments: str, **variables: str) -> Child[None]:
+    return Child(server.fork(module, arguments, {**inherited(), **variables}))
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def test_exit_codes_are_those_of_an_interpreter(
     module: Path, server: ForkServer, arguments: tuple[str, ...], code: int
 ) -> None:
     daemon = _daemon(server, module.stem, *arguments)
-    assert daemon.wait(30) == code == daemon.poll()
+    assert daemon.wait(30) == code == daemon.exit_code()
 
 
 def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
@@ -68,14 +67,10 @@ def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
     assert _daemon(server, module.stem, "write", str(wrote), TOLD="told").wait(30) == 0
     assert wrote.read_text() == f"{module.parent} told"
     other = _daemon(server, module.stem, "wait")  # the next fork has nothing of this one
-    read, write = os.pipe()
-    request = ForkRequest(module.stem, ("descriptors", str(has)), (write,))
-    daemon = server.start(request, [write])
-    os.close(read), os.close(write)
-    assert daemon.wait(30) == 0
+    assert _daemon(server, module.stem, "descriptors", str(has)).wait(30) == 0
     numbers = set(map(int, has.read_text().split()))
-    assert {0, 1, 2, write} <= numbers
-    assert len(numbers) == 6  # and the file, and the folder that it lists
+    assert {0, 1, 2} <= numbers
+    assert len(numbers) == 6  # and its end of the channel, the file, and the folder that it lists
     other.kill()
     assert other.wait(30) == -signal.SIGKILL
 
@@ -83,21 +78,19 @@ def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
 def test_daemons_outlive_a_killed_server_and_the_next_ones_are_interpreters(module: Path) -> None:
     server = ForkServer.interpreter([], inherited())
     daemon = _daemon(server, module.stem, "wait")
-    os.kill(server.process.pid, signal.SIGKILL)
+    os.kill(server.child.pid, signal.SIGKILL)
     until(lambda: not server.can_start(inherited()), "the end of the server")
     server.close()
-    assert daemon.poll() is None
+    assert daemon.exit_code() is None
     daemon.kill()
     assert daemon.wait(30) == -signal.SIGKILL
 
 
-def _controller(**variables: str) -> Child:
-    read, write = os.pipe()
-    arguments = ["--bind", "tcp://127.0.0.1:0", "--insecure", "--announce-fd", str(write)]
-    child = Child("pw.cli.controller", arguments, [write], variables)
-    os.close(write)
-    assert read_announcement(child, read, 30).startswith("tcp://")
-    return child
+def _controller(**variables: str) -> LocalDaemon:
+    arguments = ["--bind", "tcp://127.0.0.1:0", "--insecure"]
+    daemon = LocalDaemon("pw.cli.controller", arguments, variables)
+    assert daemon.address(30).startswith("tcp://")
+    return daemon
 
 
 def test_what_libraries_read_at_import_makes_a_new_interpreter() -> None:

@@ -846,17 +846,14 @@ import os, signal, sys, time
 import numpy as np
 import pw
 from pw.client.connection import current
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import LocalDaemon
 
 hosts = int(sys.argv[1])
 stops = dict(zip((33, 75), [getattr(signal, name) for name in sys.argv[2:]], strict=True))
 
 def start(address):
-    read, write = os.pipe()
-    arguments = ["--bind", address, "--announce-fd", str(write), "--log-level", "warning"]
-    child = Child("pw.cli.controller", arguments, [write])
-    os.close(write)
-    return child, read_announcement(child, read, 30)
+    child = LocalDaemon("pw.cli.controller", ["--bind", address, "--log-level", "warning"])
+    return child, child.address(30)
 
 with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as cluster:
     devices = pw.make_virtual_device_set()

@@ -14,7 +14,7 @@ from jaxlib import utils
 
 import pw
 from pw.client.connection import current
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import LocalDaemon
 from pw.core.messages import ClientInfo
 from tests.stages.daemons import until
 
@@ -45,24 +45,19 @@ class Stage:
         until(lambda: len(self.status().islands) == 2, "the second island")
         self.gateway, self.address = self.start_gateway()
 
-    def worker(self, island: str, devices: int, *more: str) -> Child:
+    def worker(self, island: str, devices: int, *more: str) -> LocalDaemon:
         """Start the worker of an island of one host; `more` are options for it."""
         where = ["--controller", self.cluster.address, "--island", island, "--log-level", "error"]
-        worker = Child("pw.cli.worker", [*where, "--devices", str(devices), *more])
+        worker = LocalDaemon("pw.cli.worker", [*where, "--devices", str(devices), *more])
         self._ends.callback(worker.stop)
         return worker
 
-    def start_gateway(self, *arguments: str) -> tuple[Child, str]:
+    def start_gateway(self, *arguments: str) -> tuple[LocalDaemon, str]:
         """Start a gateway to the cluster; returns it, and where it listens."""
-        read, write = os.pipe()
         where = ["--address", self.cluster.address, "--bind", "tcp://127.0.0.1:0"]
-        where += ["--announce-fd", str(write)]
-        try:
-            gateway = Child("pw.cli.gateway", [*where, *arguments], [write])
-        finally:
-            os.close(write)
+        gateway = LocalDaemon("pw.cli.gateway", [*where, *arguments])
         self._ends.callback(gateway.stop)
-        return gateway, read_announcement(gateway, read, 60)
+        return gateway, gateway.address(60)
 
     def client(self, address: str = "") -> Any:
         """Return JAX's client of a gateway."""

@@ -1,10 +1,4 @@
-"""Daemons as child processes of this one, which never outlive it.
-
-Each child inherits the reading end of a pipe whose writing end only this process holds: when this process ends
-in any way, the child reads the end of the file and stops. Children have sessions of their own, so a Ctrl-C at
-the terminal reaches only the user's script. A forked copy of this process closes its writing ends, or it would
-keep the daemons alive.
-"""
+"""Daemons as child processes of this one, which never outlive it."""
 
 from __future__ import annotations
 
@@ -13,19 +7,18 @@ import atexit
 import contextlib
 import os
 import re
-import select
-import signal
 import subprocess
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pw.core.errors import ConnectionFailed
-from pw.processes.fork_server import Forked, ForkServer
-from pw.processes.serving import ForkRequest
+from pw.processes.child import Announcement, Child, ending, interpreter
+from pw.processes.fork_server import ForkServer
+from pw.processes.forking import Process
 
-STOP_S = 3.0
 LOOK_S = 0.1
 """How often the loop looks whether the worker still runs."""
 MOST_RESTARTS = 10
@@ -71,125 +64,57 @@ def inherited() -> dict[str, str]:
     return environment
 
 
-def _start(
-    module: str, arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
-) -> subprocess.Popen[bytes] | Forked:
-    if _server is not None and _server.can_start(environment):
-        # Standard output goes nowhere; standard error is that of this process as it is now.
-        request = ForkRequest(
-            module, tuple(arguments), (1, 2, *descriptors), environment, os.getcwd()
-        )
-        with open(os.devnull, "w") as null, contextlib.suppress(OSError):  # it was killed
-            return _server.start(request, [null.fileno(), 2, *descriptors])
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=descriptors,
-        env=environment,
-    )
+def options(**values: object) -> list[str]:
+    """Return a command line: values as options, True as a flag; None and False are left out."""
+    named = [(f"--{name.replace('_', '-')}", value) for name, value in values.items()]
+    chosen = [(name, value) for name, value in named if value is not None and value is not False]
+    return [name if value is True else f"{name}={value}" for name, value in chosen]
 
 
-class Child:
-    """One daemon of `pw.cli`, started with `arguments`; `environment` adds to this process's."""
+class LocalDaemon(Child[Any]):
+    """One daemon of `pw.cli`.
+
+    Args:
+        module: its module.
+        arguments: of its command line.
+        environment: variables that differ from this process's.
+        kinds: the types of the messages that it sends after its announcement.
+    """
 
     def __init__(
         self,
         module: str,
         arguments: Sequence[str],
-        pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        kinds: Any = None,
     ) -> None:
         self.module = module
-        self._owner = os.getpid()
-        parent_read, self._parent_write = os.pipe()
-        arguments = [*arguments, "--parent-fd", str(parent_read)]
         variables = {**inherited(), **(environment or {})}
+
+        def start(end: int) -> Process | subprocess.Popen[bytes]:
+            if _server is not None and _server.can_start(variables):
+                with contextlib.suppress(OSError):  # it was killed
+                    return _server.fork(module, arguments, variables)(end)
+            return interpreter(module, arguments, variables)(end)
+
+        super().__init__(start, Announcement | kinds, np.empty)
+
+    def address(self, timeout_s: float) -> str:
+        """Return the address that it announces when it is ready.
+
+        Raises ConnectionFailed if it ends, or takes longer than `timeout_s`.
+        """
+        if not self.channel.is_readable(timeout_s):
+            raise ConnectionFailed(f"{self.module} was not ready within {timeout_s:.0f} s")
         try:
-            self._process = _start(module, arguments, variables, [parent_read, *pass_fds])
-        except BaseException:
-            os.close(self._parent_write)
-            raise
-        finally:
-            os.close(parent_read)
-        _children.add(self)
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
-    def let_go(self) -> None:
-        """Close this process's end of the pipe."""
-        if self._parent_write >= 0:
-            os.close(self._parent_write)
-            self._parent_write = -1
-
-    def terminate(self) -> None:
-        """Ask it to end; only the process that started it can."""
-        self.let_go()
-        if self._owner != os.getpid():
-            return
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kill it, and reap it."""
-        self.let_go()
-        if self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
-
-    def stop(self, patience_s: float | None = STOP_S) -> None:
-        """End it and reap it; kill it if that takes longer than `patience_s`. Idempotent."""
-        self.terminate()
-        if self._owner != os.getpid():
-            return
-        try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-_children: weakref.WeakSet[Child] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    if _server is not None:
-        _server.leave()
-    for child in _children:
-        child.let_go()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def read_announcement(child: Child, announcement: int, timeout_s: float) -> str:
-    """Return the line that a daemon writes to the pipe `announcement` when it is ready.
-
-    Raises ConnectionFailed if it ends, or takes longer than `timeout_s`.
-    """
-    text = b""
-    with os.fdopen(announcement, "rb", buffering=0) as pipe:
-        while not text.endswith(b"\n"):
-            if not select.select([pipe], [], [], timeout_s)[0]:
-                raise ConnectionFailed(f"{child.module} was not ready within {timeout_s:.0f} s")
-            chunk = pipe.read(1024)
-            if not chunk:
-                child.stop()
-                raise ConnectionFailed(
-                    f"{child.module} ended with exit code {child.exit_code()} before it was ready; "
-                    "its error is above"
-                )
-            text += chunk
-    return text.decode().strip()
+            announcement: Announcement = self.channel.receive().message
+        except EOFError:
+            how = ending(self.wait())
+            words = f"{self.module} ended with {how} before it was ready; its error is above"
+            raise ConnectionFailed(words) from None
+        if announcement.error:
+            raise ConnectionFailed(announcement.error)
+        return announcement.address
 
 
 @dataclass(eq=False)
@@ -213,7 +138,7 @@ class KeptWorker:
     module = "pw.cli.worker"
 
     def __post_init__(self) -> None:
-        self._child = Child(self.module, self._arguments)
+        self._child = LocalDaemon(self.module, self._arguments)
         self._loop.call_later(LOOK_S, self._look)
 
     @property
@@ -245,5 +170,5 @@ class KeptWorker:
                 self._ended = code
                 self.given_up(code)
                 return
-            self._child = Child(self.module, self._arguments)
+            self._child = LocalDaemon(self.module, self._arguments)
         self._loop.call_later(LOOK_S, self._look)

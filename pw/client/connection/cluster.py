@@ -15,11 +15,12 @@ import os
 import signal
 import threading
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from pw.client.connection import current
-from pw.client.connection.children import Child, read_announcement, start_fork_server
+from pw.client.connection.children import LocalDaemon, options, start_fork_server
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
@@ -37,7 +38,7 @@ class LocalHost:
     Tests send signals to its process ids.
     """
 
-    def __init__(self, name: str, worker: Child) -> None:
+    def __init__(self, name: str, worker: LocalDaemon) -> None:
         self.name = name
         self._worker = worker
 
@@ -70,6 +71,7 @@ class LocalHost:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(runtime, signal.SIGKILL)
         self._worker.kill()
+        self._worker.stop()
 
     def __repr__(self) -> str:
         return f"LocalHost({self.name!r}, pid={self.pid})"
@@ -136,7 +138,7 @@ class LocalCluster:
         self.address = ""
         self.hosts: list[LocalHost] = []
         """The hosts of the islands as they were started, and after them the spare ones."""
-        self._children: list[Child] = []
+        self._children: list[LocalDaemon] = []
         self._folder = PrivateFolder.make()
         self.events = f"ipc://{self._folder.path}/events" if events else ""
         """Where the controller publishes events; empty if it does not."""
@@ -146,55 +148,40 @@ class LocalCluster:
         self._closed = False
         self._sigterm = False
         self._owner = os.getpid()
-        common = ["--log-level", log_level, "--stall-after", str(stall_s)]
+        common = options(lease=lease_s, log_level=log_level, stall_after=stall_s)
         atexit.register(self.close)
         self._end_on_sigterm()
         start_fork_server()  # several daemons, and one import of JAX
         try:
-            self.address = self._start_controller(
-                [
-                    *("--bind", self._folder.controller),
-                    *("--policy", policy),
-                    *("--lease", str(lease_s)),
-                    *(["--events", self.events] if events else []),
-                    *common,
-                ]
+            where = options(bind=self._folder.controller, policy=policy, events=self.events or None)
+            controller = self._start("pw.cli.controller", [*where, *common])
+            self.address = controller.address(START_S)
+            common += options(
+                controller=self.address,
+                devices=devices_per_host,
+                platform=platform,
+                device_memory=bound_bytes,
+                heartbeat=heartbeat_s,
+                allow_python=allow_python,
+                compile_cache=None if compile_cache is None else os.fspath(compile_cache),
             )
-            every = [
-                *("--controller", self.address),
-                *("--devices", str(devices_per_host)),
-                *("--platform", platform),
-                *([] if bound_bytes is None else ["--device-memory", str(bound_bytes)]),
-                *("--heartbeat", str(heartbeat_s)),
-                *("--lease", str(lease_s)),
-                *(["--allow-python"] if allow_python else []),
-                *([] if compile_cache is None else ["--compile-cache", os.fspath(compile_cache)]),
-                *common,
-            ]
             for island in range(islands):
+                place = options(island=f"island-{island}", island_hosts=hosts_per_island)
                 for host in range(hosts_per_island):
-                    places = [
-                        *("--island", f"island-{island}"),
-                        *("--island-hosts", str(hosts_per_island)),
-                    ]
-                    self._start_worker(f"island-{island}-host-{host}", [*places, *every])
+                    self._start_worker(f"island-{island}-host-{host}", [*place, *common])
             for host in range(spare_hosts):
-                self._start_worker(f"spare-{host}", ["--spare", *every])
+                self._start_worker(f"spare-{host}", ["--spare", *common])
             self._wait(islands * hosts_per_island, connect)
         except BaseException:
             self.close()
             raise
 
-    def _start_controller(self, arguments: list[str]) -> str:
-        read, write = os.pipe()
-        try:
-            controller = Child(
-                "pw.cli.controller", [*arguments, "--announce-fd", str(write)], [write]
-            )
-        finally:
-            os.close(write)
-        self._children.append(controller)
-        return read_announcement(controller, read, START_S)
+    def _start(
+        self, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> LocalDaemon:
+        daemon = LocalDaemon(module, arguments, environment)
+        self._children.append(daemon)
+        return daemon
 
     def _start_worker(self, name: str, arguments: list[str]) -> None:
         environment: dict[str, str] = {}
@@ -202,9 +189,7 @@ class LocalCluster:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             own = visible_gpus(len(self.hosts), self._devices_per_host, shown)
             environment["CUDA_VISIBLE_DEVICES"] = own
-        arguments = [*arguments, "--name", name]
-        worker = Child("pw.cli.worker", arguments, environment=environment)
-        self._children.append(worker)
+        worker = self._start("pw.cli.worker", [*arguments, *options(name=name)], environment)
         self.hosts.append(LocalHost(name, worker))
 
     def _wait(self, hosts: int, connect: bool) -> None:

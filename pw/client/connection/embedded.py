@@ -19,7 +19,7 @@ from glob import glob
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pw.client.connection.children import KeptWorker
+from pw.client.connection.children import KeptWorker, options
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
@@ -153,15 +153,19 @@ def _with_worker(
 
 def _start_worker(thread: LoopThread, controller: str, platform: str, devices: int) -> KeptWorker:
     has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.supervisor
-    arguments = [
-        *("--controller", controller, "--island", ISLAND, "--devices", str(devices)),
-        *("--platform", platform),
-        *("--name", HOST, "--allow-python", "--log-level", "error"),
-        *("--heartbeat", str(HEARTBEAT_S)),
-        *([] if has_supervisor else ["--alone", "--reconnect", str(RECONNECT_S)]),
-    ]
-    if (bound_bytes := device_memory()) is not None:
-        arguments += ["--device-memory", str(bound_bytes)]
+    arguments = options(
+        controller=controller,
+        island=ISLAND,
+        devices=devices,
+        platform=platform,
+        name=HOST,
+        allow_python=True,
+        log_level="error",
+        heartbeat=HEARTBEAT_S,
+        device_memory=device_memory(),
+        alone=not has_supervisor,
+        reconnect=None if has_supervisor else RECONNECT_S,
+    )
     return KeptWorker(thread.loop, arguments)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.devices.jax.compile_server import Begin, Incoming, Task, send
+from pw.devices.jax.compile_server import Answer, Begin, Task
+from pw.processes.child import Child, ending, import_path
 from pw.processes.fork_server import ForkServer
-from pw.processes.serving import ForkRequest
 
 TIMEOUT_S = 600.0
 MEMORY_BYTES = 8 << 30
@@ -27,7 +24,6 @@ _LOOK_S = 0.05
 
 MODULE = "pw.devices.jax.compile_server"
 
-_END_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -58,54 +54,35 @@ class Ended(Exception):
     """A process has ended, or had to be ended; the message says why, of the artifact."""
 
 
-@dataclass(eq=False)
 class CompileProcess:
     """A child of the server. Raises OSError if it cannot be started."""
 
-    server: ForkServer
-    begin: Begin
-    tasks: int = 0
-    _incoming: Incoming = field(default_factory=Incoming)
+    def __init__(self, server: ForkServer, begin: Begin) -> None:
+        self.devices = begin.devices
+        self.tasks = 0
+        self._child: Child[Answer] = Child(server.fork(MODULE), Answer)
+        self._child.channel.send(begin)
 
-    def __post_init__(self) -> None:
-        self.devices = self.begin.devices
-        self._link, theirs = socket.socketpair()
-        try:
-            with theirs:
-                end = theirs.fileno()
-                request = ForkRequest(MODULE, (str(end),), (end,), ends_with_server=True)
-                self._process = self.server.start(request, [end])
-            send(self._link, self.begin)
-        except OSError:
-            self._link.close()
-            raise
-        self._link.setblocking(False)
-
-    def work(self, job: Job, bounds: Bounds, meanwhile: Callable[[], None]) -> bytes:
+    def work(self, job: Job, bounds: Bounds, meanwhile: Callable[[], None]) -> Answer:
         """Have a task done; return the answer. Raises Ended."""
         until_s = time.monotonic() + bounds.timeout_s
+        channel = self._child.channel
+
+        def watch() -> None:
+            while not channel.is_readable(_LOOK_S):
+                meanwhile()
+                self._check(job, until_s, bounds)
+
         try:
-            self._link.setblocking(True)
-            self._link.settimeout(bounds.timeout_s)
-            send(self._link, job.task)
-            self._link.setblocking(False)
-            data: bytes | None = b""
-            while True:
-                if data and (frame := self._incoming.feed(data)) is not None:
-                    return frame
-                if not select.select([self._link], [], [], _LOOK_S)[0]:
-                    data = None
-                    meanwhile()
-                    self._check(job, until_s, bounds)
-                    continue
-                data = self._link.recv(1 << 20)
-                if not data:
-                    break
+            channel.socket.settimeout(bounds.timeout_s)
+            channel.send(job.task)
+            return channel.receive(watch).message
         except TimeoutError:
             raise self._too_slow(bounds) from None
-        except OSError:
-            pass
-        raise Ended(self._how(bounds))
+        except msgspec.MsgspecError:
+            raise Ended("the compiler gave an answer that cannot be read") from None
+        except (EOFError, OSError):
+            raise Ended(self._how()) from None
 
     def _check(self, job: Job, until_s: float, bounds: Bounds) -> None:
         if job.cancelled:
@@ -127,23 +104,19 @@ class CompileProcess:
             "start the workers with a larger --compile-memory"
         )
 
-    def _how(self, bounds: Bounds) -> str:
+    def _how(self) -> str:
         """Say how the process ended."""
-        try:
-            code = self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGKILL
+        code = self._child.wait()
         if code == -signal.SIGKILL:
             return "the system ended the compiler, most likely because memory was short"
-        how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return (
-            f"the compiler crashed on it ({how}). Divide the function to find out which part it is, and "
-            "report it to JAX"
+            f"the compiler crashed on it (with {ending(code)}). Divide the function to find out which part it "
+            "is, and report it to JAX"
         )
 
     def _memory_bytes(self) -> int:
         try:
-            with open(f"/proc/{self._process.pid}/statm") as file:
+            with open(f"/proc/{self._child.pid}/statm") as file:
                 _, resident, shared, *_ = map(int, file.read().split())
             return (resident - shared) * _PAGE_BYTES
         except OSError:
@@ -151,16 +124,13 @@ class CompileProcess:
 
     def end(self) -> None:
         """End the process, if it still runs."""
-        self._process.kill()
-        self._link.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+        self._child.kill()
+        self._child.stop()
 
 
 def started_server() -> ForkServer:
     """Start a fork server that is a new interpreter."""
-    path = [entry or os.getcwd() for entry in sys.path]
-    return ForkServer.interpreter([MODULE], {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    return ForkServer.interpreter([MODULE], {**os.environ, "PYTHONPATH": import_path()})
 
 
 def pool() -> str:

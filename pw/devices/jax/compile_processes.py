@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.messages import ThreadReport
 from pw.devices.jax.compile_process import (
@@ -28,7 +26,7 @@ from pw.devices.jax.compile_process import (
     pool,
     started_server,
 )
-from pw.devices.jax.compile_server import Begin, Task, decode_answer
+from pw.devices.jax.compile_server import Begin, Task
 from pw.devices.jax.making import Order
 from pw.processes.fork_server import ForkServer
 
@@ -228,7 +226,7 @@ class CompileProcesses:
             if process is None:
                 process = self._forked(len(job.task.order.devices))
             process.tasks += 1
-            data = process.work(job, self._bounds, self._help)
+            answer = process.work(job, self._bounds, self._help)
         except Ended as ended:
             if process is not None:
                 process.end()
@@ -236,12 +234,6 @@ class CompileProcesses:
                 return b"", None
             self.ended += 1
             return self._strike(job, str(ended)), None
-        try:
-            answer = decode_answer(data)
-        except msgspec.MsgspecError:
-            process.end()
-            self.ended += 1
-            return self._strike(job, "the compiler gave an answer that cannot be read"), None
         self._strikes.pop((job.client, job.digest), None)
         return answer.error or answer.data, process
 

@@ -12,10 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
-import struct
-import sys
-from collections.abc import Callable
 
 import jax
 import msgspec
@@ -24,8 +20,9 @@ from jax._src.lax import linalg
 from pw.core.errors import CompileError, ErrorReport
 from pw.devices.jax import making
 from pw.devices.jax.group import POOL_VARIABLES
+from pw.processes.channel import Channel
+from pw.processes.child import parent
 
-_LENGTH = struct.Struct("<Q")
 _SLACK_BYTES = 2 << 30
 """The host ends a child that uses too much memory; this bound of the system comes after it."""
 
@@ -54,42 +51,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: ErrorReport | None = None
 
 
-encode = msgspec.msgpack.Encoder().encode
-_decode_frame: Callable[[bytes], Begin | Task] = msgspec.msgpack.Decoder(Begin | Task).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def send(link: socket.socket, frame: Begin | Task | Answer) -> None:
-    """Send a frame. Raises OSError if the other side has ended."""
-    data = encode(frame)
-    link.sendall(_LENGTH.pack(len(data)))
-    link.sendall(data)
-
-
-class Incoming:
-    """Takes the bytes of frames as they come."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> bytes | None:
-        """Add bytes; return a frame if it is whole."""
-        self._data += data
-        if len(self._data) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._data)
-        end = _LENGTH.size + length
-        if len(self._data) < end:
-            return None
-        frame = bytes(self._data[_LENGTH.size : end])
-        del self._data[:end]
-        return frame
-
-
-def work(host: socket.socket) -> None:
+def work(host: Channel[Begin | Task]) -> None:
     """Do what the host asks for, until it ends. Raises EOFError or OSError then."""
-    incoming = Incoming()
-    begin = _received(host, incoming)
+    begin = host.receive().message
     assert isinstance(begin, Begin)
     _bound(begin.memory_bytes)
     for variable in POOL_VARIABLES:
@@ -100,9 +64,9 @@ def work(host: socket.socket) -> None:
     # JAX would import scipy whenever it lowers an export; nothing runs here.
     linalg.initialize_lapack = lambda: None
     while True:
-        task = _received(host, incoming)
+        task = host.receive().message
         assert isinstance(task, Task)
-        send(host, _done(task))
+        host.send(_done(task))
 
 
 def _done(task: Task) -> Answer:
@@ -114,15 +78,6 @@ def _done(task: Task) -> Answer:
         return Answer(making.saved(*making.make(task.order, physical)))
     except Exception as error:  # noqa: BLE001 - the error is the answer
         return Answer(error=ErrorReport.of(error, kind=CompileError))
-
-
-def _received(host: socket.socket, incoming: Incoming) -> Begin | Task:
-    data = b""
-    while (frame := incoming.feed(data)) is None:
-        data = host.recv(1 << 20)
-        if not data:
-            raise EOFError
-    return _decode_frame(frame)
 
 
 def _bound(memory_bytes: int) -> None:
@@ -137,7 +92,7 @@ def _bound(memory_bytes: int) -> None:
 
 
 def main() -> None:
-    """Serve the host at the other end of the descriptor that is given as an argument, until it ends."""
+    """Serve the host until it ends."""
     with contextlib.suppress(EOFError, OSError):
-        work(socket.socket(fileno=int(sys.argv[1])))
+        work(parent(Begin | Task))
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The process that holds the coordination services of islands: `python -m pw.devices.jax.coordination`.
+"""The process that holds the coordination services of islands.
 
 The hosts of an island find each other through a coordination service of XLA's runtime. When the
 process of the service dies, all members abort, so it is no worker. In the controller, a crash of
@@ -17,16 +17,9 @@ A worker keeps its connection while it is in the group: its **lifeline**. The se
 ends with the last lifeline, because members that are still in the group would abort. So hosts that
 must leave have time to save their arrays, and islands survive a controller that was killed.
 
-The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
-
-    {"start": {"island": "east", "epoch": 3, "hosts": 2, "bind": "127.0.0.1"}}
-    {"started": {"island": "east", "epoch": 3, "address": "127.0.0.1:40123"}}
-    {"failed": {"island": "east", "epoch": 3, "error": "..."}}
-    {"stop": {"island": "east", "epoch": 3}}
-
 A worker sends `{"epoch": 3, "hosts": 2, "rank": 0}` and hears `{"go": true}` or
-`{"refused": "..."}`. The end of stdin means that the parent was killed (one that ends in order
-kills this process): then roll-calls are refused, and this process ends with the last lifeline.
+`{"refused": "..."}`. If the parent was killed (one that ends in order kills this process), roll-calls
+are refused, and this process ends with the last lifeline.
 """
 
 from __future__ import annotations
@@ -43,10 +36,44 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
+
+from pw.processes.channel import Channel
+from pw.processes.child import parent
+
+MODULE = "pw.devices.jax.coordination"
 TESTED_JAXLIB = "0.10."
 CALL_LIMIT_BYTES = 4096
 # A machine without power closes no connection; this detects it within half a minute.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The parent wants the service of an island's epoch."""
+
+    island: str
+    epoch: int
+    hosts: int
+    """How many will join."""
+    bind: str
+    """Numeric address to bind to."""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The parent wants no roll-call of an island's epoch any more."""
+
+    island: str
+    epoch: int
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to `Start`."""
+
+    island: str
+    epoch: int
+    address: str
+    error: str
+    """Why there is no service; empty if there is one."""
 
 
 def private_runtime() -> Any:
@@ -184,82 +211,60 @@ class IslandEpoch:
 class Coordination:
     """Serves the parent and the members until both are gone."""
 
-    def __init__(self, requests_fd: int, replies_fd: int) -> None:
-        self._requests_fd = requests_fd
-        self._replies_fd = replies_fd
-        self._unread = b""
-        self._orphaned = False
+    def __init__(self, parent: Channel[Start | Stop]) -> None:
+        self._parent = parent
         self._epochs: dict[tuple[str, int], IslandEpoch] = {}
-        self._work: asyncio.Queue[bytes] = asyncio.Queue()
+        self._work: asyncio.Queue[Start | Stop] = asyncio.Queue()
 
     async def serve(self) -> NoReturn:
         """Answer requests in order."""
-        asyncio.get_running_loop().add_reader(self._requests_fd, self._read)
+        asyncio.get_running_loop().add_reader(self._parent.fileno(), self._read)
         while True:
-            await self._handle(await self._work.get())
+            request = await self._work.get()
+            if isinstance(request, Start):
+                await self._start(request)
+            elif (opened := self._epochs.get((request.island, request.epoch))) is not None:
+                opened.stop()
 
     def _read(self) -> None:
-        read = os.read(self._requests_fd, 65536)
-        if not read:
-            asyncio.get_running_loop().remove_reader(self._requests_fd)
-            self._orphaned = True
+        for request, _, _ in self._parent.arrived():
+            self._work.put_nowait(request)
+        if self._parent.ended:
+            asyncio.get_running_loop().remove_reader(self._parent.fileno())
             for opened in list(self._epochs.values()):
                 opened.stop()
             self._end_if_useless()
-            return
-        *lines, self._unread = (self._unread + read).split(b"\n")
-        for line in lines:
-            self._work.put_nowait(line)
 
-    async def _handle(self, line: bytes) -> None:
-        request: Any = None
-        try:
-            request = json.loads(line)
-            if "start" in request:
-                await self._start(**request["start"])
-            else:
-                self._stop(**request["stop"])
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-            start = request.get("start") if isinstance(request, dict) else None
-            named = start if isinstance(start, dict) else {}
-            self._reply(
-                failed={
-                    "island": named.get("island"),
-                    "epoch": named.get("epoch"),
-                    "error": f"{type(error).__name__}: {error}",
-                }
-            )
-
-    async def _start(self, island: str, epoch: int, hosts: int, bind: str) -> None:
-        if (island, epoch) in self._epochs:
-            raise ValueError(f"epoch {epoch} of island {island!r} was started before")
-        private_runtime()
+    async def _start(self, request: Start) -> None:
+        key = request.island, request.epoch
+        address = error = ""
 
         def ended() -> None:
-            self._epochs.pop((island, epoch), None)
+            self._epochs.pop(key, None)
             self._end_if_useless()
 
-        opened = IslandEpoch(epoch, hosts, bind, ended)
-        await opened.open()
-        self._epochs[island, epoch] = opened
-        self._reply(started={"island": island, "epoch": epoch, "address": opened.address})
-        if self._orphaned:
-            opened.stop()
-
-    def _stop(self, island: str, epoch: int) -> None:
-        opened = self._epochs.get((island, epoch))
-        if opened is not None:
+        try:
+            if key in self._epochs:
+                raise ValueError(
+                    f"epoch {request.epoch} of island {request.island!r} was started before"
+                )
+            private_runtime()
+            opened = IslandEpoch(request.epoch, request.hosts, request.bind, ended)
+            await opened.open()
+        except (OSError, RuntimeError, ValueError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        else:
+            self._epochs[key] = opened
+            address = opened.address
+        with contextlib.suppress(OSError):  # `_read` notices that the parent is gone
+            self._parent.send(Started(*key, address, error))
+        if self._parent.ended and not error:
             opened.stop()
 
     def _end_if_useless(self) -> None:
-        if self._orphaned and not self._epochs:
+        if self._parent.ended and not self._epochs:
             # Not sys.exit, which would wait for a service that is shutting down.
             os._exit(0)
-
-    def _reply(self, **reply: object) -> None:
-        # `_read` notices that the parent is gone.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._replies_fd, json.dumps(reply).encode() + b"\n")
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
@@ -288,15 +293,11 @@ def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Serve the parent on stdin and stdout until it and all members are gone."""
-    # A Ctrl-C at the terminal goes to the whole process group, but the parent ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Libraries print to stderr: stdout carries the protocol only.
-    replies_fd = os.dup(1)
-    os.dup2(2, 1)
+    """Serve the parent until it and all members are gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent ends this process
 
     async def serve() -> NoReturn:
-        await Coordination(0, replies_fd).serve()
+        await Coordination(parent(Start | Stop)).serve()
 
     asyncio.run(serve())
     raise AssertionError("unreachable: the process ends in os._exit")

@@ -11,14 +11,12 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+
+from pw.devices.jax.coordination import MODULE, Start, Started, Stop
+from pw.processes.child import Child, interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,7 @@ class CoordinationServices:
         """
         self._loop = loop
         self._bind_host = bind_host
-        self._child: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self._child: Child[Started] | None = None
         self._pending: dict[tuple[str, int], Done] = {}
         self._closed = False
 
@@ -66,9 +63,7 @@ class CoordinationServices:
             self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} is being started")
             return
         self._pending[key] = done
-        self._request(
-            start={"island": island, "epoch": epoch, "hosts": hosts, "bind": self._bind_host}
-        )
+        self._request(Start(island, epoch, hosts, self._bind_host))
 
     def stop(self, island: str, epoch: int) -> None:
         """Stop the roll-call of one island epoch; a service ends with its last member."""
@@ -76,7 +71,7 @@ class CoordinationServices:
         if done is not None:
             self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} was given up")
         if self._child is not None:
-            self._request(stop={"island": island, "epoch": epoch})
+            self._request(Stop(island, epoch))
 
     def close(self) -> None:
         """End the child; pending requests get no answer. May be called again, and at exit."""
@@ -91,59 +86,29 @@ class CoordinationServices:
         self._pending.clear()
         self._part(kill=False)
 
-    def _request(self, **request: object) -> None:
+    def _request(self, request: Start | Stop) -> None:
         try:
             child = self._child or self._start_child()
-            assert child.stdin is not None
-            line = json.dumps(request).encode() + b"\n"
-            # Non-blocking: a child that does not read counts as dead.
-            if os.write(child.stdin.fileno(), line) != len(line):
-                raise BlockingIOError("it does not read its requests")
+            child.channel.send(request, wait=False)  # a child that does not read counts as dead
         except OSError as error:
             self._lost(f"the coordination process cannot be reached: {error}")
 
-    def _start_child(self) -> subprocess.Popen[bytes]:
-        # By path, so that the packages around the module are not imported; -P keeps its folder off
-        # sys.path. In a session of its own, the child gets no Ctrl-C of the terminal.
-        script = Path(__file__).with_name("coordination.py")
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=os.environ | {_LOG_LEVEL: _log_level()},
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        os.set_blocking(child.stdin.fileno(), False)
-        os.set_blocking(child.stdout.fileno(), False)
+    def _start_child(self) -> Child[Started]:
+        environment = os.environ | {_LOG_LEVEL: _log_level()}
+        child: Child[Started] = Child(interpreter(MODULE, (), environment), Started)
         self._child = child
-        self._unread = b""
-        self._loop.add_reader(child.stdout.fileno(), self._read)
+        self._loop.add_reader(child.channel.fileno(), self._read, child)
         return child
 
-    def _read(self) -> None:
-        if self._child is None or self._child.stdout is None:
-            return
-        read: bytes | None = self._child.stdout.read(65536)
-        if read is None:
-            return
-        if not read:
+    def _read(self, child: Child[Started]) -> None:
+        for reply, _, _ in child.channel.arrived():
+            done = self._pending.pop((reply.island, reply.epoch), None)
+            if done is not None:
+                done(reply.address or None, reply.error or None)
+            elif reply.error:
+                logger.warning("coordination process: %s", reply.error)
+        if child is self._child and child.channel.ended:
             self._lost("the coordination process ended; see its messages on stderr")
-            return
-        *lines, self._unread = (self._unread + read).split(b"\n")
-        for line in lines:
-            reply: dict[str, dict[str, Any]] = json.loads(line)
-            for kind, body in reply.items():
-                self._answer(kind, body)
-
-    def _answer(self, kind: str, body: dict[str, Any]) -> None:
-        done = self._pending.pop((body["island"], body["epoch"]), None)
-        if done is not None:
-            done(body.get("address"), body.get("error"))
-        elif kind == "failed":
-            logger.warning("coordination process: %s", body.get("error"))
 
     def _lost(self, reason: str) -> None:
         """End the child, and answer all pending requests with the reason."""
@@ -157,16 +122,12 @@ class CoordinationServices:
         child, self._child = self._child, None
         if child is None:
             return
-        assert child.stdin is not None
-        assert child.stdout is not None
         if not self._loop.is_closed():
-            self._loop.remove_reader(child.stdout.fileno())
+            self._loop.remove_reader(child.channel.fileno())
         if kill:
             child.kill()
-        child.stdin.close()
-        child.stdout.close()
-        if kill:
             child.wait()
+        child.let_go()
 
 
 def _log_level() -> str:

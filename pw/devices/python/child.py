@@ -14,39 +14,39 @@ import traceback
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
 from pw.core.functions.parts import Share
 from pw.devices.python.wire import (
+    Begin,
     Call,
     Drop,
-    Frame,
     Load,
     Raised,
     Returned,
+    ToHost,
+    ToProcess,
     Wrote,
-    described,
-    receive,
-    send,
 )
+from pw.processes.channel import Channel
+from pw.processes.child import parent
 
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "entry.py"), "<frozen runpy>")
 STACK_FRAMES = 12
 """Calls shown of a function that is at work."""
 
 
-class _Link:
-    """The way to the host; several threads may write."""
+class _Host:
+    """The host, as this process sees it."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self.socket = link
-        self._lock = threading.Lock()
+    def __init__(self, channel: Channel[ToProcess]) -> None:
+        self.channel = channel
 
-    def send(self, frame: Frame, arrays: Any = ()) -> None:
-        """Send one frame; end the process if the host has ended."""
+    def send(self, message: ToHost, arrays: Any = ()) -> None:
+        """Send a message; end the process if the host has ended."""
         try:
-            with self._lock:
-                send(self.socket, frame, arrays)
+            self.channel.send(message, arrays)
         except OSError:
             os._exit(0)
 
@@ -56,15 +56,15 @@ class _Stream:
 
     encoding, errors = "utf-8", "backslashreplace"
 
-    def __init__(self, link: _Link, is_error: bool, stream: Any) -> None:
-        self._link = link
+    def __init__(self, host: _Host, is_error: bool, stream: Any) -> None:
+        self._host = host
         self._is_error = is_error
         self._stream = stream
 
     def write(self, text: str) -> int:
         """As for any text stream."""
         if text:
-            self._link.send(Wrote(self._is_error, text))
+            self._host.send(Wrote(self._is_error, text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -82,27 +82,27 @@ class _Stream:
 class _Functions:
     """The functions of this process."""
 
-    def __init__(self, link: _Link) -> None:
-        self._link = link
+    def __init__(self, host: _Host) -> None:
+        self._host = host
         self._loads: dict[bytes, Load] = {}
         self._loaded: dict[bytes, Any] = {}
 
-    def handle(self, frame: Frame, arrays: list[Any]) -> None:
+    def handle(self, message: ToProcess, arrays: list[Any]) -> None:
         """Do what the host asks for."""
-        if isinstance(frame, Load):
-            self._loads[frame.key] = frame
-        elif isinstance(frame, Drop):
-            self._loads.pop(frame.key, None)
-            self._loaded.pop(frame.key, None)
-        elif isinstance(frame, Call):
-            share = self._loads[frame.key].share
+        if isinstance(message, Load):
+            self._loads[message.key] = message
+        elif isinstance(message, Drop):
+            self._loads.pop(message.key, None)
+            self._loaded.pop(message.key, None)
+        elif isinstance(message, Call):
+            share = self._loads[message.key].share
             try:
-                function = self._loaded.get(frame.key) or self._load(frame.key, share)
+                function = self._loaded.get(message.key) or self._load(message.key, share)
                 made = function(share, *arrays)
             except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-                self._link.send(Raised(_reported(error)))
+                self._host.send(Raised(_reported(error)))
             else:
-                self._link.send(Returned(described(made)), made)
+                self._host.send(Returned(), made)
 
     def _load(self, key: bytes, share: Share) -> Any:
         # Equal code is one object: a stream's position is in it.
@@ -144,18 +144,21 @@ def _answer(questions: socket.socket, worker: int) -> None:
 
 
 def main() -> None:
-    """Serve the host at the other ends of the two descriptors that are given as arguments."""
-    link, questions = (socket.socket(fileno=int(text)) for text in sys.argv[1:])
-    threading.Thread(target=_answer, args=(questions, threading.get_ident()), daemon=True).start()
-    to_host = _Link(link)
-    sys.stdout = _Stream(to_host, False, sys.stdout)
-    sys.stderr = _Stream(to_host, True, sys.stderr)
-    logging.basicConfig(level=logging.WARNING)
-    functions = _Functions(to_host)
-    while True:
-        try:
-            frame, arrays = receive(link)
-        except EOFError:
-            os._exit(0)
-        functions.handle(frame, arrays)
-        del frame, arrays
+    """Serve the host."""
+    begin = parent(Begin, descriptors=1)
+    try:
+        questions = socket.socket(fileno=begin.receive().descriptors[0])
+        host = _Host(Channel(begin.socket.detach(), ToProcess, np.empty))
+        threading.Thread(
+            target=_answer, args=(questions, threading.get_ident()), daemon=True
+        ).start()
+        sys.stdout = _Stream(host, False, sys.stdout)
+        sys.stderr = _Stream(host, True, sys.stderr)
+        logging.basicConfig(level=logging.WARNING)
+        functions = _Functions(host)
+        while True:
+            message, arrays, _ = host.channel.receive()
+            functions.handle(message, arrays)
+            del message, arrays
+    except EOFError:
+        os._exit(0)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,19 +14,9 @@ import numpy as np
 from pw.core.errors import ComputationFailed, ErrorReport
 from pw.devices.python.confining import NO_BOUNDS, Bounds
 from pw.devices.python.confining import environment as inherited
-from pw.devices.python.wire import (
-    BUFFER_BYTES,
-    Call,
-    Drop,
-    Empty,
-    Load,
-    Raised,
-    Returned,
-    Wrote,
-    described,
-    receive,
-    send,
-)
+from pw.devices.python.wire import Begin, Call, Drop, Load, Raised, ToHost, Wrote
+from pw.processes.channel import Empty
+from pw.processes.child import Child, ending, import_path, interpreter
 
 _ANSWER_S = 0.1
 """How long a process may take to say where it is; the host's loop waits for it."""
@@ -74,10 +61,9 @@ class PythonProcess:
         self._bounds = bounds
         self._lock = threading.Lock()
         self._calling = threading.Lock()
-        """Held while a thread uses the socket."""
-        self._link: socket.socket | None = None
+        """Held while a thread uses the channel."""
+        self._child: Child[ToHost] | None = None
         self._questions: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._loads: dict[bytes, Load] = {}
         self._known: set[bytes] = set()
         """Keys that the running process knows."""
@@ -86,7 +72,7 @@ class PythonProcess:
     @property
     def pid(self) -> int:
         """The number of the running process; 0 if there is none."""
-        return 0 if self._process is None else self._process.pid
+        return 0 if self._child is None else self._child.pid
 
     def stack(self) -> tuple[str, ...]:
         """Return where in the code the process is, if it answers at once."""
@@ -103,18 +89,18 @@ class PythonProcess:
         """Have a function known, and the process started."""
         with self._lock:
             self._loads[load.key] = load
-            if self._link is None and not self._closed:
+            if self._child is None and not self._closed:
                 self._start()
 
     def drop(self, key: bytes) -> None:
         """Forget a function; on the thread of `call`."""
         with self._lock:
             self._loads.pop(key, None)
-            link = self._link if key in self._known else None
+            child = self._child if key in self._known else None
             self._known.discard(key)
-        if link is not None:
+        if child is not None:
             with contextlib.suppress(OSError):
-                send(link, Drop(key))
+                child.channel.send(Drop(key))
 
     def call(
         self,
@@ -130,26 +116,26 @@ class PythonProcess:
         """
         with self._lock:
             load = self._loads[key]
-            if self._link is None and not self._closed:
+            if self._child is None and not self._closed:
                 self._start()
-            link = self._link
+            child = self._child
             is_known = key in self._known
             self._known.add(key)
         name = load.share.name
-        if link is None:
+        if child is None:
             raise ProcessEnded(_failed(f"the host ended before it called {name!r}"))
         try:
             with self._calling:
                 if not is_known:
-                    send(link, load)
-                send(link, Call(key, described(arrays)), arrays)
+                    child.channel.send(load)
+                child.channel.send(Call(key), arrays)
                 while True:
-                    frame, made = receive(link, self._empty)
-                    if isinstance(frame, Wrote):
-                        wrote(frame.is_error, frame.text)
-                    elif isinstance(frame, Raised):
-                        raise FunctionRaised(frame.report)
-                    elif isinstance(frame, Returned):
+                    message, made, _ = child.channel.receive()
+                    if isinstance(message, Wrote):
+                        wrote(message.is_error, message.text)
+                    elif isinstance(message, Raised):
+                        raise FunctionRaised(message.report)
+                    else:
                         return made
         except (OSError, EOFError):
             words = f"the Python process of the host {self._ended()} while it ran {name!r}"
@@ -159,55 +145,38 @@ class PythonProcess:
         """End the process."""
         with self._lock:
             self._closed = True
-            process = self._process
-        if process is not None:
-            process.kill()
+            child = self._child
+        if child is not None:
+            child.kill()
         with self._calling:  # a call ends with its process
             self._ended()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
         questions, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         questions.settimeout(_ANSWER_S)
-        with theirs, answers:
-            ends = (theirs.fileno(), answers.fileno())
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            path = [entry or os.getcwd() for entry in sys.path]
-            environment = {
-                **inherited(os.environ, self._bounds),
-                "PYTHONPATH": os.pathsep.join(path),
-                **self._environment(),
-            }
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pw.devices.python.entry", *map(str, ends)],
-                pass_fds=ends,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C in a terminal is for the client
-            )
-        self._link, self._questions = ours, questions
+        environment = {
+            **inherited(os.environ, self._bounds),
+            "PYTHONPATH": import_path(),
+            **self._environment(),
+        }
+        with answers:
+            begin = interpreter("pw.devices.python.entry", (), environment, shows_output=True)
+            child: Child[ToHost] = Child(begin, ToHost, self._empty)
+            with contextlib.suppress(OSError):  # it has ended; the first call hears that
+                child.channel.send(Begin(), descriptors=[answers.fileno()])
+        self._child, self._questions = child, questions
         self._known = set()
 
     def _ended(self) -> str:
         """Forget the process; return how it ended."""
         with self._lock:
-            process, self._process = self._process, None
-            open_ends = (self._link, self._questions)
-            self._link = self._questions = None
-        for end in open_ends:
-            if end is not None:
-                end.close()
-        if process is None:
+            child, self._child = self._child, None
+            questions, self._questions = self._questions, None
+        if child is None or questions is None:
             return "ended"
-        try:
-            code = process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        questions.close()
+        child.let_go()
+        return f"ended with {ending(child.wait(_END_S))}"
 
 
 def _failed(words: str) -> ErrorReport:
