@@ -120,8 +120,12 @@ class ForkServer:
         return cls(process, ours, environment)
 
     @classmethod
-    def forked(cls) -> ForkServer:
-        """Fork a server from this process, which has no other threads yet."""
+    def forked(cls, environment: Mapping[str, str] | None = None) -> ForkServer:
+        """Fork a server from this process, which has no other threads yet.
+
+        Args:
+            environment: what its forks may have, if requests have environments of their own.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
 
@@ -129,7 +133,7 @@ class ForkServer:
                 serving.serve(theirs)
 
             process = Fork("pw-fork-server", run, [theirs.fileno()])
-        return cls(process, ours)
+        return cls(process, ours, environment)
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Return whether a process with this environment can be a fork of this server."""

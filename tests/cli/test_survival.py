@@ -335,7 +335,7 @@ def test_islands_come_and_go_while_others_work(grown: Grown) -> None:
     other.stop()
 
     # An island is left by all its hosts.
-    worker.process.terminate()
+    worker.process.send_signal(signal.SIGTERM)
     assert worker.end(BOUND_S) == 0
     until(lambda: not members("west"), "the island is gone", BOUND_S)
     training.go_on()

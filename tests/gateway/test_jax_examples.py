@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT, run_python
 
 EXAMPLES = ROOT / "examples" / "jax"
 TRAINING = ("mnist.py", "equinox_train.py")
@@ -36,8 +34,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The output of each example on a cluster, by its command."""
     script = tmp_path_factory.mktemp("scripts") / "all.py"
     script.write_text(ALL)
-    command = [sys.executable, "-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = ["-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script)]
+    done = run_python(command, timeout_s=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
     for name, code, output, errors in map(json.loads, done.stdout.splitlines()):
@@ -48,13 +46,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def plainly(name: str, *flags: str) -> str:
     """The output of an example in plain JAX on as many CPU devices."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *flags],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    cpus = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    done = run_python([str(EXAMPLES / name), *flags], environment=os.environ | cpus)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,7 +15,7 @@ import pytest
 import pw
 from pw.gateway import functions
 from tests.stages.daemons import until
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 SCRIPT = """
 import time

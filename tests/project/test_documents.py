@@ -15,7 +15,7 @@ from pw.devices.host import edge_states
 from pw.sched.cluster import slice_states
 from pw.sched.control import array_states, run_states
 from pw.sched.island import launch_states
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LIFECYCLES: list[Lifecycle] = [
