@@ -124,7 +124,7 @@ class ForkServer:
         """Fork a server from this process, which has no other threads yet.
 
         Args:
-            environment: what its forks may have, if requests have environments of their own.
+            environment: in which this process imported its modules, if `can_start` is asked.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -19,8 +19,6 @@ import jax
 import numpy as np
 
 from pw.client.connection import children
-from pw.client.connection.children import inherited
-from pw.processes.fork_server import ForkServer
 
 MARKER = "PW_TEST_MARKER"
 MARKER_CHARACTERS = 16
@@ -39,7 +37,7 @@ def _become_program() -> None:
         ctypes.memmove(_marker_address, marker, MARKER_CHARACTERS)
     tempfile.tempdir = None
     np.random.seed()
-    children._server = ForkServer.forked(inherited())
+    children.fork_children(children.inherited())
     jax.config.update("jax_platforms", os.environ.get(PLATFORMS) or None)
     jax.config.update("jax_num_cpu_devices", int(os.environ.get(DEVICES, "-1")))
 

@@ -20,6 +20,7 @@ from pw.processes.serving import ForkRequest
 from tests.stages.forked import DEVICES, MARKER, MARKER_CHARACTERS, PLATFORMS
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = {"PYTHONPATH": str(ROOT)}
 PRELOADED = (
     *("tests.stages.forked", "pw", "pw.jax", "jax.experimental.shard_map", "jax.extend", "optax"),
     *("pw.cli.controller", "pw.cli.gateway", "pw.cli.host", "pw.cli.main", "pw.cli.worker"),
@@ -42,8 +43,8 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def start_server() -> None:
     """Start the process that programs are forks of."""
     global _server
-    environment = inherited() | {MARKER: "0" * MARKER_CHARACTERS, "PYTHONPATH": str(ROOT)}
-    _server = ForkServer.interpreter(PRELOADED, environment)
+    marker = {MARKER: "0" * MARKER_CHARACTERS}
+    _server = ForkServer.interpreter(PRELOADED, HERE | inherited() | marker)
 
 
 def stop_server() -> None:
@@ -61,7 +62,7 @@ def without_address() -> dict[str, str]:
 
 def start(
     arguments: Sequence[str],
-    environment: Mapping[str, str],
+    environment: dict[str, str],
     folder: Path,
     streams: tuple[int, int, int],
     *,
@@ -76,9 +77,9 @@ def start(
         streams: descriptors of its standard streams.
         new_interpreter: never fork.
     """
-    variables = {"PYTHONPATH": str(ROOT), **environment}
-    own = inherited() | {"PYTHONPATH": str(ROOT)}
-    if _server is None or new_interpreter or _read_at_start(variables) != _read_at_start(own):
+    variables = HERE | environment
+    other = _read_at_start(variables) != _read_at_start(HERE | inherited())
+    if _server is None or new_interpreter or other:
         command = [sys.executable, *arguments]
         stdin, stdout, stderr = streams
         return subprocess.Popen(
@@ -99,7 +100,7 @@ def run_python(
     arguments: Sequence[str],
     folder: Path = ROOT,
     timeout_s: float = 100.0,
-    environment: Mapping[str, str] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run what `python ARGUMENTS` would, to its end. Raises subprocess.TimeoutExpired."""
     with (
@@ -108,9 +109,7 @@ def run_python(
         tempfile.TemporaryFile("w+") as err,
     ):
         streams = (nothing.fileno(), out.fileno(), err.fileno())
-        process = start(
-            arguments, os.environ if environment is None else environment, folder, streams
-        )
+        process = start(arguments, environment or dict(os.environ), folder, streams)
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:

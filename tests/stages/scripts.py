@@ -7,7 +7,6 @@ import os
 import tempfile
 import textwrap
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import pw
@@ -52,7 +51,7 @@ def two_gangs() -> pw.LocalCluster:
 class Client:
     """A script that runs: text goes to its `stdin`, and comes from its `stdout`."""
 
-    def __init__(self, code: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, code: str, variables: dict[str, str]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of the whole life
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
