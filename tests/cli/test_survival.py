@@ -354,7 +354,7 @@ mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(2).devices, ("x",))
 rows = pw.NamedSharding(mesh, P("x"))
 kept = pw.put(np.ones(1 << 20, np.int8), sharding=rows)
 pw.block_until_ready(kept)
-large = [pw.put(np.ones(1 << 27, np.int8), sharding=rows) for _ in range(4)]
+large = [pw.put(np.ones(1 << 25, np.int8), sharding=rows) for _ in range(4)]
 print("uploading", flush=True)
 signal.pause()
 """

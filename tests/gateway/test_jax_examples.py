@@ -5,36 +5,36 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.stages.programs import ROOT, run_python
 
 EXAMPLES = ROOT / "examples" / "jax"
-TRAINING = ("mnist.py", "equinox_train.py")
+MNIST, EQUINOX = ("mnist.py", "--two-islands"), ("equinox_train.py", "--two-islands")
 TOLERANCE = 1e-6
 """Sums over the devices of two hosts are added in another order than those of one process. JAX over two
 processes of its own (`jax.distributed`) differs from plain JAX by the same bits."""
 
-ALL = f"""
+ONE_BY_ONE = f"""
 import json, subprocess, sys
-commands = [["paper.py"], *([name, "--two-islands"] for name in {TRAINING})]
-for name, *flags in commands:
+for name, *flags in json.loads(sys.argv[1]):
     command = [sys.executable, "{EXAMPLES}/" + name, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    print(json.dumps([" ".join([name, *flags]), done.returncode, done.stdout, done.stderr]))
+    print(json.dumps([name, done.returncode, done.stdout, done.stderr]))
 """
-"""Runs the examples one after the other, with the environment that it gets itself."""
+"""Runs examples one after the other, with the environment that it gets itself."""
 
 ISLANDS = ["--islands", "2", "--hosts-per-island", "2", "--devices-per-host", "2"]
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The output of each example on a cluster, by its command."""
-    script = tmp_path_factory.mktemp("scripts") / "all.py"
-    script.write_text(ALL)
-    command = ["-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script)]
+def on_a_cluster(folder: Path, *commands: Sequence[str]) -> dict[str, str]:
+    """Run examples on one cluster; returns the output of each by its name."""
+    script = folder / "one_by_one.py"
+    script.write_text(ONE_BY_ONE)
+    command = ["-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script), json.dumps(commands)]
     done = run_python(command, timeout_s=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
@@ -56,6 +56,11 @@ def numbers(text: str) -> list[float]:
     return [float(word) for word in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return on_a_cluster(tmp_path_factory.mktemp("scripts"), ["paper.py"], MNIST)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_paper_s_program_prints_the_paper_s_values(printed: dict[str, str]) -> None:
@@ -65,9 +70,19 @@ def test_the_paper_s_program_prints_the_paper_s_values(printed: dict[str, str]) 
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", TRAINING)
-def test_losses_are_those_of_plain_jax(printed: dict[str, str], name: str) -> None:
-    ours, theirs = printed[f"{name} --two-islands"], plainly(name, "--two-islands")
+def test_losses_are_those_of_plain_jax(printed: dict[str, str]) -> None:
+    compare(printed["mnist.py"], plainly(*MNIST))
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_losses_of_equinox_are_those_of_plain_jax(tmp_path: Path) -> None:
+    compare(on_a_cluster(tmp_path, EQUINOX)["equinox_train.py"], plainly(*EQUINOX))
+
+
+def compare(ours: str, theirs: str) -> None:
+    """The same words, and the same losses."""
     assert len(theirs.splitlines()) == 3
     losses = numbers(theirs)
     assert numbers(ours) == pytest.approx(losses, rel=TOLERANCE)

@@ -138,6 +138,11 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def process_name(pid: int) -> str:
+    """Return the name that a daemon which is a fork has, as `ps -c` and `top` show it."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def left_in_shared_memory() -> list[str]:
     """Return what clusters have left in shared memory; folders of gateways belong to other tests' scripts."""
     names = [name for name in os.listdir("/dev/shm") if name.startswith("pw")]
