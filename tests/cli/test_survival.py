@@ -384,7 +384,7 @@ def test_the_example_reaches_the_same_losses(tmp_path: Path) -> None:
     """A pipeline over two islands, with a spare; see the example for what is killed when."""
     example = start_module(
         "examples.train_through_failures",
-        *("--steps", 40, "--kills", 2, "--seed", 1),
+        *("--steps", 20, "--kills", 1, "--seed", 1),
         folder=tmp_path,
     )
     try:

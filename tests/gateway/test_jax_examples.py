@@ -13,7 +13,7 @@ import pytest
 from tests.stages.programs import ROOT, run_python
 
 EXAMPLES = ROOT / "examples" / "jax"
-MNIST, EQUINOX = ("mnist.py", "--two-islands"), ("equinox_train.py", "--two-islands")
+TRAINING = ("mnist.py", "equinox_train.py")
 TOLERANCE = 1e-6
 """Sums over the devices of two hosts are added in another order than those of one process. JAX over two
 processes of its own (`jax.distributed`) differs from plain JAX by the same bits."""
@@ -56,33 +56,20 @@ def numbers(text: str) -> list[float]:
     return [float(word) for word in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return on_a_cluster(tmp_path_factory.mktemp("scripts"), ["paper.py"], MNIST)
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_the_paper_s_program_prints_the_paper_s_values(printed: dict[str, str]) -> None:
+def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:
     (shown,) = re.findall(r"^# (\(Array.*)$", (EXAMPLES / "paper.py").read_text(), re.M)
-    assert printed["paper.py"] == shown + "\n"
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-def test_losses_are_those_of_plain_jax(printed: dict[str, str]) -> None:
-    compare(printed["mnist.py"], plainly(*MNIST))
+    assert on_a_cluster(tmp_path, ["paper.py"])["paper.py"] == shown + "\n"
 
 
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_losses_of_equinox_are_those_of_plain_jax(tmp_path: Path) -> None:
-    compare(on_a_cluster(tmp_path, EQUINOX)["equinox_train.py"], plainly(*EQUINOX))
-
-
-def compare(ours: str, theirs: str) -> None:
-    """The same words, and the same losses."""
+@pytest.mark.parametrize("name", TRAINING)
+def test_losses_are_those_of_plain_jax(tmp_path: Path, name: str) -> None:
+    ours = on_a_cluster(tmp_path, [name, "--two-islands"])[name]
+    theirs = plainly(name, "--two-islands")
     assert len(theirs.splitlines()) == 3
     losses = numbers(theirs)
     assert numbers(ours) == pytest.approx(losses, rel=TOLERANCE)
