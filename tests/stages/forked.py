@@ -22,7 +22,7 @@ from pw.client.connection import children
 
 MARKER = "PW_TEST_MARKER"
 MARKER_CHARACTERS = 16
-PLATFORMS, DEVICES = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
+PLATFORMS, DEVICES, TARGET = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_BACKEND_TARGET"
 
 _libc = ctypes.CDLL(None)
 _libc.getenv.restype = ctypes.c_void_p
@@ -40,6 +40,7 @@ def _become_program() -> None:
     children.fork_children(children.inherited())
     jax.config.update("jax_platforms", os.environ.get(PLATFORMS) or None)
     jax.config.update("jax_num_cpu_devices", int(os.environ.get(DEVICES, "-1")))
+    jax.config.update("jax_backend_target", os.environ.get(TARGET, "").lower())
 
 
 def _run(first: str, *arguments: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pw.client.connection.children import inherited
 from pw.processes.fork_server import Forked, ForkServer
 from pw.processes.serving import ForkRequest
-from tests.stages.forked import DEVICES, MARKER, MARKER_CHARACTERS, PLATFORMS
+from tests.stages.forked import DEVICES, MARKER, MARKER_CHARACTERS, PLATFORMS, TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"PYTHONPATH": str(ROOT)}
@@ -26,13 +26,13 @@ PRELOADED = (
     *("pw.cli.controller", "pw.cli.gateway", "pw.cli.host", "pw.cli.main", "pw.cli.worker"),
 )
 READ_AT_START = ("JAX_", "TF_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_")
-"""Variables that an interpreter or a library reads at its start, except the two that a fork can change."""
+"""Variables that an interpreter or a library reads at its start, except three that a fork can change."""
 
 _server: ForkServer | None = None
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    changeable = (PLATFORMS, DEVICES)
+    changeable = (PLATFORMS, DEVICES, TARGET)
     return {
         name: value
         for name, value in environment.items()
