@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -50,9 +51,12 @@ def main() -> int:
         command = [sys.executable, *arguments]
         left_s = max(1.0, end_s - time.monotonic())
         print(f"$ {shlex.join(command)}  # {left_s / 3600:.1f} h left", flush=True)
+        running = subprocess.Popen(command, cwd=ROOT)
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=left_s).returncode
+            code = running.wait(left_s)
         except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGINT)  # it ends its own processes
+            running.wait()
             break
         if code:
             return code
