@@ -16,10 +16,15 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 # Processes that run tests. Tests of processes wait often, so there is one more than two cores need.
 WORKERS ?= 3
+# How long `make long` runs: make long HOURS=1
+HOURS   ?= 24
+
+LINT = $(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy && \
+	$(VENV)/bin/lint-imports --no-logo
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench wheel lint format lock clean
+.PHONY: help demo test long bench wheel lint format lock clean
 # Make a new environment if the Python of the old one is gone.
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
@@ -34,8 +39,14 @@ help:  ## show this list
 demo: $(STAMP)  ## train a small language model through the runtime
 	@$(RUN) -m examples.train_lm
 
-test: lint  ## everything CI checks: format, lint, types, import contracts, tests
-	@$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests and the checks of `make lint` run side by side; the checks print when they are done.
+test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, tests
+	@(checks=$$({ $(LINT); } 2>&1); code=$$?; echo; echo "$$checks"; exit $$code) & \
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15; \
+	tests=$$?; wait $$! || { echo "error: make lint fails, see above"; exit 1; }; exit $$tests
+
+long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and kills (HOURS=24)
+	@$(RUN) -m tests.long --hours $(HOURS)
 
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
@@ -46,10 +57,7 @@ wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environm
 		--wheel-dir dist .
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
-	@$(RUN) -m ruff format --check .
-	@$(RUN) -m ruff check .
-	@$(RUN) -m mypy
-	@$(VENV)/bin/lint-imports --no-logo
+	@$(LINT)
 
 format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(RUN) -m ruff check --fix .

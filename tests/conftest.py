@@ -62,6 +62,7 @@ from pw.client.connection.children import (  # noqa: E402 - after the environmen
     start_fork_server,
     stop_fork_server,
 )
+from tests.stages import programs  # noqa: E402
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
 hypothesis.settings.register_profile(
@@ -91,9 +92,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(no_process_left_behind: None) -> Iterator[None]:
-    """Fork the daemons of all tests from one process that has imported JAX."""
+    """Fork the daemons and the programs of all tests from processes that have imported JAX."""
     start_fork_server()
+    programs.start_server()
     yield
+    programs.stop_server()
     stop_fork_server()
 
 

@@ -20,6 +20,7 @@ import uvloop
 
 from pw.cli.process import Daemon, check_bind, command, configure_logging
 from pw.client.connection import embedded
+from pw.client.connection.children import fork_children
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
@@ -130,6 +131,8 @@ def serve(
         Error: it cannot listen there, or there are not so many devices.
     """
     configure_logging("error")
+    if not address:
+        fork_children()
     check_bind(bind, Security(None, insecure=insecure), PLAIN)
     security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address

@@ -59,13 +59,17 @@ class ForkServer:
         return cls(Child(interpreter(serving.__name__, preloaded, environment)), environment)
 
     @classmethod
-    def forked(cls) -> ForkServer:
-        """Fork a server from this process, which has no other threads yet."""
+    def forked(cls, environment: Mapping[str, str] | None = None) -> ForkServer:
+        """Fork a server from this process, which has no other threads yet.
+
+        Args:
+            environment: in which this process imported its modules, if `can_start` is asked.
+        """
 
         def serve(end: int) -> None:
             serving.serve(Channel(end, ForkRequest, descriptors=serving.DESCRIPTORS))
 
-        return cls(Child(lambda end: fork("pw-fork-server", lambda: serve(end), [end])))
+        return cls(Child(lambda end: fork("pw-fork-server", lambda: serve(end), [end])), environment)
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Return whether a process with this environment can be a fork of this server."""

@@ -279,7 +279,7 @@ def test_a_worker_whose_devices_are_unlike_those_of_its_island_is_refused(cluste
         "other", "unlike", "--island-hosts", 2, "--devices", 2, "--log-level", "error"
     )
     fails(second, "pw-worker", "has 2 cpu devices; all hosts of an island must be alike")
-    first.process.terminate()
+    first.process.send_signal(signal.SIGTERM)
     assert first.end() == 0
 
 
@@ -395,7 +395,7 @@ def test_looking_at_a_cluster_does_not_load_jax(cluster: Cluster, tmp_path: Path
         f"sys.argv = ['pw', 'status', '--address', {cluster.address!r}]\n"
         "try:\n    main()\nfinally:\n    print([name for name in sys.modules if name.startswith('jax')])"
     )
-    one = Program(tmp_path, ["-c", body])
+    one = Program(tmp_path, ["-c", body], new_interpreter=True)
     assert one.end() == 0, one.err
     assert one.out.endswith("\n[]\n")
 
@@ -457,7 +457,7 @@ def test_run_gives_a_script_a_cluster_which_ends_with_it(script: str, start: Sta
     )
     one.until_says("__main__")
     assert one.out == "__main__ ['--islands', 'wait'] [('island-0', 3), ('island-1', 3)]\n"
-    one.process.terminate()
+    one.process.send_signal(signal.SIGTERM)
     assert one.end() == 128 + signal.SIGTERM, one.err
     assert one.err == ""
     one.until_alone()
@@ -518,11 +518,11 @@ def test_sigterm_ends_workers_stuck_in_a_collective_and_the_controller(start: St
     until(lambda: session.ask.status().islands[0].launched > 0, "the all-reduce is launched")
     for name in ("stuck-0", "stuck-1"):
         worker = cluster.workers[name]
-        worker.process.terminate()
+        worker.process.send_signal(signal.SIGTERM)
         assert worker.end(5) == 0, worker.err
         worker.until_alone()
     session.close()
-    cluster.controller.process.terminate()
+    cluster.controller.process.send_signal(signal.SIGTERM)
     assert cluster.controller.end(5) == 0, cluster.controller.err
     cluster.controller.until_alone()
 

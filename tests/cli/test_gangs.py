@@ -17,7 +17,7 @@ from tests.stages.scripts import finish, start_client, two_gangs
 
 pytestmark = pytest.mark.processes
 
-ROUNDS = 800
+ROUNDS = 200
 
 CHAIN = """
 seed, island, rounds = np.uint32({seed}), {island!r}, {rounds}
@@ -85,7 +85,7 @@ def test_programs_that_cross_two_islands_in_opposite_directions_finish(address: 
     ways = [("island-0", "island-1"), ("island-1", "island-0")]
     clients = [
         start_client(
-            address, CROSSING.format(seed=number + 3, first=first, second=second, rounds=250)
+            address, CROSSING.format(seed=number + 3, first=first, second=second, rounds=80)
         )
         for number, (first, second) in enumerate(ways)
     ]
@@ -117,11 +117,10 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
                 print("running", flush=True)
         """,
     )
-    assert victim.stdout is not None
     assert victim.stdout.readline().strip() == "running"
-    other = start_client(address, CHAIN.format(seed=11, island="island-0", rounds=400))
-    victim.kill()
-    victim.wait()
+    other = start_client(address, CHAIN.format(seed=11, island="island-0", rounds=200))
+    victim.process.kill()
+    victim.finish(30.0)
     assert finish(other).strip() == "ok"
     watcher = start_client(
         address,
@@ -139,9 +138,6 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
         """,
     )
     assert finish(watcher).strip() == "ok"
-    for stream in (victim.stdin, victim.stdout, victim.stderr):
-        assert stream is not None
-        stream.close()
 
 
 def test_large_arrays_between_islands_never_touch_the_controller(address: str) -> None:
@@ -174,10 +170,10 @@ def test_a_client_far_ahead_blocks_and_memory_stays_bounded(address: str) -> Non
         for _ in range(2000):
             x = f(x)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(10_000):
+        for _ in range(4_000):
             x = f(x)
             last = x
-        assert int(x) == 12_001, int(x)
+        assert int(x) == 6_001, int(x)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 64 << 10, f"the client grew by {grown} KiB"
         deadline = time.monotonic() + 20
@@ -194,7 +190,7 @@ def test_a_client_far_ahead_blocks_and_memory_stays_bounded(address: str) -> Non
 
 
 def test_values_of_the_paper(address: str) -> None:
-    from tests.stages.scripts import ROOT
+    from tests.stages.programs import ROOT
 
     body = f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'quickstart.py')!r})"
     output = finish(start_client(address, body)).strip()

@@ -26,7 +26,8 @@ from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, ToSuper
 from pw.core.errors import ErrorReport
 from pw.devices.host.replica_memory import Replica
 from pw.processes.channel import Channel
-from tests.stages.daemons import ROOT, Program, left_in_shared_memory, send, until
+from tests.stages.daemons import Program, left_in_shared_memory, send, until
+from tests.stages.programs import ROOT
 
 BOX = ((0, 2), (3, 7))
 VALUES: dict[str, np.ndarray[Any, Any]] = {

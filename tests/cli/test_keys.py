@@ -20,7 +20,8 @@ from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials, found
 from pw.transport.access.joined import default_address, joined_file
-from tests.stages.daemons import ROOT, Program, start_module
+from tests.stages.daemons import Program, start_module
+from tests.stages.programs import ROOT
 
 ADDRESS = "tcp://10.0.0.1:7777"
 Pw = Callable[..., str]

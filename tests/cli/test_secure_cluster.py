@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -330,7 +331,7 @@ def test_a_worker_takes_no_name_and_seat_of_another_one_that_is_away(cluster: Cl
     own, other = cluster.issue(Role.WORKER, "w1"), cluster.issue(Role.WORKER, "w2")
     first = worker(own)
     first.until_says("joined")
-    first.process.terminate()
+    first.process.send_signal(signal.SIGTERM)
     assert first.end() == 0
     honest = worker(other, "--name", "w1")
     assert honest.end() == 1

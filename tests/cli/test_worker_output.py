@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,7 +38,8 @@ from pw.devices.host.store import ObjectStore
 from tests.devices.test_store import Bench as StoreBench
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
-from tests.stages.scripts import PRELUDE, ROOT, finish, start_client
+from tests.stages.programs import run_python, without_address
+from tests.stages.scripts import PRELUDE, finish, start_client
 
 
 def out(*texts: str) -> tuple[Line, ...]:
@@ -527,14 +526,10 @@ def check(host: str, said: str, complained: str, result: str = "[1. 1. 1. 1.]") 
 
 @pytest.mark.processes
 def test_it_is_seen_from_the_embedded_cluster() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + SPEAK.replace("DEVICES", "1")],
-        env={k: v for k, v in os.environ.items() if k != "PW_ADDRESS"} | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
+    done = run_python(
+        ["-c", PRELUDE + SPEAK.replace("DEVICES", "1")], environment=without_address()
     )
+    assert done.returncode == 0, done.stderr
     check("embedded-0", done.stdout, done.stderr)
     before, _, _ = done.stdout.partition("[1.")
     assert "printed" in before, "what was printed before a result is seen before it"
@@ -547,18 +542,14 @@ def test_it_is_seen_by_the_client_whose_function_it_is(capfd: pytest.CaptureFixt
         shown = start_client(cluster.address, body + "sys.stdin.readline()")
         quiet = start_client(cluster.address, body, PW_WORKER_OUTPUT="0")
         assert finish(quiet) == "[1. 1. 1. 1.]\n"
-        assert shown.stdin is not None
-        assert shown.stdout is not None
-        assert shown.stderr is not None
         said = ""
         while not all(f"host-{number}) printed" in said for number in (0, 1)):
             line = shown.stdout.readline()
             assert line, "it has ended"
             said += line
-        shown.stdin.close()
-        said += shown.stdout.read()
-        complained = shown.stderr.read()
-        assert shown.wait(90) == 0
+        rest, complained = shown.finish(90.0)
+        said += rest
+        assert shown.process.returncode == 0
     for host in ("island-0-host-0", "island-0-host-1"):
         of_host = [line for line in complained.splitlines() if host in line]
         check(host, said, "\n".join(of_host))

@@ -15,7 +15,8 @@ import pytest
 import pw
 from pw.client.connection import current
 from tests.stages.daemons import Program
-from tests.stages.scripts import PRELUDE, ROOT, finish, start_client
+from tests.stages.programs import ROOT
+from tests.stages.scripts import PRELUDE, finish, start_client
 
 SUM = """
 devices = pw.make_virtual_device_set().add_slice(devices={devices}).devices

@@ -17,7 +17,7 @@ import pw
 from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.local_runtime import LocalRuntime
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 from tests.stages.stage import mesh_on
 
 Place = Callable[..., Any]

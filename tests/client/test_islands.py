@@ -24,7 +24,7 @@ from pw.client.trace.program import program
 from pw.client.transfer import get, put
 from pw.core.errors import ArrayDeleted, PlacementError, ShardingError, TracingError
 from tests.stages.local_runtime import LocalRuntime
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 ISLANDS = 3
 ROWS = 12 * ISLANDS

@@ -53,6 +53,7 @@ def initial() -> Any:
     return {n: draw.normal(size=(WIDTH, WIDTH)).astype(np.float32) for n in ("in", "out")}
 
 
+@pytest.mark.long
 def test_a_host_killed_in_a_reduction_changes_no_bit(
     cluster: pw.LocalCluster, mesh: pw.Mesh
 ) -> None:

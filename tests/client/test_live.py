@@ -26,7 +26,7 @@ from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
 from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 from tests.stages.stage import held, mesh_on, numbers, split
 
 # --- what is said, on a clock that moves with the wait -----------------------------------------------------

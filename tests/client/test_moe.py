@@ -230,7 +230,9 @@ def test_bad_input_is_refused_before_anything_is_launched(place: Place) -> None:
         pw.moe(expert, devices=crossing)
 
 
-@pytest.mark.parametrize("spec", [P("island"), P(("island", "data"))])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(P("island"), marks=pytest.mark.long), P(("island", "data"))]
+)
 def test_rows_may_lie_on_several_islands(place: Place, spec: P) -> None:
     devices = pw.make_virtual_device_set().add_slice(4, islands=2).devices
     mesh = pw.Mesh(np.reshape(devices, (2, 2)), ("island", "data"))

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ROWS, WIDTH, EXPERTS, STEPS = 64, 8, 4, 8
 
 
+@pytest.mark.long
 def test_a_host_killed_in_training_steps_changes_no_bit() -> None:
     draw = np.random.default_rng(0).standard_normal
     x = draw((ROWS, WIDTH)).astype(np.float32)

@@ -18,7 +18,7 @@ from pw.client.pipeline.schedules import NAMES, named
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.recorder import Recorder
 from pw.testing import InProcessCluster
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 from tests.stages.stage import mesh_on
 
 WIDTH, WORDS, ROWS = 8, 16, 8

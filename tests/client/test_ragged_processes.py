@@ -38,6 +38,7 @@ def gathered(state: Any, rows: pw.Ragged) -> Any:
     return state * 0.5 + rows.rows.sum((0, 1)) / 1e3, rows.rows[:, 0, 0]
 
 
+@pytest.mark.long
 def test_a_host_killed_in_an_exchange_changes_no_bit(cluster: pw.LocalCluster) -> None:
     virtual = pw.make_virtual_device_set()
     first, second = (pw.Mesh(virtual.add_slice(devices=2).devices, ("x",)) for _ in range(2))

@@ -25,7 +25,11 @@ def rt() -> Iterator[LocalRuntime]:
 def frames(error: BaseException) -> list[tuple[str, str, str]]:
     """Function, line and folder of every frame, outermost first."""
     return [
-        (frame.name, str(frame.line), Path(frame.filename).parts[-2])
+        (
+            frame.name,
+            str(frame.line),
+            "tests" if frame.filename == __file__ else Path(frame.filename).parts[-2],
+        )
         for frame in traceback.extract_tb(error.__traceback__)
     ]
 

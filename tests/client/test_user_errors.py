@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.connection import current
 from tests.stages.daemons import until
+from tests.stages.programs import run_python
 from tests.stages.scripts import finish, start_client
 from tests.stages.stage import mesh_on, numbers, split
 
@@ -176,8 +176,6 @@ def test_a_computation_that_never_ends_times_out(cluster: pw.LocalCluster, mesh:
         print(np.asarray(x).tolist(), np.asarray(y).tolist())
         """,
     )
-    assert other.stdin is not None
-    assert other.stdout is not None
     assert other.stdout.readline().strip() == "ready"
     kept = on(mesh, mix)(numbers(4))
     kept.block_until_ready()
@@ -238,13 +236,7 @@ def test_cancelling(cluster: pw.LocalCluster, mesh: pw.Mesh) -> None:
 
 def test_the_operator_cancels_what_status_shows(cluster: pw.LocalCluster, mesh: pw.Mesh) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pw.cli.main", *arguments, "--address", cluster.address],
-            capture_output=True,
-            text=True,
-            timeout=BOUND_S,
-            env=os.environ | {"PYTHONPATH": os.getcwd()},
-        )
+        return run_python(["-m", "pw.cli.main", *arguments, "--address", cluster.address])
 
     stuck = on(mesh, for_ever)(numbers(4))
     beside = on(mesh, mix)(numbers(4))

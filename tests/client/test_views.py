@@ -27,6 +27,11 @@ from tests.stages.stage import held, live, numbers, until_live
 DEVICES = 4
 
 
+def spec_of(array: pw.Array) -> ArraySpec:
+    """Return how hosts hold an array."""
+    return array._type.spec
+
+
 class Arrays:
     """Arrays by their ids, as a front door names them."""
 
@@ -36,7 +41,7 @@ class Arrays:
 
     def of(self, array: Any) -> int:
         """The id of a `pw.Array`, whose handle the caller keeps."""
-        self.specs[array._id] = array._type.spec
+        self.specs[array._id] = spec_of(array)
         return int(array._id)
 
     def view(
@@ -63,7 +68,7 @@ class Arrays:
 
     def handle(self, array: int, like: pw.Array) -> pw.Array:
         """A `pw.Array` of an id whose spec is that of `like`."""
-        assert self.specs[array] == like._type.spec
+        assert self.specs[array] == spec_of(like)
         return pw.Array(self.runtime, array, like._type)
 
     def delete(self, *arrays: int) -> None:
@@ -113,7 +118,7 @@ def test_shards_of_several_arrays_are_mixed(mesh: pw.Mesh, arrays: Arrays) -> No
     x, y = split(mesh, numbers(8)), split(mesh, numbers(8, 100))
     made = pw.jit(lambda y: y + 1, mesh=mesh, out_shardings=P("x"))(y)
     names = [arrays.of(x), arrays.of(made)]
-    spec = x._type.spec
+    spec = spec_of(x)
     (mixed,) = arrays.view(names, [spec], [[(at % 2, at) for at in range(DEVICES)]])
     (again,) = arrays.view([mixed, names[0]], [spec], [[(0, 0), (1, 1), (0, 2), (0, 3)]])
     expected = numbers(8)
@@ -133,8 +138,8 @@ def test_bits_and_small_dtypes_are_shared(mesh: pw.Mesh, arrays: Arrays) -> None
 def test_arrays_are_deleted_in_any_order(
     order: tuple[int, ...], mesh: pw.Mesh, arrays: Arrays
 ) -> None:
-    source = arrays.runtime.upload(numbers(8), split(mesh, numbers(8))._type.spec)
-    arrays.specs[source] = split(mesh, numbers(8))._type.spec
+    source = arrays.runtime.upload(numbers(8), spec_of(split(mesh, numbers(8))))
+    arrays.specs[source] = spec_of(split(mesh, numbers(8)))
     (view,) = arrays.view([source], [arrays.specs[source]], [[(0, at) for at in range(DEVICES)]])
     (of_view,) = arrays.view([view], [arrays.specs[view]], [[(0, at) for at in range(DEVICES)]])
     left = {source, view, of_view}
@@ -181,7 +186,7 @@ def test_a_donated_array_leaves_the_shards_that_others_name(
     eat = overwriting(mesh)
     for at in range(10):
         x = split(mesh, numbers(40_000, at))
-        source, spec = arrays.of(x), x._type.spec
+        source, spec = arrays.of(x), spec_of(x)
         shards = [[(0, position) for position in range(DEVICES)]]
         (view,) = arrays.view([source], [spec], shards)
         given, kept = (arrays.handle(view, x), source) if gives_view else (x, view)
@@ -207,7 +212,7 @@ def test_a_view_has_the_errors_of_its_sources(mesh: pw.Mesh, arrays: Arrays) -> 
     )
     good = split(mesh, numbers(8))
     names = [arrays.of(bad), arrays.of(good)]
-    spec = good._type.spec
+    spec = spec_of(good)
     rows = [[(at % 2, at) for at in range(DEVICES)], [(1, at) for at in range(DEVICES)]]
     mixed, clean = arrays.view(names, [spec, spec], rows)
     with pytest.raises(pw.NaNFound, match="'log' made NaNs"):
@@ -267,7 +272,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     formed = status().islands[0].formed
     for at, start in enumerate((1, -9)):
         logs = log(pw.put(numbers(2, start), sharding=pw.NamedSharding(first, P("x"))))
-        spec = x._type.spec
+        spec = spec_of(x)
         arrays.of(logs)
         sources = [logs._id, *pieces[1:]]
         (mixed,) = arrays.view(sources, [spec], [[(n, 0) for n in range(DEVICES)]])
@@ -296,7 +301,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     np.testing.assert_array_equal(arrays.value(whole), numbers(8))
     np.testing.assert_array_equal(arrays.value(apart[0]), numbers(8)[:2])
     y = split(mesh, numbers(8))
-    (remade,) = arrays.view([whole], [y._type.spec], [[(0, at) for at in range(DEVICES)]])
+    (remade,) = arrays.view([whole], [spec_of(y)], [[(0, at) for at in range(DEVICES)]])
     np.testing.assert_array_equal(total(arrays.handle(remade, y)), 28)
     y.delete()
     summed.delete()

@@ -21,7 +21,7 @@ from pw.core.compact import Compact
 from pw.core.errors import ProtocolError
 from pw.core.sharding import Placement
 from pw.transport.links import codec
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 KINDS = messages.REMOTE
 ENVELOPE = b"\x93\xa0\xa0"

@@ -9,8 +9,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +18,8 @@ from typing import Any
 import pytest
 
 from pw.devices.jax.coordination_service import CoordinationServices
+from tests.stages.programs import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
 LISTENS = 10  # a state in the kernel's table of tcp sockets
 
@@ -84,6 +82,7 @@ for line in sys.stdin:
 PARENT = """
 import asyncio
 from pw.devices.jax.coordination_service import CoordinationServices
+from tests.stages.programs import ROOT, start
 loop = asyncio.new_event_loop()
 services = CoordinationServices(loop)
 services.start("east", 1, 2, lambda address, error: print(address or error, flush=True))
@@ -94,29 +93,27 @@ loop.run_forever()
 class Script:
     """A child process that is spoken to in lines, each answer awaited with a bound."""
 
-    def __init__(self, source: str, *arguments: str, **options: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", source, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            bufsize=0,
-            **options,
-        )
+    def __init__(self, source: str, *arguments: str) -> None:
+        (theirs_in, self._in), (self._out, theirs_out) = os.pipe(), os.pipe()
+        self.errors, theirs_errors = os.pipe() if source == PARENT else (-1, os.dup(2))
+        theirs = (theirs_in, theirs_out, theirs_errors)
+        try:
+            self.process = start(["-c", source, *arguments], dict(os.environ), ROOT, theirs)
+        finally:
+            for end in theirs:
+                os.close(end)
         self._unread = b""
 
     def tell(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        os.write(self._in, json.dumps(request).encode() + b"\n")
 
     def hear_line(self) -> str:
-        assert self.process.stdout is not None
         deadline_s = time.monotonic() + PATIENCE_S
         while b"\n" not in self._unread:
             left_s = max(0.0, deadline_s - time.monotonic())
-            ready, _, _ = select.select([self.process.stdout], [], [], left_s)
+            ready, _, _ = select.select([self._out], [], [], left_s)
             assert ready, "no answer"
-            read = os.read(self.process.stdout.fileno(), 65536)
+            read = os.read(self._out, 65536)
             assert read, f"the process ended with {self.process.wait(PATIENCE_S)}"
             self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
@@ -134,9 +131,9 @@ class Script:
     def end(self) -> None:
         self.process.kill()
         self.process.wait(PATIENCE_S)
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for end in (self._in, self._out, self.errors):
+            if end >= 0:
+                os.close(end)
 
 
 @contextmanager
@@ -327,16 +324,15 @@ def test_an_address_that_cannot_serve_is_an_error_in_words(bind_host: str, words
 
 
 def test_nothing_is_left_when_the_parent_is_killed() -> None:
-    parent = Script(PARENT, stderr=subprocess.PIPE)
+    parent = Script(PARENT)
     try:
         address = parent.hear_line()
         assert dials(address)
         parent.process.send_signal(signal.SIGKILL)
         # The child holds the other end of the inherited stderr: it closes when the child is gone.
-        assert parent.process.stderr is not None
-        ready, _, _ = select.select([parent.process.stderr], [], [], PATIENCE_S)
+        ready, _, _ = select.select([parent.errors], [], [], PATIENCE_S)
         assert ready
-        assert parent.process.stderr.read() == b""
+        assert os.read(parent.errors, 1) == b""
         assert not dials(address)
     finally:
         parent.end()
@@ -378,7 +374,7 @@ def test_the_service_of_an_epoch_ends_with_its_last_member(
 
 
 def test_members_survive_a_killed_parent_and_the_service_ends_with_them() -> None:
-    parent = Script(PARENT, stderr=subprocess.PIPE)
+    parent = Script(PARENT)
     try:
         address = parent.hear_line()
         with workers(2) as pair:
@@ -392,8 +388,7 @@ def test_members_survive_a_killed_parent_and_the_service_ends_with_them() -> Non
             assert pair[0].ask(do="leave") == "freed"
             # The child holds the other end of the inherited stderr: it closes when the child is gone.
             # Before that, the service may say that it misses the member that was killed.
-            assert parent.process.stderr is not None
-            said = parent.process.stderr.fileno()
+            said = parent.errors
             while select.select([said], [], [], PATIENCE_S)[0] and os.read(said, 4096):
                 continue
             assert not dials(address)

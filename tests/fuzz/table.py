@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fuzz.target import Target
 from tests.fuzz.targets import bulk, checkpoints, compiling, frames, grpc, handlers, trust, zmtp
 
-INPUTS = 1_000_000
+INPUTS = 200_000
 """Of all targets together, in `make test`."""
 
 TARGETS: dict[str, Target] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.stages.daemons import until
 from tests.stages.gateway_stage import Stage
+from tests.stages.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -89,10 +88,8 @@ def rows(devices: Sequence[Any]) -> NamedSharding:
 
 def test_functions_and_objects(python: str) -> None:
     where = {"JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": python}
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **where}, capture_output=True, timeout=60
-    )
-    assert ran.stdout.decode().splitlines() == ["same", "same", "[14.0, 18.0, 22.0]"], ran.stderr
+    ran = run_python(["-c", SCRIPT], environment={**os.environ, **where})
+    assert ran.stdout.splitlines() == ["same", "same", "[14.0, 18.0, 22.0]"], ran.stderr
 
 
 def test_results_that_are_said_before(rows: NamedSharding) -> None:

@@ -12,7 +12,7 @@ import pw
 from pw.client.connection import current
 from pw.core.messages import Status
 from pw.sched.control.lineage import RECORDS_KEPT
-from tests.stages.daemons import Program, command_line, send, until
+from tests.stages.daemons import Program, process_name, send, until
 
 pytestmark = [
     pytest.mark.processes,
@@ -165,7 +165,7 @@ def test_the_end_of_its_gateway_is_an_error_for_a_script(
     pids = [script.process.pid for script in scripts]
     names = {one.name for one in status().clients if not one.is_me}
     assert names == {f"python -c, pid {pid}" for pid in pids}, "not those of their gateways"
-    (gateway,) = [pid for pid in killed.family() if "pw.cli.gateway" in command_line(pid)]
+    (gateway,) = [pid for pid in killed.family() if process_name(pid) == "pw-gateway"]
     send(gateway, signal.SIGKILL)
     killed.go_on()
     assert killed.process.returncode == 0, killed.err

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT, run_python
 
 EXAMPLES = ROOT / "examples" / "jax"
 TRAINING = ("mnist.py", "equinox_train.py")
@@ -18,26 +18,24 @@ TOLERANCE = 1e-6
 """Sums over the devices of two hosts are added in another order than those of one process. JAX over two
 processes of its own (`jax.distributed`) differs from plain JAX by the same bits."""
 
-ALL = f"""
+ONE_BY_ONE = f"""
 import json, subprocess, sys
-commands = [["paper.py"], *([name, "--two-islands"] for name in {TRAINING})]
-for name, *flags in commands:
+for name, *flags in json.loads(sys.argv[1]):
     command = [sys.executable, "{EXAMPLES}/" + name, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    print(json.dumps([" ".join([name, *flags]), done.returncode, done.stdout, done.stderr]))
+    print(json.dumps([name, done.returncode, done.stdout, done.stderr]))
 """
-"""Runs the examples one after the other, with the environment that it gets itself."""
+"""Runs examples one after the other, with the environment that it gets itself."""
 
 ISLANDS = ["--islands", "2", "--hosts-per-island", "2", "--devices-per-host", "2"]
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The output of each example on a cluster, by its command."""
-    script = tmp_path_factory.mktemp("scripts") / "all.py"
-    script.write_text(ALL)
-    command = [sys.executable, "-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def on_a_cluster(folder: Path, *commands: Sequence[str]) -> dict[str, str]:
+    """Run examples on one cluster; returns the output of each by its name."""
+    script = folder / "one_by_one.py"
+    script.write_text(ONE_BY_ONE)
+    command = ["-m", "pw.cli.main", "run", "--jax", *ISLANDS, str(script), json.dumps(commands)]
+    done = run_python(command, timeout_s=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
     for name, code, output, errors in map(json.loads, done.stdout.splitlines()):
@@ -48,13 +46,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def plainly(name: str, *flags: str) -> str:
     """The output of an example in plain JAX on as many CPU devices."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *flags],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    cpus = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    done = run_python([str(EXAMPLES / name), *flags], environment=os.environ | cpus)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,16 +58,18 @@ def numbers(text: str) -> list[float]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_the_paper_s_program_prints_the_paper_s_values(printed: dict[str, str]) -> None:
+def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:
     (shown,) = re.findall(r"^# (\(Array.*)$", (EXAMPLES / "paper.py").read_text(), re.M)
-    assert printed["paper.py"] == shown + "\n"
+    assert on_a_cluster(tmp_path, ["paper.py"])["paper.py"] == shown + "\n"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TRAINING)
-def test_losses_are_those_of_plain_jax(printed: dict[str, str], name: str) -> None:
-    ours, theirs = printed[f"{name} --two-islands"], plainly(name, "--two-islands")
+def test_losses_are_those_of_plain_jax(tmp_path: Path, name: str) -> None:
+    ours = on_a_cluster(tmp_path, [name, "--two-islands"])[name]
+    theirs = plainly(name, "--two-islands")
     assert len(theirs.splitlines()) == 3
     losses = numbers(theirs)
     assert numbers(ours) == pytest.approx(losses, rel=TOLERANCE)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
-
 import pytest
 
 from tests.gateway.test_pathways import AS_PROXY
 from tests.stages.gateway_stage import Stage
-from tests.stages.scripts import finish, start_client
+from tests.stages.scripts import Client, finish, start_client
 
 pytestmark = pytest.mark.processes
 
@@ -128,21 +125,24 @@ print("well")
 """
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """The script in each setting, at the same time."""
-    virtual = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+VIRTUAL = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+
+
+def goes_on(client: Client) -> None:
+    assert finish(client).splitlines()[-1] == "well"
+
+
+def test_a_fork_cannot_use_jax_and_its_parent_goes_on() -> None:
+    goes_on(start_client("", SCRIPT, **VIRTUAL))
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param("a cluster", marks=pytest.mark.long), "a gateway"]
+)
+def test_a_fork_of_a_client_of_a_cluster_is_no_client(setting: str) -> None:
     with Stage() as stage:
-        proxy = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": stage.address}
-        yield {
-            "embedded": start_client("", SCRIPT, **virtual),
-            "a cluster": start_client(stage.cluster.address or "", SCRIPT, **virtual),
-            "a gateway": start_client("", AS_PROXY + SCRIPT, **proxy),
-        }
-
-
-@pytest.mark.parametrize("setting", ["embedded", "a cluster", "a gateway"])
-def test_a_fork_cannot_use_jax_and_its_parent_goes_on(
-    setting: str, scripts: dict[str, subprocess.Popen[str]]
-) -> None:
-    assert finish(scripts[setting]).splitlines()[-1] == "well"
+        if setting == "a cluster":
+            goes_on(start_client(stage.cluster.address or "", SCRIPT, **VIRTUAL))
+        else:
+            proxy = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": stage.address}
+            goes_on(start_client("", AS_PROXY + SCRIPT, **proxy))

@@ -6,8 +6,7 @@ import os
 import pty
 import re
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ import pw
 from pw.gateway import functions
 from pw.processes.channel import Channel
 from tests.stages.daemons import until
-from tests.stages.scripts import ROOT
+from tests.stages.programs import start
 
 SCRIPT = """
 import time
@@ -34,27 +33,25 @@ WAITS = {"read": "pass", "block_until_ready": "made.block_until_ready()"}
 
 
 @pytest.mark.processes
-def test_a_terminal_shows_the_line() -> None:
+def test_a_terminal_shows_the_line(tmp_path: Path) -> None:
     with pw.LocalCluster(devices_per_host=2, connect=False) as cluster:
         started = {}
         for how, address in (("read", ""), ("block_until_ready", cluster.address or "")):
             ours, theirs = pty.openpty()
             where = {"PW_ADDRESS": address} if address else {"PW_DEVICES": "2"}
             more = {"JAX_PLATFORMS": "pw", "TERM": "xterm", "COLUMNS": "120"} | where
-            script = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT.replace("WAIT", WAITS[how])],
-                stdout=subprocess.PIPE,
-                stderr=theirs,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "PW_PROGRESS": "1"} | more,
-                text=True,
-            )
+            code = SCRIPT.replace("WAIT", WAITS[how])
+            variables = os.environ | {"PW_PROGRESS": "1"} | more
+            with (tmp_path / how).open("w") as out, open(os.devnull) as nothing:
+                streams = (nothing.fileno(), out.fileno(), theirs)
+                script = start(["-c", code], variables, tmp_path, streams)
             os.close(theirs)
             started[how] = script, ours
         try:
             for how, (script, ours) in started.items():
-                output, _ = script.communicate(timeout=90)
+                script.wait(90)
                 terminal = os.read(ours, 1 << 16)
-                assert output == "1.0\n", terminal
+                assert (tmp_path / how).read_text() == "1.0\n", terminal
                 assert re.search(rb"waiting \d s for float32\[\] of 'jit__lambda'", terminal), how
                 assert terminal.endswith(b"\r\x1b[2K")
                 assert b"\n" not in terminal

@@ -6,8 +6,6 @@ import base64
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import pw
 from pw.core import errors
 from pw.gateway import statuses, tiles
 from tests.stages.gateway_stage import Stage
+from tests.stages.programs import run_python
 
 P = PartitionSpec
 VALUE = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -170,10 +169,8 @@ def test_a_script_names_the_gateway_by_its_address(
     where = {"JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": stage.address}
     where["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"] = credentials
     where["PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"] = timeout_s
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **where}, capture_output=True, timeout=60
-    )
-    assert said in (ran.stdout + ran.stderr).decode()
+    ran = run_python(["-c", SCRIPT], environment={**os.environ, **where})
+    assert said in ran.stdout + ran.stderr
 
 
 MOVES = [

@@ -16,7 +16,7 @@ from pw.sched.cluster import slice_states
 from pw.sched.control import array_states, run_states
 from pw.sched.island import launch_states
 from tests.project.anchors import corrected
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LIFECYCLES: list[Lifecycle] = [

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from examples.feeding import learned_pairs, merged
 from pw.testing import InProcessCluster
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT, run_python, without_address
 
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,14 +48,6 @@ def test_byte_pairs() -> None:
     ],
 )
 def test_an_example(arguments: list[str], words: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "PW_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = run_python(["-m", *arguments], environment=without_address())
     assert done.returncode == 0, done.stderr
     assert re.search(words, done.stdout), done.stdout

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 SHOWN = re.search(
     r"^\$ \S*python -m examples\.first_hour\n(.*?)^```",

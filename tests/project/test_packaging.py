@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 pytestmark = pytest.mark.processes
 

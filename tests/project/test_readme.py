@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 import tomllib
 
 import pytest
 
-from tests.stages.scripts import ROOT, finish, start_client
+from tests.stages.programs import ROOT, run_python, without_address
+from tests.stages.scripts import finish, start_client
 
 PAGES = ("README.md", "docs/guide.md", "docs/control-flow.md")
 TEXT = "".join((ROOT / name).read_text() for name in PAGES)
@@ -76,10 +75,6 @@ def test_a_page_runs(name: str) -> None:
 def test_a_program_of_plain_jax_runs(block: str) -> None:
     islands = {"PW_ISLANDS": "2"} if "slice_index" in block else {}
     variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", **islands}
-    environment = {name: value for name, value in os.environ.items() if name != "PW_ADDRESS"}
-    command = [sys.executable, "-c", block]
-    done = subprocess.run(
-        command, env=environment | variables, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(["-c", block], environment=without_address() | variables)
     assert done.returncode == 0, done.stderr
     check(block, done.stdout)

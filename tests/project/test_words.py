@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
 EXEMPT = {GLOSSARY, ROOT / "docs/internals/performance-log.md", Path(__file__)}

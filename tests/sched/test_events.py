@@ -41,7 +41,7 @@ from pw.devices.host.edges_in import EdgesIn
 from pw.testing import InProcessCluster
 from pw.transport.access.security import CLOSED, Security
 from tests.stages.daemons import Program, until
-from tests.stages.scripts import ROOT
+from tests.stages.programs import ROOT
 from tests.stages.stage import BOUND_S, held, mesh_on, numbers, split
 
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()

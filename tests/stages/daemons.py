@@ -11,14 +11,14 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-MARKER = "PW_TEST_MARKER"
+from tests.stages.forked import MARKER, MARKER_CHARACTERS
+from tests.stages.programs import ROOT, start
+
 BOUND_S = 30.0
 
 
@@ -33,8 +33,15 @@ def until(condition: Callable[[], object], what: str, bound_s: float = BOUND_S) 
 class Program:
     """One running program; its output goes to files, so that it never waits for a reader."""
 
-    def __init__(self, folder: Path, arguments: list[str], **variables: str) -> None:
-        self.marker = secrets.token_hex(8)
+    def __init__(
+        self,
+        folder: Path,
+        arguments: list[str],
+        *,
+        new_interpreter: bool = False,
+        **variables: str,
+    ) -> None:
+        self.marker = secrets.token_hex(MARKER_CHARACTERS // 2)
         self.folder = folder / self.marker
         self.folder.mkdir(parents=True)
         self.temporary = Path(tempfile.mkdtemp(prefix="pw-test-"))  # unix sockets want short paths
@@ -42,17 +49,16 @@ class Program:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PW_")}
         inherited |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "COLUMNS": "100"}
         with (
+            open(os.devnull) as nothing,
             (self.folder / "out").open("wb") as out,
             (self.folder / "err").open("wb") as err,
         ):
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=self.folder,
-                env=inherited | {MARKER: self.marker} | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
+            self.process = start(
+                arguments,
+                inherited | {MARKER: self.marker} | variables,
+                self.folder,
+                (nothing.fileno(), out.fileno(), err.fileno()),
+                new_interpreter=new_interpreter,
             )
 
     @property
@@ -130,6 +136,11 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def process_name(pid: int) -> str:
+    """Return the name that a daemon which is a fork has, as `ps -c` and `top` show it."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def left_in_shared_memory() -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
-import sys
+import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import pw
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.stages.programs import start
 
 PRELUDE = """
 import os, sys, time
@@ -48,28 +48,46 @@ def two_gangs() -> pw.LocalCluster:
     return pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1, connect=False)
 
 
-def start_client(address: str, body: str, **variables: str) -> subprocess.Popen[str]:
+class Client:
+    """A script that runs: text goes to its `stdin`, and comes from its `stdout`."""
+
+    def __init__(self, code: str, variables: dict[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of the whole life
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        streams = (theirs_in, theirs_out, self._errors.fileno())
+        try:
+            self.process = start(["-c", code], variables, Path.cwd(), streams)
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+
+    def finish(self, timeout_s: float) -> tuple[str, str]:
+        """Return the rest of its output, and its errors. It is killed after the time-out."""
+        late = threading.Timer(timeout_s, self.process.kill)
+        late.start()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        output = self.stdout.read()
+        self.stdout.close()
+        self.process.wait()
+        late.cancel()
+        self._errors.seek(0)
+        with self._errors:
+            return output, self._errors.read()
+
+
+def start_client(address: str, body: str, **variables: str) -> Client:
     """Run `body` (after the usual imports) in a process connected to `address`."""
-    environment = os.environ | {"PW_ADDRESS": address, "PYTHONPATH": str(ROOT)} | variables
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Client(PRELUDE + textwrap.dedent(body), os.environ | {"PW_ADDRESS": address} | variables)
 
 
-def finish(client: subprocess.Popen[str], timeout_s: float = 90.0) -> str:
+def finish(client: Client, timeout_s: float = 90.0) -> str:
     """What the client printed. Fails with its errors if it did not end well, or in time."""
-    try:
-        output, errors = client.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        client.kill()
-        output, errors = client.communicate()
-        raise AssertionError(f"the client hung\n{output}\n{errors}") from None
-    assert client.returncode == 0, f"exit code {client.returncode}\n{output}\n{errors}"
+    output, errors = client.finish(timeout_s)
+    code = client.process.returncode
+    assert code == 0, f"exit code {code}, within {timeout_s:g} s\n{output}\n{errors}"
     return output
 
 

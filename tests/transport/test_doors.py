@@ -20,7 +20,8 @@ import pytest
 
 from pw.client.connection import threads
 from pw.client.connection.runtime import Runtime
-from tests.stages.daemons import ROOT, Program
+from tests.stages.daemons import Program
+from tests.stages.programs import ROOT
 
 pytestmark = [
     pytest.mark.processes,

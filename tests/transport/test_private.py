@@ -108,15 +108,16 @@ def test_where_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(private, "PATH_BYTES", len(str(runtime)) + 60)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert private._bases() == [str(runtime), str(shared), "/tmp"]
+    bases = private._bases
+    assert bases() == [str(runtime), str(shared), "/tmp"]
     runtime.chmod(0o755)
-    assert private._bases() == [str(shared), "/tmp"]
+    assert bases() == [str(shared), "/tmp"]
     shared.chmod(0o777)
-    assert private._bases() == ["/tmp"]
+    assert bases() == ["/tmp"]
     shared.chmod(0o1777)
-    assert private._bases() == [str(shared), "/tmp"]
+    assert bases() == [str(shared), "/tmp"]
     monkeypatch.setattr(private, "PATH_BYTES", len("/tmp") + 50)
-    assert private._bases() == ["/tmp"]
+    assert bases() == ["/tmp"]
     monkeypatch.setattr(private, "PATH_BYTES", 20)
     with pytest.raises(ConnectionFailed, match="set TMPDIR"):
         PrivateFolder.make()

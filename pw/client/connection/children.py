@@ -46,6 +46,18 @@ def start_fork_server() -> None:
         atexit.register(stop_fork_server)
 
 
+def fork_children(imported_with: Mapping[str, str] = os.environ) -> None:
+    """Have daemons be forks of this process, which has imported JAX and has no other threads yet.
+
+    Args:
+        imported_with: the environment when it imported JAX.
+    """
+    global _server
+    if hasattr(os, "pidfd_open"):
+        _server = ForkServer.forked(imported_with)
+        atexit.register(stop_fork_server)
+
+
 def stop_fork_server() -> None:
     """End the fork server of this process; what it has started goes on."""
     global _server
