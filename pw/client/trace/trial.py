@@ -13,7 +13,7 @@ from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.programs.program import Computation, Kind, Node, Value
 
-_INLINED = (Kind.EXPORT, Kind.MERGE)
+_INLINED = (Kind.STABLEHLO, Kind.MERGE)
 """Computations whose functions JAX can trace into another one."""
 
 

@@ -18,8 +18,6 @@ from pw.core.sharding import ArraySpec, Placement
 class Kind(StrEnum):
     """What hosts do for a computation."""
 
-    EXPORT = "export"
-    """Compile a `jax.export` artifact; its arguments and results are global arrays."""
     STABLEHLO = "stablehlo"
     """Compile a StableHLO module with the caller's options (`pw.core.programs.stablehlo`); it takes and
     gives shards."""
@@ -51,7 +49,7 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[ArraySpec, ...]
     outputs: tuple[ArraySpec, ...]
     donated: tuple[int, ...] = ()
-    kind: Kind = Kind.EXPORT
+    kind: Kind = Kind.STABLEHLO
     checks: tuple[str, ...] = ()
     """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
     vector with a boolean for each of them."""

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import jax
 import msgspec
-from jax._src.lax import linalg
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.devices.jax import making
@@ -97,8 +96,6 @@ def work(host: socket.socket) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", begin.devices)
-    # JAX would import scipy whenever it lowers an export; nothing runs here.
-    linalg.initialize_lapack = lambda: None
     while True:
         task = _received(host, incoming)
         assert isinstance(task, Task)

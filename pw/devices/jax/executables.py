@@ -36,7 +36,7 @@ LIMIT_BYTES = 2 << 30
 
 _DIGEST_BYTES = 32
 
-_FORMAT = 2
+_FORMAT = 3
 """Grows when a file holds something else."""
 
 Loaded = TypeVar("Loaded")
