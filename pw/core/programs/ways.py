@@ -24,12 +24,12 @@ from enum import StrEnum
 
 import msgspec
 
+from pw.core.dtypes import PACKED
 from pw.core.programs.costs import MOVES, RUNS, Costs, costs_of
 from pw.core.programs.physical import Physical
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Box, Sharding, box_bytes
 
-_UNALIGNED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 """Dtypes that are left to transfers: XLA keeps several elements in a byte."""
 
 
@@ -145,7 +145,7 @@ class _Estimating:
 
     def _estimate(self, edge: EdgeWay) -> None:
         source, destination = edge.source, edge.destination
-        is_plain = not (source.memory or destination.memory) and source.dtype not in _UNALIGNED
+        is_plain = not (source.memory or destination.memory) and source.dtype not in PACKED
         if is_plain and source.size_bytes:
             devices = self._physical.devices
             if devices(source.placement) == devices(destination.placement):

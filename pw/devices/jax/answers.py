@@ -29,10 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from pw.core.dtypes import PACKED
 from pw.core.errors import ErrorReport
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Value, Watch
-from pw.devices.jax.layouts import SUB_BYTE, Layouts, local_shards, whole
+from pw.devices.jax.layouts import Layouts, local_shards, whole
 from pw.devices.jax.threads import Completions
 from pw.devices.jax.values import Failures, is_made, is_pending
 from pw.devices.jax.watcher import Watchers
@@ -137,7 +138,7 @@ class Answers:
         array = op.value.payload
         if array is None:
             return True  # it has failed
-        return not op.value.given and in_host_memory(array) and op.spec.dtype not in SUB_BYTE
+        return not op.value.given and in_host_memory(array) and op.spec.dtype not in PACKED
 
     def _answer(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._failures.settled(op.value)

@@ -7,9 +7,10 @@ from functools import cached_property
 
 import jax
 
+from pw.core.dtypes import PACKED
 from pw.devices.host.backend import Build
 from pw.devices.jax.answers import Answers
-from pw.devices.jax.layouts import SUB_BYTE, Layouts, bytes_to_copy, host_shards, put
+from pw.devices.jax.layouts import Layouts, bytes_to_copy, host_shards, put
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.values import Failures
 
@@ -69,7 +70,7 @@ class Builds:
         try:
             written_bytes = sum([view.nbytes for view in op.padding])
             written_bytes += bytes_to_copy(op.spec, op.parts)
-            return op.spec.dtype in SUB_BYTE or written_bytes > _INLINE_BYTES
+            return op.spec.dtype in PACKED or written_bytes > _INLINE_BYTES
         except Exception:  # noqa: BLE001 - wrong parts: `finish` reports them
             return False
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax._src.interpreters import mlir
 from jax.extend.mlir import ir, passmanager
@@ -22,9 +20,11 @@ from pw.client.trace.export import Traced
 from pw.client.trace.joined.cutting import Bucket, Cut, Piece, elements_of, used_by
 from pw.client.trace.joined.module import INNER, Flat, replace_operands, walk, zeros_of
 from pw.client.trace.stablehlo import SHARDING, add_attributes, donors, portable, sharding_of
+from pw.core.dtypes import BY_MLIR
 from pw.core.errors import ShardingError
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Stablehlo, encode
+from pw.core.sharding import dtype_of
 
 WHOLE_BYTES = 64 << 10
 """Buckets up to this size are added on every island: one transfer takes less time than two."""
@@ -91,7 +91,7 @@ class Writer:
 
     def parts(self, bucket: Bucket) -> Parts:
         """Return how a bucket travels."""
-        dtype = dtype_of(bucket.element)
+        dtype = _dtype_of(bucket.element)
         count = 1 if bucket.elements * dtype.itemsize <= WHOLE_BYTES else self._flat.islands
         each = -(-bucket.elements // count)
         return Parts(count, -(-each // self._mesh.size) * self._mesh.size, dtype)
@@ -146,7 +146,7 @@ class Writer:
 
     def _spec(self, value: Any, inner: str, index: int) -> tuple[Any, PartitionSpec]:
         type_ = ir.RankedTensorType(value.type)
-        aval = jax.core.ShapedArray(tuple(type_.shape), dtype_of(type_.element_type))
+        aval = jax.core.ShapedArray(tuple(type_.shape), _dtype_of(type_.element_type))
         return aval, inner_spec(inner, index, self._mesh, tuple(type_.shape))
 
     # --- code -------------------------------------------------------------------------------------
@@ -322,25 +322,6 @@ def _line(type_: Any, elements: int) -> Any:
     return ir.RankedTensorType.get([elements], ir.RankedTensorType(type_).element_type)
 
 
-def dtype_of(element: Any) -> np.dtype[Any]:
+def _dtype_of(element: Any) -> np.dtype[Any]:
     """Return the dtype of an element type in MLIR."""
-    return _dtypes()[str(element)]
-
-
-@cache
-def _dtypes() -> dict[str, np.dtype[Any]]:
-    plain = "bool float16 float32 float64 complex64 complex128"
-    plain += "".join(f" {sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-    small = [
-        name for name in dir(ml_dtypes) if re.fullmatch(r"bfloat16|float\d+_\w+|u?int[24]", name)
-    ]
-    dtypes = [np.dtype(name) for name in plain.split()]
-    dtypes += [np.dtype(getattr(ml_dtypes, name)) for name in small]
-    found: dict[str, np.dtype[Any]] = {}
-    with mlir.make_ir_context():
-        for dtype in dtypes:
-            try:
-                found[str(mlir.dtype_to_ir_type(dtype))] = dtype
-            except TypeError:  # one that JAX does not know
-                continue
-    return found
+    return dtype_of(BY_MLIR[str(element)])
