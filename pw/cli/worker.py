@@ -32,6 +32,7 @@ from pw.core.actors.watchdog import STALL_S
 from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.roles import Role
+from pw.core.platforms import PLATFORMS
 from pw.transport.access.private import PrivateFolder, free_endpoint
 from pw.transport.access.security import Security
 from pw.transport.links.admission import not_the_name
@@ -52,7 +53,9 @@ def serve(
     devices: Annotated[
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1,
-    platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu",
+    platform: Annotated[
+        str, typer.Option(help=f"What the devices are: {', '.join(PLATFORMS)}.")
+    ] = "cpu",
     device_memory: Annotated[
         str,
         typer.Option(
@@ -181,8 +184,8 @@ def serve(
             "workers run on Linux only; on this system, call pw.connect() without an address, which starts "
             "a cluster beside the script"
         )
-    if platform not in ("cpu", "cuda", "tpu"):
-        raise typer.BadParameter(f"no platform {platform!r}; there are cpu, cuda and tpu")
+    if platform not in PLATFORMS:
+        raise typer.BadParameter(f"no platform {platform!r}; there are {', '.join(PLATFORMS)}")
     if not island and not spare:
         raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")
     check_log_level(log_level)

@@ -12,7 +12,7 @@ memory and recovery are those of any computation.
   tree, so that the number of islands that have it doubles in each round.
 
 The choice is a pure function of the program and the bindings of its slices. It compares estimates
-(`pw.core.programs.costs`).
+(`pw.core.costs`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from enum import StrEnum
 
 import msgspec
 
+from pw.core.costs import MOVES, RUNS, Costs
 from pw.core.dtypes import PACKED
-from pw.core.programs.costs import MOVES, RUNS, Costs, costs_of
+from pw.core.platforms import platform_of
 from pw.core.programs.physical import Physical
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Box, Sharding, box_bytes
@@ -166,7 +167,7 @@ class _Estimating:
         return spec.size_bytes >= self._costs(spec).least_bytes
 
     def _costs(self, spec: ArraySpec) -> Costs:
-        return costs_of(self._physical.bindings[spec.placement.slice].platform)
+        return platform_of(self._physical.bindings[spec.placement.slice].platform).costs
 
     def _is_near(self, *specs: ArraySpec) -> bool:
         """Whether all hosts of these specs are on one machine."""

@@ -31,6 +31,7 @@ import numpy as np
 
 from pw.core.dtypes import PACKED
 from pw.core.errors import ErrorReport
+from pw.core.platforms import platform_of
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Value, Watch
 from pw.devices.jax.layouts import Layouts, local_shards, whole
@@ -173,4 +174,4 @@ def shard_views(op: Read, layouts: Layouts) -> list[np.ndarray[Any, Any]]:
 def in_host_memory(array: jax.Array) -> bool:
     """Whether an array's devices share the host's memory."""
     devices: Any = array.sharding.device_set
-    return all(device.platform == "cpu" for device in itertools.islice(devices, 1))
+    return all(platform_of(one.platform).is_host for one in itertools.islice(devices, 1))

@@ -8,6 +8,7 @@ from functools import cached_property
 import jax
 
 from pw.core.dtypes import PACKED
+from pw.core.platforms import platform_of
 from pw.devices.host.backend import Build
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.layouts import Layouts, bytes_to_copy, host_shards, put
@@ -77,4 +78,4 @@ class Builds:
     @cached_property
     def _shares_memory(self) -> bool:
         """Whether the devices compute on host memory."""
-        return bool(jax.local_devices()[0].platform == "cpu")
+        return platform_of(jax.local_devices()[0].platform).is_host

@@ -17,6 +17,7 @@ import jax
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.messages import Detail
+from pw.core.platforms import Platform, platform_of
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, decode
 from pw.core.sharding import DeviceAddress, Sharding
@@ -302,9 +303,10 @@ class Compiler:
             found = self._executables.load_with(wanted.kept_as, load)
             if found is not None:
                 return then(found)
-        is_ours = wanted.is_ours
-        if self._processes is None or is_ours or wanted.physical[0].platform != "cpu":
-            return then(self._made_here(wanted, is_vetted=self._processes is None or is_ours))
+        is_vetted = self._processes is None or wanted.is_ours
+        platform = platform_of(wanted.physical[0].platform)
+        if self._processes is None or is_vetted or not platform.is_host:
+            return then(self._made_here(wanted, platform, is_vetted=is_vetted))
         pending = self._pending[place] = _Pending({key: (wanted, then)})
 
         def answered(answer: bytes | ErrorReport) -> None:
@@ -336,13 +338,15 @@ class Compiler:
                 found = error
             then(found)
 
-    def _made_here(self, wanted: _Wanted, *, is_vetted: bool) -> tuple[Made, Any] | Exception:
+    def _made_here(
+        self, wanted: _Wanted, platform: Platform, *, is_vetted: bool
+    ) -> tuple[Made, Any] | Exception:
         try:
             if not is_vetted and self._processes is not None:
                 self._processes.wait_for(wanted.client, wanted.name, wanted.digest, wanted.order)
             with self._output.on_behalf_of(wanted.client):
                 found = making.make(wanted.order, wanted.physical, wanted.functions)
-                if found[0].needs_lapack and wanted.physical[0].platform == "cpu":
+                if found[0].needs_lapack and platform.is_host:
                     making.find_lapack()
             self.compilations += 1
             if wanted.kept_as is not None:

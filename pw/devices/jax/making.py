@@ -25,6 +25,7 @@ from jaxlib import _jax, xla_client
 from jaxlib.cpu import _lapack
 
 from pw.core.packing import ArrayType
+from pw.core.platforms import platform_of
 from pw.core.programs.stablehlo import Facts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
 from pw.devices.jax.callbacks import TARGETS, Results, calls_in
@@ -118,9 +119,10 @@ def load(
     """Return what `saved` was given, for these devices. Raises if it is something else."""
     found = _decode(data)
     made = found.made
-    if made.needs_lapack and physical[0].platform == "cpu":
+    is_host = platform_of(physical[0].platform).is_host
+    if made.needs_lapack and is_host:
         find_lapack()
-    options = _placement_of(made, physical) if physical[0].platform == "cpu" else None
+    options = _placement_of(made, physical) if is_host else None
     client: Any = physical[0].client
     devices = _jax.DeviceList(tuple(physical))
     calls = list(functions(dict(made.calls)))

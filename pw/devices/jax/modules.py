@@ -23,6 +23,7 @@ from jaxlib import _jax, xla_client
 
 from pw.core.errors import CompileError
 from pw.core.messages import Detail
+from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
@@ -203,7 +204,7 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
         setattr(build.debug_options, name, getattr(asked_build.debug_options, name))
     ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
     options.device_assignment = xla_client.DeviceAssignment.create(ids)
-    if devices[0].platform != "cpu":
+    if not platform_of(devices[0].platform).is_host:
         # Otherwise the hosts of a gang would wait for one another while they compile; but clients ask
         # them in any order.
         options.env_option_overrides = [
