@@ -31,7 +31,7 @@ class Lowered:
         Raises:
             TracingError: the function runs as Python there.
         """
-        if any(piece.computation.is_python for piece in self._pieces):
+        if any(piece.computation.traits.is_python for piece in self._pieces):
             raise TracingError(
                 f"{self._name!r} is a host function: it runs as Python on its hosts, and "
                 "has no other form"

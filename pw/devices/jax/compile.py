@@ -192,18 +192,18 @@ class Compiler:
         try:
             if key in self._installed:
                 return installed(self._installed[key])
-            if computation.is_python:
+            if computation.traits.is_python:
                 with self._output.on_behalf_of(owner_of(key)):
                     function = self._python.load(key, computation, artifact, devices)
                 return installed(None, Executable(function, (), computation.name))
-            if computation.has_artifact:
+            if computation.traits.has_artifact:
                 _check_digest(computation, artifact)
             else:
                 source, destination = *computation.inputs, *computation.outputs
                 here = self._layouts.of(source, devices).sharding
                 there = self._layouts.of(destination, devices).sharding
                 artifact = making.reshard_of(destination, here, there)
-            is_ours = not computation.has_artifact
+            is_ours = not computation.traits.has_artifact
             self._load(key, computation.name, artifact, devices, made, is_ours=is_ours)
         except Exception as error:  # noqa: BLE001 - the error is the answer
             failed(error)

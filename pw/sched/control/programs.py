@@ -19,7 +19,7 @@ from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import HostPlan, Plan
-from pw.core.programs.program import Computation, Kind, Node, Program, Value
+from pw.core.programs.program import Computation, Node, Program, Value
 from pw.core.programs.spec_checks import check_spec
 from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
@@ -233,8 +233,8 @@ def check_size(body: Program) -> None:
 
 def _check_computation(computation: Computation) -> None:
     name, donated = computation.name, computation.donated
-    if computation.kind is Kind.RESHARD:
-        raise ProtocolError(f"{name!r} is a re-shard, which only the controller makes")
+    if not computation.traits.from_clients:
+        raise ProtocolError(f"{name!r} is a {computation.kind}, which only the controller makes")
     if any(not 0 <= position < len(computation.inputs) for position in donated):
         raise ProtocolError(f"{name!r} donates an argument that it does not have")
     if len(set(donated)) < len(donated):
