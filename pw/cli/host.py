@@ -43,6 +43,7 @@ from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.messages.roles import Role
+from pw.core.platforms import platform_of
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.replica_memory import Replica
 from pw.devices.jax import group
@@ -113,8 +114,8 @@ class HostRuntime:
                         f"this host has {local_count} {devices[0].platform} devices, not "
                         f"{self._options.devices}; start it with --devices {local_count}"
                     )
-                    if self._options.platform == "cuda":
-                        words += f", or have CUDA_VISIBLE_DEVICES name {self._options.devices}"
+                    if variable := platform_of(self._options.platform).visible:
+                        words += f", or have {variable} name {self._options.devices}"
                     raise PlacementError(words)
                 self._devices, self._hosts = list(devices), form.hosts
                 answer = IslandJoined(

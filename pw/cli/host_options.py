@@ -19,6 +19,7 @@ from pw.cli.process import (
     Version,
 )
 from pw.core.actors.watchdog import STALL_S
+from pw.core.platforms import PLATFORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class HostOptions:
     devices: Annotated[
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1
-    platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu"
+    platform: Annotated[
+        str, typer.Option(help=f"What the devices are: {', '.join(PLATFORMS)}.")
+    ] = "cpu"
     device_memory: Annotated[
         str,
         typer.Option(

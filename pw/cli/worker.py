@@ -24,6 +24,7 @@ from pw.cli.supervisor import Supervisor
 from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.roles import Role
+from pw.core.platforms import PLATFORMS
 from pw.transport.access.private import PrivateFolder, free_endpoint
 from pw.transport.access.security import Security
 from pw.transport.links.admission import not_the_name
@@ -42,8 +43,10 @@ def serve(**values: Any) -> None:
             "workers run on Linux only; on this system, call pw.connect() without an address, which starts "
             "a cluster beside the script"
         )
-    if options.platform not in ("cpu", "cuda", "tpu"):
-        raise typer.BadParameter(f"no platform {options.platform!r}; there are cpu, cuda and tpu")
+    if options.platform not in PLATFORMS:
+        raise typer.BadParameter(
+            f"no platform {options.platform!r}; there are {', '.join(PLATFORMS)}"
+        )
     if not island and not options.spare:
         raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")
     check_log_level(options.log_level)

@@ -7,20 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.arrays.devices import Slice
+from pw.core.platforms import platform_of
 from pw.core.sharding import Placement
 from pw.gateway.statuses import Status, unsupported
 
-MEMORIES = {
-    "cpu": ("device", "pinned_host", "unpinned_host"),
-    "tpu": ("device", "pinned_host", "unpinned_host"),
-}
-"""The memories of a device by platform; the first is the default."""
-
-_OTHER_MEMORIES = ("device", "pinned_host")
 _MEMORIES_EACH = 8
 """The numbers of a device's memories begin at its own number times this."""
-
-_PLATFORM_IDS = {"cpu": 0x8B5DFB7AB2A84F91}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class Devices:
                 "sees one platform at a time: choose islands of one, with PW_ISLANDS or connect(islands=...)"
             )
         self.platform = platforms[0]
-        self.memories = MEMORIES.get(self.platform, _OTHER_MEMORIES)
+        self.memories = platform_of(self.platform).memories
 
     def __len__(self) -> int:
         return len(self.all)
@@ -120,7 +112,7 @@ class Devices:
         """
         into.platform_name = self.platform
         into.platform_version = "pw"
-        into.platform_id = _PLATFORM_IDS.get(self.platform, 0)
+        into.platform_id = platform_of(self.platform).number
         into.process_index = 0
         into.runtime_type = "pw"
         for number, device in enumerate(self.all):

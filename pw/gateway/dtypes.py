@@ -1,30 +1,12 @@
-"""The dtypes of JAX's remote protocol under their names in numpy and ml_dtypes."""
+"""The dtypes of JAX's remote protocol by their numbers there."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from pw.core.dtypes import BY_XLA
 from pw.core.errors import ArgumentError
 from pw.gateway import protos
-
-_NAMES = {
-    "PRED": "bool",
-    **{f"S{bits}": f"int{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "C128": "complex128",
-    "F4E2M1FN": "float4_e2m1fn",
-    "F8E3M4": "float8_e3m4",
-    "F8E4M3": "float8_e4m3",
-    "F8E4M3B11FNUZ": "float8_e4m3b11fnuz",
-    "F8E4M3FN": "float8_e4m3fn",
-    "F8E4M3FNUZ": "float8_e4m3fnuz",
-    "F8E5M2": "float8_e5m2",
-    "F8E5M2FNUZ": "float8_e5m2fnuz",
-    "F8E8M0FNU": "float8_e8m0fnu",
-}
 
 STRING = "string"
 """The dtype of a string that a Python function returns (`pw.gateway.colocated`); there are no other strings."""
@@ -34,9 +16,9 @@ STRING = "string"
 def _by_number() -> dict[int, str]:
     kinds = protos.enum("xla.ifrt.DTypeProto.Kind")
     return {
-        number: _NAMES[kind.removeprefix("KIND_")]
+        number: BY_XLA[kind.removeprefix("KIND_")]
         for kind, number in kinds.items()
-        if kind.removeprefix("KIND_") in _NAMES
+        if kind.removeprefix("KIND_") in BY_XLA
     }
 
 

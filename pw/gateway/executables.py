@@ -1,6 +1,6 @@
 """Compiled programs of one client: compiling, describing and running them.
 
-A computation of JAX becomes a program of one computation (`pw.core.programs.program.Kind.STABLEHLO`). A host
+A computation of JAX becomes a program of one computation (`pw.core.programs.stablehlo`). A host
 compiles it first, because only the compiler knows how the results are divided; then the program is
 registered, and each execution is a run of it.
 """
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pw.core.messages import Detail
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.programs.stablehlo import Facts, Stablehlo
 from pw.core.sharding import Placement
 from pw.gateway import protos, shardings, statuses
@@ -144,7 +144,6 @@ class Executables:
                 made.inputs,
                 outputs,
                 made.facts.donated,
-                Kind.STABLEHLO,
                 calls_back=bool(made.code.callbacks),
             )
             body = Program(

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pw.client import checkpoint_files, checkpoint_tree
+from pw.core.dtypes import BY_XLA
 from pw.core.messages import FileSource
 from pw.gateway import statuses
 from pw.gateway.arrays import ProxyArray, Stored
@@ -19,19 +20,6 @@ from pw.gateway.devices import Devices
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
 from pw.gateway.shardings import Layout
-
-DTYPES = {
-    "PRED": "bool",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    **{f"S{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    "C64": "complex64",
-    "C128": "complex128",
-}
-"""The dtypes by XLA's names."""
 
 
 class Persistence:
@@ -66,7 +54,7 @@ class Persistence:
             Status: it is another one, or it cannot be divided that way.
         """
         path = _path(location, name)
-        known = DTYPES.get(dtype)
+        known = BY_XLA.get(dtype)
         if known is None:
             raise statuses.unsupported(f"arrays of {dtype} cannot be read from files")
         target = self._reshards.unfilled(known, shape, layout)

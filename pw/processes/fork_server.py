@@ -69,7 +69,9 @@ class ForkServer:
         def serve(end: int) -> None:
             serving.serve(Channel(end, ForkRequest, descriptors=serving.DESCRIPTORS))
 
-        return cls(Child(lambda end: fork("pw-fork-server", lambda: serve(end), [end])), environment)
+        return cls(
+            Child(lambda end: fork("pw-fork-server", lambda: serve(end), [end])), environment
+        )
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Return whether a process with this environment can be a fork of this server."""

@@ -296,11 +296,11 @@ def test_an_artifact_for_cuda_is_made_without_one(
     mesh = mesh_on(0)
     monkeypatch.setattr(mesh.slice, "platform", "cuda")
     w = pw.put(numbers(1024), sharding=split(mesh))
-    f = pw.jit(lambda k, x: jax.random.normal(k, (4,)) * x + w[:4], mesh=mesh)
+    f = pw.jit(
+        lambda k, x: jnp.linalg.eigvalsh(jax.random.normal(k, (4, 4))) * x + w[:4], mesh=mesh
+    )
     result = f(jax.random.key(0), numbers(4))
     (traced,) = f._by_types.values()
-    exported = jax.export.deserialize(bytearray(traced.artifact))
-    assert exported.platforms == ("cuda",)
-    assert exported.nr_devices == 2
-    with pytest.raises(pw.CompileError, match="cuda"):
+    assert b"cusolver" in traced.artifact
+    with pytest.raises(pw.CompileError, match="cusolver"):
         np.asarray(result)

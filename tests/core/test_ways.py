@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 import pw
+from pw.core import platforms
+from pw.core.costs import ACCELERATOR, CPU
 from pw.core.errors import ArgumentError
-from pw.core.programs import costs
-from pw.core.programs.costs import ACCELERATOR, CPU, Costs
+from pw.core.platforms import platform_of
 from pw.core.programs.lower import lower
 from pw.core.programs.physical import Physical
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
@@ -26,16 +27,17 @@ from tests.stages.interpreter import apply
 
 MIB = 1 << 20
 P = jax.sharding.PartitionSpec
-KEEN = CPU._replace(
+KEEN_COSTS = CPU._replace(
     wire_byte_s=1e-3, stage_byte_s=1e-3, collective_byte_s=1e-6, compile_s=0.0, least_bytes=0
 )
-"""Costs with which everything goes another way than by transfers, if there is one."""
+KEEN = platform_of("cpu")._replace(costs=KEEN_COSTS)
+"""A platform on which everything goes another way than by transfers, if there is one."""
 
 
 @pytest.fixture
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(costs.COSTS, "cpu", KEEN)
-    monkeypatch.setitem(costs.COSTS, "", KEEN)
+    monkeypatch.setitem(platforms.PLATFORMS, "cpu", KEEN)
+    monkeypatch.setitem(platforms.PLATFORMS, "", KEEN)
 
 
 def binding(number: int, hosts: int = 4, platform: str = "cpu", machine: str = "") -> Binding:
@@ -206,7 +208,7 @@ def _results(program: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
 @given(programs())
 def test_every_program_computes_the_same(program: Program) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(costs.COSTS, "", KEEN)
+        patch.setitem(platforms.PLATFORMS, "", KEEN)
         physical = Physical(program, BINDINGS)
         edges = edges_of(program, physical)
         whole = written(program, edges)
@@ -224,8 +226,8 @@ def test_every_program_computes_the_same(program: Program) -> None:
 
 
 def test_accelerators_have_costs_of_their_own() -> None:
-    assert costs.costs_of("cuda") is costs.costs_of("tpu") is ACCELERATOR
-    assert all(isinstance(one, Costs) for one in costs.COSTS.values())
+    assert platform_of("cuda").costs is platform_of("tpu").costs is ACCELERATOR
+    assert platform_of("gpu").costs is ACCELERATOR, "devices of cuda call themselves so"
 
 
 # --- on devices -----------------------------------------------------------------------------------

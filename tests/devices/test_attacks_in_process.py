@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import pw
 from pw.core.actors.actor import Actor
 from pw.core.compact import Compact
+from pw.core.dtypes import DTYPES
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, store_of
 from pw.core.landing import Landing
@@ -44,7 +45,6 @@ from pw.core.messages import (
     UploadLanding,
 )
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
-from pw.core.programs.spec_checks import DTYPES
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from pw.transport.links.node import Node as Process

@@ -25,6 +25,7 @@ import pytest
 from jax._src.config import traceback_in_locations_limit
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from pw.client.trace.stablehlo import artifact_of
 from pw.core.errors import ErrorReport
 from pw.core.programs.plan import Piece
 from pw.core.programs.program import Computation, Kind
@@ -71,7 +72,7 @@ def export(
     inputs: Sequence[ArraySpec],
     outputs: Sequence[ArraySpec],
     donated: tuple[int, ...] = (),
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: Sequence[str] = ("cpu",),
 ) -> tuple[Computation, bytes]:
     """What a client makes of `function`, which takes arrays and returns a tuple of arrays, without lines."""
 
@@ -86,10 +87,11 @@ def export(
                 function,
                 in_shardings=tuple(map(lies, inputs)),
                 out_shardings=tuple(map(lies, outputs)),
+                keep_unused=True,
             ),
             platforms=platforms,
         )(*(jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in inputs))
-    artifact = bytes(exported.serialize())
+    artifact = artifact_of(exported.mlir_module_serialized, donated, ())
     placement = (*inputs, *outputs)[0].placement
     return (
         Computation(
@@ -1532,7 +1534,7 @@ def _export_unchecked(function: Callable[..., Any]) -> tuple[Computation, bytes]
         platforms=["cpu"],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("open_the_door")],
     )(jax.ShapeDtypeStruct((8,), np.float32))
-    artifact = bytes(exported.serialize())
+    artifact = artifact_of(exported.mlir_module_serialized, (), ())
     digest = hashlib.sha256(artifact).digest()
     return Computation("f", digest, spec.placement, (spec,), (spec,)), artifact
 
@@ -1547,8 +1549,10 @@ def _declared(**changes: Any) -> tuple[Computation, bytes]:
 REFUSED = {
     "a native function": (lambda: _export_unchecked(_unknown_target), "open_the_door"),
     "another platform": (
-        lambda: export(add_one, [spec_of()], [spec_of()], platforms=["cuda"]),
-        "cuda",
+        lambda: export(
+            lambda x: (jnp.linalg.eigvalsh(x),), [spec_of((8, 8))], [spec_of()], platforms=["cuda"]
+        ),
+        "cusolver",
     ),
     "garbage": (
         lambda: (_declared(artifact=hashlib.sha256(b"no").digest())[0], b"no"),

@@ -134,7 +134,7 @@ def judged(spec: ArraySpec, then: ArraySpec, *, python: bool = False) -> Program
         spec.placement,
         (spec,),
         (spec,) if python else (spec, flags),
-        kind=Kind.PYTHON if python else Kind.EXPORT,
+        kind=Kind.PYTHON if python else Kind.STABLEHLO,
         checks=() if python else ("result",),
     )
     second = Computation("second", digest(b"1"), then.placement, (then,), (then,))

@@ -369,7 +369,7 @@ REFUSED = {
     "other results": (lambda: _one(outputs=(replicated((8,), "int32", ONE),)), "results"),
     "results elsewhere": (
         lambda: _one(outputs=(replicated((8,), "float32", Placement(0, (1,))),)),
-        "does not lie on the devices",
+        "lie on other devices",
     ),
     "another donation": (lambda: _one(donated=(0,)), "takes the buffers of its arguments ()"),
 }

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 
 from pw.core.errors import CompileError
 from pw.devices.jax import kernels
-from pw.devices.jax.vetting import vet_module
+from pw.devices.jax.vetting import vet
 from tests.devices.test_jax_backend import Host, export, on_host, spec_of
 from tests.devices.test_stablehlo import ONE, replicated
 from tests.stages.lowered import computation_of, like, stablehlo_of
@@ -72,7 +72,7 @@ def found_calls(function: Callable[..., Any], args: list[Struct]) -> list[Found]
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
         patch.setattr(kernels, "check", lambda *call: (check(*call), found.append(call)))
         lowered: Any = jax.jit(function).lower(*args)
-        vet_module(lowered.compiler_ir())
+        vet(lowered.compiler_ir())
     return found
 
 
@@ -163,4 +163,4 @@ def test_other_dialects_are_refused() -> None:
         module { func.func @main(%x: i1) { "cf.assert"(%x) {msg = ""} : (i1) -> () return } }
         """
         with pytest.raises(CompileError, match=r"not StableHLO: cf\.assert"):
-            vet_module(ir.Module.parse(text))
+            vet(ir.Module.parse(text))

@@ -72,7 +72,7 @@ def test_where_each_segment_of_a_program_runs() -> None:
 
     def computation(*at: int, python: bool = False) -> Computation:
         return Computation(
-            "f", b"", Placement(7, at), (), (), kind=Kind.PYTHON if python else Kind.EXPORT
+            "f", b"", Placement(7, at), (), (), kind=Kind.PYTHON if python else Kind.STABLEHLO
         )
 
     def plan(host: str, *of_segments: tuple[Execute | Free, ...]) -> HostPlan:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 from jaxlib.mlir.dialects import stablehlo
 
-from pw.core.programs.program import Computation, Kind
+from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec
 
@@ -59,7 +59,7 @@ def computation_of(
     placement = (*inputs, *outputs)[0].placement
     digest = hashlib.sha256(artifact).digest()
     return (
-        Computation("f", digest, placement, tuple(inputs), tuple(outputs), donated, Kind.STABLEHLO),
+        Computation("f", digest, placement, tuple(inputs), tuple(outputs), donated),
         artifact,
     )
 

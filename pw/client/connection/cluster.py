@@ -26,6 +26,7 @@ from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html
 from pw.core.actors.watchdog import STALL_S
+from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
 from pw.transport.access.private import PrivateFolder
 
@@ -185,10 +186,9 @@ class LocalCluster:
 
     def _start_worker(self, name: str, arguments: list[str]) -> None:
         environment: dict[str, str] = {}
-        if self._platform == "cuda":
-            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-            own = visible_gpus(len(self.hosts), self._devices_per_host, shown)
-            environment["CUDA_VISIBLE_DEVICES"] = own
+        if variable := platform_of(self._platform).visible:
+            shown = os.environ.get(variable)
+            environment[variable] = visible_gpus(len(self.hosts), self._devices_per_host, shown)
         worker = self._start("pw.cli.worker", [*arguments, *options(name=name)], environment)
         self.hosts.append(LocalHost(name, worker))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES, Artifact, RegisterProgram
-from pw.core.programs.program import Kind, Program
+from pw.core.programs.program import Program
 from pw.transport.links import codec
 
 MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
@@ -45,7 +45,7 @@ class Programs:
 
     def add(self, number: int, program: Program, artifacts: Mapping[bytes, bytes]) -> None:
         """Count a program that was registered."""
-        if any(one.kind is Kind.PYTHON for one in program.computations):
+        if not all(one.traits.is_repeatable for one in program.computations):
             self._with_effects.add(number)
         self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)

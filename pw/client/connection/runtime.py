@@ -287,7 +287,7 @@ class Runtime:
         if self._thread.has_frames:
             check_size(body, artifacts)
         number = self._id()
-        python = {each.placement.slice for each in program.computations if each.is_python}
+        python = {each.placement.slice for each in program.computations if each.traits.is_python}
         with self._lock:
             self.check_alive()
             new = self.programs.unsent(artifacts)

@@ -37,7 +37,7 @@ from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift
 from pw.client.trace.like_arguments import like_arguments
-from pw.client.trace.propagation import result_specs
+from pw.client.trace.stablehlo import artifact_of, result_specs
 from pw.core.errors import TracingError
 from pw.core.programs.program import Computation
 
@@ -68,14 +68,16 @@ class Traced:
 class Made:
     """A function that was traced and exported for a mesh."""
 
-    exported: jax.export.Exported
-    artifact: bytes
+    module: bytes
+    """A portable StableHLO module."""
     captured: tuple[Array, ...]
     inputs: tuple[ArrayType, ...]
     """Of the explicit arguments, then of the captured arrays."""
     outputs: tuple[ArrayType, ...]
     checks: tuple[str, ...]
     tree: Any
+    is_divided: bool
+    """Whether the module says how each result is divided."""
 
 
 def trace(
@@ -97,22 +99,23 @@ def trace(
         Exception: the function's own errors.
     """
     made = export(function, arguments, name, mesh, inputs, out_shardings, check_nans)
-    types = made.outputs
+    specs = [type_.spec for type_ in made.outputs]
     if made.checks:
         flags = jax.core.ShapedArray((len(made.checks),), np.dtype(bool))
-        types = (*types, ArrayType.of(flags, NamedSharding.replicated(mesh)))
+        specs.append(ArrayType.of(flags, NamedSharding.replicated(mesh)).spec)
+    artifact = artifact_of(made.module, donated, () if made.is_divided else specs)
     computation = Computation(
         name,
-        hashlib.sha256(made.artifact).digest(),
+        hashlib.sha256(artifact).digest(),
         mesh.placement,
         tuple(type_.spec for type_ in made.inputs),
-        tuple(type_.spec for type_ in types),
+        tuple(specs),
         tuple(donated),
         checks=made.checks,
     )
     return Traced(
         computation,
-        made.artifact,
+        artifact,
         mesh,
         tuple(inputs),
         made.captured,
@@ -142,10 +145,11 @@ def export(
         if sharding is not None:
             sharding.core.check(tuple(aval.shape))
     checks = _checks(tree, avals) if check_nans else {}
-    exported, artifact = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
-    shardings = _settled(exported, mesh, avals, wanted)
+    module = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
+    shardings = _settled(module, mesh, avals, wanted)
     outputs = tuple(map(ArrayType.of, avals, shardings))
-    return Made(exported, artifact, captured, types, outputs, tuple(checks.values()), tree)
+    is_divided = mesh.size == 1 or None not in wanted
+    return Made(module, captured, types, outputs, tuple(checks.values()), tree, is_divided)
 
 
 def jaxpr_of(
@@ -175,7 +179,7 @@ def tracing(mesh: Mesh) -> Iterator[None]:
 
 
 def _settled(
-    exported: jax.export.Exported,
+    module: bytes,
     mesh: Mesh,
     avals: Sequence[Any],
     wanted: Sequence[NamedSharding | None],
@@ -187,7 +191,7 @@ def _settled(
     if mesh.size == 1:
         return [sharding or NamedSharding.replicated(mesh) for sharding in wanted]
     # The integers of a typed key have dimensions of their own, behind those of the array.
-    specs = result_specs(exported)[: len(avals)]
+    specs = result_specs(module, [aval.shape for aval in avals])
     return [
         sharding or NamedSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
         for sharding, spec, aval in zip(wanted, specs, avals, strict=True)
@@ -213,7 +217,7 @@ def _exported(
     inputs: Sequence[ArrayType],
     wanted: Sequence[NamedSharding | None],
     checked: Sequence[int],
-) -> tuple[jax.export.Exported, bytes]:
+) -> bytes:
     evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
 
     def physical(*buffers: Any) -> list[Any]:
@@ -237,13 +241,14 @@ def _exported(
         physical,
         in_shardings=tuple(type_.sharding.abstract() for type_ in inputs),
         out_shardings=[None if sharding is None else sharding.abstract() for sharding in asked],
+        keep_unused=True,
     )
     avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
     try:
         # Pieces of a function over islands get their lines removed when it is cut: errors name them.
         with contextlib.nullcontext() if mesh.parts else traceback_in_locations_limit(0):
             exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
-        return exported, bytes(exported.serialize())
+        return bytes(exported.mlir_module_serialized)
     except Exception as error:
         raise TracingError(
             f"the function {name!r} was traced but cannot be sent to the hosts: "

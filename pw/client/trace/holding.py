@@ -24,7 +24,7 @@ from pw.core.sharding import ArraySpec
 LEAST_BYTES = 1 << 20
 """The least size of an operand that is held back.
 
-By the model of `pw.core.programs.costs`, a network of 25 Gbit/s needs as long for so many bytes as a message
+By the model of `pw.core.costs`, a network of 25 Gbit/s needs as long for so many bytes as a message
 takes. Readings over tcp on one busy machine agree only roughly: with the predicate on the operand's slice, runs
 that skip the branch took 0.93 of their time for 512 KiB, and 0.8 for 1 MiB; with the predicate on the other
 slice 0.92 and 0.85, but runs in flight that take the branch 1.6 to 2.4 times as long, because they wait for

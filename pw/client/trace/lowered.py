@@ -9,7 +9,9 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 
 from pw.client.trace.export import Traced
 from pw.client.trace.joined.traced import JoinedTraced
+from pw.client.trace.stablehlo import parsed
 from pw.core.errors import TracingError
+from pw.core.programs.stablehlo import decode
 
 
 class Lowered:
@@ -29,7 +31,7 @@ class Lowered:
         Raises:
             TracingError: the function runs as Python there.
         """
-        if any(piece.computation.is_python for piece in self._pieces):
+        if any(piece.computation.traits.is_python for piece in self._pieces):
             raise TracingError(
                 f"{self._name!r} is a host function: it runs as Python on its hosts, and "
                 "has no other form"
@@ -56,7 +58,6 @@ class Lowered:
 
 
 def _text(traced: Traced) -> str:
-    exported = jax.export.deserialize(bytearray(traced.artifact))
     with mlir.make_ir_context():
-        module: Any = exported.mlir_module(serialized=False)
+        module = parsed(decode(traced.artifact).module)
         return str(module.operation.get_asm(enable_debug_info=False))

@@ -11,10 +11,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.trace.launch import Feed
 from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
-from pw.core.programs.program import Computation, Kind, Node, Value
-
-_INLINED = (Kind.EXPORT, Kind.MERGE)
-"""Computations whose functions JAX can trace into another one."""
+from pw.core.programs.program import Computation, Node, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +63,7 @@ class Trial:
         """Return the mesh of all computations, if they could be one computation there."""
         computations = tuple(self._index_of)
         used = [computations[node.computation] for node in self._nodes[self._first :]]
-        if len(self._meshes) != 1 or any(one.checks or one.kind not in _INLINED for one in used):
+        if len(self._meshes) != 1 or any(one.checks or not one.traits.is_traceable for one in used):
             return None
         (mesh,) = self._meshes
         return None if mesh.parts else mesh

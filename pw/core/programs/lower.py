@@ -174,7 +174,7 @@ def _reporters(
             computation = program.computations[node.computation]
             team = _hosts(physical, computation)
             # Each host makes its part of a view or a merge, and skips a computation, without the others.
-            is_alone = not computation.is_compiled or node.guard is not None
+            is_alone = not computation.traits.is_compiled or node.guard is not None
             teams |= dict.fromkeys([(host,) for host in team] if is_alone else [team])
         elif step.slot in results:
             teams[physical.hosts(step.destination.placement)] = None

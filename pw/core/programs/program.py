@@ -8,6 +8,7 @@ transfer; the client never writes one.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,8 +19,6 @@ from pw.core.sharding import ArraySpec, Placement
 class Kind(StrEnum):
     """What hosts do for a computation."""
 
-    EXPORT = "export"
-    """Compile a `jax.export` artifact; its arguments and results are global arrays."""
     STABLEHLO = "stablehlo"
     """Compile a StableHLO module with the caller's options (`pw.core.programs.stablehlo`); it takes and
     gives shards."""
@@ -37,6 +36,33 @@ class Kind(StrEnum):
     """Nothing: of the arguments (predicate, a..., b...), the results are a if the predicate is true, else b."""
 
 
+class Traits(NamedTuple):
+    """How a kind of computation differs from the others."""
+
+    is_compiled: bool = True
+    """Hosts install something for it."""
+    has_artifact: bool = True
+    """Its client has sent code for it."""
+    is_python: bool = False
+    """Its code is pickled Python."""
+    is_repeatable: bool = True
+    """It makes the same results again of the same arguments."""
+    is_traceable: bool = False
+    """JAX can trace its function into another one."""
+    from_clients: bool = True
+    """Clients may send it; the others are made by the controller."""
+
+
+TRAITS = {
+    Kind.STABLEHLO: Traits(is_traceable=True),
+    Kind.PYTHON: Traits(is_python=True, is_repeatable=False),
+    Kind.STREAM: Traits(is_python=True),
+    Kind.RESHARD: Traits(has_artifact=False, from_clients=False),
+    Kind.VIEW: Traits(is_compiled=False, has_artifact=False),
+    Kind.MERGE: Traits(is_compiled=False, has_artifact=False, is_traceable=True),
+}
+
+
 class Computation(msgspec.Struct, frozen=True, array_like=True):
     """A function over all its shards.
 
@@ -51,7 +77,7 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[ArraySpec, ...]
     outputs: tuple[ArraySpec, ...]
     donated: tuple[int, ...] = ()
-    kind: Kind = Kind.EXPORT
+    kind: Kind = Kind.STABLEHLO
     checks: tuple[str, ...] = ()
     """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
     vector with a boolean for each of them."""
@@ -61,24 +87,9 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     """Of a view: for each output, the (input, mesh position there) of its shard at each mesh position."""
 
     @property
-    def is_python(self) -> bool:
-        """Whether it is pickled Python: a function, or a stream."""
-        return self.kind is Kind.PYTHON or self.kind is Kind.STREAM
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether it makes the same results again of the same arguments."""
-        return self.kind is not Kind.PYTHON
-
-    @property
-    def has_artifact(self) -> bool:
-        """Whether its client has sent code for it."""
-        return self.is_compiled and self.kind is not Kind.RESHARD
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether hosts compile something for it."""
-        return self.kind is not Kind.VIEW and self.kind is not Kind.MERGE
+    def traits(self) -> Traits:
+        """How its kind differs from the others."""
+        return TRAITS[self.kind]
 
     @property
     def is_merge(self) -> bool:
@@ -156,7 +167,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
 
     def artifacts(self) -> tuple[bytes, ...]:
         """Return the artifact of each computation that has one."""
-        return tuple([one.artifact for one in self.computations if one.has_artifact])
+        return tuple([one.artifact for one in self.computations if one.traits.has_artifact])
 
     def slices(self) -> set[int]:
         """Return the slices of the program."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.programs.guards import check_merge
-from pw.core.programs.program import Computation, Kind, Program, Value
+from pw.core.programs.program import Computation, Program, Value
 from pw.core.programs.spec_checks import VALUES, check_spec, shortened
 from pw.core.programs.views import check_view, check_view_program
 from pw.core.sharding import ArraySpec
@@ -100,8 +100,8 @@ def _check_indices(body: Program) -> None:
 
 def _check_computation(computation: Computation) -> None:
     name = computation.name
-    if computation.kind is Kind.RESHARD:
-        raise ArgumentError(f"{name!r} is a re-shard, which only the controller makes")
+    if not computation.traits.from_clients:
+        raise ArgumentError(f"{name!r} is a {computation.kind}, which only the controller makes")
     if computation.is_view:
         check_view(computation)
     if computation.is_merge:

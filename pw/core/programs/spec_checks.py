@@ -11,10 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import ml_dtypes
 import msgspec
-import numpy as np
 
+from pw.core.dtypes import DTYPES
 from pw.core.errors import PlacementError, ShardingError
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, dtype_of
@@ -30,17 +29,6 @@ VALUES = 1 << 18
 
 ARRAY_BYTES = 1 << 56
 """The largest array; sizes of many arrays together fit into 63 bits."""
-
-DTYPES = frozenset(
-    [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-    + ["bool", "float16", "float32", "float64", "complex64", "complex128"]
-    + [
-        name
-        for name, kind in vars(ml_dtypes).items()
-        if isinstance(kind, type) and issubclass(kind, np.generic)
-    ]
-)
-"""The dtypes that arrays can have."""
 
 
 def shortened(text: str, characters: int = NAME_CHARACTERS) -> str:

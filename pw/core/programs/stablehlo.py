@@ -1,7 +1,7 @@
-"""StableHLO artifacts, as JAX's remote protocol sends them, and what a compiler says of them.
+"""StableHLO artifacts, and what a compiler says of them.
 
-A client compiles such a computation on a host of its devices (`Compile`) before it registers a program with
-it: only the compiler knows how the results are divided.
+The gateway compiles one on a host of its devices (`Compile`) before it registers a program with it: only
+the compiler knows how the results are divided. The artifacts of `pw.jit` say so themselves.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 
 
 class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
-    """The artifact of a computation of kind STABLEHLO; it takes and gives shards.
-
-    An argument or result is *replicated*, or *stacked*: its spec says that the shards lie side by
-    side in their first dimension, in the order of the computation's devices. A spec of no
-    dimensions, or of one device, is replicated.
-    """
+    """The artifact of a computation of kind STABLEHLO; it takes and gives shards."""
 
     module: bytes
     """A portable artifact."""
-    options: bytes
+    options: bytes = b""
     """A serialized `xla.CompileOptionsProto` without a device assignment: the devices of the computation, in
-    their order, are those of replica 0, then of replica 1, and so on."""
+    their order, are those of replica 0, then of replica 1, and so on. Empty for what JAX chooses on the host,
+    with a partition for each device."""
     callbacks: tuple[bytes, ...] = ()
     """The serialized host callbacks, as the client has sent them; they run in the client's process."""
 
@@ -80,7 +76,8 @@ def spec_of_shards(
 ) -> ArraySpec:
     """Return the spec of an array with a shard of this shape on each device of a placement.
 
-    `memory`: see `ArraySpec.memory`.
+    It is *replicated*, or *stacked*: the shards lie side by side in their first dimension, in the order of
+    the devices. A spec of no dimensions, or of one device, is replicated. `memory`: see `ArraySpec.memory`.
     """
     devices = len(placement.devices)
     if is_stacked and shape and devices > 1:

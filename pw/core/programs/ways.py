@@ -12,7 +12,7 @@ memory and recovery are those of any computation.
   tree, so that the number of islands that have it doubles in each round.
 
 The choice is a pure function of the program and the bindings of its slices. It compares estimates
-(`pw.core.programs.costs`).
+(`pw.core.costs`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from enum import StrEnum
 
 import msgspec
 
-from pw.core.programs.costs import MOVES, RUNS, Costs, costs_of
+from pw.core.costs import MOVES, RUNS, Costs
+from pw.core.dtypes import PACKED
+from pw.core.platforms import platform_of
 from pw.core.programs.physical import Physical
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Box, Sharding, box_bytes
 
-_UNALIGNED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 """Dtypes that are left to transfers: XLA keeps several elements in a byte."""
 
 
@@ -145,7 +146,7 @@ class _Estimating:
 
     def _estimate(self, edge: EdgeWay) -> None:
         source, destination = edge.source, edge.destination
-        is_plain = not (source.memory or destination.memory) and source.dtype not in _UNALIGNED
+        is_plain = not (source.memory or destination.memory) and source.dtype not in PACKED
         if is_plain and source.size_bytes:
             devices = self._physical.devices
             if devices(source.placement) == devices(destination.placement):
@@ -166,7 +167,7 @@ class _Estimating:
         return spec.size_bytes >= self._costs(spec).least_bytes
 
     def _costs(self, spec: ArraySpec) -> Costs:
-        return costs_of(self._physical.bindings[spec.placement.slice].platform)
+        return platform_of(self._physical.bindings[spec.placement.slice].platform).costs
 
     def _is_near(self, *specs: ArraySpec) -> bool:
         """Whether all hosts of these specs are on one machine."""

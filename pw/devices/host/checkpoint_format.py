@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
+from pw.core.dtypes import DTYPES
 from pw.core.errors import (
     CheckpointExists,
     CheckpointFailed,
@@ -55,12 +56,6 @@ from pw.devices.host.replica_memory import flat_bytes
 FORMAT = "pw checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-
-_NATIVE = frozenset(
-    [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-    + ["bool", "float16", "bfloat16", "float32", "float64", "complex64"]
-)
-"""The dtypes that safetensors writes, and returns as numpy arrays."""
 
 _ID = re.compile(r"[0-9a-f]{8,64}")
 _OURS = re.compile(r"[0-9a-f]+-\d{5}\.safetensors")
@@ -176,7 +171,7 @@ def write(job: CopyFile, shards: Sequence[Shard], root: str = "") -> None:
             flat = flat_bytes(value)
             alive.append(flat)
             shape, dtype = box_shape(box), spec.dtype
-            if dtype not in _NATIVE:
+            if not DTYPES[dtype].is_native:
                 shape, dtype = (*shape, dtype_of(dtype).itemsize), "uint8"
             tensor = f"{name} {','.join(f'{start}:{stop}' for start, stop in box)}".rstrip()
             tensors[tensor] = TensorSpec(

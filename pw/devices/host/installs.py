@@ -70,7 +70,7 @@ class Installs(Part, dict[int, HostProgram]):
             if key is None:
                 continue
             tenants = self._python_tenants
-            if computation.is_python and tenants and message.tenant not in tenants:
+            if computation.traits.is_python and tenants and message.tenant not in tenants:
                 refused = PythonRefused(
                     f"{computation.name!r} is a Python function of tenant {message.tenant!r}, and this host "
                     f"runs those of {', '.join(tenants)} only; its owner can change that with pw-worker "
@@ -78,7 +78,7 @@ class Installs(Part, dict[int, HostProgram]):
                 )
                 compiled(key, ErrorReport.of(refused, self._order.host))
                 continue
-            blob = blobs.get(computation.artifact) if computation.has_artifact else b""
+            blob = blobs.get(computation.artifact) if computation.traits.has_artifact else b""
             if blob is None:
                 missing = CompileError(
                     f"the code of {computation.name!r} has not reached this host; make the pw.jit function anew"

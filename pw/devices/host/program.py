@@ -241,7 +241,9 @@ class HostProgram:
             body,
             plan,
             tuple(
-                _key(number, install, index) if index in used and computation.is_compiled else None
+                _key(number, install, index)
+                if index in used and computation.traits.is_compiled
+                else None
                 for index, computation in enumerate(body.computations)
             ),
             {},
@@ -269,11 +271,11 @@ class HostProgram:
             if computation.is_view:
                 located = {at: program.at(at) for at in (s.placement for s in computation.outputs)}
                 program.views = tuple(view_parts(computation, located, plan.host))
-            if not computation.is_compiled:
+            if not computation.traits.is_compiled:
                 continue
             if any(device.host != plan.host for device in program.at(computation.placement)):
                 program.gangs.add(index)
-            may_differ = computation.is_python and index in program.gangs
+            may_differ = computation.traits.is_python and index in program.gangs
             if computation.checks or computation.calls_back or may_differ:
                 program.unsettled.add(index)
         program.segments = {
@@ -284,7 +286,7 @@ class HostProgram:
 
     def _own(self, computation: Computation) -> frozenset[int]:
         """Return the devices of this host that a computation runs on, or its Python thread."""
-        if computation.is_python:
+        if computation.traits.is_python:
             return _PYTHON
         here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
         return frozenset(device.ordinal for device in here)
@@ -292,7 +294,7 @@ class HostProgram:
     def place(self, index: int) -> str:
         """Return the ordinals of this host's devices that computation `index` runs on, as in "0,1"."""
         computation = self.body.computations[index]
-        if computation.is_python:
+        if computation.traits.is_python:
             return "python"
         return ",".join(map(str, sorted(self._own(computation))))
 

@@ -28,11 +28,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from pw.core.dtypes import PACKED
 from pw.core.errors import ErrorReport
+from pw.core.platforms import platform_of
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Watch
 from pw.devices.host.value import Value
-from pw.devices.jax.layouts import SUB_BYTE, Layouts, local_shards, whole
+from pw.devices.jax.layouts import Layouts, local_shards, whole
 from pw.devices.jax.threads import Completions
 from pw.devices.jax.values import Failures, is_made, is_pending
 from pw.devices.jax.watcher import Watchers
@@ -135,7 +137,7 @@ class Answers:
         array = op.value.payload
         if array is None:
             return True  # it has failed
-        return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in SUB_BYTE
+        return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in PACKED
 
     def _answer(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._failures.settled(op.value)
@@ -170,4 +172,4 @@ def shard_views(op: Read, layouts: Layouts) -> list[np.ndarray[Any, Any]]:
 def in_host_memory(array: jax.Array) -> bool:
     """Whether an array's devices share the host's memory."""
     devices: Any = array.sharding.device_set
-    return all(device.platform == "cpu" for device in itertools.islice(devices, 1))
+    return all(platform_of(one.platform).is_host for one in itertools.islice(devices, 1))

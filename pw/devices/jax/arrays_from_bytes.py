@@ -7,9 +7,11 @@ from functools import cached_property
 
 import jax
 
+from pw.core.dtypes import PACKED
+from pw.core.platforms import platform_of
 from pw.devices.host.backend import Build
 from pw.devices.jax.answers import Answers
-from pw.devices.jax.layouts import SUB_BYTE, Layouts, bytes_to_copy, host_shards, put
+from pw.devices.jax.layouts import Layouts, bytes_to_copy, host_shards, put
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.values import Failures
 
@@ -68,11 +70,11 @@ class Builds:
         try:
             written_bytes = sum([view.nbytes for view in op.padding])
             written_bytes += bytes_to_copy(op.spec, op.parts)
-            return op.spec.dtype in SUB_BYTE or written_bytes > _INLINE_BYTES
+            return op.spec.dtype in PACKED or written_bytes > _INLINE_BYTES
         except Exception:  # noqa: BLE001 - wrong parts: `finish` reports them
             return False
 
     @cached_property
     def _shares_memory(self) -> bool:
         """Whether the devices compute on host memory."""
-        return bool(jax.local_devices()[0].platform == "cpu")
+        return platform_of(jax.local_devices()[0].platform).is_host

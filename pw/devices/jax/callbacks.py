@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from jaxlib.mlir import ir
 
+from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.errors import CompileError
 from pw.core.packing import ArrayType
 from pw.core.sharding import dtype_of
 from pw.devices.host.backend import ClientCall
-from pw.devices.jax.layouts import SUB_BYTE
 from pw.devices.jax.threads import Completions
 
 TARGETS = frozenset(
@@ -33,26 +32,6 @@ TARGETS = frozenset(
 
 Results = tuple[ArrayType | None, ...]
 """The results of a call; None is a token, which keeps calls in order."""
-
-_INTEGERS = {f"{sign}i{bits}": bits for sign in ("", "s", "u") for bits in (8, 16, 32, 64)}
-_DTYPES = {
-    "i1": "bool",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "bf16": "bfloat16",
-    "complex<f32>": "complex64",
-    "complex<f64>": "complex128",
-}
-_DTYPES |= {
-    name: f"{'u' if name.startswith('u') else ''}int{bits}" for name, bits in _INTEGERS.items()
-}
-_FLOAT8 = {
-    name.replace("float8_", "f8").replace("_", "").lower(): name
-    for name in dir(ml_dtypes)
-    if name.startswith("float8_")
-}
-_DTYPES |= {f"f8{mlir[2:].upper()}": name for mlir, name in _FLOAT8.items()}
 
 
 def calls_in(module: Any, declared: int) -> dict[int, Results]:
@@ -102,8 +81,8 @@ def _type(mlir_type: Any) -> ArrayType | None:
     if str(mlir_type) == "!stablehlo.token":
         return None
     tensor = ir.RankedTensorType(mlir_type)
-    dtype = _DTYPES.get(str(tensor.element_type))
-    if dtype is None or dtype in SUB_BYTE or not tensor.has_static_shape:
+    dtype = BY_MLIR.get(str(tensor.element_type))
+    if dtype is None or dtype in PACKED or not tensor.has_static_shape:
         raise CompileError(
             f"a callback returns {mlir_type}, which cannot come from another process"
         )

@@ -1,7 +1,7 @@
 """Installs computations: has executables made of their artifacts, and shares one among equal ones.
 
-An artifact is a serialized `jax.export` of a flat function, a StableHLO module (see `modules`), or a
-pickled Python function. `making` says how an executable is made of one of the first two, and where.
+An artifact is a StableHLO module (see `modules`), or a pickled Python function. `making` says how an
+executable is made of a module, and where.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import jax
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.messages import Detail
-from pw.core.programs.program import Computation, Kind
+from pw.core.platforms import Platform, platform_of
+from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, decode
-from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
+from pw.core.sharding import DeviceAddress, Sharding
 from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
@@ -49,18 +50,6 @@ class Executable(NamedTuple):
     """It has one device, and no loops, branches or native calls, so each call takes about as long."""
 
 
-class _Shared(NamedTuple):
-    """An executable, shared by equal computations."""
-
-    executable: Executable
-    temporary_bytes: int | None
-    """Memory it takes on a device while it runs, besides arguments and results; None if unknown."""
-    keys: set[bytes]
-    """The keys that it is installed under."""
-    module: Module | None = None
-    """What it calls, if it is a StableHLO module; kept here, so that others can share it."""
-
-
 @dataclass(frozen=True)
 class _Wanted:
     """An executable to be made."""
@@ -72,6 +61,8 @@ class _Wanted:
     physical: list[jax.Device]
     functions: making.Functions
     kept_as: bytes | None
+    is_ours: bool
+    """Its code is of this host, and needs no vetting."""
 
 
 @dataclass
@@ -84,24 +75,6 @@ class _Pending:
 
 
 Publish = Callable[[bytes, Executable | None], None]
-
-
-def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
-    """What determines an executable: the code, the devices, and the layouts of arguments and
-    results."""
-    located = dict(zip(computation.placement.devices, devices, strict=True))
-
-    def wished(spec: ArraySpec) -> tuple[Any, ...]:
-        if not located.keys() >= set(spec.placement.devices):
-            raise CompileError(
-                f"{spec.short} does not lie on the devices of {computation.name!r}; make the function anew"
-            )
-        where = tuple(located[index] for index in spec.placement.devices)
-        return (spec.shape, spec.dtype, spec.sharding, where, spec.memory)
-
-    inputs = tuple(wished(spec) for spec in computation.inputs)
-    outputs = tuple(wished(spec) for spec in computation.outputs)
-    return (computation.artifact, devices, inputs, outputs, computation.donated)
 
 
 def _check_digest(computation: Computation, artifact: bytes) -> None:
@@ -149,8 +122,8 @@ class Compiler:
         """The compiled modules, each as long as something refers to it."""
         self._held: dict[bytes, Module] = {}
         """Modules that are kept for a program which may come."""
-        self._wish_of: dict[bytes, Any] = {}
-        self._made: dict[Any, _Shared] = {}
+        self._installed: dict[bytes, Module | None] = {}
+        """The module of each computation that is installed; None for a Python function."""
         self.compilations = 0
         """How many executables were compiled, not loaded."""
         self.thread: QueueThread[Callable[[], None]] = QueueThread(
@@ -158,7 +131,7 @@ class Compiler:
         )
 
     def __len__(self) -> int:
-        return len(self._wish_of) + len(self._held)
+        return len(self._installed) + len(self._held)
 
     def install(
         self,
@@ -194,48 +167,44 @@ class Compiler:
         devices: tuple[DeviceAddress, ...],
         done: DoneInstalling,
     ) -> None:
-        def installed(wish: Any) -> None:
-            self._completions.post(done, self._made[wish].temporary_bytes)
-
         def failed(error: Exception) -> None:
             self._completions.post(done, ErrorReport.of(error, self._host, CompileError))
+
+        def installed(module: Module | None, executable: Executable | None = None) -> None:
+            if executable is not None:
+                self._installed[key] = module
+                self._publish(key, executable)
+            temporary_bytes = None if module is None else module.facts.temporary_bytes
+            self._completions.post(done, temporary_bytes)
 
         def made(found: Any) -> None:
             try:
                 if isinstance(found, Exception):
                     raise found
-                if wish not in self._made:
-                    self._made[wish] = self._shared(found, computation, devices)
-                self._share(key, wish)
+                call = modules.call_of(found, computation, devices, self._layouts)
+                device = devices[0].ordinal if len(devices) == 1 else None
+                is_straight = found.is_straight and device is not None
+                donated, name = found.facts.donated, computation.name
+                installed(found, Executable(call, donated, name, device, is_straight))
             except Exception as error:  # noqa: BLE001 - the error is the answer
                 failed(error)
-            else:
-                installed(wish)
 
         try:
-            if key in self._wish_of:
-                return installed(self._wish_of[key])
-            if computation.is_python:
-                wish: Any = key
+            if key in self._installed:
+                return installed(self._installed[key])
+            if computation.traits.is_python:
                 with self._output.on_behalf_of(owner_of(key)):
                     function = self._python.load(key, computation, artifact, devices)
-                executable = Executable(function, (), computation.name)
-                self._made[wish] = _Shared(executable, None, set())
-                return made(None)
-            wish = _wish(computation, devices)
-            client = owner_of(key)
-            if computation.kind is Kind.STABLEHLO:
-                wish = (wish, client if computation.calls_back else 0)
-            if wish in self._made:
-                return made(None)
-            if computation.has_artifact:
+                return installed(None, Executable(function, (), computation.name))
+            if computation.traits.has_artifact:
                 _check_digest(computation, artifact)
-            for spec in (*computation.inputs, *computation.outputs):
-                spec.sharding.check(spec.shape)
-            if computation.kind is Kind.STABLEHLO:
-                self._load_module(key, computation.name, artifact, devices, made)
             else:
-                self._load_function(key, wish, computation, artifact, made)
+                source, destination = *computation.inputs, *computation.outputs
+                here = self._layouts.of(source, devices).sharding
+                there = self._layouts.of(destination, devices).sharding
+                artifact = making.reshard_of(destination, here, there)
+            is_ours = not computation.traits.has_artifact
+            self._load(key, computation.name, artifact, devices, made, is_ours=is_ours)
         except Exception as error:  # noqa: BLE001 - the error is the answer
             failed(error)
         return None
@@ -260,7 +229,7 @@ class Compiler:
             self._completions.post(done, told)
 
         try:
-            self._load_module(key, "", artifact, devices, made)
+            self._load(key, "", artifact, devices, made)
         except Exception as error:  # noqa: BLE001 - the error is the answer
             made(error)
 
@@ -274,27 +243,19 @@ class Compiler:
                     if pending.job is not None and self._processes is not None:
                         self._processes.cancel(pending.job)
                 waits[1](CompileError("the function was released while it was compiled"))
-        wish = self._wish_of.pop(key, None)
-        if wish is not None:
-            keys = self._made[wish].keys
-            keys.discard(key)
-            if not keys:
-                del self._made[wish]
+        if key in self._installed:
+            del self._installed[key]
             self._publish(key, None)
 
-    def _share(self, key: bytes, wish: Any) -> None:
-        made = self._made[wish]
-        made.keys.add(key)
-        self._wish_of[key] = wish
-        self._publish(key, made.executable)
-
-    def _load_module(
+    def _load(
         self,
         key: bytes,
         name: str,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
         then: Callable[[Any], None],
+        *,
+        is_ours: bool = False,
     ) -> None:
         """Call `then` with the `Module` of an artifact, or an exception."""
         client, code = owner_of(key), decode(artifact)
@@ -313,63 +274,20 @@ class Compiler:
             return self._calls.functions(client, digest, count, calls)
 
         # An executable with functions of this process cannot be kept.
-        kept_as = None if count else key_of(physical, "stablehlo", digest)
-        order = Order(Kind.STABLEHLO, artifact, devices)
-        wanted = _Wanted(client, name, digest, order, physical, functions, kept_as)
+        kept_as = None if count else key_of(physical, digest)
+        order = Order(artifact, devices)
+        wanted = _Wanted(client, name, digest, order, physical, functions, kept_as, is_ours)
 
         def loaded(found: Any) -> None:
             if not isinstance(found, Exception):
                 made, executable = found
-                facts = made.facts
-                assert facts is not None
                 found = self._modules.get(place)
                 if found is None:
-                    found = Module(executable, facts, made.is_straight, bool(count))
+                    found = Module(executable, made.facts, made.is_straight, bool(count))
                     self._modules[place] = found
             then(found)
 
-        return self._make(("module", *place), key, wanted, loaded)
-
-    def _load_function(
-        self,
-        key: bytes,
-        wish: Any,
-        computation: Computation,
-        artifact: bytes,
-        then: Callable[[Any], None],
-    ) -> None:
-        """Call `then` with a `Made`, a compiled function of global arrays and its devices, or an
-        exception."""
-        devices = wish[1]
-        physical = self._physical(devices)
-        order = Order(computation.kind, artifact, devices, computation)
-        digest = computation.artifact
-        name, kept_as = computation.name, self._kept_as(wish)
-        wanted = _Wanted(owner_of(key), name, digest, order, physical, lambda _: (), kept_as)
-
-        def loaded(found: Any) -> None:
-            if not isinstance(found, Exception):
-                made, executable = found
-                found = made, making.call_of(made, executable, order, physical, self._layouts)
-            then(found)
-
-        self._make(wish, key, wanted, loaded)
-
-    def _shared(
-        self, found: Any, computation: Computation, devices: tuple[DeviceAddress, ...]
-    ) -> _Shared:
-        device = devices[0].ordinal if len(devices) == 1 else None
-        if isinstance(found, Module):
-            call: Any = modules.call_of(found, computation, devices, self._layouts)
-            donated, temporary_bytes = found.facts.donated, found.facts.temporary_bytes
-            is_straight, module = found.is_straight, found
-        else:
-            made, call = found
-            donated, temporary_bytes = computation.donated, made.temporary_bytes
-            is_straight, module = made.is_straight, None
-        is_straight = is_straight and device is not None
-        executable = Executable(call, donated, computation.name, device, is_straight)
-        return _Shared(executable, temporary_bytes, set(), module)
+        return self._make(place, key, wanted, loaded)
 
     def _make(self, place: Any, key: bytes, wanted: _Wanted, then: Callable[[Any], None]) -> None:
         """Load or make an executable, and call `then` with a `Made` and XLA's executable, or an
@@ -385,9 +303,10 @@ class Compiler:
             found = self._executables.load_with(wanted.kept_as, load)
             if found is not None:
                 return then(found)
-        is_ours = wanted.order.kind is Kind.RESHARD
-        if self._processes is None or is_ours or wanted.physical[0].platform != "cpu":
-            return then(self._made_here(wanted, is_vetted=self._processes is None or is_ours))
+        is_vetted = self._processes is None or wanted.is_ours
+        platform = platform_of(wanted.physical[0].platform)
+        if self._processes is None or is_vetted or not platform.is_host:
+            return then(self._made_here(wanted, platform, is_vetted=is_vetted))
         pending = self._pending[place] = _Pending({key: (wanted, then)})
 
         def answered(answer: bytes | ErrorReport) -> None:
@@ -419,13 +338,15 @@ class Compiler:
                 found = error
             then(found)
 
-    def _made_here(self, wanted: _Wanted, *, is_vetted: bool) -> tuple[Made, Any] | Exception:
+    def _made_here(
+        self, wanted: _Wanted, platform: Platform, *, is_vetted: bool
+    ) -> tuple[Made, Any] | Exception:
         try:
             if not is_vetted and self._processes is not None:
                 self._processes.wait_for(wanted.client, wanted.name, wanted.digest, wanted.order)
             with self._output.on_behalf_of(wanted.client):
                 found = making.make(wanted.order, wanted.physical, wanted.functions)
-                if found[0].needs_lapack and wanted.physical[0].platform == "cpu":
+                if found[0].needs_lapack and platform.is_host:
                     making.find_lapack()
             self.compilations += 1
             if wanted.kept_as is not None:
@@ -437,13 +358,3 @@ class Compiler:
     def _physical(self, devices: tuple[DeviceAddress, ...]) -> list[jax.Device]:
         mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
         return [*mesh.devices.flat]
-
-    def _kept_as(self, wish: Any) -> bytes | None:
-        """What a wish is called beyond this epoch, in which hosts may have other names and ranks."""
-        artifact, devices, inputs, outputs, donated = wish
-        number = {address: position for position, address in enumerate(devices)}
-        lie = [
-            (shape, dtype, sharding, [number[address] for address in where], memory)
-            for shape, dtype, sharding, where, memory in (*inputs, *outputs)
-        ]
-        return key_of(self._physical(devices), artifact, len(inputs), lie, donated)

@@ -15,7 +15,6 @@ import resource
 
 import jax
 import msgspec
-from jax._src.lax import linalg
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.devices.jax import making
@@ -61,8 +60,6 @@ def work(host: Channel[Begin | Task]) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", begin.devices)
-    # JAX would import scipy whenever it lowers an export; nothing runs here.
-    linalg.initialize_lapack = lambda: None
     while True:
         task = host.receive().message
         assert isinstance(task, Task)

@@ -29,6 +29,8 @@ from typing import TypeVar
 
 import jax
 
+from pw.core.platforms import platform_of
+
 logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 2 << 30
@@ -36,7 +38,7 @@ LIMIT_BYTES = 2 << 30
 
 _DIGEST_BYTES = 32
 
-_FORMAT = 2
+_FORMAT = 3
 """Grows when a file holds something else."""
 
 Loaded = TypeVar("Loaded")
@@ -55,7 +57,9 @@ def may_be_kept(devices: Iterable[jax.Device]) -> bool:
     among them, and wait for what the others have found.
     """
     first, *others = devices
-    return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
+    return platform_of(first.platform).is_host or all(
+        d.process_index == first.process_index for d in others
+    )
 
 
 def key_of(devices: Sequence[jax.Device], *wish: object) -> bytes | None:
@@ -67,7 +71,7 @@ def key_of(devices: Sequence[jax.Device], *wish: object) -> bytes | None:
     if not may_be_kept(devices):
         return None
     where: object = len(devices)
-    if devices[0].platform != "cpu":
+    if not platform_of(devices[0].platform).is_host:
         names = [f"{device.platform}:{device.process_index}:{device.id}" for device in devices]
         where = (names, jax.process_index(), jax.process_count())
     return hashlib.sha256(repr((where, wish)).encode()).digest()

@@ -30,6 +30,7 @@ import jax.extend.backend
 from jax._src import distributed, xla_bridge
 
 from pw.core.errors import Error
+from pw.core.platforms import platform_of
 from pw.devices.jax.coordination import private_runtime
 
 # XLA sizes its CPU pool from these. With too few threads, collectives that are enqueued back to back
@@ -68,7 +69,7 @@ def prepare(platform: str, local_devices: int) -> None:
     jax.config.update("jax_platforms", platform)
     # It would catch SIGTERM, with which the supervisor ends a worker.
     jax.config.update("jax_enable_preemption_service", False)
-    if platform == "cpu":
+    if platform_of(platform).is_host:
         jax.config.update("jax_num_cpu_devices", local_devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # The smallest bound on waiting for a host that died right after the roll-call.

@@ -31,10 +31,6 @@ from pw.core.sharding import (
 )
 from pw.devices.host.backend import Part
 
-SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
-"""Dtypes that numpy has to unpack. A compiled function refuses its own results of them for their
-layout; a jitted one accepts them, but compiles again when it is first called."""
-
 _LAYOUTS_KEPT = 4096
 _AVALS_KEPT = 16384
 

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax._src import compiler
 from jax.sharding import NamedSharding
 from jaxlib import _jax, xla_client
 
 from pw.core.errors import CompileError
 from pw.core.messages import Detail
+from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
@@ -173,8 +175,14 @@ def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
-    """The compile options of a client, without those that reach this machine, for these devices."""
-    asked = xla_client.CompileOptions.ParseFromString(sent)
+    """The compile options of a client, without those that reach this machine, for these devices.
+
+    If it sends none, they are JAX's own.
+    """
+    if sent:
+        asked = xla_client.CompileOptions.ParseFromString(sent)
+    else:
+        asked = compiler.get_compile_options(1, len(devices))
     replicas, partitions = asked.num_replicas, asked.num_partitions
     if replicas * partitions != len(devices) or replicas < 1:
         raise CompileError(
@@ -186,8 +194,7 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
             raise CompileError(
                 f"the compiler option {name!r} is not allowed on workers; leave it out"
             )
-    options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = replicas, partitions
+    options = compiler.get_compile_options(replicas, partitions)
     options.env_option_overrides = asked.env_option_overrides
     build, asked_build = options.executable_build_options, asked.executable_build_options
     build.num_replicas, build.num_partitions = replicas, partitions
@@ -197,7 +204,7 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
         setattr(build.debug_options, name, getattr(asked_build.debug_options, name))
     ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
     options.device_assignment = xla_client.DeviceAssignment.create(ids)
-    if devices[0].platform != "cpu":
+    if not platform_of(devices[0].platform).is_host:
         # Otherwise the hosts of a gang would wait for one another while they compile; but clients ask
         # them in any order.
         options.env_option_overrides = [
@@ -286,7 +293,7 @@ def _check(facts: Facts, computation: Computation, own_memory: str) -> None:
                 f"result {index} of the compiled function lies in the memory {one.memory_kind!r}, not "
                 f"{spec.memory or own_memory!r} as its call says; compile it again"
             )
-    if facts.donated != computation.donated:
+    if facts.donated != tuple(sorted(computation.donated)):
         raise CompileError(
             f"the compiled function takes the buffers of its arguments {facts.donated}, not "
             f"{computation.donated} as its call says; compile it again"

@@ -1,10 +1,10 @@
-"""Refuses code of clients that could do harm on a host, or is not what its call says.
+"""Refuses code of clients that could do harm on a host.
 
 StableHLO is not a sandbox: a `custom_call` may name any function that is linked into the worker,
 also the one that calls Python objects by address. So only listed targets are compiled, with the
 reasons in `docs/internals/compiling.md`: linear algebra, whose shapes are checked here
 (`pw.devices.jax.kernels`); kernels that check their shapes themselves; and the markers that the
-partitioner or the compiler replaces. Code with effects, or with a channel to the host, is refused.
+partitioner or the compiler replaces. Code with a channel to the host is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import jax.export
 from jaxlib.mlir import ir
 
 from pw.core.errors import CompileError
-from pw.core.programs.program import Computation
 from pw.devices.jax import kernels
 
 _CHOICES = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
@@ -45,29 +43,7 @@ class Vetted(NamedTuple):
     """It calls LAPACK, which the process that runs it has to find first."""
 
 
-def vet_export(exported: jax.export.Exported, computation: Computation) -> None:
-    """Raise CompileError unless `exported` is what `computation` says, and has no effects."""
-    if exported.ordered_effects or exported.unordered_effects:
-        raise CompileError(
-            "the function has side effects; callbacks and prints cannot run on a worker. Return what is to be "
-            "seen, and print it in this process"
-        )
-    for what, avals, specs in (
-        ("arguments", exported.in_avals, computation.inputs),
-        ("results", exported.out_avals, computation.outputs),
-    ):
-        found = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
-        wanted = [(spec.shape, spec.dtype) for spec in specs]
-        if found != wanted:
-            raise CompileError(
-                f"the {what} of the compiled function are {found}, not {wanted} as its call says; "
-                "make the pw.jit function anew"
-            )
-    if beyond := [at for at in computation.donated if not 0 <= at < len(computation.inputs)]:
-        raise CompileError(f"the arguments {beyond} are donated, and there are none of that number")
-
-
-def vet_module(module: Any, more_targets: Collection[str] = ()) -> Vetted:
+def vet(module: Any, more_targets: Collection[str] = ()) -> Vetted:
     """Raise CompileError if a StableHLO module calls native functions that are not listed, or its host.
 
     Args:

@@ -40,6 +40,7 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
+from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
 from pw.sched.cluster.slices import MOVE_S, Slices, WaitedEnough
@@ -301,7 +302,7 @@ class Epochs(Part):
             island.epoch,
             hosts,
             min(limits) if limits else None,
-            island.platform == "cpu",
+            platform_of(island.platform).is_host,
         )
         self.env.send(CONTROL, formed)
         self.slices.bind_again(island)

@@ -102,6 +102,6 @@ def sites_of(message: InstallProgram) -> dict[int, frozenset[Hashable]]:
             computation = message.body.computations[number]
             placement = computation.placement
             devices = bindings[placement.slice].located(placement)
-            found.update({d.host for d in devices} if computation.is_python else devices)
+            found.update({d.host for d in devices} if computation.traits.is_python else devices)
         sites[segment] = frozenset(found or hosts[segment])
     return sites

@@ -20,7 +20,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from pw.core.errors import CompileError
-from pw.core.programs.program import Kind
 from pw.core.programs.stablehlo import Stablehlo, decode, encode
 from pw.core.sharding import DeviceAddress
 from pw.devices.jax import modules
@@ -81,7 +80,7 @@ def _examined(is_module: bool) -> Iterator[Run]:
     def run(data: bytes) -> None:
         code = Stablehlo(data, _options()[0]) if is_module else Stablehlo(_module(), data)
         artifact = encode(code)
-        order = Order(Kind.STABLEHLO, artifact, (DeviceAddress("h", 0),))
+        order = Order(artifact, (DeviceAddress("h", 0),))
         processes.wait_for(1, "f", hashlib.sha256(artifact).digest(), order)
         modules.options_of(code.options, jax.devices()[:1])
 

@@ -26,6 +26,7 @@ from pw.client.trace.joined.module import CannotCut, Flat, prepare
 from pw.client.trace.joined.moving import divided
 from pw.client.trace.joined.sums import Sums
 from pw.client.trace.joined.writing import Parts, Writer, Written
+from pw.client.trace.stablehlo import parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
 
@@ -185,17 +186,16 @@ def _cut(
     made: Made, name: str, mesh: Mesh, explicit: int, donated: tuple[int, ...]
 ) -> JoinedTraced:
     crossing = str(mesh.crossing)
-    module: Any = made.exported.mlir_module(serialized=False)
-    flat = prepare(module, crossing, len(mesh.parts))
+    flat = prepare(parsed(made.module), crossing, len(mesh.parts))
     sums = Sums(flat)
     local = Localizer(flat, sums.masked)
     flat.main.verify()
     cut = Cut(flat, sums.reduced, [local.island])
-    writer = Writer(made.exported, flat, cut, sums.reduced, mesh.parts[0], name)
-    # The module has only the arguments that are used, and then the number of the island.
-    kept = (*made.exported.module_kept_var_idx, len(made.inputs))
-    names: dict[Any, int] = dict(zip(cut.arguments, kept, strict=True))
-    free = len(made.inputs) + 1
+    writer = Writer(flat, cut, sums.reduced, mesh.parts[0], name)
+    # The last argument is the number of the island.
+    names: dict[Any, int] = {value: at for at, value in enumerate(cut.arguments)}
+    free = len(names)
+    last_uses = _last_uses(cut, {cut.arguments[number] for number in donated})
     results = [0] * len(cut.results)
     written: list[tuple[Piece, Written, tuple[int, ...]]] = []
     for at, piece in enumerate(cut.pieces):
@@ -205,13 +205,13 @@ def _cut(
         for position in piece.results:
             results[position] = names.setdefault(("result", position), free + len(names))
             outputs.append(results[position])
-        written.append((piece, writer.write(piece, at), tuple(outputs)))
-    given = _last_uses(cut, {value for value, number in names.items() if number in donated})
+        donates = sorted(position for where, position in last_uses.values() if where == at)
+        written.append((piece, writer.write(piece, at, tuple(donates)), tuple(outputs)))
     steps, buckets, adders = [], {}, {}
     for at, (piece, code, made_by) in enumerate(written):
         steps.append(
             _Step(
-                tuple(code.on(part, given.get(at, ())) for part in mesh.parts),
+                tuple(map(code.on, mesh.parts)),
                 tuple(names[value] for value in piece.inputs),
                 tuple(bucket.index for bucket in piece.sums),
                 made_by,
@@ -243,7 +243,7 @@ def _cut(
         tuple(buckets[index] for index in sorted(buckets)),
         adders,
         names[local.island],
-        tuple(number for number in donated if number not in kept),
+        tuple(number for number in donated if cut.arguments[number] not in last_uses),
         tuple(results),
     )
 
@@ -267,17 +267,14 @@ def _result_type(
     return type_.with_sharding(sharding)
 
 
-def _last_uses(cut: Cut, donated: set[Any]) -> dict[int, tuple[int, ...]]:
-    """Return, for each piece, the positions of the donated arguments that no later piece uses."""
-    last: dict[Any, tuple[int, int]] = {}
-    for at, piece in enumerate(cut.pieces):
-        for position, value in enumerate(piece.inputs):
-            if value in donated:
-                last[value] = (at, position)
-    found: dict[int, tuple[int, ...]] = {}
-    for at, position in last.values():
-        found[at] = (*found.get(at, ()), position)
-    return found
+def _last_uses(cut: Cut, donated: set[Any]) -> dict[Any, tuple[int, int]]:
+    """Return the last piece that uses each donated argument, and the position of the argument there."""
+    return {
+        value: (at, position)
+        for at, piece in enumerate(cut.pieces)
+        for position, value in enumerate(piece.inputs)
+        if value in donated
+    }
 
 
 def _adder(

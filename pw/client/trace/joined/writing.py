@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.export
-import ml_dtypes
 import numpy as np
-from jax._src.export._export import _module_to_bytecode  # what `jax.export` makes portable with
 from jax._src.interpreters import mlir
 from jax.extend.mlir import ir, passmanager
 from jax.sharding import PartitionSpec
@@ -24,13 +19,16 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.export import Traced
 from pw.client.trace.joined.cutting import Bucket, Cut, Piece, elements_of, used_by
 from pw.client.trace.joined.module import INNER, Flat, replace_operands, walk, zeros_of
+from pw.client.trace.stablehlo import SHARDING, add_attributes, donors, portable, sharding_of
+from pw.core.dtypes import BY_MLIR
 from pw.core.errors import ShardingError
 from pw.core.programs.program import Computation
+from pw.core.programs.stablehlo import Stablehlo, encode
+from pw.core.sharding import dtype_of
 
 WHOLE_BYTES = 64 << 10
 """Buckets up to this size are added on every island: one transfer takes less time than two."""
 
-_SHARDING = "sdy.sharding"
 _REDUCES = ("sdy.all_reduce", "stablehlo.all_reduce")
 
 
@@ -51,8 +49,9 @@ class Written(NamedTuple):
     inputs: list[tuple[Any, PartitionSpec]]
     """Aval and inner spec of each argument: values, then the parts of sums."""
     outputs: list[tuple[Any, PartitionSpec]]
+    donated: tuple[int, ...]
 
-    def on(self, mesh: Mesh, donated: Sequence[int]) -> Traced:
+    def on(self, mesh: Mesh) -> Traced:
         """Return the computation of the piece on an island."""
         inputs = [_type_on(mesh, *said) for said in self.inputs]
         outputs = [_type_on(mesh, *said) for said in self.outputs]
@@ -62,7 +61,7 @@ class Written(NamedTuple):
             mesh.placement,
             tuple(type_.spec for type_ in inputs),
             tuple(type_.spec for type_ in outputs),
-            tuple(donated),
+            self.donated,
         )
         return Traced(computation, self.artifact, mesh, tuple(inputs), (), tuple(outputs), None)
 
@@ -76,14 +75,12 @@ class Writer:
 
     def __init__(
         self,
-        exported: jax.export.Exported,
         flat: Flat,
         cut: Cut,
         reduced: dict[Any, str],
         mesh: Mesh,
         name: str,
     ) -> None:
-        self._exported = exported
         self._flat = flat
         self._cut = cut
         self._reduced = reduced
@@ -94,7 +91,7 @@ class Writer:
 
     def parts(self, bucket: Bucket) -> Parts:
         """Return how a bucket travels."""
-        dtype = dtype_of(bucket.element)
+        dtype = _dtype_of(bucket.element)
         count = 1 if bucket.elements * dtype.itemsize <= WHOLE_BYTES else self._flat.islands
         each = -(-bucket.elements // count)
         return Parts(count, -(-each // self._mesh.size) * self._mesh.size, dtype)
@@ -105,8 +102,8 @@ class Writer:
         axes = self._mesh.axis_names if self._is_split else None
         return jax.core.ShapedArray((parts.elements,), parts.dtype), PartitionSpec(axes)
 
-    def write(self, piece: Piece, at: int) -> Written:
-        """Export a piece.
+    def write(self, piece: Piece, at: int, donated: tuple[int, ...]) -> Written:
+        """Export a piece that takes the buffers of the donated arguments.
 
         Its arguments are `piece.inputs`, then the parts of each bucket of `piece.sums`. Its results are
         `piece.outputs`, the function's results at `piece.results`, and the parts of `piece.makes`.
@@ -125,30 +122,11 @@ class Writer:
             if len(self._cut.pieces) == 1
             else f"{self._name} ({at + 1} of {len(self._cut.pieces)})"
         )
-        module = self._module(piece, inputs, outputs)
+        module = self._module(piece, inputs, outputs, donated)
         # Equal code has equal artifacts, wherever it is in a script.
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
-        shardings = [
-            tuple(NamedSharding(self._mesh, spec).abstract() for _, spec in said)
-            for said in (inputs, outputs)
-        ]
-        avals = [tuple(aval for aval, _ in said) for said in (inputs, outputs)]
-        exported = dataclasses.replace(
-            self._exported,
-            in_tree=jax.tree_util.tree_structure((avals[0], {})),
-            out_tree=jax.tree_util.tree_structure(list(avals[1])),
-            in_avals=avals[0],
-            out_avals=avals[1],
-            _in_named_shardings=shardings[0],
-            _out_named_shardings=shardings[1],
-            in_shardings_hlo=(None,) * len(inputs),
-            out_shardings_hlo=(None,) * len(outputs),
-            nr_devices=self._mesh.size,
-            module_kept_var_idx=tuple(range(len(inputs))),
-            mlir_module_serialized=_module_to_bytecode(module),
-            _get_vjp=None,
-        )
-        return Written(name, bytes(exported.serialize()), inputs, outputs)
+        artifact = encode(Stablehlo(portable(module)))
+        return Written(name, artifact, inputs, outputs, donated)
 
     # --- specs ------------------------------------------------------------------------------------
 
@@ -168,12 +146,14 @@ class Writer:
 
     def _spec(self, value: Any, inner: str, index: int) -> tuple[Any, PartitionSpec]:
         type_ = ir.RankedTensorType(value.type)
-        aval = jax.core.ShapedArray(tuple(type_.shape), dtype_of(type_.element_type))
+        aval = jax.core.ShapedArray(tuple(type_.shape), _dtype_of(type_.element_type))
         return aval, inner_spec(inner, index, self._mesh, tuple(type_.shape))
 
     # --- code -------------------------------------------------------------------------------------
 
-    def _module(self, piece: Piece, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def _module(
+        self, piece: Piece, inputs: Sequence[Any], outputs: Sequence[Any], donated: Sequence[int]
+    ) -> Any:
         axes = ", ".join(f'"{name}"={size}' for name, size in self._mesh.shape.items())
         meshes = {"mesh": f"<[{axes}]>"} | self._flat.meshes if self._is_split else {}
         said = "\n".join(f"sdy.mesh @{name} = {mesh}" for name, mesh in meshes.items())
@@ -187,9 +167,6 @@ class Writer:
             "sym_visibility": ir.StringAttr.get("public"),
             "function_type": ir.TypeAttr.get(ir.FunctionType.get(*types)),
         }
-        if self._is_split:
-            attributes["arg_attrs"] = _attributes(inputs)
-            attributes["res_attrs"] = _attributes(outputs)
         location = self._flat.main.location
         function = ir.Operation.create(
             "func.func",
@@ -198,6 +175,10 @@ class Writer:
             loc=location,
             ip=ir.InsertionPoint(module.body),
         )
+        if self._is_split:
+            add_attributes(function, "arg_attrs", len(inputs), _shardings(inputs))
+            add_attributes(function, "res_attrs", len(outputs), _shardings(outputs))
+        add_attributes(function, "arg_attrs", len(inputs), donors(donated))
         block = ir.Block.create_at_start(function.regions[0], types[0], [location] * len(inputs))
         self._body(piece, block)
         return module
@@ -248,11 +229,11 @@ class Writer:
         Not where it has several results: XLA simplifies loops before it reads shardings, and drops results.
         """
         attributes = one.attributes
-        if _SHARDING in attributes:
-            del attributes[_SHARDING]
+        if SHARDING in attributes:
+            del attributes[SHARDING]
         if INNER in attributes:
             if self._is_split and len(one.results) == 1 and one.name != "stablehlo.while":
-                attributes[_SHARDING] = ir.Attribute.parse(ir.StringAttr(attributes[INNER]).value)
+                attributes[SHARDING] = ir.Attribute.parse(ir.StringAttr(attributes[INNER]).value)
             del attributes[INNER]
 
     def _packed(self, bucket: Bucket, values: Sequence[Any], end: Any) -> list[Any]:
@@ -323,18 +304,14 @@ def inner_spec(said: str, index: int, mesh: Mesh, shape: tuple[int, ...]) -> Par
     return spec
 
 
-def _attributes(said: Sequence[tuple[Any, PartitionSpec]]) -> Any:
+def _shardings(said: Sequence[tuple[Any, PartitionSpec]]) -> dict[int, dict[str, Any]]:
     """Return the attributes of arguments or results with these specs."""
-    described = []
-    for aval, spec in said:
-        entries = []
-        for at in range(aval.ndim):
-            entry = spec[at] if at < len(spec) else None
-            names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-            entries.append("{" + ", ".join(f'"{name}"' for name in names) + "}")
-        sharding = ir.Attribute.parse(f"#sdy.sharding<@mesh, [{', '.join(entries)}]>")
-        described.append(ir.DictAttr.get({_SHARDING: sharding}))
-    return ir.ArrayAttr.get(described)
+    described = {}
+    for at, (aval, spec) in enumerate(said):
+        entries = [*spec, *([None] * (aval.ndim - len(spec)))]
+        axes = [(one,) if isinstance(one, str) else one or () for one in entries]
+        described[at] = {SHARDING: sharding_of("mesh", axes)}
+    return described
 
 
 def _tensor(aval: Any) -> Any:
@@ -345,25 +322,6 @@ def _line(type_: Any, elements: int) -> Any:
     return ir.RankedTensorType.get([elements], ir.RankedTensorType(type_).element_type)
 
 
-def dtype_of(element: Any) -> np.dtype[Any]:
+def _dtype_of(element: Any) -> np.dtype[Any]:
     """Return the dtype of an element type in MLIR."""
-    return _dtypes()[str(element)]
-
-
-@cache
-def _dtypes() -> dict[str, np.dtype[Any]]:
-    plain = "bool float16 float32 float64 complex64 complex128"
-    plain += "".join(f" {sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-    small = [
-        name for name in dir(ml_dtypes) if re.fullmatch(r"bfloat16|float\d+_\w+|u?int[24]", name)
-    ]
-    dtypes = [np.dtype(name) for name in plain.split()]
-    dtypes += [np.dtype(getattr(ml_dtypes, name)) for name in small]
-    found: dict[str, np.dtype[Any]] = {}
-    with mlir.make_ir_context():
-        for dtype in dtypes:
-            try:
-                found[str(mlir.dtype_to_ir_type(dtype))] = dtype
-            except TypeError:  # one that JAX does not know
-                continue
-    return found
+    return dtype_of(BY_MLIR[str(element)])

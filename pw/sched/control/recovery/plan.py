@@ -99,7 +99,7 @@ def plan_recovery(
             plan.lost[array] = _lost(origin, cause, _GIVER_GONE)
         elif origin.maker is None:
             plan.uploads.append(array)
-        elif not all(c.is_repeatable for c in origin.maker.program.body.computations):
+        elif not all(c.traits.is_repeatable for c in origin.maker.program.body.computations):
             plan.lost[array] = _lost(origin, cause, _IMPURE)
         elif origin.maker.in_vain(now_s):
             plan.lost[array] = _lost(origin, cause, _IN_VAIN)

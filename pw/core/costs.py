@@ -72,15 +72,7 @@ SIMULATED = CPU._replace(
 )
 """Slow, so that simulated programs, whose arrays are small, go all ways."""
 
-COSTS: dict[str, Costs] = {"cpu": CPU, "": CPU, "sim": SIMULATED}
-"""By the platform of an island; all others are accelerators."""
-
 RUNS = 100
 """How often a program with computations is run, to divide what it costs to compile a re-shard."""
 MOVES = 4
 """How often a program is run that only moves arrays, as those of `pw.put`."""
-
-
-def costs_of(platform: str) -> Costs:
-    """Return the costs on the islands of a platform."""
-    return COSTS.get(platform, ACCELERATOR)

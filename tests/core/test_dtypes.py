@@ -1,0 +1,20 @@
+"""The table of dtypes says what numpy and JAX say."""
+
+from __future__ import annotations
+
+import pytest
+from jax._src.interpreters import mlir
+
+from pw.core.dtypes import BY_MLIR, BY_XLA, DTYPES
+from pw.core.sharding import dtype_of
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_each_dtype_has_the_names_that_the_others_use(name: str) -> None:
+    dtype = DTYPES[name]
+    assert dtype_of(name).name == name
+    assert BY_MLIR[dtype.mlir] == name
+    assert not dtype.xla or BY_XLA[dtype.xla] == name
+    with mlir.make_ir_context():
+        if name not in ("int1", "uint1"):  # JAX has none
+            assert str(mlir.dtype_to_ir_type(dtype_of(name))) == dtype.mlir
