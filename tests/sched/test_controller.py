@@ -10,7 +10,7 @@ import pytest
 
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, Address, executor_of, session_of
+from pw.core.ids import CONTROL, Address, executor_of
 from pw.core.messages import (
     Attach,
     CreateArray,
@@ -30,6 +30,7 @@ from pw.core.messages import (
     Upload,
     Uploaded,
 )
+from pw.core.messages.checks import beyond_bounds
 from pw.core.programs.program import Node, Output, Program, Value
 from pw.sched.control import uploads
 from pw.sched.control.runs import CREDITS_S
@@ -270,7 +271,7 @@ def test_a_program_that_donates_what_it_does_not_take_fails_its_runs() -> None:
     client = stage.client
     body = chain([stage.spec], donated=(-100,))
     (y,) = client.run(client.program(body), X)
-    assert stage.failure(y).kind == "ProtocolError"
+    assert stage.failure(y).kind == "ArgumentError"
     stage.check_idle()
 
 
@@ -496,11 +497,10 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_share_that_is_not_one_is_refused(share: float) -> None:
-    stage = Stage()
-    stage.world.post(session_of("odd"), CONTROL, Attach("odd", share, 0))
-    stage.world.settle()
-    (evicted,) = [m for m in stage.world.to(session_of("odd")) if isinstance(m, Evicted)]
-    assert "share" in evicted.reason
+    error = beyond_bounds(Attach("odd", share, 0))
+    assert error is not None
+    assert error.kind == "ArgumentError"
+    assert "`share`" in error.message
 
 
 def test_answers_of_an_old_epoch_are_dropped() -> None:

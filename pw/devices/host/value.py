@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
-
-if TYPE_CHECKING:
-    from pw.devices.host.backend import Read, Watch
 
 
 class State(StrEnum):
@@ -112,8 +109,8 @@ class Value:
         """Serial number of the record of its computation; 0 if no timeline has one."""
         self.building: Building | None = None
         """Tells when the thread that makes it has ended; None if it is made in the order of ops."""
-        self.questions: deque[Watch | Read] | None = None
-        """Ops that are answered when it is made."""
+        self.questions: deque[Any] | None = None
+        """Ops of the backend that are answered when it is made."""
         self.reads_begun = 0
         """Number of reads that have begun: their views may alias the buffers."""
         self.reads_ended = 0
@@ -184,7 +181,7 @@ class Value:
         """Let the buffers be donated again: a view is a copy, or the backend sees it. Under a lock."""
         self.reads_ended += 1
 
-    def ask(self, question: Watch | Read) -> None:
+    def ask(self, question: object) -> None:
         """Keep a question until the value is made. Under a lock."""
         if self.questions is None:
             self.questions = deque()
