@@ -63,7 +63,7 @@ class Stage:
         self.right: Recorder = self.b.add("session", Recorder)
 
     def node(self, name: str, incarnation: int = 1) -> SimNode:
-        node = SimNode(self.world, name, incarnation, name, 1.0, lambda peer: 3.0)
+        node = SimNode(self.world, name, incarnation, name)
         for other in "ab":
             node.network.introduce(other, other)
         return node
@@ -146,8 +146,7 @@ def test_a_newer_incarnation_ends_the_link() -> None:
     stage = Stage()
     stage.send(1)
     stage.run(0.01)
-    stage.a.die()
-    stage.a.network.vanish(seen=False)
+    stage.a.die(seen=False)
     newer = stage.node("a", 2).add("session", Recorder)
     newer.env.send(Address("b", "session"), Ready(2))
     stage.run(0.1)
@@ -175,7 +174,7 @@ def test_a_transfer_arrives_once_or_fails() -> None:
     gone = target.land(8, take)
     stage.run(1.0)
     assert (got, ends) == ([bytes((0, 0, 0, 1, 2, 3, 0, 0))], [None])
-    stage.b.die()
+    stage.b.die(seen=False)
     source.push(gone, [(0, data)], ends.append)
     stage.run(1.0)
     assert str(ends[-1]) == "b is gone"

@@ -39,11 +39,10 @@ from pw.transport.access.unix import is_trusted
 from pw.transport.endpoints import CHUNKS_PREAMBLE, SocketAddress, is_here, is_numeric, look_up
 from pw.transport.links import nearby
 from pw.transport.links.codec import MAX_FRAME_BYTES
+from pw.transport.links.interface import LOST
 from pw.transport.links.wire import TlsWire, Wire
 from pw.transport.links.zmtp import Refusal, Zmtp, ZmtpError
 
-LOST = "connection lost"
-"""The reason when the peer's process has ended."""
 HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
@@ -53,16 +52,16 @@ _READS_AT_ONCE = 200
 class Owner(Protocol):
     """The network that made a connection."""
 
-    def received(self, connection: Connection, parts: list[bytes]) -> None:
+    def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
         """A message has come."""
 
-    def ended(self, connection: Connection, reason: str) -> None:
+    def ended(self, connection: StreamConnection, reason: str) -> None:
         """The connection has been closed by the peer, or the kernel."""
 
-    def refused(self, connection: Connection, reason: str) -> None:
+    def refused(self, connection: StreamConnection, reason: str) -> None:
         """The connection has closed, because one end refuses the other."""
 
-    def turn_away(self, connection: Connection) -> None:
+    def turn_away(self, connection: StreamConnection) -> None:
         """Forget an accepted connection that is for chunks; it has closed."""
 
     @property
@@ -75,7 +74,7 @@ def _words(error: BaseException) -> str:
     return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
 
 
-class Connection:
+class StreamConnection:
     """Sends and receives whole messages without ever blocking.
 
     Args:

@@ -17,7 +17,7 @@ from pw.transport.access.security import NO_CREDENTIALS, Security
 from pw.transport.access.tls import plain_alert
 from pw.transport.endpoints import is_off_loopback, is_on_loopback
 from pw.transport.links.admission import Access
-from pw.transport.links.connection import Connection
+from pw.transport.links.connection import StreamConnection
 from pw.transport.log import Warnings
 
 Stranger = TypeVar("Stranger")
@@ -32,10 +32,10 @@ class Network(Protocol):
     name: str
     endpoint: str
 
-    def admit(self, accepted: socket.socket) -> Connection:
+    def accept(self, accepted: socket.socket) -> StreamConnection:
         """Begin a connection."""
 
-    def turn_away(self, connection: Connection) -> None:
+    def turn_away(self, connection: StreamConnection) -> None:
         """Drop a connection that has not greeted, and say nothing."""
 
     def count(self, counter: str) -> None:
@@ -52,14 +52,14 @@ class Entrance:
         self._access = access
         self._security = security
         self._warnings = warnings
-        self._strangers: dict[Connection, str] = {}
+        self._strangers: dict[StreamConnection, str] = {}
 
     def accepted(self, connection: socket.socket) -> None:
         """A process of this user, or one over tcp, has dialled."""
         if connection.family == socket.AF_UNIX:
-            self._network.admit(connection)
+            self._network.accept(connection)
         elif self._security.takes_tcp:
-            self._make_room(self._network.admit(connection))
+            self._make_room(self._network.accept(connection))
         else:
             peer = "tcp"
             with contextlib.suppress(OSError):  # the dialler is gone
@@ -99,7 +99,7 @@ class Entrance:
         event = "cannot accept connections"
         self._warnings.once("accept", event, self._network.name, reason=error)
 
-    def _make_room(self, new: Connection) -> None:
+    def _make_room(self, new: StreamConnection) -> None:
         """Count a new stranger, and drop the oldest if there are too many."""
         strangers, host = self._strangers, new.peer.rpartition(":")[0]
         if len(strangers) >= STRANGERS_OF_ADDRESS:
