@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -72,7 +71,7 @@ class ModelledHost:
     def turn_away(self, connection: StreamConnection) -> None:
         """Never called: this host listens nowhere."""
 
-    take_chunks = staticmethod(socket.socket.close)
+    take_chunks = staticmethod(lambda stream, head: stream.close())
 
     def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
         """Answer the messages of a frame."""

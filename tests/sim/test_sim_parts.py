@@ -154,6 +154,48 @@ def test_a_newer_incarnation_ends_the_link() -> None:
     assert stage.right.numbers == [1, 2]
 
 
+def test_nodes_that_dial_each_other_at_once_have_one_link() -> None:
+    stage = Stage()
+    for number in range(10):
+        stage.send(number)
+        stage.right.env.send(Address("a", "session"), Ready(number))
+    stage.run(20.0)
+    assert stage.left.numbers == stage.right.numbers == list(range(10))
+    assert stage.left.lost == stage.right.lost == []
+
+
+def test_a_process_that_ends_is_lost_at_once_and_after_its_last_words() -> None:
+    stage = Stage()
+    stage.send(1)
+    stage.run(0.01)
+    stage.send(2)
+    stage.a.close()
+    stage.run(0.01)
+    assert stage.right.numbers == [1, 2]
+    assert stage.right.lost == [("a", "closed")]
+
+
+def test_a_machine_that_dies_is_noticed_by_its_silence() -> None:
+    stage = Stage()
+    stage.send(1)
+    stage.run(0.01)
+    stage.a.die(seen=False)
+    stage.run(2.0)
+    assert not stage.right.lost
+    stage.run(4.0)
+    assert stage.right.lost == [("a", "silent for 3 s")]
+
+
+def test_a_peer_that_is_not_there_is_lost_in_time() -> None:
+    stage = Stage()
+    stage.b.die(seen=False)
+    stage.send(1)
+    stage.run(7.0)
+    assert not stage.left.lost
+    stage.run(3.0)
+    assert stage.left.lost == [("b", "could not be reached at b")]
+
+
 def test_clocks_run_as_they_like() -> None:
     stage = Stage()
     stage.b.clock_rate, stage.b.clock_offset_s = 2.0, 100.0

@@ -11,12 +11,10 @@ one link what missing heartbeats and the ticks of its node would do.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from pw.core.messages import Hello
-from pw.core.messages.roles import CLIENT_PREFIX
+from pw.core.messages.roles import Role, role_of
 from pw.testing.sim.world import World
-from pw.transport.access.identity import Identity
 from pw.transport.links import codec
 from pw.transport.links.admission import Access
 from pw.transport.links.interface import LOST, Connection, Mailroom
@@ -26,46 +24,49 @@ from pw.transport.links.links import UNNUMBERED, Links
 CONNECT_S = 8.0
 HEARTBEAT_S = 1.0
 HOST_SILENCE_S = 3.0
-CLIENT_SILENCE_S = 10.0
+SILENCE_S = 10.0
 LATENCY_S = 60e-6
 RETRY_S = 0.1
 """How often a node dials an endpoint again where no process listens."""
 
 
-@dataclass(slots=True, eq=False)
-class SimConnection:
-    """One end of a connection (see `pw.transport.links.interface.Connection`)."""
+class SimConnection(Connection):
+    """One end of a connection.
 
-    network: SimNetwork
-    node: str
-    """The node at the other end."""
-    endpoint: str = ""
-    """Where it has dialled; empty if it was accepted."""
-    other: SimConnection | None = None
-    """The other end; None while it dials."""
-    closed: bool = False
-    held: bool = False
-    is_silent: bool = False
-    """Whether heartbeats of the peer were missing at the last probe."""
-    last_s: float = 0.0
-    """When the last frame that was sent here arrives."""
-    early: list[bytes] = field(default_factory=list)
-    """Frames that wait until another process has accepted the connection."""
-    unread: deque[bytes | None] = field(default_factory=deque)
-    """What has come since this end is held; None for the end of the connection."""
-    heard_s: float = 0.0
-    identity: Identity | None = None
-    peer: str = "simulated"
-    trouble: str = ""
-    is_local: bool = False
-    is_waiting: bool = False
-    waiting_bytes: int = 0
-    finds_no_peer: bool = False
+    Args:
+        network: of this end.
+        node: the node at the other end.
+        endpoint: where this end dials; empty for an end that was accepted.
+        other: the other end; None until it accepts.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a process has accepted the connection."""
-        return self.other is not None
+    def __init__(
+        self,
+        network: SimNetwork,
+        node: str,
+        endpoint: str = "",
+        other: SimConnection | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.node = node
+        self.endpoint = endpoint
+        self.other = other
+        self.is_open = other is not None
+        self.is_silent = False
+        """Whether heartbeats of the peer were missing at the last probe."""
+        self.last_s = 0.0
+        """When the last frame that was sent here arrives."""
+        self.early: list[bytes] = []
+        """Frames that wait until another process has accepted the connection."""
+        self.unread: deque[bytes | None] = deque()
+        """What has come since this end is held; None for the end of the connection."""
+
+    def accepted(self, other: SimConnection) -> None:
+        """Send what waits: another process has accepted the connection."""
+        self.other, self.is_open = other, True
+        for frame in self.early:
+            self.network.transmit(self, other, frame)
 
     def send(self, frame: bytes) -> bool:
         """Send a frame, or keep it until the connection is accepted."""
@@ -74,10 +75,6 @@ class SimConnection:
         else:
             self.network.transmit(self, self.other, frame)
         return True
-
-    def receive(self) -> bool:
-        """Nothing more has come: frames are received when they arrive."""
-        return False
 
     def hold(self) -> None:
         """Receive nothing until `resume`."""
@@ -120,13 +117,13 @@ class SimNetwork(Links):
     """A node's links to all others, on virtual time."""
 
     def __init__(self, world: World, name: str, incarnation: int, endpoint: str) -> None:
-        own_silence_s = 0.0 if name.startswith(CLIENT_PREFIX) else HOST_SILENCE_S
+        own_silence_s = HOST_SILENCE_S if role_of(name) is Role.WORKER else 0.0
         super().__init__(
             Hello(1, "sim", "sim", name, incarnation, own_silence_s),
             Access(name, None),
             lambda: world.now_s,
             heartbeat_s=HEARTBEAT_S,
-            silence_s=CLIENT_SILENCE_S,
+            silence_s=SILENCE_S,
             connect_s=CONNECT_S,
         )
         self.endpoint = endpoint
@@ -156,7 +153,9 @@ class SimNetwork(Links):
                 delay_s = random.uniform(0.0, 0.005)
                 self._world.after(delay_s, self._arrive, connection.other, None)
         for peer in self.links:
-            self._probed_by(peer, random.uniform(0.0, HEARTBEAT_S))
+            if (there := self._world.nodes.get(peer)) is not None:
+                delay_s = random.uniform(0.0, HEARTBEAT_S)
+                self._world.after(delay_s, there.network.probe, self.name)
         self.links.clear()
         self.connections.clear()
         self._unlisten()
@@ -184,11 +183,9 @@ class SimNetwork(Links):
         if until_s or there is None:
             world.at(until_s or world.now_s + RETRY_S, self._dial_again, connection)
             return
-        connection.other = SimConnection(there.network, self.name, other=connection)
-        there.network.admit(connection.other)
-        early, connection.early = connection.early, []
-        for frame in early:
-            self.transmit(connection, connection.other, frame)
+        other = SimConnection(there.network, self.name, other=connection)
+        there.network.admit(other)
+        connection.accepted(other)
 
     def transmit(self, end: SimConnection, other: SimConnection, frame: bytes | None) -> None:
         """Send a frame, or the end of a connection: late, lost or doubled as the link's stream says."""
@@ -239,11 +236,6 @@ class SimNetwork(Links):
     def _open(self, link: Link, source: Connection, hello: Hello) -> None:
         super()._open(link, source, hello)
         self._world.after(HEARTBEAT_S, self.probe, link.node)  # it may be silent already
-
-    def _probed_by(self, peer: str, delay_s: float) -> None:
-        there = self._world.nodes.get(peer)
-        if there is not None:
-            self._world.after(delay_s, there.network.probe, self.name)
 
     def probe(self, peer: str) -> None:
         """Take the heartbeats that a peer has sent, and look at its link; again while it is silent."""

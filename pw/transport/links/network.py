@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
 
+from pw.core.ids import CONTROLLER
 from pw.core.messages import Hello
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.security import Security
-from pw.transport.endpoints import SocketAddress, parse
+from pw.transport.endpoints import SocketAddress, is_off_loopback, is_on_loopback, parse
 from pw.transport.links.admission import Access
-from pw.transport.links.connection import StreamConnection
+from pw.transport.links.connection import StreamConnection, TakeChunks
 from pw.transport.links.entrance import Entrance
 from pw.transport.links.interface import LOST, Connection, Mailroom
 from pw.transport.links.link import Versions
 from pw.transport.links.links import Links
-from pw.transport.links.listening import Listening
 
 CLOSE_LINGER_S = 0.2
 
@@ -81,25 +80,29 @@ class StreamNetwork(Links):
         self._loop = loop
         self._security = Security(credentials, insecure)
         self._send_buffer_bytes = send_buffer_bytes
-        self._entrance = Entrance(self, access, self._security, self._warnings)
-        self._listening = None
+        self._entrance = None
         if bind:
-            self._listening = Listening(loop, self._entrance, bind, advertise, self._security)
-        self.endpoint = self._listening.endpoint if self._listening else ""
+            self._entrance = Entrance(
+                loop, self, bind, advertise, access, self._security, self._warnings
+            )
+        self.endpoint = self._entrance.endpoint if self._entrance else ""
         """Where others reach this node; empty if it does not listen."""
-        self.take_chunks: Callable[[socket.socket], None] = socket.socket.close
+        self.take_chunks: TakeChunks = lambda stream, head: stream.close()
+        """Takes connections that are for chunks: `BulkPlane.adopt`."""
         self._tick_handle: asyncio.TimerHandle | None = None
 
     def attach(self, node: Mailroom) -> None:
         """Deliver to this node from now on, and begin to listen."""
         super().attach(node)
-        if self._listening is not None:
-            self._listening.start()
+        if self._entrance is not None:
+            self._entrance.open()
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self.tick)
 
     def introduce(self, node: str, endpoint: str) -> None:
-        """Make `node` reachable at `endpoint`; a link is made when first needed."""
-        self._entrance.introduced(node, endpoint)
+        """Make `node` reachable; warn if a host of a cluster on several machines is so only on its own."""
+        if is_off_loopback(self.endpoint) and is_on_loopback(endpoint) and node != CONTROLLER:
+            words = "no other machine can dial this peer, unless it gets another --bind"
+            self._warnings.once(("loopback", node), words, node, endpoint=endpoint)
         super().introduce(node, endpoint)
 
     def connect(self, node: str, endpoint: str) -> StreamConnection:
@@ -119,13 +122,13 @@ class StreamNetwork(Links):
 
     def ended(self, connection: Connection, reason: str) -> None:
         """The peer, or the kernel, has closed a connection."""
-        if reason != LOST and self.connections.get(connection) is None:
+        if self._entrance and reason != LOST and self.connections.get(connection) is None:
             self._entrance.ended(reason)
         super().ended(connection, reason)
 
     def refused(self, connection: Connection, reason: str) -> None:
         """A connection has closed, because one end refuses the other."""
-        if self.connections.get(connection) is None:
+        if self._entrance and self.connections.get(connection) is None:
             self._entrance.refused(connection.peer, connection.identity, reason)
         super().refused(connection, reason)
 
@@ -139,5 +142,5 @@ class StreamNetwork(Links):
         super().close(linger_s)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        if self._listening is not None:
-            self._listening.close()
+        if self._entrance is not None:
+            self._entrance.close()
