@@ -23,7 +23,7 @@ from bench import measure, report
 from bench.sending_process import request
 from pw.transport.access.credentials import Credentials
 from pw.transport.bulk.plane import BulkPlane
-from pw.transport.endpoints import CHUNKS_PREAMBLE, parse
+from pw.transport.endpoints import parse
 
 TLS, PLAIN, CROWDED = "TLS", "plain tcp", "TLS, 400 strangers"
 SIZE_BYTES = 64 << 20
@@ -78,7 +78,7 @@ class Ends:
             for _ in range(STRANGERS):
                 connection = stack.enter_context(socket.socket(place.family))
                 connection.connect(place.address)
-                connection.send(CHUNKS_PREAMBLE + b"\x16\x03\x01")
+                connection.send(b"\x16\x03\x01")
             yield
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -30,7 +29,7 @@ from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport.endpoints import parse
 from pw.transport.links import codec
-from pw.transport.links.connection import Connection
+from pw.transport.links.connection import StreamConnection
 from pw.transport.links.link import Versions, incarnation
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node as ActorNode
@@ -55,7 +54,7 @@ class ModelledHost:
         self._sent = 0
         self._epoch = 0
         self._finished: list[messages.Finished] = []
-        self._connection = Connection(swarm.loop, self, parse(swarm.address))
+        self._connection = StreamConnection(swarm.loop, self, parse(swarm.address))
         self.send("", "", messages.Hello(*Versions.installed(), self.name, incarnation()))
 
     def send(self, receiver: str, sender: str, message: Any) -> None:
@@ -63,18 +62,18 @@ class ModelledHost:
         self._connection.send(codec.encode_frame(self._sent, [(receiver, sender, message)]))
         self._sent += 1
 
-    def ended(self, connection: Connection, reason: str) -> None:
+    def ended(self, connection: StreamConnection, reason: str) -> None:
         """Nothing to do: the benchmark ends the swarm too."""
 
-    def refused(self, connection: Connection, reason: str) -> None:
+    def refused(self, connection: StreamConnection, reason: str) -> None:
         """Never called: neither end has credentials."""
 
-    def turn_away(self, connection: Connection) -> None:
+    def turn_away(self, connection: StreamConnection) -> None:
         """Never called: this host listens nowhere."""
 
-    take_chunks = staticmethod(socket.socket.close)
+    take_chunks = staticmethod(lambda stream, head: stream.close())
 
-    def received(self, connection: Connection, parts: list[bytes]) -> None:
+    def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
         """Answer the messages of a frame."""
         if self.is_quiet:
             return

@@ -18,8 +18,10 @@ from typing import NamedTuple
 from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
-CHUNKS_PREAMBLE = b"pwbulk1\n"
-"""The first bytes of a connection for chunks, in clear. Those of a link never begin with a letter."""
+CHUNKS_MAGIC = b"pwc4"
+"""The first bytes that the dialler of a connection for chunks sends; those of a link are others."""
+CHUNKS_HEAD_BYTES = 32
+"""The size of the header that begins with them."""
 LOOPBACK = "127.0.0.1"
 PATH_BYTES = 107
 """The most bytes in the path of a unix socket."""

@@ -66,7 +66,7 @@ class Stage:
         self.right: Recorder = self.b.add("session", Recorder)
 
     def node(self, name: str, incarnation: int = 1) -> SimNode:
-        node = SimNode(self.world, name, incarnation, name, 1.0, lambda peer: 3.0)
+        node = SimNode(self.world, name, incarnation, name)
         for other in "ab":
             node.network.introduce(other, other)
         return node
@@ -149,13 +149,54 @@ def test_a_newer_incarnation_ends_the_link() -> None:
     stage = Stage()
     stage.send(1)
     stage.run(0.01)
-    stage.a.die()
-    stage.a.network.vanish(seen=False)
+    stage.a.die(seen=False)
     newer = stage.node("a", 2).add("session", Recorder)
     newer.env.send(Address("b", "session"), Ready(2))
     stage.run(0.1)
     assert stage.right.lost == [("a", "replaced by a newer incarnation")]
     assert stage.right.numbers == [1, 2]
+
+
+def test_nodes_that_dial_each_other_at_once_have_one_link() -> None:
+    stage = Stage()
+    for number in range(10):
+        stage.send(number)
+        stage.right.env.send(Address("a", "session"), Ready(number))
+    stage.run(20.0)
+    assert stage.left.numbers == stage.right.numbers == list(range(10))
+    assert stage.left.lost == stage.right.lost == []
+
+
+def test_a_process_that_ends_is_lost_at_once_and_after_its_last_words() -> None:
+    stage = Stage()
+    stage.send(1)
+    stage.run(0.01)
+    stage.send(2)
+    stage.a.close()
+    stage.run(0.01)
+    assert stage.right.numbers == [1, 2]
+    assert stage.right.lost == [("a", "closed")]
+
+
+def test_a_machine_that_dies_is_noticed_by_its_silence() -> None:
+    stage = Stage()
+    stage.send(1)
+    stage.run(0.01)
+    stage.a.die(seen=False)
+    stage.run(2.0)
+    assert not stage.right.lost
+    stage.run(4.0)
+    assert stage.right.lost == [("a", "silent for 3 s")]
+
+
+def test_a_peer_that_is_not_there_is_lost_in_time() -> None:
+    stage = Stage()
+    stage.b.die(seen=False)
+    stage.send(1)
+    stage.run(7.0)
+    assert not stage.left.lost
+    stage.run(3.0)
+    assert stage.left.lost == [("b", "could not be reached at b")]
 
 
 def test_clocks_run_as_they_like() -> None:
@@ -178,7 +219,7 @@ def test_a_transfer_arrives_once_or_fails() -> None:
     gone = target.land(8, take)
     stage.run(1.0)
     assert (got, ends) == ([bytes((0, 0, 0, 1, 2, 3, 0, 0))], [None])
-    stage.b.die()
+    stage.b.die(seen=False)
     source.push(gone, [(0, data)], ends.append)
     stage.run(1.0)
     assert str(ends[-1]) == "b is gone"

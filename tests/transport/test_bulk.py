@@ -34,7 +34,6 @@ from pw.transport.bulk import blocks, chunks, shared, shared_receiver, shared_se
 from pw.transport.bulk.blocks import BlockPool, size_class
 from pw.transport.bulk.pieces import cut, packed
 from pw.transport.bulk.plane import BulkPlane
-from pw.transport.endpoints import CHUNKS_PREAMBLE
 from tests.stages.cluster import authority
 
 WAIT_S = 20.0
@@ -511,7 +510,6 @@ async def stranger(landing: Landing) -> AsyncIterator[socket.socket]:
     with socket.socket() as connection:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
-        await asyncio.get_running_loop().sock_sendall(connection, CHUNKS_PREAMBLE)
         yield connection
 
 
@@ -625,7 +623,6 @@ class _Silent:
 
     async def accepted(self) -> socket.socket:
         connection, _ = await asyncio.get_running_loop().sock_accept(self.listener)
-        assert await _read(connection, len(CHUNKS_PREAMBLE)) == CHUNKS_PREAMBLE
         return connection
 
 

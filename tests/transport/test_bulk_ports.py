@@ -20,9 +20,9 @@ from pw.core.landing import Landing
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
-from pw.transport.bulk import chunk_entrance, chunk_receiver, chunk_sender, chunks
+from pw.transport.bulk import chunk_receiver, chunk_sender, chunks
 from pw.transport.bulk.plane import BulkPlane
-from pw.transport.endpoints import CHUNKS_PREAMBLE, parse
+from pw.transport.endpoints import parse
 from pw.transport.links import entrance
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
@@ -213,7 +213,7 @@ def _refusals(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
         "revoked": ({"credentials": wary}, {"credentials": stolen}, "is revoked (serial"),
         "no credentials": ({"credentials": own}, {"insecure": True}, "lost"),
         "nothing": ({"credentials": own}, {"insecure": False}, "give it --credentials"),
-        "no TLS there": ({"insecure": True}, {"credentials": domain}, "does it use TLS"),
+        "no TLS there": ({"insecure": True}, {"credentials": domain}, "it does not use TLS"),
         "closed": ({"insecure": False}, {"credentials": domain}, "has no credentials"),
         "a client's": (
             {"credentials": issue(folder, Role.CLIENT)},
@@ -312,11 +312,10 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("said", [b"", b"p", b"pwbulk1\n", b"pwbulk1\n\x16\x03", b"pwbulk1\nGET /"])
+@pytest.mark.parametrize("said", [b"", b"p", b"pwc4", b"\x16\x03", b"GET /"])
 def test_strangers_are_dropped(
     said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_entrance, "STRANGER_S", 0.3)
     monkeypatch.setattr("pw.transport.links.connection.HANDSHAKE_S", 0.3)
 
     async def scenario() -> None:
@@ -331,15 +330,15 @@ def test_strangers_are_dropped(
 
 def test_the_handshake_is_bounded(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with host("tls", tmp_path) as (there, endpoint):
+        async with host("tls", tmp_path) as (_, endpoint):
             connection = dialled(endpoint)
             connection.setblocking(True)
             # A record of a handshake that goes on and on.
             record = b"\x16\x03\x01\x40\x00" + b"\x01\x00\xff\xff" + bytes((1 << 14) - 4)
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(connection.sendall, b"pwbulk1\n" + 64 * record)
+                await asyncio.to_thread(connection.sendall, 64 * record)
             connection.setblocking(False)
-            await until(lambda: there.counters()["rejected"] and ended(connection))
+            await until(lambda: ended(connection))
             connection.close()
 
     on_loop(scenario)
@@ -355,7 +354,7 @@ def test_a_sender_that_brings_a_byte_now_and_then_is_dropped(
             landing, arrival = land(there, 1 << 20)
             connection = dialled(endpoint)
             head = chunks.header(chunks.CHUNK, landing.transfer, 0, 1 << 20)
-            connection.send(CHUNKS_PREAMBLE + head)
+            connection.send(head)
             while not ended(connection):
                 with contextlib.suppress(OSError):
                     connection.send(b"x")
@@ -376,7 +375,6 @@ def test_replies_that_are_not_read_are_bounded(
         async with host("plain", tmp_path) as (there, endpoint):
             connection = dialled(endpoint)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.send(CHUNKS_PREAMBLE)
             connection.setblocking(True)
             connection.settimeout(20)
             ask = chunks.header(chunks.FINISH, 7) * 4096
@@ -406,12 +404,12 @@ def test_hundreds_of_slow_strangers_keep_no_good_sender_out(
             slow = []
             for number in range(400):
                 connection = dialled(endpoint)
-                connection.send((b"", b"p", CHUNKS_PREAMBLE, CHUNKS_PREAMBLE + b"\x16")[number % 4])
+                connection.send((b"", b"\x16")[number % 2])
                 slow.append(connection)
                 if number % 20 == 0:
                     await asyncio.sleep(0)
             assert await push(here, land(there, 9 << 20)[0], noise(9 << 20)) is None
-            assert len(there._thread._entrance._strangers) <= 64
+            await until(lambda: sum(not ended(connection) for connection in slow) <= 64)
             for connection in slow:
                 connection.close()
 

@@ -29,7 +29,7 @@ from pw.core.messages.roles import Role
 from pw.transport import endpoints
 from pw.transport.access import unix as peers
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
-from pw.transport.links import codec, connection, listening, nearby
+from pw.transport.links import codec, connection, entrance, nearby
 from pw.transport.links import link as link_module
 from pw.transport.links import node as node_module
 from pw.transport.links.link import Versions
@@ -225,7 +225,7 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
 
 def unread(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch, silence_s: float
-) -> tuple[Recorder, Recorder, connection.Connection]:
+) -> tuple[Recorder, Recorder, connection.StreamConnection]:
     """A client that sends 3000 messages and does not read the answers; and where it would read them."""
     monkeypatch.setattr(link_module, "UNREAD_BYTES", 1 << 17)
     roles = {"quiet": Role.CLIENT}
@@ -273,7 +273,7 @@ def test_a_client_that_never_reads_again_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, _, _ = unread(sockets, monkeypatch, 0.4)
-    wire = sockets.network(hub).links["quiet"].out._wire
+    wire = sockets.network(hub).links["quiet"].out._stream
     assert wire is not None
     sockets.until(lambda: hub.lost)
     assert not wire.waiting_bytes, "what was dropped does not wait"
@@ -408,7 +408,7 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
 def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
     """Of the sockets of all connections that a node has."""
     served = cluster.of(node).network.connections  # type: ignore[attr-defined]
-    return {socket.AddressFamily(c._wire.socket.family) for c in served}
+    return {socket.AddressFamily(c._stream.socket.family) for c in served}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
@@ -476,7 +476,7 @@ def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -
 def test_a_node_without_descriptors_accepts_later(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_NO_DESCRIPTORS_S", 0.05)
+    monkeypatch.setattr(entrance, "_NO_DESCRIPTORS_S", 0.05)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -22,7 +22,7 @@ from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
 from pw.testing.sim.events import EventLog
-from pw.testing.sim.host import SimHost, Site, silence_s
+from pw.testing.sim.host import SimHost, Site
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
 
@@ -106,8 +106,7 @@ class SimCluster(Site):
     def kill_controller(self) -> None:
         """Kill the controller; only its address stays."""
         if self.node.alive:
-            self.node.die()
-            self.node.network.vanish(seen=True)
+            self.node.die(seen=True)
             self.schedulers.clear()
 
     def restart_controller(self) -> None:
@@ -118,7 +117,7 @@ class SimCluster(Site):
 
     def _start_controller(self) -> None:
         self.starts += 1
-        self.node = node = SimNode(self.world, CONTROLLER, self.starts, CONTROLLER, 1.0, silence_s)
+        self.node = node = SimNode(self.world, CONTROLLER, self.starts, CONTROLLER)
         tickets = Tickets(SECRET + bytes((self.starts,)))
         schedulers = self.schedulers = {}
 

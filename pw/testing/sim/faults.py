@@ -104,7 +104,7 @@ class Faults:
     def _stop(self, node: Process, length_s: float) -> None:
         world = self._world
         node.paused_until_s = max(node.paused_until_s, world.now_s + length_s)
-        for peer in node.network.peers():
+        for peer in node.network.links:
             other = world.nodes.get(peer)
             if other is not None:
                 world.after(HEARTBEAT_S, other.network.probe, node.name)
@@ -184,7 +184,7 @@ class Faults:
         clients = cluster.controller.sessions.clients
         slices = sorted(number for client in clients for number in client.slices.owned)
         arrays = sorted(number for client in clients for number, _ in client.arrays.all())
-        for peer in sorted(node.network.peers()):
+        for peer in sorted(node.network.links):
             to, message = forged(random, peer, cluster.status(), slices, arrays)
             node.network.send(to, Address(node.name, INTRUDER), message)
         node.request_turn()

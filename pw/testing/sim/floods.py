@@ -43,7 +43,7 @@ def flood(random: Random, node: Process) -> None:
     """Send some thousand requests to each peer, as fast as the client can."""
     node.world.floods.add(node.name)
     sender, network = Address(node.name, "session"), node.network
-    for peer in sorted(network.peers()):
+    for peer in sorted(network.links):
         for number in range(random.randint(_REQUESTS // 2, _REQUESTS)):
             request = -1 - number  # the session never gave this number
             if peer == CONTROLLER:

@@ -35,14 +35,6 @@ _Joined = Callable[[IslandJoined | IslandJoinFailed], None]
 SUPERVISOR_STOPPED = "supervisor stopped"
 """A fault's name: checkpoints may fail because of it."""
 
-HOST_SILENCE_S = 3.0
-CLIENT_SILENCE_S = 10.0
-
-
-def silence_s(peer: str) -> float:
-    """Return how long a peer may be silent."""
-    return CLIENT_SILENCE_S if peer.startswith("client") else HOST_SILENCE_S
-
 
 class Site:
     """The parts that all hosts of a cluster share."""
@@ -103,7 +95,7 @@ class SimHost:
         self.incarnation += 1
         self._leaving = False
         endpoint = self.name if self._fixed_port else f"{self.name}#{self.incarnation}"
-        node = SimNode(self.world, self.name, self.incarnation, endpoint, self.slowness, silence_s)
+        node = SimNode(self.world, self.name, self.incarnation, endpoint, self.slowness)
         self.node = node
         node.network.introduce(CONTROLLER, CONTROLLER)
         self.backend = backend = SimBackend(node, self.cluster.gangs)
@@ -146,8 +138,7 @@ class SimHost:
             self._sent.clear()
         node, self.node = self.node, None
         if node is not None:
-            node.die()
-            node.network.vanish(seen=not machine)
+            node.die(seen=not machine)
             self.backend.close()
 
     def stop_supervisor(self, length_s: float) -> None:
@@ -218,8 +209,7 @@ class SimHost:
         if node.paused:
             self.world.at(node.paused_until_s, self._end, node, restart_s)
             return
-        node.network.close()
-        node.die()
+        node.close()
         self.node = None
         self.backend.close()
         self.restart_later(restart_s)

@@ -18,7 +18,6 @@ from pw.core.messages import AllocateSlice, Attached, SliceBound
 from pw.core.sharding import ArraySpec
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
-from pw.testing.sim.host import CLIENT_SILENCE_S
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
 from pw.testing.sim.programs import Draft
@@ -79,7 +78,7 @@ class Life:
         """Begin a session."""
         self.lives += 1
         self.name = f"client-{self.number}.{self.lives}"
-        node = SimNode(self.world, self.name, 1, "", 1.0, lambda peer: CLIENT_SILENCE_S)
+        node = SimNode(self.world, self.name, 1, "")
         node.network.introduce(CONTROLLER, CONTROLLER)
         self.node = node
         self.bulk = SimBulk(node, self.cluster.planes)
@@ -151,8 +150,7 @@ class Life:
     def die(self) -> None:
         """The process is killed."""
         if self.node.alive:
-            self.node.die()
-            self.node.network.vanish(seen=True)
+            self.node.die(seen=True)
             self._again()
 
     def leave(self) -> None:
@@ -169,8 +167,7 @@ class Life:
         if node.paused:
             self.world.at(node.paused_until_s, self._close, node)
         elif node.alive:
-            node.network.close()
-            node.die()
+            node.close()
             self._again()
 
     def _again(self) -> None:

@@ -144,7 +144,7 @@ class Trespasses:
         assert trespasser.attached is not None
         assert victim.attached is not None
         name = f"client-{trespasser.number}.stranger-{self._request() - REQUESTS}"
-        node = SimNode(self._world, name, 1, "", 1.0, lambda peer: 10.0)
+        node = SimNode(self._world, name, 1, "")
         node.network.introduce(CONTROLLER, CONTROLLER)
         session = node.add("session", Stranger)
         claim = random.choice((b"", trespasser.attached.claim))
@@ -153,8 +153,7 @@ class Trespasses:
 
     def _gone(self, node: SimNode) -> None:
         if node.alive:
-            node.network.close()
-            node.die()
+            node.close()
 
     # --- what they may not get --------------------------------------------------------------------
 

@@ -30,11 +30,10 @@ Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
 
 
 class Process(Protocol):
-    """One incarnation of a simulated process, as its links and the world see it (`SimNode`)."""
+    """One incarnation of a simulated process, as its network and the world see it (`SimNode`)."""
 
     name: str
     incarnation: int
-    alive: bool
     slowness: float
     paused_until_s: float
     counters: Counter[str]
@@ -43,21 +42,16 @@ class Process(Protocol):
     network: Any
     """Its `SimNetwork`."""
 
-    @property
-    def paused(self) -> bool:
-        """Whether the process is stopped now."""
-
-    def deliver(self, actor: str, message: object, sender: Address) -> None:
-        """Put a message of another node into the mailbox, if its sender may send it."""
-
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox."""
 
-    def tell_all(self, peer: str, news: object) -> None:
-        """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
 
-    def holds(self, peer: str, most: int) -> bool:
-        """Whether more than `most` messages of a peer wait; the network is told when to go on."""
+    @property
+    def paused(self) -> bool:
+        """Whether the process is stopped now."""
 
 
 class Violation(Exception):

@@ -8,13 +8,14 @@ import socket
 
 from pw.core.errors import AccessRefused
 from pw.core.messages.roles import Role
-from pw.transport.access.security import NO_CREDENTIALS, NOBODY_NEAR, Security
+from pw.transport.access.security import NOBODY_NEAR, Security
 from pw.transport.access.unix import is_trusted
-from pw.transport.bulk.chunk_stream import Stream, TlsStream, stage
 from pw.transport.bulk.chunks import prepare
 from pw.transport.endpoints import look_up, parse
 from pw.transport.links import nearby
 from pw.transport.log import audit
+from pw.transport.streams.stream import Stream
+from pw.transport.streams.tls_stream import TlsStream, stage
 
 
 class ChunkDialler:
@@ -25,7 +26,7 @@ class ChunkDialler:
     """
 
     def __init__(self, security: Security) -> None:
-        self.security = security
+        self._security = security
         self._stage = stage()
 
     def dial(self, endpoint: str) -> Stream:
@@ -38,46 +39,38 @@ class ChunkDialler:
         """
         where = look_up(parse(endpoint))
         is_tcp = where.family != socket.AF_UNIX
-        if is_tcp and self.security.credentials is None:
+        credentials = self._security.credentials if is_tcp else None
+        if is_tcp and credentials is None:
             near = nearby.dial(where)
             if near is not None:
-                return Stream(near, dialled=True)
-            if not self.security.insecure:
+                return self.adopt(Stream(near))
+            if not self._security.insecure:
                 raise AccessRefused(NOBODY_NEAR)
         connection = socket.socket(where.family, socket.SOCK_STREAM)
         try:
-            prepare(connection)
+            connection.setblocking(False)
             code = connection.connect_ex(where.address)
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             if code == 0 and not is_trusted(connection):
                 raise PermissionError("another user listens there")
-            return self._stream(connection, dialled=True)
+            if credentials is None:
+                return self.adopt(Stream(connection))
+            return self.adopt(TlsStream(connection, credentials, dialled=True, role=Role.WORKER))
         except BaseException:
             connection.close()
             raise
 
-    def accepted(self, connection: socket.socket) -> Stream:
-        """A stream over a connection that a peer has dialled, whose preamble has been read.
-
-        Raises:
-            AccessRefused: this process takes no tcp connection.
-        """
-        if connection.family != socket.AF_UNIX and not self.security.takes_tcp:
-            raise AccessRefused(NO_CREDENTIALS)
-        return self._stream(connection, dialled=False)
+    def adopt(self, stream: Stream) -> Stream:
+        """Prepare a stream for chunks."""
+        prepare(stream.socket)
+        stream.stage = self._stage
+        return stream
 
     def is_revoked(self, stream: Stream) -> bool:
         """Whether the certificate of a stream's peer has been revoked since; writes an audit line."""
-        credentials, peer = self.security.credentials, stream.identity
+        credentials, peer = self._security.credentials, stream.identity
         if credentials is None or peer is None or not credentials.is_revoked(peer):
             return False
         audit("revoked", **peer.fields, plane="bulk")
         return True
-
-    def _stream(self, connection: socket.socket, dialled: bool) -> Stream:
-        credentials = self.security.credentials
-        if connection.family == socket.AF_UNIX or credentials is None:
-            return Stream(connection, dialled)
-        role = Role.WORKER if dialled else None
-        return TlsStream(connection, dialled, credentials, self._stage, role)

@@ -11,7 +11,6 @@ from typing import Protocol
 from pw.core.errors import Error
 from pw.transport.bulk.blocks import Bytes
 from pw.transport.bulk.chunk_dial import ChunkDialler
-from pw.transport.bulk.chunk_stream import Stream
 from pw.transport.bulk.chunks import (
     ACK,
     CHUNK,
@@ -27,6 +26,7 @@ from pw.transport.bulk.chunks import (
 )
 from pw.transport.bulk.pieces import Unwatch, Watch
 from pw.transport.log import log
+from pw.transport.streams.stream import Stream
 
 _READS_AT_ONCE = 8
 _UNREAD_REPLY_BYTES = 1 << 20
@@ -305,7 +305,7 @@ class ChunkReceiver:
         sent = 0
         try:
             if caller.outbox:
-                sent = caller.stream.send([memoryview(bytes(caller.outbox))])
+                sent = caller.stream.send_lines([memoryview(bytes(caller.outbox))])
             else:
                 caller.stream.flush()
         except BlockingIOError:

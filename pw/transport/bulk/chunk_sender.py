@@ -11,7 +11,6 @@ from pw.core.errors import Error, TransferFailed
 from pw.core.landing import AWAITED_S
 from pw.transport.bulk.blocks import Array
 from pw.transport.bulk.chunk_dial import ChunkDialler
-from pw.transport.bulk.chunk_stream import Stream
 from pw.transport.bulk.chunks import (
     ACK,
     CHUNK,
@@ -24,6 +23,7 @@ from pw.transport.bulk.chunks import (
     header,
 )
 from pw.transport.bulk.pieces import Push, Unwatch, Watch, cut, packed
+from pw.transport.streams.stream import Stream
 
 TRANSFERS_AT_ONCE = 4
 """Long transfers per receiver; more at a time would make none of them faster."""
@@ -229,7 +229,7 @@ class ChunkSender:
             stream.flush()
             if not peer.lines and not self._cut_next(peer, stream):
                 return
-            sent = stream.send(peer.lines)
+            sent = stream.send_lines(peer.lines)
         except BlockingIOError:
             return
         except OSError as error:

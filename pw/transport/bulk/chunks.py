@@ -1,7 +1,7 @@
 """Transfers between machines: chunks over connections of their own.
 
 With credentials, connections over tcp are TLS 1.3, and both ends show their certificates
-(`chunk_stream.py`). Without, they are unix sockets of this user or, with `insecure`, plain tcp.
+(`pw.transport.streams`). Without, they are unix sockets of this user or, with `insecure`, plain tcp.
 
 Both ends live on the bulk thread, and neither bytes nor their acknowledgements share a connection
 with control messages. Hosts push over connections that they dial, one for each receiver. A client
@@ -28,14 +28,17 @@ The kernel notices a peer that is gone; a silent receiver is dropped after `SILE
 sender that brings less than `LEAST_BYTES_PER_S` of a chunk. A connection is never resumed: its
 pushes fail, and the next push makes another one.
 
-A listener's new connections are in `chunk_entrance.py`, the receiver in `chunk_receiver.py`, the
-sender in `chunk_sender.py`, dialling in `chunk_dial.py`.
+A listener takes connections for chunks at the port of a node's links, and hands them over with their
+first header (`pw.transport.links.connection`). The receiver is in `chunk_receiver.py`, the sender in
+`chunk_sender.py`, dialling in `chunk_dial.py`.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+
+from pw.transport.endpoints import CHUNKS_MAGIC
 
 CHUNK_BYTES = 4 << 20
 SILENCE_S = 20
@@ -44,7 +47,7 @@ SILENCE_S = 20
 LEAST_BYTES_PER_S = 16 << 10
 
 HEADER = struct.Struct("<4sIQQQ")
-MAGIC = b"pwc3"
+MAGIC = CHUNKS_MAGIC
 CHUNK, FINISH, ACK, REFUSE, RECEIVE = range(1, 6)
 
 

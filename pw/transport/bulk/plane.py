@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,6 +54,9 @@ from pw.transport.bulk.shared import INLINE_BYTES, SHARE_BYTES, Malformed
 from pw.transport.bulk.shared_receiver import SharedReceiver
 from pw.transport.bulk.shared_sender import SharedSender
 from pw.transport.bulk.thread import BulkThread
+from pw.transport.links.network import StreamNetwork
+from pw.transport.links.node import Node
+from pw.transport.streams.stream import Stream
 
 CHANNELS = ("auto", "shared", "tcp")
 _SHARED_MEMORY = hasattr(os, "memfd_create")
@@ -133,6 +135,8 @@ class BulkPlane:
         self._plane = secrets.token_hex(16) if endpoint == "" else ""
         self._thread = BulkThread(loop, self, self._plane, self._finish, self._unshare, security)
         self._endpoint = ""
+        self._door: Node | None = None
+        """A node without actors that accepts connections, if the process has no other."""
         if channel != "shared":
             self._endpoint = (
                 self._listen(folder, bind_host, security) if endpoint is None else endpoint
@@ -154,18 +158,28 @@ class BulkPlane:
                 return ""
             wanted = f"ipc://@pw-chunks-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            return self._thread.listen(wanted)
+            network = StreamNetwork(
+                self._loop,
+                "chunks",
+                1,
+                bind=wanted,
+                credentials=security.credentials,
+                insecure=security.insecure,
+            )
         except ConnectionFailed as error:
             raise ValueError(f"cannot listen at bind_host {host!r}: {error}") from error
+        network.take_chunks = self.adopt
+        self._door = Node("chunks", self._loop, network)
+        return network.endpoint
 
     # Receiving
 
-    def adopt(self, connection: socket.socket) -> None:
-        """Take a connection for chunks that the process's node has accepted."""
+    def adopt(self, stream: Stream, head: bytes) -> None:
+        """Take a connection for chunks that a node has accepted, and its first header."""
         if self._closed:
-            connection.close()
+            stream.close()
         else:
-            self._thread.adopt(connection)
+            self._thread.adopt(stream, head)
 
     def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
         """Reserve a buffer for one transfer, and describe it for the sender.
@@ -292,6 +306,8 @@ class BulkPlane:
     def counters(self) -> dict[str, int]:
         """Counters of transfers, blocks and refused peers."""
         self._pool.reclaim()
+        door: dict[str, int] = {} if self._door is None else self._door.counters
+        strangers = sum(door.get(f"connections_{how}", 0) for how in ("malformed", "refused"))
         return {
             "sent_bytes": self.sent_bytes,
             "received_bytes": self.received_bytes,
@@ -301,7 +317,7 @@ class BulkPlane:
             "pooled_bytes": self._pool.pooled_bytes,
             "expected_transfers": len(self._expected),
             "late_transfers": self._late,
-            "rejected": self._rejected,
+            "rejected": self._rejected + strangers,
         }
 
     def close(self) -> None:
@@ -316,6 +332,8 @@ class BulkPlane:
         if self._receiver is not None:
             self._receiver.close()
         self._thread.close()
+        if self._door is not None:
+            self._door.close()
         for inflow in self._expected.values():
             inflow.inflow.sealed = True
         self._expected.clear()

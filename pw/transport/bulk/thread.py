@@ -20,11 +20,12 @@ from pw.core.errors import TransferFailed
 from pw.transport.access.security import Security
 from pw.transport.bulk.blocks import Block
 from pw.transport.bulk.chunk_dial import ChunkDialler
-from pw.transport.bulk.chunk_entrance import ChunkEntrance
 from pw.transport.bulk.chunk_receiver import ChunkReceiver, Inflows
 from pw.transport.bulk.chunk_sender import ChunkSender
+from pw.transport.bulk.chunks import HEADER, RECEIVE, plane_of
 from pw.transport.bulk.pieces import Push, Ready
 from pw.transport.bulk.shared_sender import SharedSender
+from pw.transport.streams.stream import Stream
 
 _EXPIRE_MS = 1000
 
@@ -60,38 +61,37 @@ class BulkThread:
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
         self._credentials = security.credentials
-        dialler = ChunkDialler(security)
+        self._inflows = inflows
+        self._dialler = dialler = ChunkDialler(security)
         self.by_memory = SharedSender(self.watch, self.unwatch, finish, unshare)
         self.by_chunks = ChunkSender(dialler, self.watch, self.unwatch, finish)
         self._receiver = ChunkReceiver(inflows, plane, dialler, self.watch, self.unwatch)
-        self._entrance = ChunkEntrance(
-            self.watch,
-            self.unwatch,
-            dialler,
-            self.by_chunks.attach,
-            self._receiver.admit,
-            inflows.reject,
-        )
-        self._ends: list[SharedSender | ChunkSender | ChunkReceiver | ChunkEntrance]
-        self._ends = [self.by_memory, self.by_chunks, self._receiver, self._entrance]
+        self._ends: list[SharedSender | ChunkSender | ChunkReceiver]
+        self._ends = [self.by_memory, self.by_chunks, self._receiver]
         self._ended: TransferFailed | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
 
-    def listen(self, endpoint: str) -> str:
-        """Listen for chunks, before `start`; where senders reach this process.
-
-        Raises:
-            ConnectionFailed: the endpoint cannot be listened on.
-        """
-        return self._entrance.listen(endpoint)
-
-    def adopt(self, connection: socket.socket) -> None:
-        """Take a connection that a node's listener has accepted; on the loop."""
+    def adopt(self, stream: Stream, head: bytes) -> None:
+        """Take a connection that a peer has dialled, and its first header; on the loop."""
         if self._ended or self._closed:
-            connection.close()
+            stream.close()
         else:
-            self._call(partial(self._entrance.adopt, connection))
+            self._call(partial(self._introduce, stream, head))
+
+    def _introduce(self, stream: Stream, head: bytes) -> None:
+        """Give a connection to the end that it is for: a client waits for pushes, or a host sends."""
+        try:
+            self._dialler.adopt(stream)
+        except OSError:  # the peer is gone
+            stream.close()
+            return
+        _, kind, high, low, _ = HEADER.unpack(head)
+        if kind != RECEIVE:
+            self._receiver.admit(stream, head)
+        elif not self.by_chunks.attach(plane_of(high, low), stream):
+            self._inflows.reject()
+            stream.close()
 
     def dial(self, endpoint: str) -> None:
         """Have the process there push over a connection that this one makes; on the loop."""

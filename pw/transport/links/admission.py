@@ -9,23 +9,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.messages import Hello
 from pw.core.messages.roles import role_of
 from pw.core.tenants import OPERATOR
-from pw.transport.access.credentials import Credentials, Identity
+from pw.transport.access.identity import Identity
+from pw.transport.links.interface import Connection
+from pw.transport.links.link import Link
 from pw.transport.log import audit
-
-if TYPE_CHECKING:
-    from pw.transport.links.connection import Connection
-    from pw.transport.links.link import Link
 
 FUTURE_S = 3600.0
 """A newer start on this machine cannot have a clock so far ahead."""
 _AUDIT_AGAIN_S = 60.0
 _REMEMBERED = 4096
+
+
+class Certificates(Protocol):
+    """The credentials of a process (`pw.transport.access.credentials.Credentials`)."""
+
+    @property
+    def own(self) -> Identity:
+        """The identity of this process."""
+
+    def refresh(self) -> bool:
+        """Read the files again if they have changed; whether they have."""
+
+    def is_revoked(self, identity: Identity) -> bool:
+        """Whether the certificate of an identity is revoked."""
 
 
 class Access:
@@ -36,7 +48,7 @@ class Access:
         credentials: of this process, if it has any.
     """
 
-    def __init__(self, node: str, credentials: Credentials | None) -> None:
+    def __init__(self, node: str, credentials: Certificates | None) -> None:
         self._credentials = credentials
         self._node = node
         self._tenants: dict[str, str] = {}

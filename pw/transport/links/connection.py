@@ -11,12 +11,12 @@ then. After it has been open, its end is final, because nothing tells which fram
     accepted -greetings exchanged-> open
     accepted, open -end of stream, error, bytes that are not ZMTP-> closed
     dialling, accepted -one end refuses the other-> closed
+    accepted -the first header of a connection for chunks-> handed over to the bulk plane
 
 With credentials each tcp connection is TLS, and greetings are exchanged only between ends whose
-certificates are right. The dialler of TLS 1.3 believes the handshake to be over before the listener
-has seen its certificate: a refusal comes in the place of the listener's greeting. Without
-credentials, and without `insecure`, a tcp endpoint is dialled only over a unix socket of this
-machine (`pw.transport.links.nearby`).
+certificates are right (`pw.transport.streams.tls_stream`). Without credentials, and without
+`insecure`, a tcp endpoint is dialled only over a unix socket of this machine
+(`pw.transport.links.nearby`).
 """
 
 from __future__ import annotations
@@ -26,48 +26,54 @@ import contextlib
 import errno
 import os
 import socket
-import ssl
 from collections.abc import Callable
 from typing import Protocol
 
-from pw.core.errors import AccessRefused, Error
-from pw.core.messages.roles import role_of
-from pw.transport.access.credentials import Credentials, Identity, explain
-from pw.transport.access.security import CLOSED, NEEDS_CREDENTIALS, NO_TLS, NOBODY_NEAR, Security
-from pw.transport.access.tls import NotTls, TlsEnd, TlsError, plain_alert
+from pw.core.errors import AccessRefused
+from pw.transport.access.security import CLOSED, NEEDS_CREDENTIALS, NOBODY_NEAR, Security
 from pw.transport.access.unix import is_trusted
-from pw.transport.endpoints import CHUNKS_PREAMBLE, SocketAddress, is_here, is_numeric, look_up
+from pw.transport.endpoints import (
+    CHUNKS_HEAD_BYTES,
+    CHUNKS_MAGIC,
+    SocketAddress,
+    is_here,
+    is_numeric,
+    look_up,
+)
 from pw.transport.links import nearby
 from pw.transport.links.codec import MAX_FRAME_BYTES
-from pw.transport.links.wire import TlsWire, Wire
+from pw.transport.links.interface import LOST, Connection
 from pw.transport.links.zmtp import Refusal, Zmtp, ZmtpError
+from pw.transport.streams.stream import Stream
+from pw.transport.streams.tls_stream import TlsStream
 
-LOST = "connection lost"
-"""The reason when the peer's process has ended."""
 HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200
 
+TakeChunks = Callable[[Stream, bytes], None]
+"""Takes a connection for chunks, and its first header: `BulkPlane.adopt`."""
+
 
 class Owner(Protocol):
     """The network that made a connection."""
 
-    def received(self, connection: Connection, parts: list[bytes]) -> None:
+    def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
         """A message has come."""
 
-    def ended(self, connection: Connection, reason: str) -> None:
+    def ended(self, connection: StreamConnection, reason: str) -> None:
         """The connection has been closed by the peer, or the kernel."""
 
-    def refused(self, connection: Connection, reason: str) -> None:
+    def refused(self, connection: StreamConnection, reason: str) -> None:
         """The connection has closed, because one end refuses the other."""
 
-    def turn_away(self, connection: Connection) -> None:
+    def turn_away(self, connection: StreamConnection) -> None:
         """Forget an accepted connection that is for chunks; it has closed."""
 
     @property
-    def take_chunks(self) -> Callable[[socket.socket], None]:
-        """Takes the socket of a connection that is for chunks: `BulkPlane.adopt`."""
+    def take_chunks(self) -> TakeChunks:
+        """Takes connections that are for chunks."""
 
 
 def _words(error: BaseException) -> str:
@@ -75,7 +81,7 @@ def _words(error: BaseException) -> str:
     return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
 
 
-class Connection:
+class StreamConnection(Connection):
     """Sends and receives whole messages without ever blocking.
 
     Args:
@@ -97,29 +103,19 @@ class Connection:
         security: Security = CLOSED,
         node: str = "",
     ) -> None:
-        self.closed = False
-        self.identity: Identity | None = None
-        """What the peer's certificate says, also of one that was refused; None without TLS."""
-        self.peer = "local"
-        """The address of a tcp peer, as host:port."""
+        super().__init__()
         self.heard_s = loop.time()
-        """When bytes came that were not one whole message; of those, the owner knows."""
-        self.trouble = ""
-        """Why the last try to dial has failed, and what the user can do; empty if none has."""
-        self.finds_no_peer = False
-        """No process that this one could talk to has listened at the address, at any try."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
         self._security = security
         self._node = node
-        self._wire: Wire | None = None
+        self._stream: Stream | None = None
         self._dialled: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
-        self._open = False
         self._early: list[bytes] = []
-        self.held = False
-        """Nothing is received until `resume`."""
+        self._head = bytearray()
+        """The first bytes of a process that has dialled, until it is known what they begin."""
         self._retry_s = RETRY_S
         self._timer: asyncio.TimerHandle | None = None
         self._where: SocketAddress | None = None
@@ -130,39 +126,44 @@ class Connection:
             self._dial()
         else:
             self._set_timer()
-            end.setblocking(False)
-            with contextlib.suppress(OSError):  # it is gone, which the first read says
-                self._name_peer(end)
-            self._dialled = end
-            loop.add_reader(end, self._peek, end)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the peer has shown its certificate, if it needs one, and has greeted."""
-        return self._open
+            self._begin(end, b"ROUTER")
 
     @property
     def is_local(self) -> bool:
         """Whether the peer is a process on this machine, of this user or of root."""
-        return self._wire is not None and self._wire.socket.family == socket.AF_UNIX
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether frames wait until the socket is writable."""
-        return self._wire is not None and self._wire.is_blocked
+        return self._stream is not None and self._stream.socket.family == socket.AF_UNIX
 
     @property
     def waiting_bytes(self) -> int:
         """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
-        return 0 if self._wire is None else self._wire.waiting_bytes
+        return 0 if self._stream is None else self._stream.waiting_bytes
 
     def send(self, frame: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
-        if not self._open:
+        if not self.is_open:
             self._early.append(frame)
             return True
-        wire = self._wire
-        return wire is None or wire.send(self._zmtp.message(frame))
+        stream = self._stream
+        if stream is None or stream.send(self._zmtp.message(frame)):
+            return True
+        self._await_room(stream)
+        return False
+
+    def _await_room(self, stream: Stream) -> None:
+        if not self.is_waiting:
+            self.is_waiting = True
+            self._loop.add_writer(stream.socket, self._writable, stream)
+
+    def _writable(self, stream: Stream) -> None:
+        try:
+            stream.flush()
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(stream.socket, self._writable, stream)
+            return
+        except OSError:
+            stream.drop()
+        self.is_waiting = False
+        self._loop.remove_writer(stream.socket)
 
     def receive(self) -> bool:
         """Receive all that has come; True if there may be more."""
@@ -170,9 +171,9 @@ class Connection:
 
     def hold(self) -> None:
         """Receive nothing until `resume`; the sender has to wait when the buffers are full."""
-        if self._wire is not None and not self.held:
+        if self._stream is not None and not self.held:
             self.held = True
-            self._loop.remove_reader(self._wire.socket)
+            self._loop.remove_reader(self._stream.socket)
 
     def resume(self) -> None:
         """Receive again after `hold`."""
@@ -183,7 +184,7 @@ class Connection:
 
         Returns an empty list, and changes nothing, if it is open.
         """
-        if self._open:
+        if self.is_open:
             return []
         unsent, self._early = self._early, []
         self.close()
@@ -194,7 +195,7 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        self._hang_up(linger_s if self._open else 0.0)
+        self._hang_up(linger_s if self.is_open else 0.0)
 
     # --- connecting ----------------------------------------------------------------------------
 
@@ -257,24 +258,6 @@ class Connection:
             self._dialled = None
             self._begin(dialled, b"DEALER")
 
-    def _peek(self, accepted: socket.socket) -> None:
-        """Find out by the first byte whether a link begins, or a connection for chunks."""
-        try:
-            first = accepted.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            first = b""
-        self._loop.remove_reader(accepted)
-        self._dialled = None
-        if first != CHUNKS_PREAMBLE[:1]:
-            self._begin(accepted, b"ROUTER")
-            return
-        self.closed = True
-        self._hang_up()
-        self._owner.turn_away(self)
-        self._owner.take_chunks(accepted)
-
     def _name_peer(self, connected: socket.socket) -> None:
         if connected.family != socket.AF_UNIX:
             self.peer = "{}:{}".format(*connected.getpeername())
@@ -292,55 +275,73 @@ class Connection:
         self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)
         credentials = None if connected.family == socket.AF_UNIX else self._security.credentials
         if credentials is None:
-            self._wire = Wire(self._loop, connected)
-            self._loop.add_reader(connected, self._read)
-            self._say()
-            return
-        listens = self._where is None
-        tls = TlsEnd(credentials.accept() if listens else credentials.connect(), listens)
-        self._wire = wire = TlsWire(self._loop, connected, tls)
-        self._loop.add_reader(connected, self._shake, wire, credentials)
+            self._stream = stream = Stream(connected)
+        else:
+            dialled = self._where is not None
+            self._stream = stream = TlsStream(
+                connected, credentials, dialled=dialled, node=self._node
+            )
+        self._loop.add_reader(connected, self._shake, stream)
+        if self._where is not None:
+            self._shake(stream)
 
-    def _shake(self, wire: TlsWire, credentials: Credentials) -> None:
+    def _shake(self, stream: Stream) -> None:
         """Receive a part of the handshake of TLS; at its end, begin that of ZMTP."""
-        listens = self._where is None
         try:
-            if not wire.shake():
-                return
-            role = role_of(self._node) if self._node else None
-            self.identity = credentials.identify(wire.tls.certificate, role)
-            if self._node and not self.identity.may_be(self._node):
-                words = f"its certificate is that of {self.identity}, not of {self._node}"
-                raise AccessRefused(words)
-            early = wire.tls.feed(b"")
+            is_over = stream.shake()
+        except AccessRefused as error:
+            self.identity = stream.identity
+            self._refused(str(error))
+            return
+        except OSError as error:
+            self._end(_words(error))
+            return
+        if stream.has_unsent:
+            self._await_room(stream)
+        if not is_over:
+            return
+        self.identity = stream.identity
+        if self._where is None:
+            self._loop.add_reader(stream.socket, self._meet, stream)
+            self._meet(stream)
+        else:
+            self._greet(stream, b"")
+
+    def _meet(self, stream: Stream) -> None:
+        """Receive the first bytes of a dialler: a greeting of ZMTP, or a header of chunks."""
+        head = bytearray(CHUNKS_HEAD_BYTES - len(self._head))
+        try:
+            count = stream.receive_into(memoryview(head))
         except (BlockingIOError, InterruptedError):
             return
-        except NotTls:
-            if listens:
-                with contextlib.suppress(OSError):
-                    wire.socket.send(plain_alert())
-            self._refused(NO_TLS)
-        except ssl.SSLError as error:
-            self._refused(explain(error))
-        except (TlsError, OSError) as error:
-            self._end(str(error))
-        except Error as error:
-            self.identity = credentials.shown(wire.tls.certificate)
-            if listens:
-                self._zmtp.refuse(str(error))
-                self._say()
-            self._refused(str(error))
-        else:
-            self._loop.add_reader(wire.socket, self._read)
-            self._say()
-            if early:
-                self._take(early)
+        except OSError:
+            count = 0
+        if not count:
+            self._end(LOST)
+            return
+        self._head += head[:count]
+        magic = bytes(self._head[: len(CHUNKS_MAGIC)])
+        if not CHUNKS_MAGIC.startswith(magic):
+            self._greet(stream, bytes(self._head))
+        elif len(self._head) == CHUNKS_HEAD_BYTES:
+            self._loop.remove_reader(stream.socket)
+            self._stream, self.closed = None, True
+            self._hang_up()
+            self._owner.turn_away(self)
+            self._owner.take_chunks(stream, bytes(self._head))
+
+    def _greet(self, stream: Stream, first: bytes) -> None:
+        """Begin the handshake of ZMTP, of which bytes may have come."""
+        self._loop.add_reader(stream.socket, self._read)
+        self._say()
+        if early := first + stream.held():
+            self._take(early)
 
     def _set_timer(self) -> None:
         self._timer = self._loop.call_later(HANDSHAKE_S, self._end, "no answer to the greeting")
 
     def _opened(self) -> None:
-        self._open = True
+        self.is_open = True
         if self._timer is not None:
             self._timer.cancel()
         early, self._early = self._early, []
@@ -351,30 +352,24 @@ class Connection:
         """Send the bytes of ZMTP itself."""
         data = b"".join(self._zmtp.output)
         self._zmtp.output.clear()
-        if self._wire is not None:
-            self._wire.send(data)
+        if self._stream is not None and not self._stream.send(data):
+            self._await_room(self._stream)
 
     # --- reading -------------------------------------------------------------------------------
 
     def _read(self) -> bool:
         """Read once and deliver; False if nothing came, or nothing is received now."""
-        if self._wire is None or self.held:
+        if self._stream is None or self.held:
             return False
         size = min(max(READ_BYTES, self._zmtp.missing_bytes), READ_MAX_BYTES)
         try:
-            data = self._wire.receive(size)
+            data = self._stream.receive(size)
         except (BlockingIOError, InterruptedError):
             return False
         except (ConnectionResetError, BrokenPipeError):
             data = b""
-        except ssl.SSLError as error:
-            if self._open:
-                self._end(f"{LOST}: {error.reason}")
-            else:  # the listener refuses the certificate of this end
-                self._refused(explain(error))
-            return False
         except OSError as error:
-            self._end(f"{LOST}: {error.strerror}")
+            self._end(f"{LOST}: {_words(error)}")
             return False
         if data is None:  # a part of a record of TLS
             self.heard_s = self._loop.time()
@@ -406,27 +401,27 @@ class Connection:
             self._refused(str(error))
         except ZmtpError as error:
             self._end(f"not ZMTP: {error}")
-        if self.closed or self._wire is None:
+        if self.closed or self._stream is None:
             return
         if zmtp.output:
             self._say()
-        if zmtp.open and not self._open:
+        if zmtp.open and not self.is_open:
             self._opened()
 
     def _resumed(self) -> None:
-        if self._wire is None or not self.held:
+        if self._stream is None or not self.held:
             return
         self.held = False
         self._deliver()  # what has come is taken before more is read
-        if self._wire is not None and not self.held:
-            self._loop.add_reader(self._wire.socket, self._read)
+        if self._stream is not None and not self.held:
+            self._loop.add_reader(self._stream.socket, self._read)
 
     # --- the end -------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
         """Dial again, or close for good if the connection has been open or was accepted."""
         self._hang_up()
-        if self._where is not None and not self._open:
+        if self._where is not None and not self.is_open:
             self.trouble = reason
             self._timer = self._loop.call_later(self._retry_s, self._dial)
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
@@ -455,6 +450,9 @@ class Connection:
             self._loop.remove_writer(self._dialled)
             self._dialled.close()
             self._dialled = None
-        if self._wire is not None:
-            self._wire.close(linger_s)
-            self._wire = None
+        if self._stream is not None:
+            self._loop.remove_reader(self._stream.socket)
+            self._loop.remove_writer(self._stream.socket)
+            self.is_waiting = False
+            self._stream.close(linger_s)
+            self._stream = None

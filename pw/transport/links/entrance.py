@@ -1,41 +1,44 @@
-"""Admits the processes that dial a node.
+"""Accepts the processes that dial a node, and bounds how many of them have not greeted yet.
 
-Tcp connections that have not greeted yet are strangers. Their number is bounded, in all and for
-each address: beyond a bound the oldest is dropped, so that idle ones keep no good one out.
+A node listens at its endpoint and, without credentials, over a unix socket beside it, for processes
+of this machine (`pw.transport.links.nearby`). Tcp connections that have not greeted are strangers.
+Their number is bounded, in all and for each address: beyond a bound the oldest is dropped, so that
+idle ones keep no good one out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from pw.core.ids import CONTROLLER
-from pw.transport.access.credentials import Identity
+from pw.core.errors import ConnectionFailed
+from pw.transport.access.identity import Identity
 from pw.transport.access.security import NO_CREDENTIALS, Security
 from pw.transport.access.tls import plain_alert
-from pw.transport.endpoints import is_off_loopback, is_on_loopback
+from pw.transport.access.unix import is_trusted
+from pw.transport.endpoints import listen, reachable_endpoint, unlisten
+from pw.transport.links import nearby
 from pw.transport.links.admission import Access
-from pw.transport.links.connection import Connection
+from pw.transport.links.connection import StreamConnection
 from pw.transport.log import Warnings
-
-Stranger = TypeVar("Stranger")
 
 STRANGERS = 512
 STRANGERS_OF_ADDRESS = 128
+_NO_DESCRIPTORS_S = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
 
 
 class Network(Protocol):
     """The network that listens."""
 
     name: str
-    endpoint: str
 
-    def admit(self, accepted: socket.socket) -> Connection:
+    def accept(self, accepted: socket.socket) -> StreamConnection:
         """Begin a connection."""
 
-    def turn_away(self, connection: Connection) -> None:
+    def turn_away(self, connection: StreamConnection) -> None:
         """Drop a connection that has not greeted, and say nothing."""
 
     def count(self, counter: str) -> None:
@@ -43,31 +46,64 @@ class Network(Protocol):
 
 
 class Entrance:
-    """Takes what the listening sockets of a node accept."""
+    """The listening sockets of a node, and its strangers.
+
+    Args:
+        loop: the event loop to live on.
+        network: gets the connections.
+        bind: where to listen, such as "tcp://127.0.0.1:0".
+        advertise: host, and perhaps port, to tell others (`endpoints.reachable_endpoint`).
+        access: writes the audit lines.
+        security: how the node uses tcp.
+        warnings: of the node.
+
+    Raises:
+        ConnectionFailed: `bind` cannot be listened on, or no process could connect there.
+    """
 
     def __init__(
-        self, network: Network, access: Access, security: Security, warnings: Warnings
+        self,
+        loop: asyncio.AbstractEventLoop,
+        network: Network,
+        bind: str,
+        advertise: str | None,
+        access: Access,
+        security: Security,
+        warnings: Warnings,
     ) -> None:
+        self._loop = loop
         self._network = network
         self._access = access
         self._security = security
         self._warnings = warnings
-        self._strangers: dict[Connection, str] = {}
+        self._strangers: dict[StreamConnection, str] = {}
+        self._closed = False
+        listener = listen(bind)
+        try:
+            self.endpoint = reachable_endpoint(listener, advertise)
+        except ConnectionFailed:
+            unlisten(listener)
+            raise
+        near = None if security.credentials else nearby.listen(self.endpoint)
+        if near is None and listener.family != socket.AF_UNIX and not security.takes_tcp:
+            unlisten(listener)
+            raise ConnectionFailed(
+                f"no process could connect to {self.endpoint}: without credentials it is served over a unix "
+                "socket of this machine, which cannot be made; choose another port, or give --credentials"
+            )
+        self._listeners = [listener] if near is None else [listener, near]
 
-    def accepted(self, connection: socket.socket) -> None:
-        """A process of this user, or one over tcp, has dialled."""
-        if connection.family == socket.AF_UNIX:
-            self._network.admit(connection)
-        elif self._security.takes_tcp:
-            self._make_room(self._network.admit(connection))
-        else:
-            peer = "tcp"
-            with contextlib.suppress(OSError):  # the dialler is gone
-                peer = "{}:{}".format(*connection.getpeername())
-                connection.setblocking(False)
-                connection.send(plain_alert())
-            connection.close()
-            self.refused(peer, None, NO_CREDENTIALS)
+    def open(self) -> None:
+        """Begin to accept connections."""
+        for listener in self._listeners:
+            self._listen(listener)
+
+    def close(self) -> None:
+        """Accept nothing any more."""
+        self._closed = True
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            unlisten(listener)
 
     def refused(self, peer: str, identity: Identity | None, reason: str) -> None:
         """A stranger is refused."""
@@ -81,47 +117,54 @@ class Entrance:
         self._network.count("connections_malformed")
         self._warnings.once(reason, "a stranger's connection", self._network.name, reason=reason)
 
-    def introduced(self, node: str, endpoint: str) -> None:
-        """Warn if a host of a cluster on several machines can be dialled only on its own."""
-        away = is_off_loopback(self._network.endpoint) and is_on_loopback(endpoint)
-        if away and node != CONTROLLER:
-            words = "no other machine can dial this peer, unless it gets another --bind"
-            self._warnings.once(("loopback", node), words, node, endpoint=endpoint)
+    def _listen(self, listener: socket.socket) -> None:
+        if not self._closed:
+            self._loop.add_reader(listener, self._accept, listener)
 
-    def refused_user(self) -> None:
-        """Another user's process has dialled, and was refused."""
-        self._network.count("connections_refused")
-        self._warnings.once("user", "another user's process has dialled", self._network.name)
+    def _accept(self, listener: socket.socket) -> None:
+        network = self._network
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            network.count("accepts_deferred")
+            words = "cannot accept connections"
+            self._warnings.once("accept", words, network.name, reason=error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen, listener)
+            return
+        if not is_trusted(connection):
+            connection.close()
+            network.count("connections_refused")
+            self._warnings.once("user", "another user's process has dialled", network.name)
+        elif connection.family == socket.AF_UNIX:
+            network.accept(connection)
+        elif self._security.takes_tcp:
+            self._make_room(network.accept(connection))
+        else:
+            peer = "tcp"
+            with contextlib.suppress(OSError):  # the dialler is gone
+                peer = "{}:{}".format(*connection.getpeername())
+                connection.setblocking(False)
+                connection.send(plain_alert())
+            connection.close()
+            self.refused(peer, None, NO_CREDENTIALS)
 
-    def deferred(self, error: OSError) -> None:
-        """This process has no descriptor for a connection."""
-        self._network.count("accepts_deferred")
-        event = "cannot accept connections"
-        self._warnings.once("accept", event, self._network.name, reason=error)
-
-    def _make_room(self, new: Connection) -> None:
+    def _make_room(self, new: StreamConnection) -> None:
         """Count a new stranger, and drop the oldest if there are too many."""
         strangers, host = self._strangers, new.peer.rpartition(":")[0]
-        if len(strangers) >= STRANGERS_OF_ADDRESS:
+        if len(strangers) >= min(STRANGERS_OF_ADDRESS, STRANGERS):
             for known in [one for one in strangers if one.is_open or one.closed]:
                 del strangers[known]
-        oldest = crowded_out(strangers, host)
+        same = [one for one, address in strangers.items() if address == host]
+        oldest = None
+        if len(same) >= STRANGERS_OF_ADDRESS:
+            oldest = same[0]
+        elif len(strangers) >= STRANGERS:
+            oldest = next(iter(strangers))
         strangers[new] = host
         if oldest is not None:
             del strangers[oldest]
             self._network.count("connections_crowded_out")
             self._network.turn_away(oldest)
-
-
-def crowded_out(strangers: Mapping[Stranger, str], host: str) -> Stranger | None:
-    """Return the stranger that leaves when another one of this address comes; None if there is room.
-
-    Args:
-        strangers: the address of each, the oldest first.
-    """
-    if len(strangers) < min(STRANGERS_OF_ADDRESS, STRANGERS):
-        return None
-    same = [one for one, address in strangers.items() if address == host]
-    if len(same) >= STRANGERS_OF_ADDRESS:
-        return same[0]
-    return next(iter(strangers)) if len(strangers) >= STRANGERS else None

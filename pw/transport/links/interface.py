@@ -1,16 +1,90 @@
-"""The interface between a node and its network.
+"""The interfaces between a node, its network, and the connections of the network.
 
 A `Network` carries messages to other nodes, and sees its node as a `Mailroom`. So the same node
-runs over sockets and inside one process.
+runs over sockets, inside one process and in the simulator.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from pw.core.ids import Address
-from pw.transport.access.credentials import Identity
+from pw.transport.access.identity import Identity
+
+LOST = "connection lost"
+"""The reason when the process at the other end of a connection has ended."""
+
+
+class Loop(Protocol):
+    """The event loop, as a node sees it."""
+
+    def call_soon(self, action: Callable[..., object], /, *args: Any) -> Any:
+        """Call `action(*args)` in the next turn of the loop."""
+
+    def call_later(self, delay_s: float, action: Callable[..., object], /, *args: Any) -> Any:
+        """Call `action(*args)` later; returns a timer that can be cancelled."""
+
+    def call_soon_threadsafe(self, action: Callable[..., object], /, *args: Any) -> Any:
+        """Call `action(*args)` soon; from any thread."""
+
+
+class Connection:
+    """One end of a connection that carries whole frames, in order, as links see it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.is_open = False
+        """Whether the peer has shown its certificate, if it needs one, and has greeted."""
+        self.is_waiting = False
+        """Whether frames wait until the peer can take more."""
+        self.held = False
+        """Whether nothing is received until `resume`."""
+        self.identity: Identity | None = None
+        """What the peer's certificate says, also of one that was refused; None without TLS."""
+        self.peer = "local"
+        """The address of a tcp peer, as host:port."""
+        self.heard_s = 0.0
+        """When bytes came that were not one whole message; of those, the owner knows."""
+        self.trouble = ""
+        """Why the last try to dial has failed, and what the user can do; empty if none has."""
+        self.finds_no_peer = False
+        """No process that this one could talk to has listened at the address, at any try."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the peer is a process on this machine, of this user or of root."""
+        return False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
+        return 0
+
+    def send(self, frame: bytes) -> bool:
+        """Send now, or in order as soon as the peer can take it; False if it has to wait."""
+        raise NotImplementedError
+
+    def receive(self) -> bool:
+        """Receive all that has come; True if there may be more."""
+        return False
+
+    def hold(self) -> None:
+        """Receive nothing until `resume`; the sender has to wait when the buffers are full."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Receive again after `hold`."""
+        raise NotImplementedError
+
+    def withdraw(self) -> list[bytes]:
+        """Close a connection that is not open yet, and return its unsent frames; else do nothing."""
+        raise NotImplementedError
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; blocks up to `linger_s` to send the frames that wait."""
+        raise NotImplementedError
 
 
 class Mailroom(Protocol):

@@ -13,9 +13,8 @@ from pw.core.ids import Address
 from pw.core.installed import DISTRIBUTION, version
 from pw.core.messages import PROTOCOL_VERSION, Hello
 from pw.core.messages.roles import Role, role_of
-from pw.transport.access.credentials import Identity
-from pw.transport.links.connection import Connection
-from pw.transport.links.interface import Mailroom
+from pw.transport.access.identity import Identity
+from pw.transport.links.interface import Connection, Mailroom
 
 LONGEST_SILENCE_S = 600.0
 """A longer silence in a peer's hello is ignored."""

@@ -13,7 +13,6 @@ sockets and timers.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import traceback
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from pw.core.ids import Address
 from pw.core.messages.roles import Role, role_of
 from pw.core.messages.routes import permits
 from pw.core.recorder import Recorder
-from pw.transport.links.interface import Network
+from pw.transport.links.interface import Loop, Network
 from pw.transport.log import Warnings, audit, log
 
 A = TypeVar("A", bound=Actor)
@@ -87,7 +86,7 @@ class Node:
     `post_threadsafe` belong to the loop's thread.
     """
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, network: Network) -> None:
+    def __init__(self, name: str, loop: Loop, network: Network) -> None:
         self.name = name
         self.loop = loop
         self.network = network
@@ -95,14 +94,18 @@ class Node:
         self.recorder = Recorder()
         self.on_crash: Callable[[str, BaseException], None] = self._log_crash
         self._actors: dict[str, Actor] = {}
-        self._mailbox = Mailbox(self._group_of)
-        self._own = self._mailbox.own
+        self.mailbox = Mailbox(self._group_of)
+        self._own = self.mailbox.own
         self._turn_requested = False
         self._from_threads: deque[tuple[str, object]] = deque()
         self._woken_by_thread = False
         self._unknown: set[str] = set()
         self._warnings = Warnings(name)
-        self._closed = False
+        self.closed = False
+        self.clock: Callable[[], float] = time.monotonic
+        """Measures how long messages take to handle."""
+        self.permits: Callable[[str, str, type], bool] = permits
+        """Whether a node may send messages of a type to an actor here."""
         network.attach(self)
 
     def add(self, actor: str, factory: Callable[[Env], A]) -> A:
@@ -131,7 +134,7 @@ class Node:
     @property
     def backlog(self) -> int:
         """Messages of peers in the mailbox."""
-        return self._mailbox.waiting
+        return self.mailbox.waiting
 
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox; `sender` is the actor itself if not given."""
@@ -144,14 +147,18 @@ class Node:
 
         Others are counted and dropped (`pw.core.messages.roles`).
         """
-        if permits(sender.node, actor, type(message)):
-            if len(self._own) < FEW and not self._mailbox.waiting:
+        if self.permits(sender.node, actor, type(message)):
+            if len(self._own) < FEW and not self.mailbox.waiting:
                 self._own.append((actor, sender, message))
             else:
-                self._mailbox.deliver(sender.node, (actor, sender, message))
+                self.mailbox.deliver(sender.node, (actor, sender, message))
             if not self._turn_requested:
                 self.request_turn()
-            return
+        else:
+            self.refuse(actor, message, sender)
+
+    def refuse(self, actor: str, message: object, sender: Address) -> None:
+        """Count a message that its sender may not send."""
         self.counters["messages_refused"] += 1
         kind = type(message).__name__
         words = "a message that its sender may not send"
@@ -160,12 +167,12 @@ class Node:
 
     def tell_all(self, peer: str, news: object) -> None:
         """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
-        self._mailbox.deliver(peer, (EVERY, None, news))
+        self.mailbox.deliver(peer, (EVERY, None, news))
         self.request_turn()
 
     def holds(self, peer: str, most: int) -> bool:
         """Whether more than `most` messages of a peer wait; the network is told when to go on."""
-        return self._mailbox.holds(peer, most)
+        return self.mailbox.holds(peer, most)
 
     def post_threadsafe(self, actor: str, message: object) -> None:
         """Like `post`, from any thread; wakes the loop once for all pending messages."""
@@ -175,20 +182,20 @@ class Node:
             try:
                 self.loop.call_soon_threadsafe(self._collect)
             except RuntimeError:  # the loop is closed
-                if not self._closed:
+                if not self.closed:
                     raise
 
     def request_turn(self) -> None:
         """Handle the mailbox and flush the network soon."""
-        if not self._turn_requested and not self._closed:
+        if not self._turn_requested and not self.closed:
             self._turn_requested = True
             self.loop.call_soon(self._turn)
 
     def close(self) -> None:
         """Stop handling messages and close the network."""
-        if not self._closed:
-            self._closed = True
-            self._mailbox.clear()
+        if not self.closed:
+            self.closed = True
+            self.mailbox.clear()
             self._actors.clear()
             self.network.close()
 
@@ -198,23 +205,23 @@ class Node:
         while self._from_threads:
             actor, message = self._from_threads.popleft()
             self._own.append((actor, None, message))
-        if not self._turn_requested and not self._closed:
+        if not self._turn_requested and not self.closed:
             # At once: a requested turn comes after the loop has polled all sockets.
             self._turn_requested = True
             self._turn()
 
     def _turn(self) -> None:
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         budget = MESSAGES_PER_TURN
-        until_s = time.monotonic() + TURN_S if mailbox.waiting else 0.0
+        until_s = self.clock() + TURN_S if mailbox.waiting else 0.0
         try:
-            while budget > 0 and not self._closed:
+            while budget > 0 and not self.closed:
                 budget = self._handle(budget, until_s)
-                if not self._own and (not mailbox.waiting or time.monotonic() > until_s):
+                if not self._own and (not mailbox.waiting or self.clock() > until_s):
                     break
         finally:
             self._turn_requested = False
-            if not self._closed:
+            if not self.closed:
                 self.network.flush()
                 if mailbox.at_work is not None:
                     self._pause()
@@ -223,8 +230,8 @@ class Node:
 
     def _pause(self) -> None:
         """End a turn that has handled messages of peers."""
-        mailbox = self._mailbox
-        mailbox.end(time.monotonic())
+        mailbox = self.mailbox
+        mailbox.end(self.clock())
         while mailbox.to_resume:
             self.network.resume(mailbox.to_resume.pop())
 
@@ -233,7 +240,7 @@ class Node:
 
         Returns the budget that is left.
         """
-        mailbox, own, clock = self._mailbox, self._own, time.monotonic
+        mailbox, own, clock = self.mailbox, self._own, self.clock
         first = len(own)  # of its own messages, those that go before the next of a peer
         eager = first + mailbox.waiting
         if eager > FEW_MESSAGES:
@@ -267,7 +274,7 @@ class Node:
                     own.extendleft([(name, None, message) for name in reversed(self._actors)])
                     first = len(own)
                 else:
-                    self._undeliverable(actor, message)
+                    self._undeliverable(actor, sender, message)
                 continue
             touched[actor] = target
             if eager > 0:
@@ -284,7 +291,7 @@ class Node:
                 self.on_crash(actor, error)
         return budget
 
-    def _undeliverable(self, actor: str, message: object) -> None:
+    def _undeliverable(self, actor: str, sender: Address | None, message: object) -> None:
         self.counters["messages_undeliverable"] += 1
         if actor not in self._unknown and len(self._unknown) < 1000:
             self._unknown.add(actor)

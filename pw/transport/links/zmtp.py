@@ -24,7 +24,6 @@ _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _NULL = b"NULL".ljust(20, b"\0")
-_REASON_BYTES = 255
 _SHORT = [bytes((0, size)) for size in range(256)]
 
 
@@ -72,11 +71,6 @@ class Zmtp:
         """A message of one part as it is sent, once the connection is open."""
         size = len(body)
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
-
-    def refuse(self, reason: str) -> None:
-        """Refuse the peer instead of a handshake; the connection is to be closed then."""
-        words = reason.encode()[:_REASON_BYTES].decode("utf-8", "ignore").encode()
-        self._command(b"ERROR", bytes((len(words),)) + words)
 
     def whole(self, data: bytes) -> bytes | None:
         """The body, if `data` is exactly one message of one part; otherwise `data` is to be fed.

@@ -1,0 +1,1 @@
+"""Bytes between two processes, plain or encrypted, without an event loop and without blocking."""
