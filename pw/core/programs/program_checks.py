@@ -87,7 +87,9 @@ def _check_size(body: Program) -> None:
 def _check_indices(body: Program) -> None:
     for index, node in enumerate(body.nodes):
         if not 0 <= node.computation < len(body.computations):
-            raise ArgumentError(f"node {index} names a computation that does not exist")
+            raise ArgumentError(
+                f"call {index} of {body.name!r} names a function that does not exist"
+            )
     for what, count, donated in (
         (body.name, len(body.inputs), body.donated),
         *((one.name, len(one.inputs), one.donated) for one in body.computations),
