@@ -21,6 +21,7 @@ from pw.client.trace.recording import recording
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
 from pw.core.programs.program import Node, Output, Program, Value
+from pw.core.programs.program_checks import check_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.devices.host.backend import Build, Op
 from pw.devices.jax.backend import JaxBackend
@@ -371,15 +372,16 @@ def test_merges_that_do_not_fit_are_refused() -> None:
     binding = {1: Binding(1, "island", (DeviceAddress("host", 0),))}
     good = merge("choice", [spec])
 
-    def lowered(inputs: tuple[ArraySpec, ...]) -> Any:
+    def choice(inputs: tuple[ArraySpec, ...]) -> Program:
         one = type(good)("choice", b"", placement, inputs, (spec,), kind=good.kind)
         nodes = (Node(0, tuple(Value(-1, at) for at in range(len(inputs)))),)
-        return lower(Program("p", (one,), nodes, inputs, (Output(Value(0, 0), spec),)), binding)
+        return Program("p", (one,), nodes, inputs, (Output(Value(0, 0), spec),))
 
-    assert lowered(good.inputs).hosts
+    check_program(choice(good.inputs))
+    assert lower(choice(good.inputs), binding).hosts
     for bad in ((), good.inputs[:2], (spec, spec, spec), (*good.inputs[:2], good.inputs[0])):
         with pytest.raises(pw.ShardingError, match="takes a boolean and two values"):
-            lowered(bad)
+            check_program(choice(bad))
 
 
 GANGS = f"""{TWO_GANGS}

@@ -51,9 +51,9 @@ def value_of(kind: Any, rng: random.Random) -> Any:
     raise AssertionError(f"no value for {kind}")
 
 
-def within(value: Any, bounds: tuple[msgspec.Meta, ...]) -> Any:
+def within(value: Any, marks: tuple[object, ...]) -> Any:
     """Return the value, or the nearest number within bounds; lengths of 2 and strings of 32 are within all."""
-    for bound in bounds:
+    for bound in (mark for mark in marks if isinstance(mark, msgspec.Meta)):
         least, most = bound.ge if bound.gt is None else bound.gt + 1, bound.le
         value = value if least is None else max(value, least)
         value = value if most is None else min(value, most)

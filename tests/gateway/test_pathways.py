@@ -346,7 +346,7 @@ def _other_dtype(where: str, sharding: NamedSharding) -> Any:
 
 
 def _unknown_dtype(where: str, sharding: NamedSharding) -> Any:
-    return {"persistenceReadRequest": read_request(where, "a", (8, 8), "F8E5M2", sharding)}
+    return {"persistenceReadRequest": read_request(where, "a", (8, 8), "F9E9M9", sharding)}
 
 
 def _bucket(where: str, sharding: NamedSharding) -> Any:
@@ -365,7 +365,7 @@ BAD: list[tuple[Callable[[str, NamedSharding], Any], str]] = [
     (_missing, "NOT_FOUND: there is no checkpoint"),
     (_other_shape, r"a in .* is float32\[8, 8\], not float32\[4, 8\]"),
     (_other_dtype, "not int32"),
-    (_unknown_dtype, "arrays of F8E5M2"),
+    (_unknown_dtype, "arrays of F9E9M9"),
     (_bucket, "file system that all hosts share"),
     (_outside, "cannot be the name"),
     (_incomplete, "cannot be read"),
