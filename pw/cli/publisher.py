@@ -58,7 +58,8 @@ class Publisher:
         self._name = secrets.token_hex(8)
         self._encoder = msgspec.json.Encoder()
         self._waiting: dict[str, list[Event]] = {}
-        self._numbers: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
+        """Number of the next event of each topic."""
         self._sent_s = 0.0
 
     def publish(self, event: Event) -> None:
@@ -70,18 +71,19 @@ class Publisher:
     def _plan(self) -> None:
         next_s = self._sent_s + PAUSE_S
         if self._loop.time() >= next_s:
-            self._loop.call_soon(self._send)
+            self._loop.call_soon(self.send)
         else:
-            self._loop.call_at(next_s, self._send)
+            self._loop.call_at(next_s, self.send)
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Send what waits; readers without room lose it."""
         if self._socket.closed:
             return
         waiting, self._waiting = self._waiting, {}
         self._sent_s, time_s = self._loop.time(), time.time()
         for topic, events in waiting.items():
-            first = self._numbers[topic]
-            self._numbers[topic] += len(events)
+            first = self.numbers[topic]
+            self.numbers[topic] += len(events)
             name = subject(topic).encode()
             for start in range(0, len(events), EVENTS_AT_ONCE):
                 part = events[start : start + EVENTS_AT_ONCE]
@@ -92,7 +94,7 @@ class Publisher:
     def close(self) -> None:
         """Send what waits, and close the socket. Idempotent."""
         if not self._socket.closed:
-            self._send()
+            self.send()
             self._socket.close(linger=0)
             self._context.term()
 

@@ -64,11 +64,12 @@ class InProcessCluster:
             )
         self.crashes: list[str] = []
         """Tracebacks of actors that raised; `close` fails if there are any."""
-        self._thread = LoopThread("pw-test-cluster")
+        self.thread = LoopThread("pw-test-cluster")
+        """The thread of all actors."""
         self._clients: list[Runtime] = []
         self._codec = codec
         self._closed = False
-        loop = self._thread.loop
+        loop = self.thread.loop
 
         def build() -> None:
             self.hub = LocalHub(loop, codec=codec)
@@ -94,13 +95,13 @@ class InProcessCluster:
             for host in self.hosts:
                 host.node.on_crash = self._crashed
 
-        self._thread.call(build)
+        self.thread.call(build)
         if connect:
             current.disconnect()
             current.use(self.client())
 
     def _node(self, name: str) -> Node:
-        node = Node(name, self._thread.loop, self.hub.network(name))
+        node = Node(name, self.thread.loop, self.hub.network(name))
         node.on_crash = self._crashed
         return node
 
@@ -113,9 +114,9 @@ class InProcessCluster:
 
         def start(runtime: Runtime) -> SessionOnNode:
             def make() -> SessionOnNode:
-                bulk = BulkPlane(self._thread.loop)
+                bulk = BulkPlane(self.thread.loop)
                 return SessionOnNode(
-                    self._thread,
+                    self.thread,
                     self._node(name),
                     bulk,
                     runtime,
@@ -124,7 +125,7 @@ class InProcessCluster:
                     has_frames=self._codec,
                 )
 
-            session = self._thread.call(make)
+            session = self.thread.call(make)
             session.expect_hosts(len(self.hosts), [])
             return session
 
@@ -141,11 +142,11 @@ class InProcessCluster:
             if current.is_current(client):
                 current.disconnect()
             client.close()
-        self._thread.call(self.controller.close)
+        self.thread.call(self.controller.close)
         for host in self.hosts:
-            self._thread.call(host.close)
-        self._thread.call(self._services.close)
-        self._thread.stop()
+            self.thread.call(host.close)
+        self.thread.call(self._services.close)
+        self.thread.stop()
         if self.crashes:
             raise AssertionError("actors crashed:\n" + "\n".join(self.crashes))
 

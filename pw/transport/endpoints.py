@@ -258,7 +258,7 @@ def address_towards(endpoint: str) -> str:
     if where.family == socket.AF_UNIX:
         return LOOPBACK
     try:
-        return _address_towards(look_up(where))
+        return route_address(look_up(where))
     except OSError:
         return LOOPBACK
 
@@ -290,8 +290,8 @@ def _own_address(family: int) -> str:
     try:
         if family == socket.AF_INET6:
             with contextlib.suppress(OSError):
-                return _address_towards(SocketAddress(family, (_FAR[socket.AF_INET6], 9)))
-        return _address_towards(SocketAddress(socket.AF_INET, (_FAR[socket.AF_INET], 9)))
+                return route_address(SocketAddress(family, (_FAR[socket.AF_INET6], 9)))
+        return route_address(SocketAddress(socket.AF_INET, (_FAR[socket.AF_INET], 9)))
     except OSError as error:
         raise ConnectionFailed(
             "this machine has no default route, so peers cannot be told which of its addresses to dial; listen "
@@ -299,7 +299,8 @@ def _own_address(family: int) -> str:
         ) from error
 
 
-def _address_towards(where: SocketAddress) -> str:
+def route_address(where: SocketAddress) -> str:
+    """Return the address of this machine on its route to `where`."""
     with socket.socket(where.family, socket.SOCK_DGRAM) as probe:
         probe.connect(where.address)  # sends nothing
         return str(probe.getsockname()[0])

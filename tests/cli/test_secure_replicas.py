@@ -39,6 +39,7 @@ from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 from tests.cli.test_survival import members
 from tests.stages.daemons import Program, send, start_module, until
+from tests.stages.inside import number_of
 
 pytestmark = pytest.mark.processes
 
@@ -171,7 +172,7 @@ def test_a_worker_of_another_island_reads_and_falsifies_nothing(
         until(lambda: intruder.actor.key, "its own key", 30)
         number = current.runtime().client
         arrays = range(client_id(number, 1), client_id(number, 20))
-        assert {x._id, y._id} <= set(arrays)
+        assert {number_of(x), number_of(y)} <= set(arrays)
         for _ in range(2):
             intruder.call(lambda: intruder.actor.attack(arrays))
         until(

@@ -38,6 +38,7 @@ from pw.devices.host.store import ObjectStore
 from tests.devices.test_store import Bench as StoreBench
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
+from tests.stages.inside import without_session
 from tests.stages.programs import run_python, without_address
 from tests.stages.scripts import PRELUDE, finish, start_client
 
@@ -485,14 +486,14 @@ def test_it_is_switched_by_an_argument_or_a_variable(
     if variable is not None:
         monkeypatch.setenv("PW_WORKER_OUTPUT", variable)
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(current, "_current", None)
+    without_session(monkeypatch)
     monkeypatch.setattr(current, "Runtime", lambda *args, **kwargs: made.append(kwargs))
     pw.connect("tcp://127.0.0.1:1", worker_output=given)
     assert [options["worker_output"] for options in made] == [wanted]
 
 
 def test_a_variable_that_says_neither_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "_current", None)
+    without_session(monkeypatch)
     monkeypatch.setenv("PW_WORKER_OUTPUT", "yes please")
     with pytest.raises(ValueError, match="PW_WORKER_OUTPUT must be 0 or 1, not 'yes please'"):
         pw.connect("tcp://127.0.0.1:1")

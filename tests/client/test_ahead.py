@@ -104,8 +104,8 @@ def runtime() -> Iterator[Runtime]:
 
 
 def session(runtime: Runtime) -> Scripted:
-    assert isinstance(runtime._thread, Scripted)
-    return runtime._thread
+    assert isinstance(runtime.thread, Scripted)
+    return runtime.thread
 
 
 def put(runtime: Runtime, size: int = SIZE, for_run: bool = True) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
+from tests.stages.inside import traced_of
 from tests.stages.stage import held, mesh_on, numbers, split
 
 
@@ -218,7 +219,7 @@ def test_what_is_closed_over_is_an_argument_at_any_depth(
     with jax.sharding.use_abstract_mesh(east.abstract_mesh):
         expected = build(jnp.asarray(host))(x) if how != "jit in shard_map" else x * host
     np.testing.assert_allclose(f(x), expected, rtol=1e-5)
-    (traced,) = f._by_types.values()
+    traced = traced_of(f)
     assert len(traced.captured) == 1
     assert w is traced.captured[0] or kind == "jax"
     np.testing.assert_allclose(f(x), expected, rtol=1e-5)

@@ -17,6 +17,7 @@ import pw
 from pw.client.connection import current, runtime
 from pw.testing import InProcessCluster
 from pw.transport.links import codec
+from tests.stages.inside import number_of, traced_of, type_of
 from tests.stages.stage import held, interrupted_in_its_wait, mesh_on, numbers, split
 
 TOO_LARGE = 1 << 44
@@ -203,8 +204,8 @@ def test_arrays_of_another_client(cluster: InProcessCluster, east: pw.Mesh) -> N
         np.testing.assert_array_equal(pw.jit(lambda v: v, mesh=there)(pw.get(x)), numbers(4))
         # Not by its number either: the hosts and the controller look for themselves.
         with pytest.raises(pw.Error):
-            other.fetch(x._id, x._type.spec).result(30)
-        other.delete([x._id])
+            other.fetch(number_of(x), type_of(x).spec).result(30)
+        other.delete([number_of(x)])
     finally:
         current.use(mine)
     np.testing.assert_array_equal(f(x), numbers(4) + 1)
@@ -300,7 +301,7 @@ def test_an_artifact_for_cuda_is_made_without_one(
         lambda k, x: jnp.linalg.eigvalsh(jax.random.normal(k, (4, 4))) * x + w[:4], mesh=mesh
     )
     result = f(jax.random.key(0), numbers(4))
-    (traced,) = f._by_types.values()
+    traced = traced_of(f)
     assert b"cusolver" in traced.artifact
     with pytest.raises(pw.CompileError, match="cusolver"):
         np.asarray(result)

@@ -20,6 +20,7 @@ from pw.client.session.thread_messages import Put
 from pw.client.session.uploads import KEEP_BYTES
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
+from tests.stages.inside import number_of, set_fetching, set_waiting, without_session
 from tests.stages.stage import mesh_on, numbers, split
 
 Asked = list[tuple[list[int], "Future[None]"]]
@@ -58,7 +59,7 @@ def test_a_tree_is_one_checkpoint_of_its_arrays(mesh: pw.Mesh, asked: Asked) -> 
     tree = {"w": w, "state": (n, w, None, 3, 2.5, True), "host": [np.ones(3), jnp.ones(3)]}
     saving = pw.checkpoint(tree)
     ((arrays, future),) = asked
-    assert sorted(arrays) == sorted([w._id, w._id, n._id])
+    assert sorted(arrays) == sorted([number_of(w), number_of(w), number_of(n)])
     assert isinstance(saving, pw.Checkpoint)
     assert not saving.done()
     assert repr(saving) == "<pw.Checkpoint: under way>"
@@ -201,7 +202,7 @@ def test_drain_waits_and_tells_why_not(
 def kept(mesh: pw.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Size and `keep` of everything that is uploaded."""
     notes: list[tuple[int, bool]] = []
-    thread: Any = current.runtime()._thread
+    thread: Any = current.runtime().thread
     post = thread.post
 
     def note(what: object) -> None:
@@ -220,20 +221,20 @@ def test_put_can_exempt_values_from_the_budget(mesh: pw.Mesh, kept: list[tuple[i
 
 
 def test_a_kept_value_is_what_it_was(mesh: pw.Mesh) -> None:
-    session: Any = current.runtime()._thread
+    session: Any = current.runtime().thread
     value = numbers(5000)
     x = pw.put(value, sharding=split(mesh))
     value[:] = -1
     np.testing.assert_array_equal(x, numbers(5000))
-    inputs = session._node._actors["session"].uploads.inputs
+    inputs = session.node.actors["session"].uploads.inputs
     assert any(np.array_equal(upload.value, numbers(5000)) for upload in list(inputs.values()))
 
 
 def test_inputs_are_let_go_when_nothing_can_need_them(mesh: pw.Mesh) -> None:
-    session: Any = current.runtime()._thread
-    inputs = session._node._actors["session"].uploads.inputs
+    session: Any = current.runtime().thread
+    inputs = session.node.actors["session"].uploads.inputs
     x = pw.put(numbers(5000), sharding=split(mesh), keep=True)
-    number = x._id
+    number = number_of(x)
     x.block_until_ready()
     assert number in inputs
     del x
@@ -252,7 +253,7 @@ def test_the_budget_is_an_argument_or_a_variable(
     else:
         monkeypatch.setenv("PW_KEEP_BYTES", variable)
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(current, "_current", None)
+    without_session(monkeypatch)
     monkeypatch.setattr(current, "Runtime", lambda *args, **kwargs: made.append(kwargs))
     pw.connect("tcp://127.0.0.1:1", keep_bytes=argument)
     assert [options["keep_bytes"] for options in made] == [budget]
@@ -260,7 +261,7 @@ def test_the_budget_is_an_argument_or_a_variable(
 
 @pytest.mark.parametrize("wrong", ["-1", "1e9", "256MB"])
 def test_a_budget_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setattr(current, "_current", None)
+    without_session(monkeypatch)
     monkeypatch.setenv("PW_KEEP_BYTES", wrong)
     with pytest.raises(ValueError, match=f"PW_KEEP_BYTES.*'{wrong}'"):
         pw.connect("tcp://127.0.0.1:1")
@@ -272,17 +273,19 @@ def test_a_budget_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, wr
 @pytest.mark.parametrize("error", [pw.HostLost, pw.ConnectionFailed, pw.TransferFailed])
 def test_a_read_that_failed_on_its_way_is_tried_again(mesh: pw.Mesh, error: type[pw.Error]) -> None:
     x = pw.put(numbers(8), sharding=split(mesh)).block_until_ready()
-    x._fetching, x._waiting = Future(), Future()
-    for future in (x._fetching, x._waiting):
-        future.set_exception(error("the link was cut"))
+    failed: Future[Any] = Future()
+    failed.set_exception(error("the link was cut"))
+    set_fetching(x, failed)
+    set_waiting(x, failed)
     assert x.block_until_ready() is x
     np.testing.assert_array_equal(x, numbers(8))
 
 
 def test_what_an_array_failed_with_is_remembered(mesh: pw.Mesh) -> None:
     x = pw.put(numbers(8), sharding=split(mesh))
-    x._fetching = Future()
-    x._fetching.set_exception(pw.ComputationFailed("it raised"))
+    failed: Future[Any] = Future()
+    failed.set_exception(pw.ComputationFailed("it raised"))
+    set_fetching(x, failed)
     for _ in range(2):
         with pytest.raises(pw.ComputationFailed):
             np.asarray(x)

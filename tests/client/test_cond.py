@@ -26,6 +26,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Shard
 from pw.devices.host.backend import Build, Op
 from pw.devices.jax.backend import JaxBackend
 from pw.testing import InProcessCluster
+from tests.stages.inside import type_of
 from tests.stages.scripts import TWO_GANGS, two_clients_say_ok, two_gangs
 
 ONES = np.ones(4, np.float32)
@@ -247,13 +248,13 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
             with recorder.within(branches[0]):
                 grown, following = grow(made)
                 pair = (
-                    recorder.place(grown, grown._type, "loop"),
-                    recorder.place(made, made._type, "loop"),
+                    recorder.place(grown, type_of(grown), "loop"),
+                    recorder.place(made, type_of(made), "loop"),
                 )
-                types = [grown._type]
-            if made._type is not grown._type:
+                types = [type_of(grown)]
+            if type_of(made) is not type_of(grown):
                 made = recorder.reshard(made, grown.sharding)
-                pair = (pair[0], recorder.place(made, made._type, "loop"))
+                pair = (pair[0], recorder.place(made, type_of(made), "loop"))
             (made,) = recorder.merge("loop", branches, [pair], types)
             more = following
         return made

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
+from tests.stages.inside import number_of, type_of
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def test_everything_asked_for_is_settled_when_the_session_ends() -> None:
     with InProcessCluster(islands=1, devices_per_island=1):
         devices = pw.make_virtual_device_set().add_slice(devices=1).devices
         x = pw.put(np.zeros(4, np.float32), devices)
-        spec = x._type.spec
-        futures = [current.runtime().fetch(x._id, spec) for _ in range(20_000)]
+        spec = type_of(x).spec
+        futures = [current.runtime().fetch(number_of(x), spec) for _ in range(20_000)]
         pw.disconnect()
         for future in futures:
             error = future.exception(timeout=10)

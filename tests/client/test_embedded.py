@@ -58,7 +58,7 @@ def runtime_process():
     return hosts[0].pid if hosts else None
 
 def worker_process():
-    return current.runtime()._thread.worker.pid
+    return current.runtime().thread.worker.pid
 
 def kill(process):
     before = runtime_process()
@@ -175,8 +175,8 @@ def test_a_worker_that_cannot_live_ends_the_session_and_says_why(tmp_path: Path)
     from pw.client.connection import current
     devices = pw.make_virtual_device_set().add_slice(devices=1).devices
     x = pw.put(np.arange(3), devices)
-    worker = current.runtime()._thread.worker
-    worker._arguments = [*worker._arguments, "--devices", "nonsense"]
+    worker = current.runtime().thread.worker
+    worker.arguments = [*worker.arguments, "--devices", "nonsense"]
     for child in open(f"/proc/{worker.pid}/task/{worker.pid}/children").read().split():
         os.kill(int(child), signal.SIGKILL)
     os.kill(worker.pid, signal.SIGKILL)

@@ -160,10 +160,10 @@ def test_cotangents_of_rows_travel_as_rows_that_count(place: Place) -> None:
     )(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, wanted)
     (recorder,) = made
-    computations = list(recorder._index_of)
+    computations, nodes = list(recorder._index_of), recorder._nodes
     whole = [
         (computations[node.computation].name, at)
-        for node in recorder._nodes
+        for node in nodes
         for at, (value, spec) in enumerate(
             zip(node.args, computations[node.computation].inputs, strict=True)
         )
@@ -172,4 +172,4 @@ def test_cotangents_of_rows_travel_as_rows_that_count(place: Place) -> None:
         and at not in dict(node.counted)
     ]
     assert whole == []
-    assert sum(len(node.counted) for node in recorder._nodes) >= 4  # there and back, twice
+    assert sum(len(node.counted) for node in nodes) >= 4  # there and back, twice

@@ -26,6 +26,7 @@ from pw.client.status import ClusterStatus
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
+from tests.stages.inside import is_fetched
 from tests.stages.stage import held, mesh_on, numbers, split
 
 NASTY = "<script>alert('&')</script>"
@@ -216,7 +217,7 @@ def test_the_status_of_a_cluster(cluster: InProcessCluster) -> None:
 
 def test_a_controller_that_does_not_answer(cluster: InProcessCluster) -> None:
     began_s = time.monotonic()
-    cluster._thread.loop.call_soon_threadsafe(time.sleep, 0.5)
+    cluster.thread.loop.call_soon_threadsafe(time.sleep, 0.5)
     with pytest.raises(pw.ConnectionFailed, match=r"controller .* has not answered within 0\.05 s"):
         pw.status(timeout_s=0.05)
     assert pw.status().devices == 4
@@ -255,7 +256,7 @@ def test_a_large_array_is_never_fetched(cluster: InProcessCluster) -> None:
     x.block_until_ready()
     until(lambda: "ready" in html_of(x), "it is known to exist")
     assert "value" not in html_of(x)
-    assert x._fetching is None
+    assert not is_fetched(x)
 
 
 def test_an_array_that_is_not_there_yet(cluster: InProcessCluster, notebook: None) -> None:

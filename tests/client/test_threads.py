@@ -72,7 +72,7 @@ def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LocalNetwork, "forget", lambda network, node: forgotten.append(node))
     cluster = InProcessCluster(1, 1)
     runtime = cluster.client()
-    runtime._thread.post(Forget((1,)))
+    runtime.thread.post(Forget((1,)))
     with pytest.raises(InternalError, match="KeyError: 'broken'"):
         runtime.ask.status()
     assert CONTROLLER in forgotten, "the cluster is told, and lets go of what the client had"

@@ -28,6 +28,7 @@ from pw.client.trace.program import program
 from pw.client.transfer import block_until_ready, get, put
 from pw.core import errors
 from pw.core.messages import INLINE_BYTES
+from tests.stages.inside import number_of, set_fetching, traced_of, type_of
 from tests.stages.local_runtime import LocalRuntime
 
 
@@ -232,7 +233,7 @@ def test_shardings(rt: LocalRuntime) -> None:
     g = jit(lambda p: p + 1, mesh=mesh)
     g(product)
     graph = rt.programs[rt.runs[-1][0]]
-    assert graph.computations[0].inputs[0] == graph.inputs[0] == product._type.spec
+    assert graph.computations[0].inputs[0] == graph.inputs[0] == type_of(product).spec
     # elsewhere: an edge
     h = jit(lambda p: p + 1, devices=devices(2))
     np.testing.assert_allclose(np.asarray(h(product)), a @ b + 1, rtol=1e-5)
@@ -274,8 +275,9 @@ def test_same_computation_is_shared(rt: LocalRuntime) -> None:
         traces.append(1)
         return x + 1
 
-    f = jit(count, devices=devices(2))
-    here = put(np.ones(2, np.float32), devices=f._mesh.devices.flat)
+    chosen = devices(2)
+    f = jit(count, devices=chosen)
+    here = put(np.ones(2, np.float32), devices=chosen)
     there = put(np.ones(2, np.float32), devices=devices(1))
     f(np.ones(2, np.float32)), f(jnp.ones(2)), f(here), f(there), f(there)
     assert len(traces) == 1
@@ -304,7 +306,7 @@ def test_captured_arrays_become_arguments(rt: LocalRuntime) -> None:
     np.testing.assert_allclose(np.asarray(first), np.sin(w) * 2 + 3 + w, rtol=1e-4)
     np.testing.assert_allclose(float(second), 2 + 2 * float(w @ w) + table.sum() + 3, rtol=1e-4)
     graph = rt.programs[rt.runs[-1][0]]
-    assert graph.inputs.count(weights._type.spec) == 1
+    assert graph.inputs.count(type_of(weights).spec) == 1
     assert {spec.shape for spec in graph.inputs} == {(), (1000,), (2000,), (3000,)}
     assert all(len(blob) < 8000 for blob in rt.artifacts.values())
     uploads = rt.uploads
@@ -423,7 +425,7 @@ def test_what_was_donated_or_deleted_is_not_released_once_more(rt: LocalRuntime)
     f = jit(lambda x: x + 1, devices=devices(1), donate_argnums=0)
     for let_go in (f, lambda x: x.delete()):
         x = put(np.ones(3), devices(1))
-        number = x._id
+        number = number_of(x)
         let_go(x)
         del x
         gc.collect()
@@ -504,20 +506,8 @@ def test_artifacts_for_another_platform() -> None:
     current.use(other)
     mesh = Mesh(devices(4), "x")
     f = jit(lambda x: jax.lax.linalg.eigh(x), mesh=mesh)
-    f._trace(f_key(f, np.ones((4, 4), np.float32)))
-    (traced,) = f._by_types.values()
-    assert b"cusolver_syevd_ffi" in traced.artifact
-
-
-def f_key(f: Any, *args: Any) -> Any:
-    from pw.client.trace.function import (
-        signature_of_call,
-        tracing_configuration,
-        tree_flatten,
-    )
-
-    leaves, tree = tree_flatten((args, {}))
-    return (tree, signature_of_call(leaves), (), f._mesh, tracing_configuration())
+    f.lower(np.ones((4, 4), np.float32))
+    assert b"cusolver_syevd_ffi" in traced_of(f).artifact
 
 
 # --- arrays --------------------------------------------------------------------------------------------
@@ -549,7 +539,7 @@ def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
     assert bool(three)
     assert jax.device_get({"x": x})["x"].tolist() == x.tolist()
     assert jax.tree.map(lambda leaf: leaf.shape, {"a": x}) == {"a": (2, 3)}
-    number = x._id
+    number = number_of(x)
     del x
     assert number in rt.released
 
@@ -728,7 +718,7 @@ def test_a_finalizer_may_delete_arrays_while_one_is_given_up() -> None:
             other.delete()
 
     fetching: Any = Owner()
-    x._fetching = fetching
+    set_fetching(x, fetching)
     del fetching
     thread = threading.Thread(target=x.delete, daemon=True)
     thread.start()

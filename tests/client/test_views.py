@@ -22,6 +22,7 @@ from pw.core.sharding import ArraySpec
 from pw.testing import InProcessCluster
 from tests.core.test_view_programs import on_one, stacked
 from tests.stages.daemons import send, until
+from tests.stages.inside import number_of, type_of
 from tests.stages.stage import held, live, numbers, until_live
 
 DEVICES = 4
@@ -29,7 +30,7 @@ DEVICES = 4
 
 def spec_of(array: pw.Array) -> ArraySpec:
     """Return how hosts hold an array."""
-    return array._type.spec
+    return type_of(array).spec
 
 
 class Arrays:
@@ -41,8 +42,8 @@ class Arrays:
 
     def of(self, array: Any) -> int:
         """The id of a `pw.Array`, whose handle the caller keeps."""
-        self.specs[array._id] = spec_of(array)
-        return int(array._id)
+        self.specs[number_of(array)] = spec_of(array)
+        return number_of(array)
 
     def view(
         self, sources: Sequence[int], outputs: Sequence[ArraySpec], shards: Shards
@@ -69,7 +70,7 @@ class Arrays:
     def handle(self, array: int, like: pw.Array) -> pw.Array:
         """A `pw.Array` of an id whose spec is that of `like`."""
         assert self.specs[array] == spec_of(like)
-        return pw.Array(self.runtime, array, like._type)
+        return pw.Array(self.runtime, array, type_of(like))
 
     def delete(self, *arrays: int) -> None:
         self.runtime.delete(arrays)
@@ -274,7 +275,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
         logs = log(pw.put(numbers(2, start), sharding=pw.NamedSharding(first, P("x"))))
         spec = spec_of(x)
         arrays.of(logs)
-        sources = [logs._id, *pieces[1:]]
+        sources = [number_of(logs), *pieces[1:]]
         (mixed,) = arrays.view(sources, [spec], [[(n, 0) for n in range(DEVICES)]])
         # A gang of both hosts reads it, and only one of them has an error.
         held_view = arrays.handle(mixed, x)  # a dead handle would delete it

@@ -412,7 +412,7 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
         (ONES, fixed),
         max_iterations=300,
     )
-    controller: Any = place.cluster.controller._actors["controller"]
+    controller: Any = place.cluster.controller.actors["controller"]
 
     def kept() -> int:
         return sum(len(client.lineage) for client in controller.sessions.clients)

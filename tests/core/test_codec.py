@@ -183,9 +183,9 @@ def test_objects_are_counted_right(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "MAX_OBJECTS", objects(value))
-        assert not codec._exceeds_objects(data)
+        assert not codec.exceeds_objects(data)
         patch.setattr(codec, "MAX_OBJECTS", objects(value) - 1)
-        assert codec._exceeds_objects(data)
+        assert codec.exceeds_objects(data)
 
 
 def test_what_no_frame_can_hold_is_refused_before_it_is_sent() -> None:

@@ -115,8 +115,8 @@ def test_where_no_others_wait_messages_are_taken_together_unless_they_take_long(
 
 def test_peers_that_have_gone_are_forgotten() -> None:
     box = Mailbox()
-    for number in range(3 * module._QUEUES_KEPT):
+    for number in range(3 * module.QUEUES_KEPT):
         put(box, f"client-{number}", number)
         assert taken(box, 1) == [(f"client-{number}", number)]
-    assert len(box._queues) <= module._QUEUES_KEPT
-    assert len(box._groups) <= module._QUEUES_KEPT
+    assert len(box._queues) <= module.QUEUES_KEPT
+    assert len(box._groups) <= module.QUEUES_KEPT

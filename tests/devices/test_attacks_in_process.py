@@ -69,13 +69,13 @@ class Attacker:
 
     def __init__(self, cluster: InProcessCluster) -> None:
         self.cluster = cluster
-        loop = cluster._thread.loop
+        loop = cluster.thread.loop
 
         def make() -> tuple[Process, Inbox]:
             node = Process("client-evil", loop, cluster.hub.network("client-evil"))
             return node, node.add("session", Inbox)
 
-        self.node, self.inbox = cluster._thread.call(make)
+        self.node, self.inbox = cluster.thread.call(make)
         self.serial = 0
         self.tell(Attach("evil", 1.0, 0))
         attached = self.wait(Attached)
@@ -90,7 +90,7 @@ class Attacker:
         return client_id(self.number, self.serial)
 
     def tell(self, message: object, to: Address = CONTROL) -> None:
-        self.cluster._thread.call(lambda: self.inbox.env.send(to, message))
+        self.cluster.thread.call(lambda: self.inbox.env.send(to, message))
 
     def tell_host(self, message: object) -> None:
         self.tell(message, store_of("host-0"))
@@ -140,7 +140,7 @@ def attacker() -> Iterator[Attacker]:
         x = pw.put(np.arange(8), sharding=pw.NamedSharding(mesh, PartitionSpec("x")))
         np.testing.assert_array_equal(np.asarray(pw.jit(lambda x: x + 1)(x)), np.arange(8) + 1)
         assert not cluster.crashes
-        cluster._thread.call(attacker.node.close)
+        cluster.thread.call(attacker.node.close)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

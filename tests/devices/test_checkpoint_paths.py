@@ -156,7 +156,7 @@ def test_every_box_of_an_array_can_be_read(tmp_path: Path, monkeypatch: pytest.M
     path, value = tmp_path / "checkpoint", np.arange(6 * 5 * 4, dtype=np.int32).reshape(6, 5, 4)
     save(path, value)
     for block_bytes in (1, 16, 100, 1 << 20):
-        monkeypatch.setattr(checkpoint_reader, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(checkpoint_reader, "BLOCK_BYTES", block_bytes)
         for box in (
             whole(6, 5, 4),
             ((2, 4), (0, 5), (0, 4)),

@@ -61,8 +61,8 @@ def leave():
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
     if client is not None:
         client.shutdown()
-    while group._lifeline:
-        group._lifeline.pop().close()
+    while group.lifeline:
+        group.lifeline.pop().close()
     jax.extend.backend.clear_backends()
     jax.extend.backend.register_backend_factory(
         "cpu", group.xla_bridge.make_cpu_client, priority=0, fail_quietly=False)

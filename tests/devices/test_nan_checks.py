@@ -19,6 +19,7 @@ from pw.core.programs.program import Computation, Kind, Node, Output, Program, V
 from pw.core.sharding import ArraySpec
 from pw.testing import InProcessCluster
 from tests.sched.test_rebuild import Cluster, X
+from tests.stages.inside import traced_of
 from tests.stages.scripted import SMALL, digest
 from tests.stages.stage import live, mesh_on, numbers, until_live
 
@@ -116,7 +117,7 @@ def test_without_the_check_nothing_is_added(mesh: pw.Mesh) -> None:
     plain, checked = pw.jit(jnp.log, mesh=mesh), pw.jit(jnp.log, mesh=mesh, check_nans=True)
     for f in (plain, checked):
         f(BAD)
-    traced: list[Traced] = [next(iter(f._by_types.values())) for f in (plain, checked)]
+    traced: list[Traced] = [traced_of(f) for f in (plain, checked)]
     assert [len(t.computation.outputs) for t in traced] == [1, 2]
     assert [t.computation.checks for t in traced] == [(), ("result, float32[4]",)]
     assert [len(t.outputs) for t in traced] == [1, 1]

@@ -329,7 +329,7 @@ def test_a_host_gets_only_the_replicas_that_the_controller_permits(
 ) -> None:
     bench = Bench(a=(0,))
     if early:
-        bench.a.replicas._key = b""
+        bench.a.replicas.key = b""
     bench.ask(7, "c", bench.boxes[0], permit=permit)
     bench.hosts_are("a", "b", "c")
     bench.world.settle()
@@ -347,7 +347,7 @@ def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster(
     """The controller's directory and the question come by different links."""
     monkeypatch.setattr(replicas, "EARLY_KEPT", 2)
     bench = Bench(a=(0,))
-    bench.a.replicas._key = b""
+    bench.a.replicas.key = b""
     for request, host in ((7, "new"), (8, "gone"), (9, "new")):
         bench.ask(request, host, bench.boxes[0])
     (refused,) = bench.world.to(store_of("new"))

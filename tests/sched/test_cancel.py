@@ -354,12 +354,12 @@ def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() ->
     (y,) = client.run(slow, x)
     (z,) = client.run(quick, X)
     while world.links["c", "controller"]:
-        world._deliver("c", "controller")
+        world.deliver("c", "controller")
     known = world.client(client.number)
     assert len(known.backlog) == 2, "the second program is being compiled"
     client.tell(Cancel((y,)))
     while world.links["c", "controller"]:
-        world._deliver("c", "controller")
+        world.deliver("c", "controller")
     assert not known.backlog
     np.testing.assert_array_equal(client.value(z), X + 1)
     assert kind(client.value(y)) == "Cancelled"

@@ -61,7 +61,7 @@ class Stage:
         """Let only what is on the links between these nodes arrive, in this order."""
         for source, node in zip(route[::2], route[1::2], strict=True):
             while self.world.links[source, node]:
-                self.world._deliver(source, node)
+                self.world.deliver(source, node)
 
     def failure(self, array: int) -> ErrorReport:
         self.world.settle()

@@ -528,7 +528,7 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
         other_array.delete()
         ended.release_program(1)
         ended.tick()
-        thread: Any = ended._thread
+        thread: Any = ended.thread
         assert thread.closes == 0
         monkeypatch.setenv("PW_ADDRESS", "tcp://other")
         other = current.connect()
@@ -588,7 +588,7 @@ def test_a_program_that_was_released_can_be_made_again_under_another_controller(
     release(again)
     assert not runtime.programs.artifacts
     assert not len(runtime.programs)
-    thread = runtime._thread
+    thread = runtime.thread
     assert isinstance(thread, Thread)
     del registered
     cluster.idle()
@@ -623,7 +623,7 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
 ) -> None:
     cluster = Cluster(1)
     runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
-    thread: Any = runtime._thread
+    thread: Any = runtime.thread
     spec = split(runtime.allocate_slice(2, island="a").slice, 2)
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
     large = bytes(20_000)
@@ -653,7 +653,7 @@ def test_questions_that_were_answered_are_not_kept() -> None:
         runtime.ask.status()
         runtime.ask.explain()
         runtime.stats()
-    thread: Any = runtime._thread
+    thread: Any = runtime.thread
     assert len(thread.session.link.journal.requests) < 100
 
 

@@ -230,9 +230,8 @@ def test_the_state_of_an_optimizer_is_divided_as_its_parameters_are(
 def test_a_host_that_does_not_answer_is_named(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = cluster.hosts[0].node._actors["store"]
-    silent = {kind: handler for kind, handler in store._handlers.items() if kind is not MeasureHost}
-    monkeypatch.setattr(store, "_handlers", silent)
+    node = cluster.hosts[0].node
+    monkeypatch.setattr(node, "permits", lambda source, actor, kind: kind is not MeasureHost)
     began_s = time.monotonic()
     told = pw.memory()
     assert time.monotonic() - began_s < BOUND_S
@@ -244,7 +243,7 @@ def test_a_host_that_does_not_answer_is_named(
 def test_only_the_controller_may_measure_a_host(cluster: InProcessCluster) -> None:
     host = cluster.hosts[0]
     before = host.node.counters["messages_refused"]
-    host.node._actors["store"].receive(Address("client-0", "session"), MeasureHost(1, 2, 5))
+    host.node.actors["store"].receive(Address("client-0", "session"), MeasureHost(1, 2, 5))
     assert host.node.counters["messages_refused"] == before + 1
 
 

@@ -182,11 +182,11 @@ def test_the_status_says_where_events_are(cluster: InProcessCluster) -> None:
 def test_a_host_reports_to_its_controller_only(cluster: InProcessCluster, kept: Kept) -> None:
     host = cluster.hosts[0]
     before = host.node.counters["messages_refused"]
-    host.node._actors["coordinator"].receive(Address("client-0", "session"), Observe(0.01))
+    host.node.actors["coordinator"].receive(Address("client-0", "session"), Observe(0.01))
     assert host.node.counters["messages_refused"] == before + 1
     forged = Observed((), 0, {"launches": 10**6})
     refused = cluster.controller.counters["messages_refused"]
-    cluster.controller._actors["controller"].receive(Address("client-0", "session"), forged)
+    cluster.controller.actors["controller"].receive(Address("client-0", "session"), forged)
     assert cluster.controller.counters["messages_refused"] == refused + 1
     assert not [e for e in kept.of(CountersEvent) if e.counters.get("launches") == 10**6]
 
@@ -194,11 +194,11 @@ def test_a_host_reports_to_its_controller_only(cluster: InProcessCluster, kept: 
 def test_without_a_sink_hosts_report_nothing() -> None:
     with InProcessCluster(islands=1, devices_per_island=1) as quiet:
         pw.jit(lambda v: v + 1, mesh=mesh_on(0, 1))(np.float32(1)).block_until_ready()
-        receiving = quiet.hosts[0].node._actors["coordinator"].receiving
+        receiving = quiet.hosts[0].node.actors["coordinator"].receiving
         assert isinstance(receiving, EdgesIn)
         assert not receiving.observing.is_on
         assert current.runtime().ask.status().events == ""
-        assert Observed not in quiet.controller._actors["controller"]._handlers
+        assert Observed not in quiet.controller.actors["controller"]._handlers
 
 
 # --- the socket --------------------------------------------------------------------------------------
@@ -220,14 +220,18 @@ def publisher(
     publisher.close()
 
 
-def subscribe(publisher: Publisher, prefix: str = "pw.1.", messages: int = 1000) -> zmq.Socket:
+def subscribe(
+    loop: asyncio.AbstractEventLoop,
+    publisher: Publisher,
+    prefix: str = "pw.1.",
+    messages: int = 1000,
+) -> zmq.Socket:
     """A reader that is surely connected: it has got the first event."""
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, messages)
     socket.connect(publisher.endpoint)
     socket.subscribe(prefix)
-    loop = publisher._loop
 
     async def greet() -> None:
         for _ in range(3000):
@@ -256,8 +260,8 @@ def next_of(socket: zmq.Socket) -> tuple[str, dict[str, Any]]:
 def test_events_of_one_turn_leave_together_for_each_topic(
     loop: asyncio.AbstractEventLoop, publisher: Publisher
 ) -> None:
-    socket = subscribe(publisher)
-    first = publisher._numbers["host"]
+    socket = subscribe(loop, publisher)
+    first = publisher.numbers["host"]
     spin(loop)
     for number in range(3):
         publisher.publish(HostEvent("ready", f"h{number}"))
@@ -275,7 +279,7 @@ def test_events_of_one_turn_leave_together_for_each_topic(
 def test_a_reader_gets_the_topics_that_it_asked_for(
     loop: asyncio.AbstractEventLoop, publisher: Publisher
 ) -> None:
-    socket = subscribe(publisher, "pw.1.host")
+    socket = subscribe(loop, publisher, "pw.1.host")
     publisher.publish(ClientEvent("attached", 1, "me"))
     publisher.publish(HostEvent("ready", "h"))
     spin(loop)
@@ -287,9 +291,9 @@ def test_a_reader_gets_the_topics_that_it_asked_for(
 def test_many_events_are_several_messages_in_order(
     loop: asyncio.AbstractEventLoop, publisher: Publisher
 ) -> None:
-    socket = subscribe(publisher)
+    socket = subscribe(loop, publisher)
     spin(loop)
-    first = publisher._numbers["host"]
+    first = publisher.numbers["host"]
     for number in range(2 * EVENTS_AT_ONCE + 1):
         publisher.publish(HostEvent("ready", str(number)))
     spin(loop)
@@ -303,15 +307,15 @@ def test_a_slow_reader_loses_events_and_sees_how_many(
     loop: asyncio.AbstractEventLoop, publisher: Publisher
 ) -> None:
     """It reads nothing while 60 MB are published: the publisher goes on, and the numbers have a gap."""
-    socket = subscribe(publisher, messages=1)
+    socket = subscribe(loop, publisher, messages=1)
     spin(loop)
-    first, sent = publisher._numbers["host"], 1500
+    first, sent = publisher.numbers["host"], 1500
     large = "h" * 40_000
     for number in range(sent):
         publisher.publish(HostEvent(str(number), large))
-        publisher._send()
+        publisher.send()
     publisher.publish(HostEvent("last", ""))
-    publisher._send()
+    publisher.send()
     got: list[int] = []
     while socket.poll(500):
         batch = json.loads(socket.recv_multipart()[1])

@@ -184,7 +184,7 @@ def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
         (fine,) = client.run(there, np.arange(SMALL))
         world.drain("c")
         while (link := world.links["c", "controller"]) or not world.links["controller", "a1"]:
-            world._deliver("c", "controller") if link else world.step()
+            world.deliver("c", "controller") if link else world.step()
         link = world.links["controller", "a1"]
         launches = [at for at, (_, _, message) in enumerate(link) if isinstance(message, Launch)]
         del link[world.random.choice(launches[:-1])]

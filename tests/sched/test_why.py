@@ -55,6 +55,7 @@ from pw.sched.island.installed_program import names_of
 from pw.testing import InProcessCluster
 from tests.stages.actors import Alarm, World
 from tests.stages.daemons import start_module, until
+from tests.stages.inside import number_of, type_of
 from tests.stages.scripted import LARGE, SMALL, Client, chain, join, split
 from tests.stages.stage import held, mesh_on
 
@@ -512,7 +513,10 @@ def test_a_timeout_says_what_is_in_the_way() -> None:
         with held(cluster):
             y = f(np.float32(2))
             session = mesh.runtime
-            for wait in (session.wait([(y._id, y._type.spec)]), session.fetch(y._id, y._type.spec)):
+            for wait in (
+                session.wait([(number_of(y), type_of(y).spec)]),
+                session.fetch(number_of(y), type_of(y).spec),
+            ):
                 with pytest.raises(TimeoutError, match=r"host-0 \(shards 0-1\) has not enqueued"):
                     wait.result(1.5 * BUSY_S)  # it may be launched a little later
         assert float(y) == 3

@@ -217,7 +217,7 @@ class World:
         ready: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         for (source, node), link in self.links.items():
             if link and node in self.actors:
-                ready.append((self._deliver, (source, node)))
+                ready.append((self.deliver, (source, node)))
         ready += [(self._happen, (node,)) for node, queue in self.happenings.items() if queue]
         ready += [(self._work, (backend,)) for backend in self.backends.values() if backend.can_go]
         if not ready:
@@ -226,7 +226,7 @@ class World:
         action(*args)
         return True
 
-    def _deliver(self, source: str, node: str) -> None:
+    def deliver(self, source: str, node: str) -> None:
         link = self.links[source, node]
         for _ in range(min(len(link), self.random.choice((1, 1, 2, 5, 100)))):
             news = link.popleft()

@@ -97,7 +97,7 @@ class Cluster:
         return node.add("session", Recorder)
 
     def of(self, recorder: Recorder) -> Node:
-        (node,) = [node for node in self.nodes if node._actors.get("session") is recorder]
+        (node,) = [node for node in self.nodes if node.actors.get("session") is recorder]
         return node
 
     def network(self, recorder: Recorder) -> StreamNetwork:

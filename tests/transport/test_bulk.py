@@ -1016,7 +1016,7 @@ def test_pages_whose_descriptor_is_lost_are_copied() -> None:
 
 
 def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_receiver, "_NO_DESCRIPTORS_S", 0.05)
+    monkeypatch.setattr(shared_receiver, "NO_DESCRIPTORS_S", 0.05)
 
     async def scenario() -> None:
         asked: list[dict[str, Any]] = []

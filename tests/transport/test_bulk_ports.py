@@ -151,10 +151,10 @@ def test_the_client_dials_again_after_its_connection_broke(way: str, tmp_path: P
                     landing, arrival = land(here, 70_000, endpoint)
                     assert await push(there, landing, noise(70_000)) is None
                     await arrival
-                    (dialled,) = here._thread._receiver._dialled.values()
+                    (dialled,) = here.thread.receiver.dialled.values()
                     dialled.socket.shutdown(socket.SHUT_RDWR)
-                    await until(lambda: not here._thread._receiver._dialled)
-                    await until(lambda: not there._thread.by_chunks._receivers)
+                    await until(lambda: not here.thread.receiver.dialled)
+                    await until(lambda: not there.thread.by_chunks._receivers)
 
     on_loop(scenario)
 
@@ -181,8 +181,8 @@ def test_no_other_client_takes_the_place_of_a_plane(tmp_path: Path) -> None:
                 landing, arrival = land(good, 70_000, endpoint)
                 assert await push(there, landing, noise(70_000)) is None
                 await arrival
-                thief._thread._receiver._plane = landing.plane
-                thief._thread.dial(endpoint)
+                thief.thread.receiver._plane = landing.plane
+                thief.thread.dial(endpoint)
                 await until(lambda: there.counters()["rejected"])
                 landing, arrival = land(good, 70_000, endpoint)
                 assert await push(there, landing, noise(70_000)) is None
@@ -260,7 +260,7 @@ def test_connections_end_when_a_certificate_is_revoked(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pw.transport.access.credentials.LOOK_S", 0.0)
-    monkeypatch.setattr("pw.transport.bulk.thread._EXPIRE_MS", 1)
+    monkeypatch.setattr("pw.transport.bulk.thread.EXPIRE_MS", 1)
     caplog.set_level(logging.INFO, "pw.audit")
     crl = tmp_path / "crl.pem"
     other = issue(tmp_path, Role.WORKER)
@@ -369,7 +369,7 @@ def test_a_sender_that_brings_a_byte_now_and_then_is_dropped(
 def test_replies_that_are_not_read_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_receiver, "_UNREAD_REPLY_BYTES", 1 << 16)
+    monkeypatch.setattr(chunk_receiver, "UNREAD_REPLY_BYTES", 1 << 16)
 
     async def scenario() -> None:
         async with host("plain", tmp_path) as (there, endpoint):
@@ -386,7 +386,7 @@ def test_replies_that_are_not_read_are_bounded(
             with pytest.raises(ConnectionError):
                 await asyncio.to_thread(flood)
             connection.close()
-            assert not there._thread._receiver._callers
+            assert not there.thread.receiver._callers
 
     on_loop(scenario)
 

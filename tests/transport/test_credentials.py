@@ -126,13 +126,13 @@ def test_another_cluster_is_refused_by_both_ends(
     )
     theirs = Credentials.read(foreign)
     told = shake_hands(ours.connect(), theirs.accept())
-    assert explain(told["dialler"]) == module._VERIFY[7]
-    assert explain(told["listener"]) == module._ALERTS["ALERT_UNKNOWN_CA"]
+    assert explain(told["dialler"]) == module.VERIFY[7]
+    assert explain(told["listener"]) == module.ALERTS["ALERT_UNKNOWN_CA"]
     dialler = theirs.connect()
     dialler.verify_mode = ssl.CERT_NONE  # it lets anything in, so that the listener must refuse
     told = shake_hands(dialler, ours.accept())
-    assert explain(told["listener"]) == module._VERIFY[7]
-    assert explain(told["dialler"]) == module._ALERTS["ALERT_UNKNOWN_CA"]
+    assert explain(told["listener"]) == module.VERIFY[7]
+    assert explain(told["dialler"]) == module.ALERTS["ALERT_UNKNOWN_CA"]
 
 
 def bare(protocol: int) -> ssl.SSLContext:
@@ -156,7 +156,7 @@ def test_an_older_tls_is_refused(issued: Callable[..., Path]) -> None:
     assert (
         explain(told["listener"])
         == explain(told["dialler"])
-        == module._ALERTS["UNSUPPORTED_PROTOCOL"]
+        == module.ALERTS["UNSUPPORTED_PROTOCOL"]
     )
 
 
@@ -178,7 +178,7 @@ def test_a_peer_without_tls_is_told_apart(
     inbox.write(greeting)
     with pytest.raises(ssl.SSLError) as caught:
         end.do_handshake()
-    assert explain(caught.value) == module._NOT_TLS
+    assert explain(caught.value) == module.NOT_TLS
 
 
 def test_bytes_that_were_changed_on_the_way_are_told_apart(issued: Callable[..., Path]) -> None:
@@ -217,8 +217,8 @@ def test_a_peer_whose_certificate_has_expired_is_refused(
     monkeypatch.setattr(time, "time", lambda: two_days_ago)
     theirs = Credentials.read(old)
     told = shake_hands(theirs.connect(), ours.accept())
-    assert explain(told["listener"]) == module._VERIFY[10]
-    assert explain(told["dialler"]) == module._ALERTS["ALERT_CERTIFICATE_EXPIRED"]
+    assert explain(told["listener"]) == module.VERIFY[10]
+    assert explain(told["dialler"]) == module.ALERTS["ALERT_CERTIFICATE_EXPIRED"]
 
 
 def test_a_peer_of_another_trust_domain_is_refused(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_loopback() -> None:
 
 
 def test_the_own_address_of_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "_address_towards", lambda where: "192.0.2.7")
+    monkeypatch.setattr(endpoints, "route_address", lambda where: "192.0.2.7")
     assert own_address("tcp://127.0.0.2:7000-7010", "tcp://10.0.0.1:1") == "127.0.0.2"
     assert own_address("tcp://localhost:0", "tcp://10.0.0.1:1") == "127.0.0.1"
     assert own_address("tcp://*:0", "tcp://10.0.0.1:1") == "192.0.2.7"

@@ -17,7 +17,7 @@ from pw.transport.access.private import PrivateFolder, beside, free_endpoint
 def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where directories are made, with a path that is short enough."""
     short = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(private, "_bases", lambda: [str(short)])
+    monkeypatch.setattr(private, "base_folders", lambda: [str(short)])
     yield short  # type: ignore[misc]
     for left in short.iterdir():
         for file in left.iterdir():
@@ -108,7 +108,7 @@ def test_where_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(private, "PATH_BYTES", len(str(runtime)) + 60)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    bases = private._bases
+    bases = private.base_folders
     assert bases() == [str(runtime), str(shared), "/tmp"]
     runtime.chmod(0o755)
     assert bases() == [str(shared), "/tmp"]

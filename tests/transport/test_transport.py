@@ -273,7 +273,7 @@ def test_a_client_that_never_reads_again_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, _, _ = unread(sockets, monkeypatch, 0.4)
-    wire = sockets.network(hub).links["quiet"].out._stream
+    wire = stream_of(sockets.network(hub).links["quiet"].out)
     assert wire is not None
     sockets.until(lambda: hub.lost)
     assert not wire.waiting_bytes, "what was dropped does not wait"
@@ -405,10 +405,15 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
     tcp.until(lambda: numbers(a) == [0])
 
 
+def stream_of(connection: Any) -> Any:
+    """What carries the bytes of a connection that is open."""
+    return connection._stream
+
+
 def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
     """Of the sockets of all connections that a node has."""
     served = cluster.of(node).network.connections  # type: ignore[attr-defined]
-    return {socket.AddressFamily(c._stream.socket.family) for c in served}
+    return {socket.AddressFamily(stream_of(c).socket.family) for c in served}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
@@ -476,7 +481,7 @@ def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -
 def test_a_node_without_descriptors_accepts_later(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrance, "_NO_DESCRIPTORS_S", 0.05)
+    monkeypatch.setattr(entrance, "NO_DESCRIPTORS_S", 0.05)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -548,13 +553,13 @@ def test_a_host_on_the_loopback_is_no_host_for_other_machines(
 def test_a_wildcard_is_advertised_as_the_address_on_the_default_route_or_refused(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "_address_towards", lambda where: "192.0.2.7")
+    monkeypatch.setattr(endpoints, "route_address", lambda where: "192.0.2.7")
     assert tcp.endpoint(tcp.node("a", bind="tcp://*:0")).startswith("tcp://192.0.2.7:")
 
     def no_route(where: endpoints.SocketAddress) -> str:
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(endpoints, "_address_towards", no_route)
+    monkeypatch.setattr(endpoints, "route_address", no_route)
     with pytest.raises(ConnectionFailed, match=r"no default route, so .*; listen at one address"):
         tcp.node("b", bind="tcp://0.0.0.0:0")
 
@@ -598,7 +603,7 @@ def test_with_a_wildcard_others_are_told_the_address_on_the_way_to_the_controlle
 ) -> None:
     """On a machine that is 10.0.0.2 there, whatever its default route is, if any."""
     ways = {"198.51.100.1": "10.0.0.2", "127.0.0.1": LOOPBACK}
-    monkeypatch.setattr(endpoints, "_address_towards", lambda where: ways[where.address[0]])
+    monkeypatch.setattr(endpoints, "route_address", lambda where: ways[where.address[0]])
     assert endpoints.advertised(bind, controller) == told
 
 

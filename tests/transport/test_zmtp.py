@@ -187,7 +187,7 @@ def hello(name: str) -> bytes:
 def echo(cluster: Cluster, raw: zmq.Socket[bytes], route: list[bytes]) -> None:
     """Exchange small and large frames with a node called "a" that has said hello."""
     a = cluster.nodes[0]
-    actor = a._actors["session"]
+    actor = a.actors["session"]
     sizes = [0, 10, 250, 70_000, 3_000_000]
     for number, size in enumerate(sizes):
         frame = codec.encode_frame(1 + number, [("session", "x", Fetched(number, bytes(size)))])

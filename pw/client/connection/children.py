@@ -141,7 +141,7 @@ class KeptWorker:
     """
 
     _loop: asyncio.AbstractEventLoop
-    _arguments: Sequence[str]
+    arguments: Sequence[str]
     given_up: Callable[[int], None] = lambda code: None
     """Called on the loop, with the exit code, when the daemon is not started again."""
     _restarts: int = 0
@@ -150,7 +150,7 @@ class KeptWorker:
     module = "pw.cli.worker"
 
     def __post_init__(self) -> None:
-        self._child = LocalDaemon(self.module, self._arguments)
+        self._child = LocalDaemon(self.module, self.arguments)
         self._loop.call_later(LOOK_S, self._look)
 
     @property
@@ -182,5 +182,5 @@ class KeptWorker:
                 self._ended = code
                 self.given_up(code)
                 return
-            self._child = LocalDaemon(self.module, self._arguments)
+            self._child = LocalDaemon(self.module, self.arguments)
         self._loop.call_later(LOOK_S, self._look)

@@ -105,30 +105,31 @@ class Runtime:
         self._is_closed = False
         self._process = _process
         self.calls = Calls(self._post)
-        self._thread = start(self)
-        self.ask = Questions(self._post, self._thread.address)
+        self.thread = start(self)
+        """Where the session's actors live."""
+        self.ask = Questions(self._post, self.thread.address)
         attached: Future[Attached] = Waiting(
-            about=lambda: About(f"an answer of the controller at {self._thread.address}")
+            about=lambda: About(f"an answer of the controller at {self.thread.address}")
         )
-        if self._thread.address is None:
+        if self.thread.address is None:
             reconnect_s = 0.0  # the controller is in this process
         self._patience_s = CONNECT_S + reconnect_s
-        whose = filter(None, (name or process_name(), self._thread.certificate))
+        whose = filter(None, (name or process_name(), self.thread.certificate))
         name = ", ".join(whose)[:NAME_CHARACTERS]
         show = None if self._output is None else self._output.show
-        self._thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s, show))
+        self.thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s, show))
         try:
             answer = attached.result(connect_s)
-            self._thread.wait_for_hosts()
+            self.thread.wait_for_hosts()
         except TimeoutError:
-            trouble = self._thread.trouble()
-            self._thread.close()
+            trouble = self.thread.trouble()
+            self.thread.close()
             raise ConnectionFailed(
-                f"no answer from a controller at {self._thread.address} within {connect_s:.0f} s"
+                f"no answer from a controller at {self.thread.address} within {connect_s:.0f} s"
                 f"{trouble and ': '}{with_advice(trouble)}"
             ) from None
         except BaseException:
-            self._thread.close()
+            self.thread.close()
             raise
         self.client = answer.client
         self.islands = answer.islands
@@ -139,12 +140,12 @@ class Runtime:
     @property
     def address(self) -> str | None:
         """The controller's address; None for an embedded cluster."""
-        return self._thread.address
+        return self.thread.address
 
     @property
     def endpoint(self) -> str | None:
         """The controller's address for other processes, also of an embedded cluster; None if there is none."""
-        return self._thread.endpoint
+        return self.thread.endpoint
 
     @property
     def forked(self) -> bool:
@@ -193,13 +194,13 @@ class Runtime:
             if self._closing is None:
                 self._closing = error or Disconnected(CLOSED)
             self._run_credits.close()
-            self._thread.post(Close(self._closing, closed))
+            self.thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             failed = {one.run: one.error for one in closed.result(CLOSE_S)}
             for run, name in self._run_credits.with_effects(failed).items():
                 words = str(failed[run].exception()).splitlines()[0]
                 print(f"the call of {name!r} failed: {words}", file=sys.stderr)
-        self._thread.close()
+        self.thread.close()
         if self._output is not None:
             self._output.close()
 
@@ -207,7 +208,7 @@ class Runtime:
         """Hand a note to the session; `close` settles all notes posted before it."""
         with self._lock:
             self.check_alive()
-            self._thread.post(note)
+            self.thread.post(note)
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(Error):  # the session has ended
@@ -238,7 +239,7 @@ class Runtime:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""
-        return self.ask.stats(self._patience_s) | {"client": self._thread.counters()}
+        return self.ask.stats(self._patience_s) | {"client": self.thread.counters()}
 
     def _id(self) -> int:
         return self._ids(1)[0]
@@ -270,7 +271,7 @@ class Runtime:
 
     def island(self, slice: int) -> str:
         """Return the island to which a slice is bound, or was last; empty if it was given back."""
-        return self._thread.island(slice)
+        return self.thread.island(slice)
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
@@ -284,16 +285,16 @@ class Runtime:
         Raises ArgumentError for a program that no message can hold.
         """
         body = Compact.of(program)
-        if self._thread.has_frames:
+        if self.thread.has_frames:
             check_size(body, artifacts)
         number = self._id()
         python = {each.placement.slice for each in program.computations if each.traits.is_python}
         with self._lock:
             self.check_alive()
             new = self.programs.unsent(artifacts)
-            self._thread.post(Tell(RegisterProgram(number, body, new)))
+            self.thread.post(Tell(RegisterProgram(number, body, new)))
             if self._output is not None and python:
-                self._thread.post(Listen(tuple(python)))
+                self.thread.post(Listen(tuple(python)))
             self.programs.add(number, program, artifacts)
         return number
 
@@ -311,7 +312,7 @@ class Runtime:
     def try_run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int] | None:
         """Do as `run`, but return None instead of waiting; `when_credit` tells when to try again."""
         self.check_alive()
-        if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
+        if len(args) > MANY_ARGUMENTS and self.thread.has_frames:
             check_arguments(args)
         self._make_room()
         with self._lock:
@@ -319,7 +320,7 @@ class Runtime:
             if not self._run_credits.has_credit():
                 return None
             *made, run = self._ids(results + 1)
-            self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
+            self.thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             self._run_credits.started(run, results, name, has_effects)

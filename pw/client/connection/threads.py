@@ -109,7 +109,7 @@ class SessionOnNode:
     """A session's actors on a node, over any network (see `SessionThread`)."""
 
     _thread: LoopThread
-    _node: Node
+    node: Node
     _bulk: BulkPlane
     _runtime: Runtime
     address: str | None
@@ -121,7 +121,7 @@ class SessionOnNode:
 
     def __post_init__(self) -> None:
         self.endpoint = self.address
-        node, runtime = self._node, self._runtime
+        node, runtime = self.node, self._runtime
         self._on_crash, node.on_crash = node.on_crash, self._crashed
         self._session = node.add(
             "session",
@@ -170,12 +170,12 @@ class SessionOnNode:
 
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
-        return self._thread.call(lambda: self._node.network.trouble_of(CONTROLLER))
+        return self._thread.call(lambda: self.node.network.trouble_of(CONTROLLER))
 
     def _tick(self) -> None:
         if not self._closed:
             self._runtime.tick()
-            self._node.loop.call_later(TICK_S, self._tick)
+            self.node.loop.call_later(TICK_S, self._tick)
 
     def _crashed(self, actor: str, error: BaseException) -> None:
         """End the session if it has crashed: it has lost a message, and a thread could wait for ever."""
@@ -185,7 +185,7 @@ class SessionOnNode:
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
-        self._node.post_threadsafe("session", note)
+        self.node.post_threadsafe("session", note)
 
     def counters(self) -> dict[str, int]:
         """This process's counters. Raises Disconnected if the session ends."""
@@ -203,7 +203,7 @@ class SessionOnNode:
     def _counters(self) -> dict[str, int]:
         self._check_open()
         moved = {f"bulk_{name}": value for name, value in self._bulk.counters().items()}
-        return dict(self._node.counters) | moved
+        return dict(self.node.counters) | moved
 
     def close(self) -> None:
         """Say goodbye, end the thread, and release all that was started for it. Idempotent."""
@@ -216,7 +216,7 @@ class SessionOnNode:
             self._teardown()
 
     def _close_on_loop(self) -> None:
-        self._node.close()
+        self.node.close()
         self._bulk.close()
 
 

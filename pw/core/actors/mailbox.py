@@ -33,7 +33,8 @@ HELD_MESSAGES = 256
 FEW = 2
 """So many messages of peers, if no others wait, are put among a node's own at once."""
 _PORTION = 8
-_QUEUES_KEPT = 1024
+QUEUES_KEPT = 1024
+"""When there are more queues, those without messages are dropped."""
 
 Entry = tuple[str, Address | None, object]
 """An actor, the sender if it is not the actor, and a message."""
@@ -100,7 +101,7 @@ class Mailbox:
         """The group of the last message of `take`, until `end`."""
         self._since_s = 0.0
         self._portion = 1
-        self._kept = _QUEUES_KEPT
+        self._kept = QUEUES_KEPT
 
     def __len__(self) -> int:
         return len(self.own) + self.waiting
@@ -203,7 +204,7 @@ class Mailbox:
         if len(self._queues) >= self._kept:
             self._queues = {name: queue for name, queue in self._queues.items() if queue}
             self._groups = {self._group_of(name): q.group for name, q in self._queues.items()}
-            self._kept = max(_QUEUES_KEPT, 2 * len(self._queues))
+            self._kept = max(QUEUES_KEPT, 2 * len(self._queues))
         name = self._group_of(node)
         group = self._groups.get(name)
         if group is None:

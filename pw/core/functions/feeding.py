@@ -122,7 +122,7 @@ class Feeder:
             BaseException: what the generator raises.
         """
         try:
-            value = next(self._at(share, number, base, note))
+            value = next(self.at(share, number, base, note))
         except StopIteration:
             self._iterator = iter(())
             zeros = [
@@ -141,7 +141,7 @@ class Feeder:
             self._iterator = None
             raise
 
-    def _at(self, share: Share, number: int, base: int, note: Note | None) -> Iterator[Any]:
+    def at(self, share: Share, number: int, base: int, note: Note | None) -> Iterator[Any]:
         """Return the iterator before this element. Raises StopIteration if it ends earlier."""
         state = None if note is None else note.state
         if note is None or (note.part, note.parts) != (share.index, share.count):

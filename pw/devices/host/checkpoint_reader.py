@@ -22,7 +22,7 @@ from pw.devices.host.checkpoint_format import SavedArray, SavedBox, header_in, m
 from pw.devices.host.checkpoint_paths import opened, resolved
 from pw.devices.host.replica_memory import flat_bytes
 
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
 """What is read at once where only parts of it are wanted."""
 
 
@@ -125,11 +125,11 @@ class _File:
         (start, stop), row = box[0], math.prod(shape[1:])
         if all(part == (0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
             self._read(offset + start * row, out)
-        elif row > _BLOCK_BYTES:
+        elif row > BLOCK_BYTES:
             for index in range(start, stop):
                 self._fill(offset + index * row, shape[1:], box[1:], out[index - start])
         else:
-            rows = max(1, _BLOCK_BYTES // max(row, 1))
+            rows = max(1, BLOCK_BYTES // max(row, 1))
             for first in range(start, stop, rows):
                 last = min(first + rows, stop)
                 block = np.empty((last - first, *shape[1:]), np.uint8)

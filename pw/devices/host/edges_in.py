@@ -102,7 +102,7 @@ class EdgesIn(Part):
             elif total > INLINE_BYTES and not self._grant(incoming, route, total):
                 continue
             if isinstance(early, EdgeData):
-                self._take(incoming, route, early.data)
+                self.take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
                 self._fail(incoming, source, early.error, alone=early.alone)
         self._probes.start()
@@ -157,7 +157,7 @@ class EdgesIn(Part):
         """Tell a sender where its bytes go; False if there is no room, which fails the edge."""
         run, edge, source = incoming.run, incoming.receive.edge, route.source_host
         try:
-            landing = self.bulk.land(total_bytes, partial(self._take, incoming, route))
+            landing = self.bulk.land(total_bytes, partial(self.take, incoming, route))
         except Error as error:
             self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
             self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
@@ -178,9 +178,9 @@ class EdgesIn(Part):
                 transfer = incoming.transfers.pop(sender.node, None)
                 if transfer is not None:  # fewer rows than could be: the sender does not push
                     self.bulk.cancel(transfer, unused=True)
-                self._take(incoming, route, message.data)
+                self.take(incoming, route, message.data)
 
-    def _take(self, incoming: Incoming, route: Route, buffer: bytes | Bytes) -> None:
+    def take(self, incoming: Incoming, route: Route, buffer: bytes | Bytes) -> None:
         """Take the bytes of one route."""
         spec, counts = incoming.receive.source, incoming.receive.counts
         offsets, total = route_layout(route, spec) if counts is None else ((), len(buffer))

@@ -54,7 +54,7 @@ class Guards:
             launch.taken = Taken()
         computation = run.program.body.computations[instruction.computation]
         if instruction.guard >= 0:
-            taken = self._decision(run, instruction.guard, computation)
+            taken = self.decision(run, instruction.guard, computation)
             if taken is None:
                 return False
             if isinstance(taken, ErrorReport):
@@ -126,7 +126,7 @@ class Guards:
             self.made(run, slot)
         return True
 
-    def _decision(
+    def decision(
         self, run: HostRun, slot: int, computation: Computation
     ) -> bool | ErrorReport | None:
         """Return the predicate in a slot, or its error; None if it must be waited for."""
@@ -159,7 +159,7 @@ class Guards:
     def _merge(self, launch: HostLaunch, merge: Execute, computation: Computation) -> bool:
         """Make the results of a merge as soon as the chosen values are here; the others do not matter."""
         run, slots = launch.run, launch.run.slots
-        decision = self._decision(run, merge.args[0], computation)
+        decision = self.decision(run, merge.args[0], computation)
         if decision is None:
             return False
         if isinstance(decision, ErrorReport) and not is_skipped(decision):

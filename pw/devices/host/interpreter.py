@@ -92,7 +92,7 @@ class Interpreter(Part):
         self.ends = LaunchEnds(self._env, self._order, self.queue, self.arriving)
         self.recent: deque[RecentLaunch] = deque(maxlen=RECENT)
         self._outcomes = Outcomes(host, self._env.send)
-        self._guards = Guards(
+        self.guards = Guards(
             host,
             self._backend,
             self.queue,
@@ -178,7 +178,7 @@ class Interpreter(Part):
 
     def _go_on(self, launch: HostLaunch) -> bool:
         instructions = launch.segment.instructions
-        execute = self._guards.go if launch.segment.skips else self._execute
+        execute = self.guards.go if launch.segment.skips else self._execute
         while launch.position < len(instructions):
             instruction = instructions[launch.position]
             if isinstance(instruction, Execute):
@@ -247,7 +247,7 @@ class Interpreter(Part):
             if value.error is None:
                 continue
             if is_skipped(value.error):
-                return self._guards.poison(launch, instruction, value.error)
+                return self.guards.poison(launch, instruction, value.error)
             lost = value.error.kind in INFRASTRUCTURE
             if together and (value.alone or lost) and self._break_gang(run, value.error):
                 return False
@@ -410,7 +410,7 @@ class Interpreter(Part):
     def arrived(self, run: HostRun, slot: int, value: Value, build: ops.Build) -> None:
         """Have a received value made; one that only branches read may not be needed."""
         if slot in run.program.told or slot in run.program.held:
-            self._guards.arrived(run, slot, value, build)
+            self.guards.arrived(run, slot, value, build)
         else:
             self.queue.ops.append(build)
 
@@ -425,7 +425,7 @@ class Interpreter(Part):
     def _end(self, launch: HostLaunch) -> None:
         """All instructions of a launch have become ops."""
         message, run = launch.message, launch.run
-        awaited = self._guards.end(launch) if launch.segment.skips else []
+        awaited = self.guards.end(launch) if launch.segment.skips else []
         self.recent.append((run.run, message.segment, run.program, launch.last))
         if message.arguments is not None:
             for slot in run.program.passed_on:

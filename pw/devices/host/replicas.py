@@ -107,7 +107,7 @@ class Replicas(Part):
         self._fetches: dict[int, _Fetch] = {}
         self._last_request = 0
         self.hosts: frozenset[str] = frozenset()
-        self._key = b""
+        self.key = b""
         """The key of this host; empty before the first directory."""
         self.early: list[tuple[Address, FetchReplica]] = []
         """Requests that wait for the first directory."""
@@ -282,14 +282,14 @@ class Replicas(Part):
 
     @handles(FetchReplica)
     def _serve(self, sender: Address, message: FetchReplica) -> None:
-        if not self._key:
+        if not self.key:
             if len(self.early) < EARLY_KEPT:
                 self.early.append((sender, message))
             else:
                 full = ProtocolError("too many ask before it knows its cluster")
                 self._refuse(sender, message, ErrorReport.of(full, self._host))
             return
-        if not is_valid(message.permit, self._key, message.array, sender.node):
+        if not is_valid(message.permit, self.key, message.array, sender.node):
             unproven = AccessRefused("the controller has not permitted it to have the replica")
             self._env.count("messages_refused")
             self._refuse(sender, message, ErrorReport.of(unproven, self._host))
@@ -344,7 +344,7 @@ class Replicas(Part):
 
     def hosts_are(self, nodes: frozenset[str], key: bytes) -> None:
         """Take the controller's list of hosts, and the key of this host."""
-        gone, self.hosts, self._key = self.hosts - nodes, nodes, key
+        gone, self.hosts, self.key = self.hosts - nodes, nodes, key
         self.memory.has_others = bool(nodes - {self._host})
         for node in sorted(gone):
             self._lose(node, "it has gone")

@@ -41,7 +41,7 @@ MINIMUM_POOL = 64
 # others after this time.
 CONNECT_S = 15
 
-_lifeline: list[socket.socket] = []
+lifeline: list[socket.socket] = []
 """The connection of the roll-call, if this process is in a group."""
 
 
@@ -111,7 +111,7 @@ def join(
             raise GroupError(f"JAX is in use already, so this process cannot join {where}")
         deadline_s = time.monotonic() + timeout_s
         line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
-        _lifeline.append(line)
+        lifeline.append(line)
         _connect(address, rank, size, where)
         jax.extend.backend.register_backend_factory(
             "cpu", partial(_make_cpu_client, host), priority=0, fail_quietly=False

@@ -141,7 +141,7 @@ class Monitors:
     ) -> Callable[[], None] | None:
         """A launch comes to its host."""
         node = self._world.nodes[to.node]
-        executor = node.actors.get(to.actor)
+        executor = node.unwatched.get(to.actor)
         if not isinstance(executor, HostExecutor) or executor.order.is_broken:
             return None
         if message.epoch != executor.order.epoch:
@@ -189,7 +189,7 @@ class Monitors:
 
     def _watch_guards(self, host: SimHost) -> None:
         """See that all hosts of a gang skip alike."""
-        guards: Any = host.executor.interpreter._guards
+        guards: Any = host.executor.interpreter.guards
         go = guards.go
 
         def watched(launch: Any, instruction: Execute) -> bool:
@@ -216,7 +216,7 @@ class Monitors:
     ) -> Callable[[], None] | None:
         """A client asks a host about arrays; the promise does not cover the bulk plane."""
         node = self._world.nodes[to.node]
-        store = node.actors.get(to.actor)
+        store = node.unwatched.get(to.actor)
         arrays = message.arrays if isinstance(message, Wait) else (message.array,)
         if not isinstance(store, ObjectStore) or getattr(message, "landing", None) is not None:
             return None

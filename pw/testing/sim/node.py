@@ -141,7 +141,8 @@ class SimNode(Node):
         self.world = world
         self.incarnation = incarnation
         self.slowness = slowness
-        self.actors: dict[str, Actor] = {}
+        self.unwatched: dict[str, Actor] = {}
+        """Its actors themselves; its node holds what stands for them."""
         self.paused_until_s = 0.0
         self.busy_until_s = 0.0
         """When the messages that it has begun to handle are handled."""
@@ -163,8 +164,8 @@ class SimNode(Node):
 
     def add(self, actor: str, factory: Callable[[Env], A]) -> A:
         """Make an actor with an environment of its own and start to deliver to it."""
-        added = self.actors[actor] = factory(SimEnv(self, actor))
-        self._actors[actor] = _Watched(self, added, actor)
+        added = self.unwatched[actor] = factory(SimEnv(self, actor))
+        self.actors[actor] = _Watched(self, added, actor)
         return added
 
     def now_s(self) -> float:

@@ -38,7 +38,7 @@ class Process(Protocol):
     paused_until_s: float
     counters: Counter[str]
     world: World
-    actors: dict[str, Actor]
+    unwatched: dict[str, Actor]
     network: Any
     """Its `SimNetwork`."""
 

@@ -317,7 +317,7 @@ def _may_be_joined(address: str, may_be_plain: bool) -> bool:
 
 # --- what a failed connection means ------------------------------------------------------------------
 
-_VERIFY = {
+VERIFY = {
     7: "the peer's certificate is of another cluster: its authority is unknown here",
     9: "the peer's certificate is not valid yet; are the clocks of both machines right?",
     10: "the peer's certificate has expired; issue a new one for it",
@@ -325,7 +325,7 @@ _VERIFY = {
     26: "the peer's certificate is not for both ends of a connection (clientAuth and serverAuth)",
 }
 """By X509_V_ERR_*; all others are about the authority."""
-_ALERTS = {
+ALERTS = {
     "ALERT_UNKNOWN_CA": "the peer refused this process's certificate: it is of another cluster",
     "ALERT_CERTIFICATE_EXPIRED": "the peer refused this process's certificate: it has expired",
     "ALERT_CERTIFICATE_REVOKED": "the peer refused this process's certificate: it is revoked",
@@ -344,7 +344,7 @@ _ALERTS = {
 _OTHER_PROTOCOL = frozenset(
     {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG"}
 )
-_NOT_TLS = (
+NOT_TLS = (
     "the peer does not speak TLS: it has no --credentials, or it is no process of a pw cluster"
 )
 
@@ -352,15 +352,15 @@ _NOT_TLS = (
 def explain(error: ssl.SSLError | OSError) -> str:
     """Say in one sentence why TLS with a peer failed, as either end sees it."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _VERIFY.get(error.verify_code, _VERIFY[7])
+        return VERIFY.get(error.verify_code, VERIFY[7])
     if isinstance(error, ssl.SSLEOFError) or not isinstance(error, ssl.SSLError):
         return "the peer closed the connection before it had shown its certificate"
     reason = str(error.reason or "")
-    for part, words in _ALERTS.items():
+    for part, words in ALERTS.items():
         if part in reason:
             return words
     if reason in _OTHER_PROTOCOL:
-        return _NOT_TLS
+        return NOT_TLS
     return f"TLS with the peer failed ({reason.replace('_', ' ').lower() or error})"
 
 

@@ -79,7 +79,7 @@ class PrivateFolder:
         Raises:
             ConnectionFailed: it can be made nowhere.
         """
-        for base in _bases():
+        for base in base_folders():
             _remove_stale(base)
             with contextlib.suppress(OSError):
                 return cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)))
@@ -131,7 +131,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _bases() -> list[str]:
+def base_folders() -> list[str]:
     """The directories in which private ones can be made, the best first."""
     bases = []
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")

@@ -29,7 +29,8 @@ from pw.transport.log import log
 from pw.transport.streams.stream import Stream
 
 _READS_AT_ONCE = 8
-_UNREAD_REPLY_BYTES = 1 << 20
+UNREAD_REPLY_BYTES = 1 << 20
+"""The connection of a peer that leaves more replies than this unread is closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +117,8 @@ class ChunkReceiver:
         self._watch = watch
         self._unwatch = unwatch
         self._callers: dict[int, _Caller] = {}
-        self._dialled: dict[str, _Caller] = {}
+        self.dialled: dict[str, _Caller] = {}
+        """Connections that this end began, by the endpoint of the host."""
         self._unfinished: set[_Caller] = set()
         self._wasted = memoryview(bytearray(CHUNK_BYTES))
 
@@ -137,14 +139,14 @@ class ChunkReceiver:
 
     def dial(self, endpoint: str) -> None:
         """Dial a host, unless that is done, so that it can push to this plane."""
-        if endpoint in self._dialled:
+        if endpoint in self.dialled:
             return
         try:
             stream = self._dialler.dial(endpoint)
         except (Error, OSError) as error:
             self._unreachable(endpoint, error)
             return
-        caller = self._dialled[endpoint] = self._take_on(stream)
+        caller = self.dialled[endpoint] = self._take_on(stream)
         caller.outbox += receive_header(self._plane)
         caller.writing = True
         caller.begun_s = time.monotonic()
@@ -210,7 +212,7 @@ class ChunkReceiver:
             caller.begun_s = time.monotonic()
 
     def _endpoint_of(self, caller: _Caller) -> str:
-        return next((place for place, one in self._dialled.items() if one is caller), "")
+        return next((place for place, one in self.dialled.items() if one is caller), "")
 
     def _unreachable(self, endpoint: str, error: Exception) -> None:
         self._inflows.reject()
@@ -220,7 +222,7 @@ class ChunkReceiver:
         descriptor = caller.socket.fileno()
         self._unfinished.discard(caller)
         if endpoint := self._endpoint_of(caller):
-            del self._dialled[endpoint]
+            del self.dialled[endpoint]
         if self._callers.pop(descriptor, None) is not None:
             self._unwatch(descriptor)
             caller.stream.close()
@@ -294,7 +296,7 @@ class ChunkReceiver:
 
     def _reply(self, caller: _Caller, line: bytes) -> None:
         caller.outbox += line
-        if len(caller.outbox) > _UNREAD_REPLY_BYTES:  # it does not read what it is told
+        if len(caller.outbox) > UNREAD_REPLY_BYTES:  # it does not read what it is told
             caller.outbox.clear()
             with contextlib.suppress(OSError):
                 caller.socket.shutdown(socket.SHUT_RDWR)

@@ -133,7 +133,7 @@ class BulkPlane:
 
         security = Security(credentials, insecure)
         self._plane = secrets.token_hex(16) if endpoint == "" else ""
-        self._thread = BulkThread(loop, self, self._plane, self._finish, self._unshare, security)
+        self.thread = BulkThread(loop, self, self._plane, self._finish, self._unshare, security)
         self._endpoint = ""
         self._door: Node | None = None
         """A node without actors that accepts connections, if the process has no other."""
@@ -148,7 +148,7 @@ class BulkPlane:
             except OSError:
                 if channel == "shared" or endpoint is None:
                     raise
-        self._thread.start()
+        self.thread.start()
 
     def _listen(self, folder: Path | None, host: str, security: Security) -> str:
         """Listen for chunks; where senders reach this plane, empty if it can listen nowhere."""
@@ -179,7 +179,7 @@ class BulkPlane:
         if self._closed:
             stream.close()
         else:
-            self._thread.adopt(stream, head)
+            self.thread.adopt(stream, head)
 
     def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
         """Reserve a buffer for one transfer, and describe it for the sender.
@@ -213,7 +213,7 @@ class BulkPlane:
         receiver = self._receiver if block or size_bytes <= INLINE_BYTES else None
         plane = self._plane if sender and self._channel != "shared" else ""
         if plane:
-            self._thread.dial(sender)
+            self.thread.dial(sender)
         return Landing(
             transfer=transfer,
             size_bytes=size_bytes,
@@ -278,10 +278,10 @@ class BulkPlane:
         try:
             push = checked(landing, parts, done)
             if self._channel != "tcp" and landing.socket and landing.machine == self._machine:
-                sender = self._thread.by_memory
+                sender = self.thread.by_memory
                 push.shared = self._shareable(push)
             elif self._channel != "shared" and (landing.endpoint or landing.plane):
-                sender = self._thread.by_chunks
+                sender = self.thread.by_chunks
             else:
                 raise TransferFailed(
                     f"arrays travel by {self._channel!r} here, which the receiver does not do; set the same "
@@ -290,7 +290,7 @@ class BulkPlane:
         except (ValueError, TypeError, TransferFailed) as error:
             self._loop.call_soon(done, error)
             return
-        self._thread.push(sender, push)
+        self.thread.push(sender, push)
 
     def _shareable(self, push: Push) -> Block | None:
         """The block of this process in which the pushed array lies, if sharing it pays."""
@@ -331,7 +331,7 @@ class BulkPlane:
             self._reclaiming.cancel()
         if self._receiver is not None:
             self._receiver.close()
-        self._thread.close()
+        self.thread.close()
         if self._door is not None:
             self._door.close()
         for inflow in self._expected.values():
@@ -424,12 +424,12 @@ class BulkPlane:
         return None if expected is None else expected.inflow
 
     def inflow_complete(self, transfer: int) -> None:
-        self._thread.on_loop(self._deliver, transfer)
+        self.thread.on_loop(self._deliver, transfer)
 
     # Ends of pushes (bulk thread)
 
     def _unshare(self, block: Block, safe: bool) -> None:
-        self._thread.on_loop(partial(self._pool.unshare, block, safe=safe))
+        self.thread.on_loop(partial(self._pool.unshare, block, safe=safe))
 
     def _finish(self, push: Push, error: Exception | None) -> None:
         if error is None:
@@ -438,4 +438,4 @@ class BulkPlane:
                 self._shared_bytes += push.size_bytes
         elif push.shared is not None:
             self._unshare(push.shared, False)
-        self._thread.on_loop(push.done, error)
+        self.thread.on_loop(push.done, error)

@@ -40,7 +40,8 @@ from pw.transport.bulk.shared import (
 from pw.transport.endpoints import unlisten
 
 _BURST_BYTES = 256 * 1024
-_NO_DESCRIPTORS_S = 1.0
+NO_DESCRIPTORS_S = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
 
 
 class Arrivals(Protocol):
@@ -117,7 +118,7 @@ class SharedReceiver:
         except OSError:  # no descriptors left: senders wait
             self._arrivals.reject()
             self._loop.remove_reader(self._socket.fileno())
-            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
+            self._loop.call_later(NO_DESCRIPTORS_S, self._listen)
             return
         if not is_trusted(connection):
             self._arrivals.reject()

@@ -27,7 +27,8 @@ from pw.transport.bulk.pieces import Push, Ready
 from pw.transport.bulk.shared_sender import SharedSender
 from pw.transport.streams.stream import Stream
 
-_EXPIRE_MS = 1000
+EXPIRE_MS = 1000
+"""How often connections and transfers that have waited too long are looked for."""
 
 
 class BulkThread:
@@ -65,9 +66,9 @@ class BulkThread:
         self._dialler = dialler = ChunkDialler(security)
         self.by_memory = SharedSender(self.watch, self.unwatch, finish, unshare)
         self.by_chunks = ChunkSender(dialler, self.watch, self.unwatch, finish)
-        self._receiver = ChunkReceiver(inflows, plane, dialler, self.watch, self.unwatch)
+        self.receiver = ChunkReceiver(inflows, plane, dialler, self.watch, self.unwatch)
         self._ends: list[SharedSender | ChunkSender | ChunkReceiver]
-        self._ends = [self.by_memory, self.by_chunks, self._receiver]
+        self._ends = [self.by_memory, self.by_chunks, self.receiver]
         self._ended: TransferFailed | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
@@ -88,14 +89,14 @@ class BulkThread:
             return
         _, kind, high, low, _ = HEADER.unpack(head)
         if kind != RECEIVE:
-            self._receiver.admit(stream, head)
+            self.receiver.admit(stream, head)
         elif not self.by_chunks.attach(plane_of(high, low), stream):
             self._inflows.reject()
             stream.close()
 
     def dial(self, endpoint: str) -> None:
         """Have the process there push over a connection that this one makes; on the loop."""
-        self._call(partial(self._receiver.dial, endpoint))
+        self._call(partial(self.receiver.dial, endpoint))
 
     def start(self) -> None:
         """Start the thread."""
@@ -168,7 +169,7 @@ class BulkThread:
                 del push  # an idle thread must not keep the last arrays alive
             timeout_ms = 0 if self.by_memory.work() else None
             if timeout_ms is None and any(end.owed for end in self._ends):
-                timeout_ms = _EXPIRE_MS
+                timeout_ms = EXPIRE_MS
             for descriptor, events in self._poller.poll(timeout_ms):
                 ready = self._watchers.get(descriptor)
                 if ready is not None:  # an event before it may have closed it
@@ -176,7 +177,7 @@ class BulkThread:
                     ready(descriptor, events != select.POLLOUT, bool(events & select.POLLOUT))
             now_s = time.monotonic()
             if now_s >= expiry_s:
-                expiry_s = now_s + _EXPIRE_MS / 1000
+                expiry_s = now_s + EXPIRE_MS / 1000
                 if self._credentials is not None:
                     self._credentials.refresh()
                 for end in self._ends:

@@ -76,7 +76,7 @@ def encode_message(message: object) -> bytes:
             f"it takes {len(body)} bytes and a message holds "
             f"{MAX_FRAME_BYTES}; large values belong in arrays, not in programs or arguments"
         )
-    if len(body) > MAX_OBJECTS and _exceeds_objects(body):
+    if len(body) > MAX_OBJECTS and exceeds_objects(body):
         raise TooManyObjects(
             f"it consists of more than {MAX_OBJECTS} objects, the bound for "
             "one message; split the program"
@@ -123,7 +123,7 @@ def decode(data: bytes) -> Frame:
     size = len(data)
     if size > MAX_FRAME_BYTES:
         raise MalformedFrame(f"a frame of {size} bytes is over the bound of {MAX_FRAME_BYTES}")
-    if size > MAX_OBJECTS and _exceeds_objects(data):
+    if size > MAX_OBJECTS and exceeds_objects(data):
         raise MalformedFrame(f"a frame of more than {MAX_OBJECTS} objects")
     try:
         return _decoder.decode(data)
@@ -148,7 +148,7 @@ _STRIDES = _strides()
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
-def _exceeds_objects(data: bytes) -> bool:
+def exceeds_objects(data: bytes) -> bool:
     """Whether `data` holds more msgpack objects than allowed; nesting does not matter for that."""
     position, end, strides = 0, len(data), _STRIDES
     for _ in range(MAX_OBJECTS):

@@ -26,7 +26,7 @@ from pw.transport.log import Warnings
 
 STRANGERS = 512
 STRANGERS_OF_ADDRESS = 128
-_NO_DESCRIPTORS_S = 1.0
+NO_DESCRIPTORS_S = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
 
 
@@ -132,7 +132,7 @@ class Entrance:
             words = "cannot accept connections"
             self._warnings.once("accept", words, network.name, reason=error)
             self._loop.remove_reader(listener)
-            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen, listener)
+            self._loop.call_later(NO_DESCRIPTORS_S, self._listen, listener)
             return
         if not is_trusted(connection):
             connection.close()

@@ -93,7 +93,8 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.recorder = Recorder()
         self.on_crash: Callable[[str, BaseException], None] = self._log_crash
-        self._actors: dict[str, Actor] = {}
+        self.actors: dict[str, Actor] = {}
+        """By name; messages are delivered to these."""
         self.mailbox = Mailbox(self._group_of)
         self._own = self.mailbox.own
         self._turn_requested = False
@@ -114,10 +115,10 @@ class Node:
         Raises:
             ValueError: there is an actor of that name.
         """
-        if actor in self._actors:
+        if actor in self.actors:
             raise ValueError(f"node {self.name} has an actor {actor!r} already")
         made = factory(ActorEnv(self, actor))
-        self._actors[actor] = made
+        self.actors[actor] = made
         return made
 
     def _group_of(self, node: str) -> str:
@@ -129,7 +130,7 @@ class Node:
 
     def remove(self, actor: str) -> None:
         """Forget an actor; later messages to it count as undeliverable."""
-        self._actors.pop(actor, None)
+        self.actors.pop(actor, None)
 
     @property
     def backlog(self) -> int:
@@ -196,7 +197,7 @@ class Node:
         if not self.closed:
             self.closed = True
             self.mailbox.clear()
-            self._actors.clear()
+            self.actors.clear()
             self.network.close()
 
     def _collect(self) -> None:
@@ -263,7 +264,7 @@ class Node:
                     break
                 actor, sender, message = entry
             budget -= 1
-            target = self._actors.get(actor)
+            target = self.actors.get(actor)
             if type(message) is Alarm:
                 if message.cancelled or target is None:
                     continue
@@ -271,7 +272,7 @@ class Node:
             if target is None:
                 if actor == EVERY:
                     # Before later messages of that peer, of which some may be there already.
-                    own.extendleft([(name, None, message) for name in reversed(self._actors)])
+                    own.extendleft([(name, None, message) for name in reversed(self.actors)])
                     first = len(own)
                 else:
                     self._undeliverable(actor, sender, message)

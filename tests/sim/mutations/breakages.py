@@ -236,8 +236,8 @@ def opposite(decide: Any, run: Any, slot: int, computation: Any, *, merges: bool
 def on_every_second_host(host: SimHost) -> None:
     """Take the branches that the other hosts skip."""
     if int(host.name[-1], 36) % 2 == 0:
-        guards: Any = host.executor.interpreter._guards
-        guards._decision = partial(opposite, guards._decision, merges=False)
+        guards: Any = host.executor.interpreter.guards
+        guards.decision = partial(opposite, guards.decision, merges=False)
 
 
 # --- ops -----------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def talk_of_rows(send: Any, outgoing: Any, data: bytes) -> None:
 
 def third_without_rows(receiving: Any) -> None:
     """Take each third small route for one without rows."""
-    take, seen = receiving._take, count()
+    take, seen = receiving.take, count()
 
     def zeros(incoming: Any, route: Any, buffer: Any) -> None:
         counts = incoming.receive.counts
@@ -323,7 +323,7 @@ def third_without_rows(receiving: Any) -> None:
             buffer = bytes(NUMBER.itemsize * sum(own.size for _, own, _ in cells))
         take(incoming, route, buffer)
 
-    receiving._take = zeros
+    receiving.take = zeros
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -332,27 +332,27 @@ def third_without_rows(receiving: Any) -> None:
 class SkipsNothing(Feeder):
     """Takes a generator that begins anew for one at the wanted element."""
 
-    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+    def at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
         if self._iterator is None:
             self._iterator = self._begun(share, None)
             self._position = number
-        return super()._at(share, number, base, note)
+        return super().at(share, number, base, note)
 
 
 class ReadsOn(Feeder):
     """Takes the next element for the wanted one."""
 
-    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+    def at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
         if self._iterator is not None:
             self._position = number
-        return super()._at(share, number, base, note)
+        return super().at(share, number, base, note)
 
 
 class IsOneElementBehind(Feeder):
     """Takes a state for that of one element later."""
 
-    def _at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
-        return super()._at(share, number, min(base + 1, number), note)
+    def at(self, share: Any, number: int, base: int, note: Any) -> Iterator[Any]:
+        return super().at(share, number, min(base + 1, number), note)
 
 
 class FarAhead(dict[bytes, Any]):

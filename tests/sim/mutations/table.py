@@ -67,7 +67,7 @@ def row(name: str, install: operators.Install, seen: Seen) -> None:
     MUTATIONS[name] = Mutation(install, seen)
 
 
-GUARDS = "host.executor.interpreter._guards"
+GUARDS = "host.executor.interpreter.guards"
 LANES = "host.executor.interpreter.lanes"
 MADE = "values are made before they are used"
 
@@ -297,7 +297,7 @@ row(
 # A merge gives the results of the branch that was not taken.
 row(
     "merge-the-other-branch",
-    wrap(f"{GUARDS}._decision", partial(breakages.opposite, merges=True)),
+    wrap(f"{GUARDS}.decision", partial(breakages.opposite, merges=True)),
     seen("branches", 4, "oracle"),
 )
 # A host does not tell the others that it sends no value of a branch that it skips.
