@@ -12,18 +12,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S
 from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
-from pw.core.messages import (
-    CoordinationStarted,
-    IslandInfo,
-    RegisterHost,
-    StartCoordination,
-    StopCoordination,
-)
 from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
@@ -55,18 +49,18 @@ class CoordinationActor(Actor):
         super().__init__(env)
         self._services = services
 
-    @handles(StartCoordination)
-    def _start(self, sender: Address, message: StartCoordination) -> None:
+    @handles(msg.StartCoordination)
+    def _start(self, sender: Address, message: msg.StartCoordination) -> None:
         def started(address: str | None, error: str | None) -> None:
             self.env.send(
                 RESOURCES,
-                CoordinationStarted(message.island, message.epoch, address or "", error or ""),
+                msg.CoordinationStarted(message.island, message.epoch, address or "", error or ""),
             )
 
         self._services.start(message.island, message.epoch, message.hosts, started)
 
-    @handles(StopCoordination)
-    def _stop(self, sender: Address, message: StopCoordination) -> None:
+    @handles(msg.StopCoordination)
+    def _stop(self, sender: Address, message: msg.StopCoordination) -> None:
         self._services.stop(message.island, message.epoch)
 
 
@@ -138,7 +132,7 @@ def add_controller(
     resources = node.add("resources", lambda env: ResourceManager(env, tickets.public, claims))
     node.add("services", lambda env: CoordinationActor(env, services))
 
-    def island_status() -> tuple[IslandInfo, ...]:
+    def island_status() -> tuple[msg.IslandInfo, ...]:
         return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
 
     versions = Versions.installed()
@@ -167,7 +161,7 @@ def add_controller(
 
 def add_host(
     node: Node,
-    registration: RegisterHost,
+    registration: msg.RegisterHost,
     process: HostProcess,
     backend: Backend,
     bulk: CountedBulk,

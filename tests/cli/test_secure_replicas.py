@@ -14,22 +14,9 @@ import pytest
 
 import pw
 from pw.client.connection import current
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, store_of
-from pw.core.messages import (
-    ArraysLost,
-    Directory,
-    FetchReplica,
-    FormIsland,
-    Holding,
-    Holdings,
-    IslandJoined,
-    OfferReplica,
-    RegisterHost,
-    ReplicaData,
-    ReplicaRefused,
-    Uploaded,
-)
 from pw.core.messages.roles import Role
 from pw.core.permits import permit
 from pw.core.sharding import Box
@@ -58,32 +45,32 @@ class Rogue(Actor):
 
     def receive(self, sender: Address, message: object) -> None:
         self.received.append(message)
-        if isinstance(message, Directory):
+        if isinstance(message, msg.Directory):
             self.key = message.key or self.key
             for peer in message.peers:
                 self.env.introduce(peer.node, peer.endpoint)
-        elif isinstance(message, FormIsland):
-            joined = IslandJoined(message.island, message.epoch, "cpu", 1, None)
+        elif isinstance(message, msg.FormIsland):
+            joined = msg.IslandJoined(message.island, message.epoch, "cpu", 1, None)
             self.env.send(RESOURCES, joined)
 
     def register(self, endpoint: str) -> None:
-        self.env.send(RESOURCES, RegisterHost("evil", 1, 1, "cpu", endpoint, 1))
+        self.env.send(RESOURCES, msg.RegisterHost("evil", 1, 1, "cpu", endpoint, 1))
 
     def attack(self, arrays: range) -> None:
         """Send all that hosts send for arrays of theirs."""
         lie = np.full(2, 666, np.float32).tobytes()
         for array in arrays:
             forged = permit(self.key, array, "rogue")
-            self.env.send(CONTROL, Uploaded(array, None))
-            self.env.send(CONTROL, Holdings((Holding(array, BOXES, None, forged),)))
+            self.env.send(CONTROL, msg.Uploaded(array, None))
+            self.env.send(CONTROL, msg.Holdings((msg.Holding(array, BOXES, None, forged),)))
             for host in map(store_of, HOSTS):
                 for box in BOXES:
-                    fetch = FetchReplica(array, array, "float32", (box,), None, forged)
+                    fetch = msg.FetchReplica(array, array, "float32", (box,), None, forged)
                     self.env.send(host, fetch)
-                offer = OfferReplica(array, "float32", BOXES, "rogue", forged, forged)
+                offer = msg.OfferReplica(array, "float32", BOXES, "rogue", forged, forged)
                 self.env.send(host, offer)
-                self.env.send(host, ReplicaData(array & 0xFF, lie))
-        self.env.send(CONTROL, ArraysLost(tuple(arrays)))
+                self.env.send(host, msg.ReplicaData(array & 0xFF, lie))
+        self.env.send(CONTROL, msg.ArraysLost(tuple(arrays)))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.received if type(message) is kind]
@@ -176,11 +163,11 @@ def test_a_worker_of_another_island_reads_and_falsifies_nothing(
         for _ in range(2):
             intruder.call(lambda: intruder.actor.attack(arrays))
         until(
-            lambda: len(intruder.actor.of(ReplicaRefused)) >= 4 * len(arrays) * len(BOXES),
+            lambda: len(intruder.actor.of(msg.ReplicaRefused)) >= 4 * len(arrays) * len(BOXES),
             "an answer to each request",
             30,
         )
-        assert not intruder.actor.of(ReplicaData)
+        assert not intruder.actor.of(msg.ReplicaData)
         for name in HOSTS:  # what was on the devices is made of replicas
             die(name)
             np.testing.assert_array_equal(np.asarray(x), X)

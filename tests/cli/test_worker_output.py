@@ -18,18 +18,8 @@ from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import Listen, Open
 from pw.client.show import live, worker_output
 from pw.client.show.worker_output import WorkerOutput
+from pw.core import messages as msg
 from pw.core.ids import CONTROL, client_id, session_of, store_of
-from pw.core.messages import (
-    Attached,
-    Directory,
-    Fetched,
-    Identify,
-    Line,
-    Peer,
-    Printed,
-    ReleaseSlice,
-    SliceBound,
-)
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
 from pw.devices.host.printing import EARLY_LINES, TOGETHER_S, Written
@@ -43,8 +33,8 @@ from tests.stages.programs import run_python, without_address
 from tests.stages.scripts import PRELUDE, finish, start_client
 
 
-def out(*texts: str) -> tuple[Line, ...]:
-    return tuple(Line(False, text) for text in texts)
+def out(*texts: str) -> tuple[msg.Line, ...]:
+    return tuple(msg.Line(False, text) for text in texts)
 
 
 # --- on the host: lines ---------------------------------------------------------------------------------
@@ -98,7 +88,7 @@ def test_streams_and_clients_and_threads_are_kept_apart() -> None:
     with output.on_behalf_of(0):
         assert not output.is_taking
     assert told == ["MainThread", False], "the loop is woken once for all that is there"
-    first = (Line(True, "to error"), Line(False, "to output, and more"))
+    first = (msg.Line(True, "to error"), msg.Line(False, "to output, and more"))
     assert output.fetch() == {1: first, 2: out("another's")}
 
 
@@ -124,7 +114,7 @@ def test_so_much_is_taken_in_a_second_and_the_rest_is_counted(line: str, most: i
     (notice, last) = output.fetch()[1]
     assert notice.is_error
     assert notice.text.startswith("… 1,500 lines left out")
-    assert (last, output.is_pending) == (Line(False, line), False)
+    assert (last, output.is_pending) == (msg.Line(False, line), False)
     clock.now_s = 2.0
     assert output.fetch() == {}
     assert not output._clients, "nothing is kept of those who write no more"
@@ -231,13 +221,13 @@ class Pending:
 
     def __init__(self) -> None:
         self.is_pending = False
-        self.lines: dict[int, tuple[Line, ...]] = {}
+        self.lines: dict[int, tuple[msg.Line, ...]] = {}
 
     def write(self, client: int, *texts: str) -> None:
         self.lines[client] = self.lines.get(client, ()) + out(*texts)
         self.is_pending = True
 
-    def fetch(self) -> dict[int, tuple[Line, ...]]:
+    def fetch(self) -> dict[int, tuple[msg.Line, ...]]:
         lines, self.lines, self.is_pending = self.lines, {}, False
         return lines
 
@@ -255,7 +245,7 @@ class HostBench(StoreBench):
         self.store.joins("i", 1, TICKETS.public, 8, 8)
 
     def meet(self, wants: bool = True, client: int = 1, node: str = "c") -> None:
-        self.say(Identify(client, TICKETS.ticket(client, node), wants), node)
+        self.say(msg.Identify(client, TICKETS.ticket(client, node), wants), node)
 
     def write(self, *texts: str, client: int = 1) -> None:
         self.output.write(client, *texts)
@@ -266,7 +256,7 @@ class HostBench(StoreBench):
         self.world.settle()
         return [
             tuple(line.text for line in message.lines)
-            for message in self.world.to(session_of(node), Printed)
+            for message in self.world.to(session_of(node), msg.Printed)
         ]
 
 
@@ -291,7 +281,7 @@ def test_what_was_written_before_a_result_comes_before_it() -> None:
     bench.fetch(1)
     bench.world.settle()
     kinds = [type(message) for message in bench.world.to(session_of("c"))]
-    assert kinds == [Printed, Fetched]
+    assert kinds == [msg.Printed, msg.Fetched]
 
 
 def test_who_does_not_want_it_gets_nothing_and_who_comes_late_the_last_lines() -> None:
@@ -312,7 +302,7 @@ def test_who_does_not_want_it_gets_nothing_and_who_comes_late_the_last_lines() -
 
 def test_a_ticket_of_another_client_shows_nothing() -> None:
     bench = HostBench()
-    bench.say(Identify(2, TICKETS.ticket(1, "c"), True), "c")
+    bench.say(msg.Identify(2, TICKETS.ticket(1, "c"), True), "c")
     bench.write("secret", client=2)
     bench.world.wait(TOGETHER_S)
     assert bench.printed() == []
@@ -324,7 +314,7 @@ def test_a_ticket_of_another_client_shows_nothing() -> None:
 class ClientBench:
     def __init__(self, wants: bool = True) -> None:
         self.world = World()
-        self.shown: list[tuple[str, tuple[Line, ...]]] = []
+        self.shown: list[tuple[str, tuple[msg.Line, ...]]] = []
         self.world.add(CONTROL, Recorder)
         for host in "ab":
             self.world.add(store_of(host), Recorder)
@@ -342,7 +332,10 @@ class ClientBench:
                 return False
 
         self.tell(Open("test", 1.0, 0, 0, Attaching(), output=show))
-        self.tell(Directory(tuple(Peer(host, "", True) for host in "ab")), Attached(1, b"t", 8, ()))
+        self.tell(
+            msg.Directory(tuple(msg.Peer(host, "", True) for host in "ab")),
+            msg.Attached(1, b"t", 8, ()),
+        )
 
     def tell(self, *messages: Any, sender: str = "controller") -> None:
         for message in messages:
@@ -351,12 +344,12 @@ class ClientBench:
 
     def bind(self, slice: int, *hosts: str) -> None:
         devices = tuple(DeviceAddress(host, 0) for host in hosts)
-        self.tell(SliceBound(slice, "east", "cpu", "fake", devices, 1))
+        self.tell(msg.SliceBound(slice, "east", "cpu", "fake", devices, 1))
 
     def met(self) -> list[str]:
         self.world.settle()
-        sent = [(to.node, m) for _, to, m in self.world.sent if isinstance(m, Identify)]
-        assert {identify for _, identify in sent} <= {Identify(1, b"t", True)}
+        sent = [(to.node, m) for _, to, m in self.world.sent if isinstance(m, msg.Identify)]
+        assert {identify for _, identify in sent} <= {msg.Identify(1, b"t", True)}
         return sorted(node for node, _ in sent)
 
 
@@ -371,7 +364,7 @@ def test_all_hosts_that_will_run_a_function_of_the_client_are_met() -> None:
     bench.bind(10, "a")
     bench.bind(11, "b")
     assert bench.met() == ["a", "a", "b", "b"], "they are other processes now"
-    bench.tell(ReleaseSlice(10))
+    bench.tell(msg.ReleaseSlice(10))
     bench.bind(10, "a")
     assert bench.met() == ["a", "a", "b", "b"]
 
@@ -381,14 +374,14 @@ def test_a_client_that_wants_nothing_meets_them_when_it_asks_for_something() -> 
     bench.bind(10, "a")
     bench.tell(Listen((10,)))
     assert bench.met() == []
-    bench.tell(Printed(out("x")), sender="a")
+    bench.tell(msg.Printed(out("x")), sender="a")
     assert bench.shown == []
 
 
 def test_only_hosts_are_shown() -> None:
     bench = ClientBench()
-    bench.tell(Printed(out("x")), sender="a")
-    bench.tell(Printed(out("y")), sender="a stranger")
+    bench.tell(msg.Printed(out("x")), sender="a")
+    bench.tell(msg.Printed(out("y")), sender="a stranger")
     assert bench.shown == [("a", out("x"))]
 
 
@@ -397,7 +390,7 @@ def test_only_hosts_are_shown() -> None:
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     output = WorkerOutput()
-    output.show("a", (*out("one", "two"), Line(True, "bad")))
+    output.show("a", (*out("one", "two"), msg.Line(True, "bad")))
     output.show("b", out("three"))
     output.close()
     assert capsys.readouterr() == ("(a) one\n(a) two\n(b) three\n", "(a) bad\n")

@@ -30,6 +30,7 @@ from pw.client.session.thread_messages import (
     Tell,
     resolve,
 )
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import (
     ArgumentError,
@@ -45,46 +46,6 @@ from pw.core.errors import (
     VersionMismatch,
 )
 from pw.core.ids import CONTROL, CONTROLLER, Address, session_of, store_of
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    Artifact,
-    Attached,
-    CancelRequest,
-    Checkpoint,
-    CreateArray,
-    Delete,
-    Describe,
-    Directory,
-    DrainHost,
-    Fetch,
-    Fetched,
-    ForgetInputs,
-    GetPlan,
-    GetStats,
-    Identify,
-    InputGone,
-    Inquire,
-    LinkLost,
-    Peer,
-    PeerLost,
-    PeerRefused,
-    Ready,
-    RegisterProgram,
-    ReleaseSlice,
-    RequestFailed,
-    Run,
-    RunFailed,
-    SliceBound,
-    SliceLost,
-    SliceRefused,
-    Stats,
-    Upload,
-    UploadAborted,
-    UploadAgain,
-    UploadLanding,
-    Wait,
-)
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
 from tests.stages.actors import Recorder, World
@@ -111,7 +72,7 @@ class Bench:
         attached: Future[Any] = Future()
         self.note(Open("test", 1.0, 0, keep_bytes, attached))
         self.directory(dict.fromkeys(hosts, ""))
-        self.tell(Attached(1, b"ticket", 8, ("east",)))
+        self.tell(msg.Attached(1, b"ticket", 8, ("east",)))
         assert attached.result(0).client == 1
         self.bind(*hosts)
         self.controller.received.clear()
@@ -128,13 +89,13 @@ class Bench:
     def bind(self, *hosts: str) -> None:
         self.epoch += 1
         devices = tuple(DeviceAddress(host, 0) for host in hosts)
-        self.tell(SliceBound(SLICE, "east", "cpu", "fake", devices, self.epoch))
+        self.tell(msg.SliceBound(SLICE, "east", "cpu", "fake", devices, self.epoch))
 
     def directory(self, endpoints: dict[str, str]) -> None:
-        self.tell(Directory(tuple(Peer(*entry) for entry in endpoints.items())))
+        self.tell(msg.Directory(tuple(msg.Peer(*entry) for entry in endpoints.items())))
 
     def lose(self, host: str) -> None:
-        self.note(PeerLost(host, "killed"))
+        self.note(msg.PeerLost(host, "killed"))
 
     def asked(self, where: str, kind: type = object) -> list[Any]:
         """What the controller or a host was sent since the last look."""
@@ -144,14 +105,14 @@ class Bench:
 
     def answer(self, host: str, request: Any) -> None:
         """A host's answer to a fetch or a wait."""
-        if isinstance(request, Wait):
-            self.tell(Ready(request.request), sender=store_of(host))
+        if isinstance(request, msg.Wait):
+            self.tell(msg.Ready(request.request), sender=store_of(host))
             return
         parts = [value(request.spec)[box_slices(request.spec.box(i))] for i in request.positions]
-        self.tell(Fetched(request.request, pack(parts)), sender=store_of(host))
+        self.tell(msg.Fetched(request.request, pack(parts)), sender=store_of(host))
 
     def refuse(self, host: str, request: Any, error: Error) -> None:
-        self.tell(RequestFailed(request.request, ErrorReport.of(error)), sender=store_of(host))
+        self.tell(msg.RequestFailed(request.request, ErrorReport.of(error)), sender=store_of(host))
 
     def get(self, spec: ArraySpec | None = None, array: int = X) -> Future[Any]:
         future: Future[Any] = Future()
@@ -163,9 +124,9 @@ class Bench:
         self.note(Await(tuple((array, split(SLICE, 2)) for array in arrays), future))
         return future
 
-    def inquiry(self) -> Inquire:
+    def inquiry(self) -> msg.Inquire:
         """The one question that the controller was asked."""
-        (inquiry,) = self.asked(CONTROLLER, Inquire)
+        (inquiry,) = self.asked(CONTROLLER, msg.Inquire)
         return inquiry
 
     def put(self, spec: ArraySpec, keep: bool = False, array: int = X) -> Any:
@@ -174,16 +135,16 @@ class Bench:
 
     def attempt(self, host: str) -> int:
         """Which attempt at an upload the host has heard of last."""
-        return int(self.asked(host, Upload)[-1].attempt)
+        return int(self.asked(host, msg.Upload)[-1].attempt)
 
     def take(self, host: str, array: int = X) -> np.ndarray[Any, Any]:
         """A host lets the client push its shard of a large upload, and returns what has come."""
-        upload = self.asked(host, Upload)[-1]
+        upload = self.asked(host, msg.Upload)[-1]
         assert (upload.array, upload.data) == (array, None)
         came: list[Any] = []
         shard_bytes = upload.spec.shard_bytes
         landing = self.bulk[host].land(shard_bytes, came.append)
-        self.tell(UploadLanding(array, landing, upload.attempt), sender=store_of(host))
+        self.tell(msg.UploadLanding(array, landing, upload.attempt), sender=store_of(host))
         (buffer,) = came
         return buffer[:shard_bytes].view(np.int64)
 
@@ -215,8 +176,8 @@ def test_what_a_host_cannot_give_is_asked_again_where_the_slice_is_then(
     bench: Bench, kind: str, error: Error
 ) -> None:
     future = bench.get() if kind == "get" else bench.wait(X)
-    (early,) = bench.asked("a", (Fetch if kind == "get" else Wait))
-    (late,) = bench.asked("b", (Fetch if kind == "get" else Wait))
+    (early,) = bench.asked("a", (msg.Fetch if kind == "get" else msg.Wait))
+    (late,) = bench.asked("b", (msg.Fetch if kind == "get" else msg.Wait))
     bench.answer("a", early)
     bench.refuse("b", late, error)
     inquiry = bench.inquiry()
@@ -224,10 +185,12 @@ def test_what_a_host_cannot_give_is_asked_again_where_the_slice_is_then(
     assert not future.done()
 
     bench.bind("b", "a")
-    assert not bench.asked("a", Fetch) + bench.asked("b", Fetch), "the controller has not answered"
-    bench.tell(Answered(inquiry.request, None))
+    assert not bench.asked("a", msg.Fetch) + bench.asked("b", msg.Fetch), (
+        "the controller has not answered"
+    )
+    bench.tell(msg.Answered(inquiry.request, None))
     for host in ("a", "b"):
-        (request,) = [m for m in bench.asked(host) if isinstance(m, (Fetch, Wait))]
+        (request,) = [m for m in bench.asked(host) if isinstance(m, (msg.Fetch, msg.Wait))]
         bench.answer(host, request)
     if kind == "get":
         assert whole(future) == list(range(SMALL))
@@ -237,15 +200,15 @@ def test_what_a_host_cannot_give_is_asked_again_where_the_slice_is_then(
 
 def test_a_lost_host_withdraws_what_was_asked_of_the_others(bench: Bench) -> None:
     future = bench.get(split(SLICE, 2, LARGE))
-    (fetch,) = bench.asked("a", Fetch)
+    (fetch,) = bench.asked("a", msg.Fetch)
     bench.lose("b")
-    assert bench.asked("a") == [CancelRequest(fetch.request)]
+    assert bench.asked("a") == [msg.CancelRequest(fetch.request)]
     assert not bench.bulk["client"].landings, "the buffers are given up"
     inquiry = bench.inquiry()
     bench.answer("a", fetch)  # it was on its way
     assert not future.done()
-    bench.tell(Answered(inquiry.request, None))
-    assert [type(m) for m in bench.asked("b")][-2:] == [Identify, Fetch]
+    bench.tell(msg.Answered(inquiry.request, None))
+    assert [type(m) for m in bench.asked("b")][-2:] == [msg.Identify, msg.Fetch]
 
 
 LONG = "x" * 10_000
@@ -254,9 +217,9 @@ LONG = "x" * 10_000
 @pytest.mark.parametrize(
     "note",
     [
-        lambda future: Allocate(AllocateSlice(9, 1, None, LONG, None), future),
-        lambda future: Ask(lambda request: GetPlan(request, LONG), future),
-        lambda future: Ask(lambda request: Checkpoint(request, (X,) * 70_000), future),
+        lambda future: Allocate(msg.AllocateSlice(9, 1, None, LONG, None), future),
+        lambda future: Ask(lambda request: msg.GetPlan(request, LONG), future),
+        lambda future: Ask(lambda request: msg.Checkpoint(request, (X,) * 70_000), future),
         lambda future: Look("/" + LONG, split(SLICE, 2), future),
         lambda future: Await(((X, split(SLICE, 2)),) * 70_000, future),
     ],
@@ -271,10 +234,10 @@ def test_a_request_beyond_its_bounds_fails_and_is_not_sent(note: Callable[[Any],
     with pytest.raises(ArgumentError, match="out of bounds: expected"):
         future.result(0)
     assert not bench.asked(CONTROLLER)
-    assert not any(isinstance(message, (Wait, Describe)) for message in bench.asked("a"))
+    assert not any(isinstance(message, (msg.Wait, msg.Describe)) for message in bench.asked("a"))
     assert bench.world.counters["messages_refused"] >= 1
     bench.get()
-    assert bench.asked("a", Fetch)
+    assert bench.asked("a", msg.Fetch)
 
 
 def test_a_client_with_an_impossible_share_is_told_so() -> None:
@@ -289,19 +252,19 @@ def test_a_client_with_an_impossible_share_is_told_so() -> None:
 @pytest.mark.parametrize("error", [ComputationFailed("x"), ArrayLost("x"), ArgumentError("x")])
 def test_what_a_host_says_about_the_program_is_final(bench: Bench, error: Error) -> None:
     future = bench.get()
-    bench.refuse("a", bench.asked("a", Fetch)[0], error)
+    bench.refuse("a", bench.asked("a", msg.Fetch)[0], error)
     assert type(future.exception(0)) is type(error)
-    assert not bench.asked(CONTROLLER, Inquire)
-    assert [type(m) for m in bench.asked("b")][-1] is CancelRequest
+    assert not bench.asked(CONTROLLER, msg.Inquire)
+    assert [type(m) for m in bench.asked("b")][-1] is msg.CancelRequest
 
 
 def test_a_value_of_a_slice_that_is_not_bound_waits(bench: Bench) -> None:
-    bench.tell(SliceLost(SLICE, ERROR))
+    bench.tell(msg.SliceLost(SLICE, ERROR))
     future = bench.get()
     inquiry = bench.inquiry()
     bench.bind("b", "b")
-    bench.tell(Answered(inquiry.request, None))
-    (fetch,) = bench.asked("b", Fetch)
+    bench.tell(msg.Answered(inquiry.request, None))
+    (fetch,) = bench.asked("b", msg.Fetch)
     assert fetch.positions == (0, 1)
     bench.answer("b", fetch)
     assert whole(future) == list(range(SMALL))
@@ -311,9 +274,9 @@ def test_a_value_of_a_slice_that_is_not_bound_waits(bench: Bench) -> None:
 def test_when_a_slice_moves_its_old_hosts_are_not_waited_for(bench: Bench, news: str) -> None:
     """One that does not answer any more may only be noticed much later."""
     future, other = bench.get(), bench.get(split(2, 1))  # the other's slice is not bound at all
-    assert len(bench.asked(CONTROLLER, Inquire)) == 1
+    assert len(bench.asked(CONTROLLER, msg.Inquire)) == 1
     if news == "lost":
-        bench.tell(SliceLost(SLICE, ERROR))
+        bench.tell(msg.SliceLost(SLICE, ERROR))
     else:
         bench.bind("a", "a")
     assert bench.inquiry().arrays == (X,)
@@ -324,7 +287,7 @@ def test_when_a_slice_moves_its_old_hosts_are_not_waited_for(bench: Bench, news:
 def test_the_controller_may_say_that_it_is_over(bench: Bench) -> None:
     future = bench.get()
     bench.lose("a")
-    bench.tell(Answered(bench.inquiry().request, ErrorReport("ArrayDeleted", "no such array")))
+    bench.tell(msg.Answered(bench.inquiry().request, ErrorReport("ArrayDeleted", "no such array")))
     with pytest.raises(ArrayDeleted, match="no such array"):
         future.result(0)
 
@@ -332,11 +295,11 @@ def test_the_controller_may_say_that_it_is_over(bench: Bench) -> None:
 def test_a_failed_run_ends_the_wait_for_its_results(bench: Bench) -> None:
     future, other = bench.wait(X, Y), bench.get(array=12)
     bench.lose("a")
-    inquiries = bench.asked(CONTROLLER, Inquire)
-    bench.tell(RunFailed(0, (Y,), ErrorReport("ArrayLost", "cannot be rebuilt")))
+    inquiries = bench.asked(CONTROLLER, msg.Inquire)
+    bench.tell(msg.RunFailed(0, (Y,), ErrorReport("ArrayLost", "cannot be rebuilt")))
     with pytest.raises(ArrayLost):
         future.result(0)
-    bench.tell(*(Answered(inquiry.request, None) for inquiry in inquiries))
+    bench.tell(*(msg.Answered(inquiry.request, None) for inquiry in inquiries))
     assert not other.done(), "that one goes on"
     with pytest.raises(ArrayLost):
         bench.get(array=Y).result(0)
@@ -344,29 +307,29 @@ def test_a_failed_run_ends_the_wait_for_its_results(bench: Bench) -> None:
 
 def test_asking_in_vain_is_bounded_and_tells_the_cause(bench: Bench) -> None:
     future = bench.get(split(SLICE, 1))
-    bench.refuse("a", bench.asked("a", Fetch)[0], TransferFailed("no room"))
+    bench.refuse("a", bench.asked("a", msg.Fetch)[0], TransferFailed("no room"))
     for attempt in range(RETRIES):
         assert not future.done()
-        bench.tell(Answered(bench.inquiry().request, None))
+        bench.tell(msg.Answered(bench.inquiry().request, None))
         if attempt:
-            assert not bench.asked("a", Fetch), "not at once again"
+            assert not bench.asked("a", msg.Fetch), "not at once again"
             bench.world.wait(10.0)
-        bench.refuse("a", bench.asked("a", Fetch)[0], ArrayDeleted("it is not here"))
+        bench.refuse("a", bench.asked("a", msg.Fetch)[0], ArrayDeleted("it is not here"))
     with pytest.raises(TransferFailed, match="no room"):
         future.result(0)
-    assert not bench.asked(CONTROLLER, Inquire)
+    assert not bench.asked(CONTROLLER, msg.Inquire)
 
 
 def test_a_slice_that_was_bound_again_is_worth_as_many_tries_again(bench: Bench) -> None:
     future = bench.get(split(SLICE, 1))
     for _ in range(3 * RETRIES):
-        (fetch,) = bench.asked("a", Fetch)
+        (fetch,) = bench.asked("a", msg.Fetch)
         bench.refuse("a", fetch, HostLost("again"))
         inquiry = bench.inquiry()
-        bench.tell(SliceLost(SLICE, ERROR))
+        bench.tell(msg.SliceLost(SLICE, ERROR))
         bench.bind("a", "b")
-        bench.tell(Answered(inquiry.request, None))
-    bench.answer("a", bench.asked("a", Fetch)[0])
+        bench.tell(msg.Answered(inquiry.request, None))
+    bench.answer("a", bench.asked("a", msg.Fetch)[0])
     assert whole(future) == list(range(SMALL))
 
 
@@ -374,24 +337,24 @@ def test_a_pause_ends_with_what_was_asked(bench: Bench) -> None:
     future = bench.get(split(SLICE, 1))
     for _ in range(2):
         assert not bench.world.alarms
-        bench.refuse("a", bench.asked("a", Fetch)[0], HostLost("x"))
-        bench.tell(Answered(bench.inquiry().request, None))
+        bench.refuse("a", bench.asked("a", msg.Fetch)[0], HostLost("x"))
+        bench.tell(msg.Answered(bench.inquiry().request, None))
     assert bench.world.alarms
-    bench.tell(RunFailed(1, (X,), ErrorReport("ComputationFailed", "x")))
+    bench.tell(msg.RunFailed(1, (X,), ErrorReport("ComputationFailed", "x")))
     bench.world.wait(10.0)
     assert isinstance(future.exception(0), ComputationFailed)
-    assert not bench.asked("a", Fetch)
+    assert not bench.asked("a", msg.Fetch)
 
 
 @pytest.mark.parametrize("how", ["deleted", "donated"])
 def test_what_the_client_gave_away_itself_is_not_asked_for_again(bench: Bench, how: str) -> None:
     spec = split(SLICE, 2)
     program = chain([spec], donated=(0,))
-    bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
+    bench.note(Tell(msg.RegisterProgram(5, Compact.of(program), (msg.Artifact(b"", b""),))))
     mine, other = bench.wait(X, Y), bench.wait(Y)
-    bench.note(Forget((X,)) if how == "deleted" else Tell(Run(6, 5, (X,), (7,))))
+    bench.note(Forget((X,)) if how == "deleted" else Tell(msg.Run(6, 5, (X,), (7,))))
     sent = [type(m) for m in bench.asked(CONTROLLER)]
-    assert sent == [RegisterProgram, Delete if how == "deleted" else Run]
+    assert sent == [msg.RegisterProgram, msg.Delete if how == "deleted" else msg.Run]
     bench.lose("a")
     assert isinstance(mine.exception(0), HostLost)
     assert bench.inquiry().arrays == (Y,)
@@ -402,11 +365,11 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     """A loop of runs that fail, and donate what has failed, would add some with each."""
     bench.session.link.keeps = True
     program = chain([split(SLICE, 2)], donated=(0,))
-    bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
-    bench.note(Tell(Run(20, 5, (b"x" * 64,), (X,))))
+    bench.note(Tell(msg.RegisterProgram(5, Compact.of(program), (msg.Artifact(b"", b""),))))
+    bench.note(Tell(msg.Run(20, 5, (b"x" * 64,), (X,))))
     waiting = bench.wait(X)
-    bench.note(Tell(Run(21, 5, (X,), (Y,))))
-    bench.tell(RunFailed(20, (X,), ERROR), RunFailed(21, (Y,), ERROR))
+    bench.note(Tell(msg.Run(21, 5, (X,), (Y,))))
+    bench.tell(msg.RunFailed(20, (X,), ERROR), msg.RunFailed(21, (Y,), ERROR))
     assert isinstance(waiting.exception(0), HostLost)
     assert isinstance(bench.wait(Y).exception(0), HostLost)
     assert bench.session.requests.failed.keys() == {Y}
@@ -415,13 +378,13 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
 def test_what_was_deleted_is_told_as_that(bench: Bench) -> None:
     future = bench.get()
     bench.note(Forget((X,)))
-    bench.refuse("a", bench.asked("a", Fetch)[0], ArrayDeleted("it was deleted"))
+    bench.refuse("a", bench.asked("a", msg.Fetch)[0], ArrayDeleted("it was deleted"))
     assert isinstance(future.exception(0), ArrayDeleted)
 
 
 def test_a_host_that_refuses_to_talk_fails_what_was_asked_of_it(bench: Bench) -> None:
     future = bench.get()
-    bench.note(PeerRefused("a", ErrorReport.of(VersionMismatch("other jax"))))
+    bench.note(msg.PeerRefused("a", ErrorReport.of(VersionMismatch("other jax"))))
     assert isinstance(future.exception(0), VersionMismatch)
 
 
@@ -446,7 +409,7 @@ def test_everything_ends_with_the_controller_and_with_close() -> None:
         open_, inquiring = bench.get(split(SLICE, 1)), bench.get()
         bench.lose("b")
         if end == "lost":
-            bench.note(PeerLost(CONTROLLER, "killed"))
+            bench.note(msg.PeerLost(CONTROLLER, "killed"))
         else:
             closed: Future[None] = Future()
             bench.note(Close(Disconnected("bye"), closed))
@@ -464,7 +427,7 @@ def test_everything_ends_with_the_controller_and_with_close() -> None:
 def test_a_new_process_is_told_who_asks(bench: Bench, news: str) -> None:
     bench.get(split(SLICE, 1))
     identify, fetch = bench.asked("a")
-    assert identify == Identify(1, b"ticket")
+    assert identify == msg.Identify(1, b"ticket")
     bench.answer("a", fetch)
     if news == "lost":
         bench.lose("a")
@@ -477,7 +440,7 @@ def test_a_new_process_is_told_who_asks(bench: Bench, news: str) -> None:
         bench.bind("a", "b")
     bench.get(split(SLICE, 1))
     kinds = [type(m) for m in bench.asked("a")]
-    assert kinds == ([Fetch] if news == "none" else [Identify, Fetch])
+    assert kinds == ([msg.Fetch] if news == "none" else [msg.Identify, msg.Fetch])
 
 
 def traces(bench: Bench) -> dict[str, bool]:
@@ -493,16 +456,16 @@ def test_a_slice_is_forgotten_when_the_controller_has_heard_that_it_was_given_ba
     spec = split(SLICE, 2)
     sent = bench.put(spec)
     bench.asked(CONTROLLER)
-    bench.note(Tell(ReleaseSlice(SLICE)))
-    assert bench.asked(CONTROLLER) == [ReleaseSlice(SLICE)]
-    bench.tell(SliceLost(SLICE, ERROR))
+    bench.note(Tell(msg.ReleaseSlice(SLICE)))
+    assert bench.asked(CONTROLLER) == [msg.ReleaseSlice(SLICE)]
+    bench.tell(msg.SliceLost(SLICE, ERROR))
     bench.bind("c", "b")
     bench.asked("b")
-    bench.tell(UploadAgain(X, X))
+    bench.tell(msg.UploadAgain(X, X))
     np.testing.assert_array_equal(np.concatenate([inline(bench, "c"), inline(bench, "b")]), sent)
-    bench.tell(ReleaseSlice(SLICE))
+    bench.tell(msg.ReleaseSlice(SLICE))
     assert not any(traces(bench).values())
-    bench.tell(ForgetInputs((X,)))
+    bench.tell(msg.ForgetInputs((X,)))
     bench.world.sent.clear()  # the record of all messages
     assert bench.session.hosts.devices(spec) is None
 
@@ -513,11 +476,11 @@ def test_an_input_gets_to_a_slice_that_was_given_back() -> None:
     spec = split(SLICE, 2, LARGE)
     sent = bench.put(spec)
     bench.note(Forget((X,)))
-    bench.note(Tell(ReleaseSlice(SLICE)))
-    bench.tell(ForgetInputs((X,)), ReleaseSlice(SLICE))
+    bench.note(Tell(msg.ReleaseSlice(SLICE)))
+    bench.tell(msg.ForgetInputs((X,)), msg.ReleaseSlice(SLICE))
     assert not any(traces(bench).values())
     first = bench.take("a")
-    bench.tell(UploadAgain(X, X))  # the link to a host was lost
+    bench.tell(msg.UploadAgain(X, X))  # the link to a host was lost
     np.testing.assert_array_equal(first, sent[: LARGE // 2])
     np.testing.assert_array_equal(np.concatenate([bench.take("a"), bench.take("b")]), sent)
     bench.world.sent.clear()
@@ -525,7 +488,7 @@ def test_an_input_gets_to_a_slice_that_was_given_back() -> None:
 
 
 def test_a_slice_that_is_refused_is_forgotten(bench: Bench) -> None:
-    bench.tell(SliceLost(SLICE, ERROR), SliceRefused(SLICE, ERROR))
+    bench.tell(msg.SliceLost(SLICE, ERROR), msg.SliceRefused(SLICE, ERROR))
     assert not any(traces(bench).values())
 
 
@@ -534,10 +497,10 @@ def test_hosts_knows_where_an_array_lies() -> None:
     spec = split(SLICE, 2)
     devices = tuple(DeviceAddress("a", i) for i in range(3))
     assert hosts.devices(spec) is None
-    assert not hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 1))
+    assert not hosts.bind(msg.SliceBound(SLICE, "east", "cpu", "fake", devices, 1))
     assert hosts.devices(spec) == devices[:2]
-    assert hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 2))
-    hosts.handlers()[SliceLost](Address("me", "x"), SliceLost(SLICE, ERROR))
+    assert hosts.bind(msg.SliceBound(SLICE, "east", "cpu", "fake", devices, 2))
+    hosts.handlers()[msg.SliceLost](Address("me", "x"), msg.SliceLost(SLICE, ERROR))
     assert hosts.devices(spec) is None
 
 
@@ -545,7 +508,7 @@ def test_hosts_knows_where_an_array_lies() -> None:
 
 
 def inline(bench: Bench, host: str) -> np.ndarray[Any, Any]:
-    (upload,) = bench.asked(host, Upload)
+    (upload,) = bench.asked(host, msg.Upload)
     return np.frombuffer(upload.data, np.int64, upload.spec.shape[0] // 2)
 
 
@@ -555,30 +518,32 @@ def test_an_input_is_sent_again_to_where_its_slice_is(elements: int) -> None:
     bench.bind("a", "b")
     spec = split(SLICE, 2, elements)
     sent = bench.put(spec)
-    assert bench.asked(CONTROLLER)[-1] == CreateArray(X, spec, 2)
+    assert bench.asked(CONTROLLER)[-1] == msg.CreateArray(X, spec, 2)
     take = (lambda host: inline(bench, host)) if elements == SMALL else bench.take
     np.testing.assert_array_equal(np.concatenate([take("a"), take("b")]), sent)
 
     bench.lose("a")
     bench.bind("c", "b")
-    assert not bench.asked("b", Upload) + bench.asked("c", Upload), "only when it is asked for"
-    assert bench.asked(CONTROLLER) == [LinkLost("a")]
-    bench.tell(UploadAgain(X, X))
+    assert not bench.asked("b", msg.Upload) + bench.asked("c", msg.Upload), (
+        "only when it is asked for"
+    )
+    assert bench.asked(CONTROLLER) == [msg.LinkLost("a")]
+    bench.tell(msg.UploadAgain(X, X))
     np.testing.assert_array_equal(np.concatenate([take("c"), take("b")]), sent)
 
 
 def test_an_input_without_hosts_waits_until_it_is_asked_for() -> None:
     bench = Bench(keep_bytes=0)
-    bench.tell(SliceLost(SLICE, ERROR))
+    bench.tell(msg.SliceLost(SLICE, ERROR))
     spec = split(SLICE, 2)
     sent = bench.put(spec)
-    assert bench.asked(CONTROLLER)[-1] == CreateArray(X, spec, 0)
+    assert bench.asked(CONTROLLER)[-1] == msg.CreateArray(X, spec, 0)
     bench.bind("b", "a")
-    assert not bench.asked("a", Upload) + bench.asked("b", Upload)
-    bench.tell(UploadAgain(X, X))
+    assert not bench.asked("a", msg.Upload) + bench.asked("b", msg.Upload)
+    bench.tell(msg.UploadAgain(X, X))
     np.testing.assert_array_equal(np.concatenate([inline(bench, "b"), inline(bench, "a")]), sent)
-    bench.tell(UploadAgain(X, X))
-    assert bench.asked(CONTROLLER) == [InputGone(X)], "it is sent, and there is no budget"
+    bench.tell(msg.UploadAgain(X, X))
+    assert bench.asked(CONTROLLER) == [msg.InputGone(X)], "it is sent, and there is no budget"
 
 
 def test_an_interrupted_input_is_kept_without_a_budget() -> None:
@@ -587,12 +552,12 @@ def test_an_interrupted_input_is_kept_without_a_budget() -> None:
     bench.put(spec)
     bench.take("a")
     bench.lose("b")
-    bench.tell(UploadAgain(X, X))
+    bench.tell(msg.UploadAgain(X, X))
     bench.take("a")
     bench.take("b")
     bench.asked(CONTROLLER)
-    bench.tell(UploadAgain(X, X))
-    assert bench.asked(CONTROLLER) == [InputGone(X)]
+    bench.tell(msg.UploadAgain(X, X))
+    assert bench.asked(CONTROLLER) == [msg.InputGone(X)]
 
 
 def test_a_push_that_fails_is_told_and_the_input_kept() -> None:
@@ -600,13 +565,13 @@ def test_a_push_that_fails_is_told_and_the_input_kept() -> None:
     bench.put(split(SLICE, 1, LARGE))
     landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
     host = bench.world.actors.pop("a")  # for the bulk plane it is gone
-    bench.tell(UploadLanding(X, landing, bench.attempt("a")), sender=store_of("a"))
+    bench.tell(msg.UploadLanding(X, landing, bench.attempt("a")), sender=store_of("a"))
     bench.world.actors["a"] = host
     bench.world.settle()
-    (aborted,) = bench.asked("a", UploadAborted)
+    (aborted,) = bench.asked("a", msg.UploadAborted)
     assert (aborted.array, aborted.transfer) == (X, landing.transfer)
     assert aborted.error.kind == "TransferFailed"
-    bench.tell(UploadAgain(X, X))
+    bench.tell(msg.UploadAgain(X, X))
     bench.take("a")
 
 
@@ -617,28 +582,28 @@ def test_a_landing_for_an_old_attempt_is_not_taken_for_that_of_the_new_one() -> 
     bench.take("a")
     landings = []
     for _ in range(2):
-        bench.tell(UploadAgain(X, Y))
+        bench.tell(msg.UploadAgain(X, Y))
         landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
-        landings.append(UploadLanding(Y, landing, bench.attempt("a")))
+        landings.append(msg.UploadLanding(Y, landing, bench.attempt("a")))
     bench.tell(landings[0], sender=store_of("a"))
-    (aborted,) = bench.asked("a", UploadAborted)
+    (aborted,) = bench.asked("a", msg.UploadAborted)
     assert aborted.transfer == landings[0].landing.transfer
     assert aborted.error.kind == "TransferFailed", (
         "so that it is asked for again if it is still waited for"
     )
     bench.tell(landings[1], sender=store_of("a"))
-    assert not bench.asked("a", UploadAborted)
+    assert not bench.asked("a", msg.UploadAborted)
 
 
 def test_the_end_of_an_old_attempt_says_nothing_about_the_new_one() -> None:
     bench = Bench(keep_bytes=0)
     bench.put(split(SLICE, 1, LARGE))
     landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
-    first = UploadLanding(X, landing, bench.attempt("a"))
+    first = msg.UploadLanding(X, landing, bench.attempt("a"))
     bench.session.receive(store_of("a"), first)
-    bench.session.receive(CONTROL, UploadAgain(X, X))  # before the push has ended
+    bench.session.receive(CONTROL, msg.UploadAgain(X, X))  # before the push has ended
     bench.world.settle()
-    assert [type(m) for m in bench.hosts["a"].received] == [Upload]
+    assert [type(m) for m in bench.hosts["a"].received] == [msg.Upload]
     assert bench.session.uploads.inputs, "the first push was not of the second attempt"
     bench.take("a")
     assert not bench.session.uploads.inputs
@@ -651,19 +616,19 @@ def test_the_oldest_values_go_first() -> None:
     for array in arrays:
         bench.put(spec, keep=array == 20, array=array)
     bench.asked(CONTROLLER)
-    bench.tell(*(UploadAgain(array, array) for array in arrays))
-    assert bench.asked(CONTROLLER) == [InputGone(21), InputGone(22)]
-    assert [upload.array for upload in bench.asked("a", Upload)][-4:] == [20, 23, 24, 25]
+    bench.tell(*(msg.UploadAgain(array, array) for array in arrays))
+    assert bench.asked(CONTROLLER) == [msg.InputGone(21), msg.InputGone(22)]
+    assert [upload.array for upload in bench.asked("a", msg.Upload)][-4:] == [20, 23, 24, 25]
 
-    bench.tell(ForgetInputs((20, 24)))
+    bench.tell(msg.ForgetInputs((20, 24)))
     bench.put(spec, array=30)
     bench.put(split(SLICE, 2, 1024), array=31)  # more than all of the budget: pushes nothing out
     bench.asked(CONTROLLER)
-    bench.tell(*(UploadAgain(array, array) for array in (20, 23, 24, 25, 30, 31)))
-    assert bench.asked(CONTROLLER) == [InputGone(20), InputGone(24), InputGone(31)]
+    bench.tell(*(msg.UploadAgain(array, array) for array in (20, 23, 24, 25, 30, 31)))
+    assert bench.asked(CONTROLLER) == [msg.InputGone(20), msg.InputGone(24), msg.InputGone(31)]
 
 
-@pytest.mark.parametrize("end", [ForgetInputs((X,)), RunFailed(0, (X,), ERROR)])
+@pytest.mark.parametrize("end", [msg.ForgetInputs((X,)), msg.RunFailed(0, (X,), ERROR)])
 def test_hosts_get_what_they_wait_for_even_if_nothing_will_ask_again(end: Any) -> None:
     bench = Bench()
     spec = split(SLICE, 2, LARGE)
@@ -690,15 +655,15 @@ def test_what_no_host_takes_any_more_is_forgotten_when_its_slice_moves(is_bound:
     bench.take("a")
     bench.take("b")
     if not is_bound:
-        bench.tell(SliceLost(SLICE, ERROR))
-    bench.tell(UploadAgain(X, Y))
+        bench.tell(msg.SliceLost(SLICE, ERROR))
+    bench.tell(msg.UploadAgain(X, Y))
     assert (Y in bench.session.uploads.inputs) == is_bound
-    bench.tell(SliceLost(SLICE, ERROR))
+    bench.tell(msg.SliceLost(SLICE, ERROR))
     bench.bind("c", "b")
     assert list(bench.session.uploads.inputs) == [X]
     bench.asked("b")
-    bench.tell(UploadAgain(X, Y))
-    assert [(m.island, m.epoch) for m in bench.asked("b", Upload)] == [("east", 2)]
+    bench.tell(msg.UploadAgain(X, Y))
+    assert [(m.island, m.epoch) for m in bench.asked("b", msg.Upload)] == [("east", 2)]
 
 
 def fields(message: Any) -> list[Any]:
@@ -707,14 +672,14 @@ def fields(message: Any) -> list[Any]:
 
 def test_a_host_that_wants_what_is_gone_is_told(bench: Bench) -> None:
     landing = bench.bulk["a"].land(8, lambda buffer: None)
-    bench.tell(UploadLanding(99, landing, 1), sender=store_of("a"))
-    assert [type(m) for m in bench.asked("a")] == [Identify, UploadAborted]
+    bench.tell(msg.UploadLanding(99, landing, 1), sender=store_of("a"))
+    assert [type(m) for m in bench.asked("a")] == [msg.Identify, msg.UploadAborted]
 
 
 def test_a_failed_input_that_was_never_sent_is_forgotten(bench: Bench) -> None:
-    bench.tell(SliceLost(SLICE, ERROR))
+    bench.tell(msg.SliceLost(SLICE, ERROR))
     bench.put(split(SLICE, 2))
-    bench.tell(RunFailed(0, (X,), ErrorReport("ArrayLost", "given up")))
+    bench.tell(msg.RunFailed(0, (X,), ErrorReport("ArrayLost", "given up")))
     assert not bench.session.uploads.inputs
     assert isinstance(bench.get().exception(0), ArrayLost)
 
@@ -725,49 +690,51 @@ def test_a_failed_input_that_was_never_sent_is_forgotten(bench: Bench) -> None:
 def test_a_checkpoint_is_one_message_and_ends_with_its_answer(bench: Bench) -> None:
     done: list[Future[Any]] = [Future(), Future()]
     for future in done:
-        bench.note(Ask(lambda request: Checkpoint(request, (X, Y)), future, (X, Y)))
-    first, second = bench.asked(CONTROLLER, Checkpoint)
+        bench.note(Ask(lambda request: msg.Checkpoint(request, (X, Y)), future, (X, Y)))
+    first, second = bench.asked(CONTROLLER, msg.Checkpoint)
     assert first.arrays == (X, Y)
     bench.lose("a")
-    assert bench.asked(CONTROLLER) == [LinkLost("a")], "the controller knows itself what was lost"
-    bench.tell(Answered(first.request, None))
+    assert bench.asked(CONTROLLER) == [msg.LinkLost("a")], (
+        "the controller knows itself what was lost"
+    )
+    bench.tell(msg.Answered(first.request, None))
     assert done[0].result(0) is None
-    bench.tell(Answered(second.request, ErrorReport("HostLost", "a target was lost")))
+    bench.tell(msg.Answered(second.request, ErrorReport("HostLost", "a target was lost")))
     assert isinstance(done[1].exception(0), HostLost)
 
 
 def test_a_checkpoint_of_what_failed_fails_and_copies_the_rest(bench: Bench) -> None:
     later: Future[Any] = Future()
-    bench.note(Ask(lambda request: Checkpoint(request, (X, Y)), later, (X, Y)))
-    bench.tell(RunFailed(3, (Y,), ErrorReport("ComputationFailed", "it raised")))
+    bench.note(Ask(lambda request: msg.Checkpoint(request, (X, Y)), later, (X, Y)))
+    bench.tell(msg.RunFailed(3, (Y,), ErrorReport("ComputationFailed", "it raised")))
     assert isinstance(later.exception(0), ComputationFailed)
     known: Future[Any] = Future()
-    bench.note(Ask(lambda request: Checkpoint(request, (X, Y)), known, (X, Y)))
+    bench.note(Ask(lambda request: msg.Checkpoint(request, (X, Y)), known, (X, Y)))
     assert isinstance(known.exception(0), ComputationFailed)
-    sent = bench.asked(CONTROLLER, Checkpoint)
+    sent = bench.asked(CONTROLLER, msg.Checkpoint)
     assert len(sent) == 2
-    bench.tell(*(Answered(checkpoint.request, None) for checkpoint in sent))
+    bench.tell(*(msg.Answered(checkpoint.request, None) for checkpoint in sent))
 
 
 def test_a_drain_ends_with_its_answer(bench: Bench) -> None:
     future: Future[Any] = Future()
-    bench.note(Ask(lambda request: DrainHost(request, "a"), future))
-    (drain,) = bench.asked(CONTROLLER, DrainHost)
+    bench.note(Ask(lambda request: msg.DrainHost(request, "a"), future))
+    (drain,) = bench.asked(CONTROLLER, msg.DrainHost)
     assert drain.node == "a"
     bench.lose("a")
     assert not future.done()
-    bench.tell(Answered(drain.request, None))
+    bench.tell(msg.Answered(drain.request, None))
     assert future.result(0) is None
 
 
 def test_counters_are_those_of_every_process(bench: Bench) -> None:
     future: Future[Any] = Future()
-    bench.note(Ask(GetStats, future))
+    bench.note(Ask(msg.GetStats, future))
     for where in (CONTROLLER, "a", "b"):
-        (request,) = bench.asked(where, GetStats)
-        bench.tell(Stats(request.request, where, {"n": 1}))
+        (request,) = bench.asked(where, msg.GetStats)
+        bench.tell(msg.Stats(request.request, where, {"n": 1}))
     assert future.result(0) == {where: {"n": 1} for where in (CONTROLLER, "a", "b")}
     lost: Future[Any] = Future()
-    bench.note(Ask(GetStats, lost))
+    bench.note(Ask(msg.GetStats, lost))
     bench.lose("a")
     assert isinstance(lost.exception(0), HostLost)

@@ -23,7 +23,7 @@ from pw.client.connection import current
 from pw.client.connection.script import process_name, script_name
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
-from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
+from pw.core import messages as msg
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 from tests.stages.inside import is_fetched
@@ -31,18 +31,18 @@ from tests.stages.stage import held, mesh_on, numbers, split
 
 NASTY = "<script>alert('&')</script>"
 
-TOLD = Status(
+TOLD = msg.Status(
     1,
     "0.1",
     "0.10",
     "share",
     (
-        IslandInfo(
+        msg.IslandInfo(
             NASTY,
             "waiting",
             "cpu",
             "fake",
-            (HostInfo("east-0", NASTY, "joining", 17, 4, "tcp://e:1", True),),
+            (msg.HostInfo("east-0", NASTY, "joining", 17, 4, "tcp://e:1", True),),
             2,
             ("east-1",),
             3,
@@ -51,12 +51,12 @@ TOLD = Status(
             6,
         ),
     ),
-    (HostInfo("s", "", "spare", 18, 4, "tcp://s:1", False),),
+    (msg.HostInfo("s", "", "spare", 18, 4, "tcp://s:1", False),),
     (
-        ClientInfo(1, "pid 7", 0.5, 9, 2, 3, 1, 4, True, ()),
-        ClientInfo(2, NASTY, 1.0, 0, 0, 0, 0, 0, False, ("east-1",)),
+        msg.ClientInfo(1, "pid 7", 0.5, 9, 2, 3, 1, 4, True, ()),
+        msg.ClientInfo(2, NASTY, 1.0, 0, 0, 0, 0, 0, False, ("east-1",)),
     ),
-    (RunInfo("1.8", 1, "step", ("east",), 61.25, 2),),
+    (msg.RunInfo("1.8", 1, "step", ("east",), 61.25, 2),),
 )
 
 

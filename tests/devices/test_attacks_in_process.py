@@ -12,38 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import pw
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.compact import Compact
 from pw.core.dtypes import DTYPES
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, store_of
 from pw.core.landing import Landing
-from pw.core.messages import (
-    AllocateSlice,
-    Artifact,
-    Attach,
-    Attached,
-    CallLanding,
-    CallReturned,
-    Compile,
-    CreateArray,
-    Detail,
-    Fetch,
-    Fetched,
-    FileSource,
-    GetStatus,
-    Identify,
-    OfferSource,
-    RegisterProgram,
-    RequestFailed,
-    Run,
-    RunFailed,
-    SliceBound,
-    Status,
-    Upload,
-    UploadAborted,
-    UploadLanding,
-)
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
@@ -77,13 +52,13 @@ class Attacker:
 
         self.node, self.inbox = cluster.thread.call(make)
         self.serial = 0
-        self.tell(Attach("evil", 1.0, 0))
-        attached = self.wait(Attached)
+        self.tell(msg.Attach("evil", 1.0, 0))
+        attached = self.wait(msg.Attached)
         self.number = attached.client
-        self.tell_host(Identify(self.number, attached.ticket))
+        self.tell_host(msg.Identify(self.number, attached.ticket))
         self.slice = self.id()
-        self.tell(AllocateSlice(self.slice, 2, None, None, None))
-        self.bound: SliceBound = self.wait(SliceBound)
+        self.tell(msg.AllocateSlice(self.slice, 2, None, None, None))
+        self.bound: msg.SliceBound = self.wait(msg.SliceBound)
 
     def id(self) -> int:
         self.serial += 1
@@ -113,19 +88,19 @@ class Attacker:
 
     def upload(self, spec: ArraySpec, data: bytes | None) -> int:
         array = self.id()
-        self.tell(CreateArray(array, spec, 1))
+        self.tell(msg.CreateArray(array, spec, 1))
         where = self.bound.island, self.bound.epoch
-        self.tell_host(Upload(array, spec, self.bound.devices, data, *where))
+        self.tell_host(msg.Upload(array, spec, self.bound.devices, data, *where))
         return array
 
     def answered(self) -> None:
         """Wait until controller and host have handled everything."""
         request = self.id()
-        self.tell(GetStatus(request))
-        self.wait(Status, lambda message: message.request == request)
+        self.tell(msg.GetStatus(request))
+        self.wait(msg.Status, lambda message: message.request == request)
         request = self.id()
-        self.tell_host(Fetch(request, client_id(1, 1), self.spec(), (), (), None))
-        self.wait(RequestFailed, lambda message: message.request == request)
+        self.tell_host(msg.Fetch(request, client_id(1, 1), self.spec(), (), (), None))
+        self.wait(msg.RequestFailed, lambda message: message.request == request)
 
 
 @pytest.fixture
@@ -149,10 +124,11 @@ def test_every_dtype_is_taken_or_refused(attacker: Attacker, dtype: str) -> None
         spec = attacker.spec(shape, dtype)
         array = attacker.upload(spec, bytes(spec.size_bytes))
         request = attacker.id()
-        asked = Fetch(request, array, spec, attacker.bound.devices, (0,), None)
+        asked = msg.Fetch(request, array, spec, attacker.bound.devices, (0,), None)
         attacker.tell_host(asked)
         attacker.wait(
-            object, lambda m, n=request: isinstance(m, (Fetched, RequestFailed)) and m.request == n
+            object,
+            lambda m, n=request: isinstance(m, (msg.Fetched, msg.RequestFailed)) and m.request == n,
         )
 
 
@@ -174,32 +150,32 @@ def test_odd_arrays_are_taken_or_refused(
     spec = attacker.spec(**wrong)
     array = attacker.upload(spec, None if size is None else bytes(size))
     if size is None:
-        landing = attacker.wait(UploadLanding).landing
+        landing = attacker.wait(msg.UploadLanding).landing
         why = ErrorReport("Skipped", "x")
-        attacker.tell_host(UploadAborted(array, landing.transfer, why))
+        attacker.tell_host(msg.UploadAborted(array, landing.transfer, why))
     request = attacker.id()
-    attacker.tell_host(Fetch(request, array, spec, attacker.bound.devices, (0,), None))
+    attacker.tell_host(msg.Fetch(request, array, spec, attacker.bound.devices, (0,), None))
     attacker.wait(
-        object, lambda m: isinstance(m, (Fetched, RequestFailed)) and m.request == request
+        object, lambda m: isinstance(m, (msg.Fetched, msg.RequestFailed)) and m.request == request
     )
 
 
 def test_answers_to_questions_that_nobody_asked_are_dropped(attacker: Attacker) -> None:
     landing = Landing(1, 1 << 62, 0, "", "", "")
     for number in (0, -1, 1, 1 << 62):
-        attacker.tell_host(CallReturned(number, (("nonsense", (-1,)),), b"x"))
-        attacker.tell_host(CallReturned(number, (), None))
-        attacker.tell_host(CallLanding(number, landing))
-        attacker.tell_host(UploadAborted(number, number, ErrorReport("X" * 1000, "y")))
+        attacker.tell_host(msg.CallReturned(number, (("nonsense", (-1,)),), b"x"))
+        attacker.tell_host(msg.CallReturned(number, (), None))
+        attacker.tell_host(msg.CallLanding(number, landing))
+        attacker.tell_host(msg.UploadAborted(number, number, ErrorReport("X" * 1000, "y")))
 
 
 def test_garbage_is_not_compiled(attacker: Attacker) -> None:
     for artifact in (b"", b"garbage", bytes(100_000), b"\x93" * 1000):
-        for detail in Detail:
+        for detail in msg.Detail:
             request = attacker.id()
             where = attacker.bound.devices, attacker.bound.island, attacker.bound.epoch
-            attacker.tell_host(Compile(request, artifact, *where, detail))
-            attacker.wait(RequestFailed, lambda message, n=request: message.request == n)
+            attacker.tell_host(msg.Compile(request, artifact, *where, detail))
+            attacker.wait(msg.RequestFailed, lambda message, n=request: message.request == n)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.RESHARD])
@@ -228,16 +204,16 @@ def test_a_program_of_garbage_fails(attacker: Attacker, kind: Kind, blob: bytes)
         args = tuple([Value(-1, 0)] * len(computation.inputs))
         last = Value(0, 0) if computation.outputs else Value(-1, 0)
         body = Program("f", (computation,), (Node(0, args),), (spec,), (Output(last, spec),))
-        artifacts = (Artifact(digest(blob), blob),)
-        attacker.tell(RegisterProgram(program, Compact.of(body), artifacts))
-        attacker.tell(Run(attacker.id(), program, (bytes(32),), (result,)))
+        artifacts = (msg.Artifact(digest(blob), blob),)
+        attacker.tell(msg.RegisterProgram(program, Compact.of(body), artifacts))
+        attacker.tell(msg.Run(attacker.id(), program, (bytes(32),), (result,)))
         request = attacker.id()
-        attacker.tell_host(Fetch(request, result, spec, attacker.bound.devices, (0,), None))
+        attacker.tell_host(msg.Fetch(request, result, spec, attacker.bound.devices, (0,), None))
         attacker.wait(
             object,
             lambda m, n=request, r=result: (
-                (isinstance(m, (Fetched, RequestFailed)) and m.request == n)
-                or (isinstance(m, RunFailed) and r in m.results)
+                (isinstance(m, (msg.Fetched, msg.RequestFailed)) and m.request == n)
+                or (isinstance(m, msg.RunFailed) and r in m.results)
             ),
         )
 
@@ -245,17 +221,17 @@ def test_a_program_of_garbage_fails(attacker: Attacker, kind: Kind, blob: bytes)
 def test_arrays_come_from_nowhere(attacker: Attacker, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(b'{"format":"pw checkpoint","version":1}')
     sources = [
-        FileSource(str(tmp_path), "0123456789", "x"),
-        FileSource("relative", "0123456789", "x"),
-        FileSource("/nowhere", "x" * 100, "x"),
-        FileSource("/nowhere", "", "x" * 1000),
-        OfferSource(b"", 0),
-        OfferSource(bytes(16), -1),
-        OfferSource(bytes(1_000_000), 1 << 62),
+        msg.FileSource(str(tmp_path), "0123456789", "x"),
+        msg.FileSource("relative", "0123456789", "x"),
+        msg.FileSource("/nowhere", "x" * 100, "x"),
+        msg.FileSource("/nowhere", "", "x" * 1000),
+        msg.OfferSource(b"", 0),
+        msg.OfferSource(bytes(16), -1),
+        msg.OfferSource(bytes(1_000_000), 1 << 62),
     ]
     spec = attacker.spec()
     attacker.tell(
-        RegisterProgram(
+        msg.RegisterProgram(
             program := attacker.id(),
             Compact.of(Program("copy", (), (), (spec,), (Output(Value(-1, 0), spec),))),
             (),
@@ -263,6 +239,6 @@ def test_arrays_come_from_nowhere(attacker: Attacker, tmp_path: Path) -> None:
     )
     for source in sources:
         array, result = attacker.id(), attacker.id()
-        attacker.tell(CreateArray(array, spec, 1, source))
-        attacker.tell(Run(attacker.id(), program, (array,), (result,)))
-        attacker.wait(RunFailed, lambda message, r=result: r in message.results)
+        attacker.tell(msg.CreateArray(array, spec, 1, source))
+        attacker.tell(msg.Run(attacker.id(), program, (array,), (result,)))
+        attacker.wait(msg.RunFailed, lambda message, r=result: r in message.results)

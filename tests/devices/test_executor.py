@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport, HostLost
 from pw.core.ids import (
@@ -21,38 +22,6 @@ from pw.core.ids import (
     executor_of,
     scheduler_of,
     store_of,
-)
-from pw.core.messages import (
-    CANCELLED,
-    Arguments,
-    Artifact,
-    Copied,
-    Copy,
-    Directory,
-    Discard,
-    EdgeCredit,
-    EdgeData,
-    EdgeFailed,
-    EdgeGone,
-    EdgeProbe,
-    FormIsland,
-    GangBroken,
-    Holding,
-    Holdings,
-    HoldsNoMore,
-    Install,
-    Installed,
-    IslandJoined,
-    Launch,
-    LaunchGap,
-    Leave,
-    LeaveIsland,
-    PassedLaunches,
-    Peer,
-    PeerLost,
-    Progress,
-    RegisterHost,
-    Replicate,
 )
 from pw.core.packing import pack
 from pw.core.programs.lower import lower
@@ -74,9 +43,9 @@ class Bench:
 
     def __init__(self, *peers: str, replicas: Sequence[Replica] = ()) -> None:
         self.world = World()
-        registration = RegisterHost("a", 1 + len(peers), 1, "cpu", "", 1)
+        registration = msg.RegisterHost("a", 1 + len(peers), 1, "cpu", "", 1)
         self.host = FakeHost(self.world, "a0", registration, replicas)
-        self.tell(FormIsland("a", 1, ("a0", *peers), 0, "", b"secret"))
+        self.tell(msg.FormIsland("a", 1, ("a0", *peers), 0, "", b"secret"))
         self.sequence = -1
         self.serial = 0
         self.slices = {
@@ -106,8 +75,10 @@ class Bench:
         plan = lower(body, self.slices)
         (mine,) = [host_plan for host_plan in plan.hosts if host_plan.host == "a0"]
         self.segments = [part.segment for part in mine.segments]
-        artifacts = (Artifact(digest(blob), blob),)
-        self.tell(Install(epoch, number, Compact.of(body), Compact.of(mine), artifacts, install))
+        artifacts = (msg.Artifact(digest(blob), blob),)
+        self.tell(
+            msg.Install(epoch, number, Compact.of(body), Compact.of(mine), artifacts, install)
+        )
         return number
 
     def launch(self, program: int, *args: Any, segment: int = 0, **how: Any) -> tuple[int, int]:
@@ -117,9 +88,9 @@ class Bench:
         client = client_of(program)
         made = client_id(client, self.serial - 1)
         run, result = client_id(client, self.serial), how.get("result", made)
-        arguments = Arguments(args, how.get("results", (result,)))
+        arguments = msg.Arguments(args, how.get("results", (result,)))
         self.tell(
-            Launch(
+            msg.Launch(
                 how.get("epoch", 1),
                 how.get("sequence", self.sequence),
                 run,
@@ -135,29 +106,29 @@ class Bench:
     def replicate(self, *arrays: int) -> None:
         self.sequence += 1
         at = (DeviceAddress("a0", 0),)
-        copies = tuple(Copy(array, self.here, at, (0,)) for array in arrays)
-        self.tell(Replicate(1, self.sequence, copies))
+        copies = tuple(msg.Copy(array, self.here, at, (0,)) for array in arrays)
+        self.tell(msg.Replicate(1, self.sequence, copies))
 
     def cancel(self, run: int, program: int) -> None:
         self.sequence += 1
-        self.tell(Launch(1, self.sequence, run, program, CANCELLED, True, None, False))
+        self.tell(msg.Launch(1, self.sequence, run, program, msg.CANCELLED, True, None, False))
 
     def lose(self, *nodes: str) -> None:
         """Tell the coordinator that these hosts have gone."""
         for node in nodes:
-            self.tell(PeerLost(node, "silent"), actor="coordinator")
+            self.tell(msg.PeerLost(node, "silent"), actor="coordinator")
 
     def finished(self) -> dict[int, bool]:
         """The launches that have ended, and whether they are lost."""
         self.settle()
         return {
             f.sequence: f.lost is not None
-            for progress in self.told(Progress)
+            for progress in self.told(msg.Progress)
             for f in progress.finished
         }
 
     def edge(self, run: int, source: str, values: Any, edge: int = 0) -> None:
-        message = EdgeData(run, edge, pack([values]))
+        message = msg.EdgeData(run, edge, pack([values]))
         self.tell(message, coordinator_of(source), "coordinator")
 
     def settle(self) -> None:
@@ -185,17 +156,17 @@ def test_a_gap_stops_the_host_and_is_reported_once() -> None:
     bench.launch(program, X.tobytes(), sequence=2)
     bench.launch(program, X.tobytes(), sequence=1)
     bench.settle()
-    assert bench.told(LaunchGap) == [LaunchGap(1, 1, 2)]
+    assert bench.told(msg.LaunchGap) == [msg.LaunchGap(1, 1, 2)]
     assert len(bench.host.backend.executed) == 1
 
 
 def test_a_launch_of_what_it_does_not_know_stops_the_host() -> None:
     bench = Bench()
     program = bench.install(chain([bench.here]))
-    bench.tell(Launch(1, 0, client_id(1, 99), program, 0, True, None, True))
+    bench.tell(msg.Launch(1, 0, client_id(1, 99), program, 0, True, None, True))
     bench.launch(program, X.tobytes(), sequence=1)
     bench.settle()
-    assert len(bench.told(LaunchGap)) == 1
+    assert len(bench.told(msg.LaunchGap)) == 1
     assert not bench.host.backend.executed
 
 
@@ -203,14 +174,14 @@ def test_what_another_epoch_sends_is_dropped() -> None:
     bench = Bench()
     bench.install(chain([bench.here]), epoch=2)
     bench.settle()
-    assert not bench.told(Installed)
+    assert not bench.told(msg.Installed)
     assert not any(bench.host.census().values())
     program = bench.install(chain([bench.here]))
     bench.launch(program, X.tobytes(), epoch=2, sequence=0)
     bench.launch(program, X.tobytes(), epoch=1, sequence=0)
     bench.settle()
-    assert not bench.told(LaunchGap)
-    assert [progress.epoch for progress in bench.told(Progress)] == [1]
+    assert not bench.told(msg.LaunchGap)
+    assert [progress.epoch for progress in bench.told(msg.Progress)] == [1]
 
 
 def test_the_scheduler_is_told_what_each_computation_takes_besides_its_arrays() -> None:
@@ -226,7 +197,7 @@ def test_the_scheduler_is_told_what_each_computation_takes_besides_its_arrays() 
     backend.install = installed
     bench.install(chain([bench.there, bench.here, bench.here, bench.here]))
     bench.settle()
-    (told,) = bench.told(Installed)
+    (told,) = bench.told(msg.Installed)
     assert (told.error, told.temporary_bytes) == (None, (0, 70, 0, 50))
 
 
@@ -259,21 +230,21 @@ def test_who_waits_for_an_edge_holds_up_no_other_client() -> None:
     _, first = bench.launch(theirs, X.tobytes())
     _, second = bench.launch(theirs, first)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (first,), (theirs,), ()))
+    bench.tell(msg.Discard(1, bench.sequence, (first,), (theirs,), ()))
     bench.settle()
     np.testing.assert_array_equal(bench.value(second), X + 14)
     installed = {int(key.split(b"/")[0]) for key in bench.host.backend.installed}
     assert installed == {waiting, alone}
     assert len(bench.host.backend.executed) == 2
     assert bench.finished().keys() == {2, 3}
-    (held,) = bench.told(PassedLaunches)
+    (held,) = bench.told(msg.PassedLaunches)
     assert [client_of(run_) for run_, _ in held.passed] == [1, 1]
     assert held.passed[0] == (run, segment)
     bench.edge(run, "b0", X + 1)
     assert bench.finished().keys() == {0, 1, 2, 3}
     np.testing.assert_array_equal(bench.value(late), X + 2)
-    (_, again) = bench.told(PassedLaunches)
-    assert again == PassedLaunches(1, (), held.passed)
+    (_, again) = bench.told(msg.PassedLaunches)
+    assert again == msg.PassedLaunches(1, (), held.passed)
 
 
 def test_a_gang_goes_after_all_that_came_before_it() -> None:
@@ -323,7 +294,7 @@ def test_a_later_run_may_read_what_has_not_arrived() -> None:
     bench.settle()
     np.testing.assert_array_equal(bench.value(through), X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
-    (data,) = bench.world.to(coordinator_of("b0"), EdgeData)
+    (data,) = bench.world.to(coordinator_of("b0"), msg.EdgeData)
     np.testing.assert_array_equal(np.frombuffer(data.data, np.int64), X + 1)
     assert bench.host.store.arrays[through].submitted
 
@@ -368,7 +339,7 @@ def test_an_edge_that_failed_before_its_launch_does_not_start_the_launch_early()
         (segment,) = bench.segments
         run = client_id(1, bench.serial + 2)
         edges = {"b0": 0, "c0": 1}
-        failed = EdgeFailed(run, edges[order[0]], ErrorReport("ComputationFailed", "there"))
+        failed = msg.EdgeFailed(run, edges[order[0]], ErrorReport("ComputationFailed", "there"))
         bench.tell(failed, coordinator_of(order[0]), "coordinator")
         launched, result = bench.launch(program, b"", b"", segment=segment)
         assert launched == run
@@ -384,21 +355,21 @@ def test_what_comes_from_a_host_that_has_gone_fails_at_once() -> None:
     bench = Bench()
     program = bench.install(chain([bench.there, bench.here]))
     (segment,) = bench.segments
-    bench.tell(Directory((Peer("a0", ""), Peer("b0", ""))))
+    bench.tell(msg.Directory((msg.Peer("a0", ""), msg.Peer("b0", ""))))
     _, before = bench.launch(program, b"", segment=segment)
-    bench.tell(Directory((Peer("a0", ""),)))
+    bench.tell(msg.Directory((msg.Peer("a0", ""),)))
     _, after = bench.launch(program, b"", segment=segment)
     bench.settle()
     assert [bench.value(array).kind for array in (before, after)] == [HostLost.__name__] * 2
-    bench.tell(Directory((Peer("a0", ""), Peer("b0", ""))))
+    bench.tell(msg.Directory((msg.Peer("a0", ""), msg.Peer("b0", ""))))
     run, again = bench.launch(program, b"", segment=segment)
     bench.edge(run, "b0", X + 1)
     bench.settle()
     np.testing.assert_array_equal(bench.value(again), X + 2)
     bench.launch(program, b"", segment=segment)
-    bench.tell(PeerLost("b0", "silent"), actor="coordinator")
+    bench.tell(msg.PeerLost("b0", "silent"), actor="coordinator")
     bench.settle()
-    assert len(bench.told(Progress)) >= 1
+    assert len(bench.told(msg.Progress)) >= 1
     assert not bench.host.executor.census()["queue"]
 
 
@@ -411,7 +382,7 @@ def test_discards_take_their_place_behind_launches() -> None:
     run, _ = bench.launch(waiting, b"", segment=segment)
     _, y = bench.launch(alone, x)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (x,), (alone,), ()))
+    bench.tell(msg.Discard(1, bench.sequence, (x,), (alone,), ()))
     bench.settle()
     assert f"{alone}/1/0".encode() in bench.host.backend.installed
     bench.edge(run, "b0", X)
@@ -419,7 +390,7 @@ def test_discards_take_their_place_behind_launches() -> None:
     np.testing.assert_array_equal(bench.value(y), X + 2)
     assert f"{alone}/1/0".encode() not in bench.host.backend.installed
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
+    bench.tell(msg.Discard(1, bench.sequence, (), (), (1,)))
     bench.settle()
     assert not any(bench.host.census().values())
 
@@ -448,7 +419,7 @@ def test_progress_is_sent_once_a_turn() -> None:
     for happening in list(bench.world.happenings["a0"]):
         happening()
     bench.world.drain("a0")
-    (progress,) = bench.told(Progress)
+    (progress,) = bench.told(msg.Progress)
     assert [finished.sequence for finished in progress.finished] == list(range(5))
 
 
@@ -465,12 +436,12 @@ def test_progress_waits_for_more_while_enough_is_under_way_but_not_for_long() ->
             bench.host.backend.step()
         bench.world.happenings["a0"].popleft()()
         bench.world.drain("a0")
-        return sum(len(progress.finished) for progress in bench.told(Progress))
+        return sum(len(progress.finished) for progress in bench.told(msg.Progress))
 
     assert [end_one() for _ in range(4)] == [0, 0, 3, 3]
     alarm = bench.world.alarms[-1]
     bench.tell(alarm.note, alarm.address)
-    assert len(bench.told(Progress)[-1].finished) == 1
+    assert len(bench.told(msg.Progress)[-1].finished) == 1
     assert len(bench.finished()) == 3 * PROGRESS_SHARE
 
 
@@ -490,7 +461,7 @@ def test_a_device_is_charged_in_its_order_though_the_news_comes_in_another() -> 
         bench.world.now_s += took_s
         done()
     bench.world.drain("a0")
-    (progress,) = bench.told(Progress)
+    (progress,) = bench.told(msg.Progress)
     charged = {finished.sequence: finished.device_time_us for finished in progress.finished}
     assert [round(charged[sequence], -2) for sequence in range(3)] == [29_000, 0, 2_000]
 
@@ -503,10 +474,10 @@ def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() ->
     program = bench.install(body)
     run, _ = bench.launch(waiting, b"", segment=segment)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (program,), ()))
+    bench.tell(msg.Discard(1, bench.sequence, (), (program,), ()))
     bench.install(body, again=program, install=2)
     bench.settle()
-    assert [installed.install for installed in bench.told(Installed)] == [1, 1, 2]
+    assert [installed.install for installed in bench.told(msg.Installed)] == [1, 1, 2]
     bench.edge(run, "b0", X)
     bench.settle()
     installed = bench.host.backend.installed
@@ -519,7 +490,7 @@ def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() ->
     bench.settle()
     np.testing.assert_array_equal(bench.value(z), X + 2)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (program,), ()))
+    bench.tell(msg.Discard(1, bench.sequence, (), (program,), ()))
     bench.settle()
     assert not [key for key in installed if key.startswith(f"{program}/".encode())]
 
@@ -528,7 +499,7 @@ def test_an_artifact_that_did_not_come_is_a_compile_error() -> None:
     bench = Bench()
     bench.install(chain([bench.here]), b"2")
     bench.settle()
-    (installed,) = bench.told(Installed)
+    (installed,) = bench.told(msg.Installed)
     assert installed.error.kind == "CompileError"
     assert "has not reached this host" in installed.error.message
 
@@ -538,10 +509,10 @@ def test_the_sender_of_a_credit_is_answered_whatever_has_become_of_the_edge() ->
     bench = Bench()
     landing = bench.host.bulk.land(10, lambda buffer: None)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
-    credit = EdgeCredit(client_id(1, 1), 0, landing)
+    bench.tell(msg.Discard(1, bench.sequence, (), (), (1,)))
+    credit = msg.EdgeCredit(client_id(1, 1), 0, landing)
     bench.tell(credit, coordinator_of("b0"), "coordinator")
-    (failed,) = bench.world.to(coordinator_of("b0"), EdgeFailed)
+    (failed,) = bench.world.to(coordinator_of("b0"), msg.EdgeFailed)
     assert failed.error.kind == "Disconnected"
     assert not [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
 
@@ -552,17 +523,17 @@ def test_who_asks_for_an_edge_of_a_client_that_has_gone_is_answered_once_it_was_
     (segment,) = bench.segments
     run, _ = bench.launch(program, b"", segment=segment)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
+    bench.tell(msg.Discard(1, bench.sequence, (), (), (1,)))
     b = coordinator_of("b0")
-    bench.tell(EdgeProbe(run, 1), b, "coordinator")
+    bench.tell(msg.EdgeProbe(run, 1), b, "coordinator")
     assert not bench.world.to(b)
     bench.edge(run, "c0", X)
     bench.settle()
     (sent,) = bench.world.to(b)
-    assert isinstance(sent, EdgeData)
+    assert isinstance(sent, msg.EdgeData)
     assert sent.edge == 1
-    bench.tell(EdgeProbe(run, 1), b, "coordinator")
-    assert bench.world.to(b, EdgeGone) == [EdgeGone(run, 1)]
+    bench.tell(msg.EdgeProbe(run, 1), b, "coordinator")
+    assert bench.world.to(b, msg.EdgeGone) == [msg.EdgeGone(run, 1)]
     assert not any(bench.host.census().values())
 
 
@@ -580,7 +551,7 @@ def test_what_was_lost_on_the_way_never_gets_into_a_gang_of_several_hosts() -> N
     _, behind = bench.launch(alone, X.tobytes())
     bench.lose("b0")
     bench.settle()
-    (broken,) = bench.told(GangBroken)
+    (broken,) = bench.told(msg.GangBroken)
     assert broken.epoch == 1
     assert "host b0 was lost" in broken.reason
     np.testing.assert_array_equal(bench.value(before), X + 1)
@@ -589,7 +560,7 @@ def test_what_was_lost_on_the_way_never_gets_into_a_gang_of_several_hosts() -> N
     bench.settle()
     assert len(bench.host.backend.executed) == 1
     assert not bench.host.backend.queue, "no collective waits"
-    assert len(bench.told(GangBroken)) == 1
+    assert len(bench.told(msg.GangBroken)) == 1
 
 
 def test_what_was_made_of_something_lost_does_not_get_into_a_gang_either() -> None:
@@ -607,7 +578,7 @@ def test_what_was_made_of_something_lost_does_not_get_into_a_gang_either() -> No
     bench.host.store.arrays.expect(wide, value, bench.wide, (DeviceAddress("a0", 0),))
     bench.lose("b0")
     bench.launch(spread, wide)
-    (broken,) = bench.told(GangBroken)
+    (broken,) = bench.told(msg.GangBroken)
     assert "an input of 'chain' was lost on host a0" in broken.reason
     assert bench.finished() == {0: True, 1: True, 2: True}
 
@@ -617,9 +588,9 @@ def test_an_error_of_the_program_goes_through_gangs_like_a_value() -> None:
     gang = bench.install(chain([bench.there, bench.wide]))
     (segment,) = bench.segments
     run, _ = bench.launch(gang, b"", segment=segment)
-    failed = EdgeFailed(run, 0, ErrorReport("ComputationFailed", "there"))
+    failed = msg.EdgeFailed(run, 0, ErrorReport("ComputationFailed", "there"))
     bench.tell(failed, coordinator_of("b0"), "coordinator")
-    assert not bench.told(GangBroken)
+    assert not bench.told(msg.GangBroken)
     (head,) = [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
     assert head.args[0].error == failed.error
 
@@ -656,7 +627,7 @@ def test_a_gang_of_one_host_poisons_and_says_what_is_lost() -> None:
     raised = bench.install(chain([bench.here], b"raise"), b"raise")
     bench.launch(raised, X.tobytes())
     assert bench.finished()[4] is False
-    assert not bench.told(GangBroken)
+    assert not bench.told(msg.GangBroken)
 
 
 def test_a_launch_that_only_receives_ends_when_all_has_come() -> None:
@@ -734,7 +705,7 @@ def test_what_ends_on_another_device_takes_nothing_from_the_time_of_a_launch() -
     first(None)
     bench.settle()
     bench.world.wait(1)
-    times_us = {f.sequence: f.device_time_us for p in bench.told(Progress) for f in p.finished}
+    times_us = {f.sequence: f.device_time_us for p in bench.told(msg.Progress) for f in p.finished}
     assert times_us.pop(0) == pytest.approx(600_000, rel=0.01)
     assert sum(times_us.values()) == pytest.approx(500_000, rel=0.01)
 
@@ -749,7 +720,7 @@ def test_what_a_cancelled_run_has_not_made_is_lost_on_all_hosts_alike() -> None:
     bench.cancel(run, program)
     bench.launch(spread, result)
     assert bench.value(result).kind == "HostLost"
-    assert not bench.told(GangBroken)
+    assert not bench.told(msg.GangBroken)
 
 
 def test_what_a_cancelled_run_has_made_stays() -> None:
@@ -778,16 +749,16 @@ def test_who_sends_to_what_will_not_be_launched_is_told(launched: int) -> None:
     run = client_id(1, 700)
     for index, segment in enumerate(bench.segments[:launched]):
         bench.sequence += 1
-        arguments = Arguments((b"",), (client_id(1, 701),)) if index == 0 else None
-        bench.tell(Launch(1, bench.sequence, run, program, segment, False, arguments, True))
+        arguments = msg.Arguments((b"",), (client_id(1, 701),)) if index == 0 else None
+        bench.tell(msg.Launch(1, bench.sequence, run, program, segment, False, arguments, True))
     senders = [coordinator_of("b0"), coordinator_of("c0")]
     edges = [0, 2]
     if not launched:
         bench.edge(run, "b0", X)  # it is on its way already
     bench.cancel(run, program)
     for sender, edge, has_launch in zip(senders, edges, (launched > 0, launched > 1), strict=True):
-        expected = [] if has_launch else [EdgeCredit(run, edge, None)]
-        assert bench.world.to(sender, EdgeCredit) == expected
+        expected = [] if has_launch else [msg.EdgeCredit(run, edge, None)]
+        assert bench.world.to(sender, msg.EdgeCredit) == expected
     assert bench.host.census()["edges_parked"] == 0
 
 
@@ -808,7 +779,7 @@ def test_a_run_that_is_run_again_replaces_its_results() -> None:
     entry = bench.host.store.arrays[result]
     assert (entry.submitted, entry.value.error) == (False, None), "the first is given up"
     bench.sequence += 1
-    bench.tell(Launch(1, bench.sequence, again, program, second, True, None, True))
+    bench.tell(msg.Launch(1, bench.sequence, again, program, second, True, None, True))
     bench.edge(again, "b0", X + 2, edge=1)
     bench.settle()
     np.testing.assert_array_equal(bench.value(result), X + 3)
@@ -841,12 +812,12 @@ def test_a_copy_is_made_in_launch_order() -> None:
     np.testing.assert_array_equal(bench.copies()[arriving], X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
     box = (bench.here.box(0),)
-    assert not bench.world.to(CONTROL, Holdings), (
+    assert not bench.world.to(CONTROL, msg.Holdings), (
         "the controller must not rely on replicas that a crash would take"
     )
     bench.world.wait(KEEP_S)
-    assert bench.world.to(CONTROL, Holdings) == [Holdings((Holding(arriving, box),))]
-    assert bench.world.to(CONTROL, Copied) == [Copied(arriving, box)]
+    assert bench.world.to(CONTROL, msg.Holdings) == [msg.Holdings((msg.Holding(arriving, box),))]
+    assert bench.world.to(CONTROL, msg.Copied) == [msg.Copied(arriving, box)]
 
 
 def test_what_has_no_value_is_not_copied_and_told() -> None:
@@ -863,7 +834,7 @@ def test_what_has_no_value_is_not_copied_and_told() -> None:
     bench.world.wait(KEEP_S)
     told = {
         holding.array: (holding.boxes, holding.error and holding.error.kind)
-        for m in bench.world.to(CONTROL, Holdings)
+        for m in bench.world.to(CONTROL, msg.Holdings)
         for holding in m.holdings
     }
     assert told == {
@@ -877,7 +848,7 @@ def test_a_copy_takes_a_launch_number() -> None:
     bench = Bench()
     bench.sequence += 1
     bench.replicate()
-    assert bench.told(LaunchGap) == [LaunchGap(1, 0, 1)]
+    assert bench.told(msg.LaunchGap) == [msg.LaunchGap(1, 0, 1)]
 
 
 def test_nothing_is_copied_for_a_client_that_has_gone() -> None:
@@ -886,7 +857,7 @@ def test_nothing_is_copied_for_a_client_that_has_gone() -> None:
     _, array = bench.launch(alone, X.tobytes())
     bench.replicate(array)
     bench.sequence += 1
-    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
+    bench.tell(msg.Discard(1, bench.sequence, (), (), (1,)))
     bench.settle()
     assert not any(bench.host.census().values())
     assert not bench.world.to(store_of("b0"))
@@ -906,15 +877,15 @@ def test_the_next_incarnation_has_what_the_last_handed_over() -> None:
     bench.launch(waiting, b"", segment=segment)
     bench.launch(alone, made)
     bench.settle()
-    bench.tell(LeaveIsland("a", 1, "host b0 was lost"), RESOURCES)
+    bench.tell(msg.LeaveIsland("a", 1, "host b0 was lost"), RESOURCES)
     assert bench.host.stopped == ["island a is formed anew: host b0 was lost"]
     assert [one.array for one in bench.host.handed_over] == [copied, made]
     sent = len(bench.world.sent)
     again = bench.host.restart(spare=True)
     holdings, no_more, registration = [message for _, _, message in bench.world.sent[sent:]]
-    assert no_more == HoldsNoMore()
+    assert no_more == msg.HoldsNoMore()
     assert {holding.array for holding in holdings.holdings} == {copied, made}
-    assert registration == RegisterHost("a", 1, 1, "cpu", "", 1, spare=True)
+    assert registration == msg.RegisterHost("a", 1, 1, "cpu", "", 1, spare=True)
     bench.host = again
     np.testing.assert_array_equal(bench.copies()[made], X + 1)
     np.testing.assert_array_equal(bench.copies()[copied], X + 2)
@@ -924,7 +895,7 @@ def test_copies_go_on_from_epoch_to_epoch() -> None:
     """Also when this one ends before the host has joined, or it never had a place."""
     array, box = client_id(1, 5), split(1, 1).box(0)
     bench = Bench(replicas=[Replica(array, box, X)])
-    bench.tell(LeaveIsland("a", 1, "formed anew"), RESOURCES)
+    bench.tell(msg.LeaveIsland("a", 1, "formed anew"), RESOURCES)
     ((told, where, data, _),) = bench.host.handed_over
     assert (told, where) == (array, box)
     np.testing.assert_array_equal(data.view(np.int64), X)
@@ -933,19 +904,19 @@ def test_copies_go_on_from_epoch_to_epoch() -> None:
 def test_a_host_leaves_once_and_only_its_own_epoch() -> None:
     bench = Bench()
     for epoch in (0, 2):
-        bench.tell(LeaveIsland("a", epoch, "another"), RESOURCES)
+        bench.tell(msg.LeaveIsland("a", epoch, "another"), RESOURCES)
     assert not bench.host.stopped
     for _ in range(2):
-        bench.tell(LeaveIsland("a", 1, "over"), RESOURCES)
-    bench.tell(FormIsland("a", 2, ("a0",), 0, "", b"secret"), RESOURCES)
-    bench.tell(Leave("drained"), RESOURCES)
+        bench.tell(msg.LeaveIsland("a", 1, "over"), RESOURCES)
+    bench.tell(msg.FormIsland("a", 2, ("a0",), 0, "", b"secret"), RESOURCES)
+    bench.tell(msg.Leave("drained"), RESOURCES)
     assert bench.host.stopped == ["island a is formed anew: over"]
     assert not bench.host.finished
     program = bench.install(chain([bench.here]))
     bench.launch(program, X.tobytes())
     bench.settle()
     assert not bench.host.backend.executed
-    assert not bench.told(Progress)
+    assert not bench.told(msg.Progress)
 
 
 def test_a_host_that_leaves_while_it_joins_does_not_say_that_it_has_joined() -> None:
@@ -954,26 +925,26 @@ def test_a_host_that_leaves_while_it_joins_does_not_say_that_it_has_joined() -> 
     bench.host = FakeHost(bench.world, "a0", bench.host.registration)
     bench.host.join = lambda form, joined: joining.append((form, joined))  # type: ignore[method-assign]
     sent = len(bench.world.sent)
-    bench.tell(FormIsland("a", 3, ("a0",), 0, "", b"secret"), RESOURCES)
-    bench.tell(LeaveIsland("a", 3, "over"), RESOURCES)
+    bench.tell(msg.FormIsland("a", 3, ("a0",), 0, "", b"secret"), RESOURCES)
+    bench.tell(msg.LeaveIsland("a", 3, "over"), RESOURCES)
     assert len(bench.host.stopped) == 1
     ((form, joined),) = joining
-    joined(IslandJoined("a", form.epoch, "fake", 1, None))
+    joined(msg.IslandJoined("a", form.epoch, "fake", 1, None))
     assert len(bench.world.sent) == sent
 
 
 def test_a_host_that_is_drained_ends_for_good() -> None:
     bench = Bench()
     for _ in range(2):
-        bench.tell(Leave("drained"), RESOURCES)
-    bench.tell(LeaveIsland("a", 1, "over"), RESOURCES)
+        bench.tell(msg.Leave("drained"), RESOURCES)
+    bench.tell(msg.LeaveIsland("a", 1, "over"), RESOURCES)
     assert (bench.host.finished, bench.host.stopped) == (["drained"], [])
 
 
 def test_only_the_controller_says_who_is_a_host() -> None:
     bench = Bench()
-    bench.tell(Directory((Peer("a0", ""), Peer("x", ""))), Address("x", "session"))
+    bench.tell(msg.Directory((msg.Peer("a0", ""), msg.Peer("x", ""))), Address("x", "session"))
     assert bench.world.counters["messages_refused"] == 1
-    bench.tell(Directory((Peer("a0", ""), Peer("spare", "", False))))
+    bench.tell(msg.Directory((msg.Peer("a0", ""), msg.Peer("spare", "", False))))
     assert bench.host.store.replicas.hosts == {"a0", "spare"}
     assert bench.host.coordinator.runs.hosts == {"a0"}

@@ -8,27 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
-from pw.core.messages import (
-    DropReplicas,
-    Fetch,
-    Fetched,
-    FetchReplica,
-    Holding,
-    Holdings,
-    Identify,
-    OfferReplica,
-    Ready,
-    ReplicaData,
-    ReplicaRefused,
-    Restore,
-    Source,
-    Upload,
-    Uploaded,
-    Wait,
-)
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
 from pw.core.tenants import NO_SECRET
 from pw.devices.host import replica_memory, replicas
@@ -76,7 +59,7 @@ class Bench:
             for name in "abc"
         }
         self.hosts_are(*self.nodes)
-        self.say(Identify(1, TICKETS.ticket(1, "x")))
+        self.say(msg.Identify(1, TICKETS.ticket(1, "x")))
         self.a = self.nodes["a"].store
 
     def half(self, half: int) -> Replica:
@@ -92,14 +75,14 @@ class Bench:
         self.world.drain(to)
 
     def restore(self, *sources: tuple[int, str]) -> None:
-        named = tuple(Source(self.spec.box(half), host) for half, host in sources)
+        named = tuple(msg.Source(self.spec.box(half), host) for half, host in sources)
         permits = {host: NO_SECRET.permit(ARRAY, host, "a") for _, host in sources}
-        self.say(Restore(ARRAY, ARRAY, self.spec, HERE, named, permits), CONTROL)
+        self.say(msg.Restore(ARRAY, ARRAY, self.spec, HERE, named, permits), CONTROL)
 
     def offer(self, boxes: tuple[Box, ...], giver: str, to: str = "a") -> None:
         """The controller offers a host what another one has."""
         permit, proof = NO_SECRET.permit(ARRAY, giver, to), NO_SECRET.permit(ARRAY, CONTROLLER, to)
-        self.say(OfferReplica(ARRAY, "int64", boxes, giver, permit, proof), CONTROL, to)
+        self.say(msg.OfferReplica(ARRAY, "int64", boxes, giver, permit, proof), CONTROL, to)
 
     def ask(
         self, request: int, by: str, *boxes: Box, permit: bytes | None = None, **how: Any
@@ -108,12 +91,12 @@ class Bench:
         if permit is None:
             permit = NO_SECRET.permit(ARRAY, "a", by)
         asked = {"dtype": "int64", "landing": None} | how
-        question = FetchReplica(request, ARRAY, boxes=boxes, permit=permit, **asked)
+        question = msg.FetchReplica(request, ARRAY, boxes=boxes, permit=permit, **asked)
         self.say(question, store_of(by))
 
     def uploaded(self) -> list[ErrorReport | None]:
         self.world.settle()
-        return [message.error for message in self.world.to(CONTROL, Uploaded)]
+        return [message.error for message in self.world.to(CONTROL, msg.Uploaded)]
 
     def restored(self) -> np.ndarray[Any, Any]:
         """The array as it lies on host a."""
@@ -166,7 +149,7 @@ def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.Monk
     world.add(CONTROL, Recorder)
     data = np.arange(4)
     Node(world, "a", [Replica(client_id(1, number), ((0, 4),), data) for number in range(5)])
-    told = world.to(CONTROL, Holdings)
+    told = world.to(CONTROL, msg.Holdings)
     assert [len(message.holdings) for message in told] == [2, 2, 1]
     arrays = [holding.array for message in told for holding in message.holdings]
     assert arrays == [client_id(1, number) for number in range(5)]
@@ -174,24 +157,24 @@ def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.Monk
 
 def test_requests_wait_for_an_array_that_will_be_restored() -> None:
     bench = Bench(b=(0, 1))
-    bench.say(Fetch(1, ARRAY, bench.spec, HERE, (1,), None))
-    bench.say(Wait(2, (ARRAY,)))
+    bench.say(msg.Fetch(1, ARRAY, bench.spec, HERE, (1,), None))
+    bench.say(msg.Wait(2, (ARRAY,)))
     bench.world.settle()
     assert not bench.client.received
     bench.restore((0, "b"), (1, "b"))
-    bench.say(Wait(3, (ARRAY,)))
+    bench.say(msg.Wait(3, (ARRAY,)))
     bench.world.settle()
-    assert bench.client.of(Fetched) == [Fetched(1, bench.whole[SMALL // 2 :].tobytes())]
-    assert {message.request for message in bench.client.of(Ready)} == {2, 3}
+    assert bench.client.of(msg.Fetched) == [msg.Fetched(1, bench.whole[SMALL // 2 :].tobytes())]
+    assert {message.request for message in bench.client.of(msg.Ready)} == {2, 3}
 
 
 def test_a_donated_array_can_be_restored() -> None:
     bench = Bench(a=(0, 1))
     bench.a.drop(ARRAY, "donated to 'f'")
     bench.restore()
-    bench.say(Wait(1, (ARRAY,)))
+    bench.say(msg.Wait(1, (ARRAY,)))
     bench.world.settle()
-    assert bench.client.received == [Ready(1)]
+    assert bench.client.received == [msg.Ready(1)]
 
 
 @SIZES
@@ -230,7 +213,7 @@ def test_a_host_that_has_another_copy_helps_whoever_is_lost(elements: int) -> No
 
 def test_what_nobody_has_is_lost() -> None:
     bench = Bench(b=(0,))
-    bench.say(Wait(1, (ARRAY,)))
+    bench.say(msg.Wait(1, (ARRAY,)))
     bench.restore((0, "b"))
     (error,) = bench.uploaded()
     assert error is not None
@@ -239,7 +222,7 @@ def test_what_nobody_has_is_lost() -> None:
     assert not bench.client.received, "it may be had in another way"
     data = b"".join(half.tobytes() for half in np.split(bench.whole, 2))
     aligned = data[:32].ljust(64, b"\0") + data[32:]
-    bench.say(Upload(ARRAY, bench.spec, HERE, aligned, "i", 1))
+    bench.say(msg.Upload(ARRAY, bench.spec, HERE, aligned, "i", 1))
     assert bench.uploaded()[1:] == [None], "its client may send it again"
     np.testing.assert_array_equal(bench.restored(), bench.whole)
 
@@ -269,7 +252,7 @@ def test_what_is_no_longer_wanted_is_no_longer_fetched(elements: int, how: str) 
         bench = Bench(elements, seed, b=(0, 1))
         bench.restore((0, "b"), (1, "b"))
         bench.world.steps(bench.world.random.randrange(3))
-        known = len(bench.world.to(CONTROL, Uploaded))
+        known = len(bench.world.to(CONTROL, msg.Uploaded))
         assert known == 0
         if how == "deleted":
             bench.a.drop(ARRAY)
@@ -302,12 +285,12 @@ def test_what_was_asked_of_a_host_that_is_lost_fails() -> None:
 
 def test_only_the_controller_restores_and_drops() -> None:
     bench = Bench(a=(0, 1))
-    bench.say(Restore(ARRAY, ARRAY, bench.spec, HERE, (), {}))
-    bench.say(DropReplicas((ARRAY,)))
+    bench.say(msg.Restore(ARRAY, ARRAY, bench.spec, HERE, (), {}))
+    bench.say(msg.DropReplicas((ARRAY,)))
     bench.world.settle()
     assert bench.world.counters["messages_refused"] == 2
     assert not bench.uploaded()
-    bench.say(DropReplicas((ARRAY, 99)), CONTROL)
+    bench.say(msg.DropReplicas((ARRAY, 99)), CONTROL)
     assert bench.a.census()["replica_bytes"] == 0
 
 
@@ -334,11 +317,11 @@ def test_a_host_gets_only_the_replicas_that_the_controller_permits(
     bench.hosts_are("a", "b", "c")
     bench.world.settle()
     (refused,) = bench.world.to(store_of("c"))
-    assert isinstance(refused, ReplicaRefused)
+    assert isinstance(refused, msg.ReplicaRefused)
     assert refused.error.kind == "AccessRefused"
     bench.ask(8, "c", bench.boxes[0])
     (_, answer) = bench.world.to(store_of("c"))
-    assert answer == ReplicaData(8, bench.whole[: SMALL // 2].tobytes())
+    assert answer == msg.ReplicaData(8, bench.whole[: SMALL // 2].tobytes())
 
 
 def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster(
@@ -351,11 +334,11 @@ def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster(
     for request, host in ((7, "new"), (8, "gone"), (9, "new")):
         bench.ask(request, host, bench.boxes[0])
     (refused,) = bench.world.to(store_of("new"))
-    assert (type(refused), refused.request) == (ReplicaRefused, 9)
+    assert (type(refused), refused.request) == (msg.ReplicaRefused, 9)
     bench.a.replicas._lose("gone", "it has gone")
     bench.hosts_are("a", "new")
     (_, answer) = bench.world.to(store_of("new"))
-    assert answer == ReplicaData(7, bench.whole[: SMALL // 2].tobytes())
+    assert answer == msg.ReplicaData(7, bench.whole[: SMALL // 2].tobytes())
     assert not bench.world.to(store_of("gone"))
 
 
@@ -371,7 +354,7 @@ def test_questions_that_cannot_be_answered_are_refused() -> None:
     bench.ask(3, "b", box, landing=small)
     bench.ask(4, "b", box, landing=gone)
     bench.world.settle()
-    refused = bench.world.to(store_of("b"), ReplicaRefused)
+    refused = bench.world.to(store_of("b"), msg.ReplicaRefused)
     assert [message.request for message in refused] == [0, 1, 2, 3, 4]
 
 
@@ -380,19 +363,19 @@ def test_answers_that_nobody_asked_for_are_dropped() -> None:
     bench.restore((0, "b"), (1, "b"))
     lie = np.zeros(SMALL).tobytes()
     for sender in (session_of("x"), store_of("c")):
-        bench.say(ReplicaData(1, lie), sender)
-        bench.say(ReplicaRefused(1, ErrorReport("ArrayLost", "no")), sender)
+        bench.say(msg.ReplicaData(1, lie), sender)
+        bench.say(msg.ReplicaRefused(1, ErrorReport("ArrayLost", "no")), sender)
     assert bench.uploaded() == [None]
     np.testing.assert_array_equal(bench.restored(), bench.whole)
-    bench.say(ReplicaData(1, lie), store_of("b"))
-    bench.say(ReplicaRefused(1, ErrorReport("ArrayLost", "late")), store_of("b"))
+    bench.say(msg.ReplicaData(1, lie), store_of("b"))
+    bench.say(msg.ReplicaRefused(1, ErrorReport("ArrayLost", "late")), store_of("b"))
     assert bench.uploaded() == [None]
 
 
 def test_an_answer_of_the_wrong_size_is_no_answer() -> None:
     bench = Bench(b=(0, 1), c=(0, 1))
     bench.restore((0, "b"), (1, "b"), (0, "c"), (1, "c"))
-    bench.say(ReplicaData(1, b"short"), store_of("b"))
+    bench.say(msg.ReplicaData(1, b"short"), store_of("b"))
     assert bench.uploaded() == [None]
     np.testing.assert_array_equal(bench.restored(), bench.whole)
 
@@ -403,8 +386,8 @@ def test_what_is_offered_is_fetched_kept_and_told(elements: int) -> None:
     bench.offer((bench.boxes[1],), "b")
     bench.check_idle()
     assert bench.held("a") == [bench.boxes[1]]
-    told = bench.world.to(CONTROL, Holdings)
-    assert told[1:] == [Holdings((Holding(ARRAY, (bench.boxes[1],), None, PROOF),))]
+    told = bench.world.to(CONTROL, msg.Holdings)
+    assert told[1:] == [msg.Holdings((msg.Holding(ARRAY, (bench.boxes[1],), None, PROOF),))]
     assert bench.a.census()["replica_arrays"] == 1
     assert bench.a.census()["replica_bytes"] == elements * 4
     bench.offer(tuple(bench.boxes), "b")
@@ -424,9 +407,9 @@ def test_an_offer_that_comes_to_nothing_is_told_as_well() -> None:
         bench.world.steps(bench.world.random.randrange(2))
         bench.world.kill("b")
         bench.check_idle()
-        (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
+        (told,) = bench.world.to(CONTROL, msg.Holdings)[-1].holdings
         if told.boxes:
-            assert told == Holding(ARRAY, (bench.boxes[0],), None, PROOF)
+            assert told == msg.Holding(ARRAY, (bench.boxes[0],), None, PROOF)
         else:
             assert told.error is not None
             assert told.error.kind == "HostLost", "the array itself may be where it was"
@@ -437,7 +420,7 @@ def test_a_host_without_room_for_a_copy_says_so() -> None:
     bench.nodes["a"].bulk.full = True
     bench.offer((bench.boxes[0],), "b")
     bench.check_idle()
-    (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
+    (told,) = bench.world.to(CONTROL, msg.Holdings)[-1].holdings
     assert not told.boxes
     assert told.error is not None
     assert told.error.kind == "OutOfHostMemory"
@@ -451,7 +434,7 @@ def test_offers_of_what_goes_are_forgotten(elements: int, dropped: bool) -> None
         bench.offer((bench.boxes[0],), "b")
         bench.world.steps(bench.world.random.randrange(6))
         if dropped:
-            bench.say(DropReplicas((ARRAY,)), CONTROL)
+            bench.say(msg.DropReplicas((ARRAY,)), CONTROL)
         else:
             bench.a.drop_client(1)
             bench.offer((bench.boxes[0],), "b")
@@ -512,9 +495,9 @@ def test_a_host_leaves_one_array_after_the_other() -> None:
 
 def test_a_new_incarnation_tells_what_it_was_given() -> None:
     bench = Bench(a=(0, 1), b=(1,))
-    assert bench.world.to(CONTROL, Holdings) == [
-        Holdings((Holding(ARRAY, tuple(bench.boxes)),)),
-        Holdings((Holding(ARRAY, (bench.boxes[1],)),)),
+    assert bench.world.to(CONTROL, msg.Holdings) == [
+        msg.Holdings((msg.Holding(ARRAY, tuple(bench.boxes)),)),
+        msg.Holdings((msg.Holding(ARRAY, (bench.boxes[1],)),)),
     ], "and one that was given nothing says nothing"
 
 

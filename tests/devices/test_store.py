@@ -7,26 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
-from pw.core.messages import (
-    ArraysLost,
-    CancelRequest,
-    Fetch,
-    Fetched,
-    GetStats,
-    Identify,
-    PeerLost,
-    Ready,
-    RequestFailed,
-    Stats,
-    Upload,
-    UploadAborted,
-    Uploaded,
-    UploadLanding,
-    Wait,
-)
 from pw.core.sharding import DeviceAddress
 from pw.core.tickets import Tickets
 from pw.devices.host import arrays, requests
@@ -59,7 +43,9 @@ class Bench:
         self.identify("c", 1)
 
     def identify(self, node: str, client: int, ticket: bytes | None = None) -> None:
-        self.say(Identify(client, TICKETS.ticket(client, node) if ticket is None else ticket), node)
+        self.say(
+            msg.Identify(client, TICKETS.ticket(client, node) if ticket is None else ticket), node
+        )
 
     def say(self, message: object, node: str = "c") -> None:
         self.world.mailboxes["h"].append((session_of(node), store_of("h"), message))
@@ -78,18 +64,18 @@ class Bench:
         landing, node = how.get("landing"), how.get("node", "c")
         positions = how.get("positions", (0,))
         spec = how.get("spec", SPEC)
-        self.say(Fetch(request, array, spec, HERE, positions, landing), node)
+        self.say(msg.Fetch(request, array, spec, HERE, positions, landing), node)
 
     def upload(
         self, data: bytes | None, array: int = ARRAY, node: str = "c", place: Any = ("i", 1)
     ) -> None:
-        self.say(Upload(array, SPEC, HERE, data, *place), node)
+        self.say(msg.Upload(array, SPEC, HERE, data, *place), node)
 
     def landing(self) -> int:
         """Have bytes asked for that come over the bulk plane; the transfer that waits for them."""
         self.upload(None)
         told = self.answers()[-1]
-        assert isinstance(told, UploadLanding)
+        assert isinstance(told, msg.UploadLanding)
         return told.landing.transfer
 
     def answers(self, node: str = "c") -> list[Any]:
@@ -97,11 +83,11 @@ class Bench:
         return self.world.to(session_of(node))
 
     def failed(self, node: str = "c") -> dict[int, str]:
-        return {m.request: m.error.kind for m in self.answers(node) if type(m) is RequestFailed}
+        return {m.request: m.error.kind for m in self.answers(node) if type(m) is msg.RequestFailed}
 
     def uploaded(self) -> list[ErrorReport | None]:
         self.world.settle()
-        return [message.error for message in self.world.to(CONTROL, Uploaded)]
+        return [message.error for message in self.world.to(CONTROL, msg.Uploaded)]
 
     def check_empty(self) -> None:
         self.world.settle()
@@ -137,7 +123,7 @@ def test_no_ticket_counts_before_the_host_has_joined() -> None:
     bench = Bench()
     bench.store.joins("i", 1, b"", 8, 8)
     bench.identify("early", 3, TICKETS.ticket(3, "early"))
-    bench.say(GetStats(1), "early")
+    bench.say(msg.GetStats(1), "early")
     assert bench.failed("early") == {1: "Disconnected"}
 
 
@@ -146,29 +132,29 @@ def test_a_client_reads_only_its_own() -> None:
     bench.launch()
     bench.identify("d", 2)
     bench.fetch(1, node="d")
-    bench.say(Wait(2, (client_id(2, 1), ARRAY)), "d")
+    bench.say(msg.Wait(2, (client_id(2, 1), ARRAY)), "d")
     bench.upload(X.tobytes(), client_id(1, 9), node="d")
     assert bench.failed("d") == {1: "NotOwner", 2: "NotOwner"}
     assert not bench.uploaded()
-    bench.say(GetStats(3), "d")
-    assert [type(m) for m in bench.answers("d")][-1] is Stats
-    bench.say(Wait(4, ()))
-    assert bench.answers() == [Ready(4)]
+    bench.say(msg.GetStats(3), "d")
+    assert [type(m) for m in bench.answers("d")][-1] is msg.Stats
+    bench.say(msg.Wait(4, ()))
+    assert bench.answers() == [msg.Ready(4)]
 
 
 def test_requests_wait_for_the_launch_and_are_answered_once() -> None:
     bench = Bench()
     bench.fetch(1)
-    bench.say(Wait(2, (ARRAY, ARRAY)))
-    bench.say(Wait(3, (ARRAY, client_id(1, 6))))
+    bench.say(msg.Wait(2, (ARRAY, ARRAY)))
+    bench.say(msg.Wait(3, (ARRAY, client_id(1, 6))))
     assert bench.answers() == []
     value = bench.launch(made=False)
     assert bench.answers() == [], "launched, but not handed over: it cannot be watched yet"
     value.payload = {0: X}
     bench.store.requests.submitted(ARRAY, value)
-    assert bench.answers() == [Fetched(1, X.tobytes()), Ready(2)]
+    assert bench.answers() == [msg.Fetched(1, X.tobytes()), msg.Ready(2)]
     bench.launch(client_id(1, 6))
-    assert bench.answers()[2:] == [Ready(3)]
+    assert bench.answers()[2:] == [msg.Ready(3)]
     bench.store.drop(ARRAY)
     bench.store.drop(client_id(1, 6))
     bench.check_empty()
@@ -178,7 +164,7 @@ def test_a_failed_array_fails_its_requests_with_its_error() -> None:
     bench = Bench()
     value = bench.launch(made=False)
     bench.fetch(1)
-    bench.say(Wait(2, (ARRAY,)))
+    bench.say(msg.Wait(2, (ARRAY,)))
     value.error = ErrorReport("ComputationFailed", "it raised", "h", "traceback")
     bench.store.requests.submitted(ARRAY, value)
     assert [m.error for m in bench.answers()] == [value.error] * 2
@@ -192,8 +178,8 @@ def test_whoever_waits_for_a_deleted_array_is_told(late: bool) -> None:
     if late:
         bench.store.drop(ARRAY, "donated to 'f'")
     bench.fetch(1)
-    bench.say(Wait(2, (ARRAY, client_id(1, 6))))
-    bench.say(Wait(3, (client_id(1, 6), ARRAY)))
+    bench.say(msg.Wait(2, (ARRAY, client_id(1, 6))))
+    bench.say(msg.Wait(3, (client_id(1, 6), ARRAY)))
     if not late:
         bench.store.drop(ARRAY, "donated to 'f'")
     value.payload = {0: X}
@@ -218,13 +204,13 @@ def test_what_is_remembered_of_deleted_arrays_is_bounded(monkeypatch: pytest.Mon
 def test_who_gives_up_is_not_answered() -> None:
     bench = Bench()
     bench.fetch(1)
-    bench.say(Wait(2, (ARRAY,)))
-    bench.say(CancelRequest(1))
-    bench.say(CancelRequest(2))
+    bench.say(msg.Wait(2, (ARRAY,)))
+    bench.say(msg.CancelRequest(1))
+    bench.say(msg.CancelRequest(2))
     bench.check_empty()
     bench.launch()
     bench.fetch(3)
-    bench.say(CancelRequest(3))
+    bench.say(msg.CancelRequest(3))
     assert bench.answers() == []
 
 
@@ -245,7 +231,7 @@ def test_the_waiting_requests_of_one_client_do_not_count_for_another(
     bench.identify("d", 2)
     for request in range(1, 6):
         bench.fetch(request)
-    bench.say(Wait(1, (client_id(2, 1),)), "d")
+    bench.say(msg.Wait(1, (client_id(2, 1),)), "d")
     assert not bench.failed("d")
     assert len(bench.store.requests) == 4
 
@@ -265,11 +251,11 @@ def test_an_upload_inside_a_message() -> None:
     bench.fetch(1)
     bench.upload(X.tobytes())
     assert bench.uploaded() == [None]
-    assert bench.answers() == [Fetched(1, X.tobytes())]
+    assert bench.answers() == [msg.Fetched(1, X.tobytes())]
     bench.upload((X + 1).tobytes())
     assert bench.uploaded() == [None, None], "it is there already, as it was"
     bench.fetch(2)
-    assert bench.answers()[-1] == Fetched(2, X.tobytes())
+    assert bench.answers()[-1] == msg.Fetched(2, X.tobytes())
     assert bench.store.census()["live_bytes"] == X.nbytes
 
 
@@ -285,13 +271,13 @@ def test_an_upload_of_the_wrong_size_fails_the_array() -> None:
 
 def test_an_upload_through_a_landing() -> None:
     bench = Bench()
-    bench.say(Wait(1, (ARRAY,)))
+    bench.say(msg.Wait(1, (ARRAY,)))
     bench.upload(None)
     (told,) = bench.answers()
-    assert isinstance(told, UploadLanding)
+    assert isinstance(told, msg.UploadLanding)
     assert told.landing.size_bytes == X.nbytes
     bench.their_bulk.push(told.landing, [(0, X)], lambda error: None)
-    assert bench.answers()[1:] == [Ready(1)]
+    assert bench.answers()[1:] == [msg.Ready(1)]
     assert bench.uploaded() == [None]
 
 
@@ -305,7 +291,7 @@ def test_an_upload_that_is_sent_again_gets_another_landing() -> None:
     bench.their_bulk.push(second.landing, [(0, X)], lambda error: None)
     assert bench.uploaded() == [None]
     bench.fetch(1)
-    assert bench.answers()[-1] == Fetched(1, X.tobytes())
+    assert bench.answers()[-1] == msg.Fetched(1, X.tobytes())
     assert bench.store.census()["uploads_arriving"] == 0
 
 
@@ -321,7 +307,7 @@ def test_bytes_that_came_while_they_were_given_another_landing_are_used_once() -
     deliver(X.view(np.uint8))
     assert bench.uploaded() == [None]
     bench.fetch(1)
-    assert bench.answers()[-1] == Fetched(1, X.tobytes())
+    assert bench.answers()[-1] == msg.Fetched(1, X.tobytes())
     assert not bench.bulk.landings
 
 
@@ -338,11 +324,13 @@ def test_an_upload_to_an_earlier_incarnation_leaves_nothing_in_this_one(place: A
 
 def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     bench = Bench()
-    bench.say(Wait(1, (ARRAY,)))
+    bench.say(msg.Wait(1, (ARRAY,)))
     transfer = bench.landing()
-    bench.say(UploadAborted(ARRAY, transfer + 1, ErrorReport("ArrayLost", "of another attempt")))
+    bench.say(
+        msg.UploadAborted(ARRAY, transfer + 1, ErrorReport("ArrayLost", "of another attempt"))
+    )
     assert not bench.uploaded()
-    bench.say(UploadAborted(ARRAY, transfer, ErrorReport("ArrayLost", "the value is gone")))
+    bench.say(msg.UploadAborted(ARRAY, transfer, ErrorReport("ArrayLost", "the value is gone")))
     (error,) = bench.uploaded()
     assert error is not None
     assert error.kind == "ArrayLost"
@@ -351,16 +339,16 @@ def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
 
 def test_who_asks_for_what_was_lost_waits_and_the_controller_is_told_once() -> None:
     bench = Bench()
-    bench.say(Wait(1, (ARRAY,)))
+    bench.say(msg.Wait(1, (ARRAY,)))
     lost = ErrorReport("TransferFailed", "lost the receiver")
-    bench.say(UploadAborted(ARRAY, bench.landing(), lost))
-    bench.say(Wait(2, (ARRAY,)))
+    bench.say(msg.UploadAborted(ARRAY, bench.landing(), lost))
+    bench.say(msg.Wait(2, (ARRAY,)))
     assert not bench.failed()
-    assert [m for m in bench.world.to(CONTROL) if isinstance(m, ArraysLost)] == [
-        ArraysLost((ARRAY,))
+    assert [m for m in bench.world.to(CONTROL) if isinstance(m, msg.ArraysLost)] == [
+        msg.ArraysLost((ARRAY,))
     ]
     bench.upload(X.tobytes())
-    assert set(bench.answers()[-2:]) == {Ready(1), Ready(2)}
+    assert set(bench.answers()[-2:]) == {msg.Ready(1), msg.Ready(2)}
 
 
 def test_an_upload_that_there_is_no_room_for_fails_the_array() -> None:
@@ -379,7 +367,7 @@ def test_an_upload_half_way_when_its_array_or_client_goes(removed: bool) -> None
     (told,) = bench.answers()
     bench.their_bulk.push(told.landing, [(0, X)], lambda error: None)
     if removed:
-        bench.say(PeerLost("c", "silent"))
+        bench.say(msg.PeerLost("c", "silent"))
         bench.store.drop_client(1)
     else:
         bench.store.drop(ARRAY)

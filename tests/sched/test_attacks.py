@@ -15,44 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport, PlacementError, ShardingError
 from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.landing import Landing
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    ArraysLost,
-    Artifact,
-    Attach,
-    Cancel,
-    Checkpoint,
-    Compile,
-    CreateArray,
-    Delete,
-    Describe,
-    DrainHost,
-    Explain,
-    Fetch,
-    FileSource,
-    GetPlan,
-    Inquire,
-    IslandJoined,
-    KnownArray,
-    KnownArrays,
-    LinkLost,
-    Offer,
-    RegisterHost,
-    RegisterProgram,
-    RequestFailed,
-    Resumed,
-    Run,
-    SaveArrays,
-    SliceRefused,
-    Upload,
-    Uploaded,
-    Wait,
-)
 from pw.core.messages.checks import beyond_bounds, check_landing
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.program import Computation, Node, Output, Program, Value
@@ -159,13 +126,13 @@ def wrong_spec(spec: ArraySpec, wrong: dict[str, Any]) -> ArraySpec:
 def test_an_array_that_cannot_be_is_refused_by_the_controller(wrong: dict[str, Any]) -> None:
     stage = Stage()
     array, spec = stage.attacker.id(), wrong_spec(stage.spec, wrong)
-    stage.tell(CreateArray(array, spec, 1))
+    stage.tell(msg.CreateArray(array, spec, 1))
     error = stage.attacker.failed[array]
     assert error.kind in (ShardingError.__name__, PlacementError.__name__)
     assert len(error.message) < 10_000
     assert error == stage.attacker.failed[array]
-    stage.tell(Checkpoint(1, (array,)))
-    (answer,) = stage.attacker.of(Answered)
+    stage.tell(msg.Checkpoint(1, (array,)))
+    (answer,) = stage.attacker.of(msg.Answered)
     assert answer.error == error
     stage.check_well()
 
@@ -174,12 +141,14 @@ def test_an_array_that_cannot_be_is_refused_by_the_controller(wrong: dict[str, A
 def test_an_upload_that_cannot_be_is_refused_by_the_host(wrong: dict[str, Any]) -> None:
     stage = Stage()
     array, spec = stage.attacker.id(), wrong_spec(stage.spec, wrong)
-    stage.attacker.tell(CreateArray(array, stage.spec, 1))  # it tells the controller another thing
+    stage.attacker.tell(
+        msg.CreateArray(array, stage.spec, 1)
+    )  # it tells the controller another thing
     devices = tuple(
         DeviceAddress("h0" if index == 0 else "h1", 0)
         for index in range(len(spec.placement.devices))
     )
-    stage.tell_host(Upload(array, spec, devices, bytes(4 * SMALL), "i", 1))
+    stage.tell_host(msg.Upload(array, spec, devices, bytes(4 * SMALL), "i", 1))
     if wrong.get("placement") != (0, 2):  # hosts do not know how many devices a slice has
         assert stage.world.counters["uploads_refused"] == 1
         stage.attacker.specs[array] = stage.spec
@@ -208,8 +177,8 @@ def test_an_upload_for_devices_that_are_not_there_is_refused(
 ) -> None:
     stage = Stage()
     array = stage.attacker.id()
-    stage.attacker.tell(CreateArray(array, stage.spec, 1))
-    stage.tell_host(Upload(array, stage.spec, devices, bytes(4 * SMALL), "i", 1))
+    stage.attacker.tell(msg.CreateArray(array, stage.spec, 1))
+    stage.tell_host(msg.Upload(array, stage.spec, devices, bytes(4 * SMALL), "i", 1))
     assert stage.world.counters["uploads_refused"] == 1
     stage.attacker.specs[array] = stage.spec
     assert stage.attacker.value(array).kind == PlacementError.__name__
@@ -219,12 +188,12 @@ def test_an_upload_for_devices_that_are_not_there_is_refused(
 def test_numbers_that_only_the_controller_gives_are_refused() -> None:
     stage = Stage()
     number = client_id(stage.attacker.number, REPEATS + 1)
-    stage.tell(CreateArray(number, stage.spec, 1))
+    stage.tell(msg.CreateArray(number, stage.spec, 1))
     assert stage.attacker.failed[number].kind == "ProtocolError"
-    stage.tell(RegisterProgram(number, Compact.of(chain([stage.spec])), ()))
+    stage.tell(msg.RegisterProgram(number, Compact.of(chain([stage.spec])), ()))
     assert number not in stage.world.client(stage.attacker.number).programs
     stage.attacker.sent_runs += 1
-    stage.tell(Run(number, number, (), (stage.attacker.id(),)))
+    stage.tell(msg.Run(number, number, (), (stage.attacker.id(),)))
     assert not stage.world.control.runs.in_flight
     stage.check_well()
 
@@ -232,7 +201,7 @@ def test_numbers_that_only_the_controller_gives_are_refused() -> None:
 def test_an_array_of_somebody_else_is_not_announced() -> None:
     stage = Stage()
     mine = stage.honest.upload(X, split(stage.slice, 2))
-    stage.tell(CreateArray(mine, stage.spec, 1))
+    stage.tell(msg.CreateArray(mine, stage.spec, 1))
     assert stage.attacker.failed[mine].kind == "ProtocolError"
     np.testing.assert_array_equal(stage.honest.value(mine), X)
     stage.check_well()
@@ -299,9 +268,9 @@ def test_a_program_that_cannot_be_is_refused_when_it_is_run(
     stage = Stage()
     program, result = stage.attacker.id(), stage.attacker.id()
     body = Compact.of(make(stage.spec))
-    stage.attacker.tell(RegisterProgram(program, body, (Artifact(digest(b"1"), b"1"),)))
+    stage.attacker.tell(msg.RegisterProgram(program, body, (msg.Artifact(digest(b"1"), b"1"),)))
     stage.attacker.sent_runs += 1
-    stage.attacker.tell(Run(stage.attacker.id(), program, (X.tobytes(),), (result,)))
+    stage.attacker.tell(msg.Run(stage.attacker.id(), program, (X.tobytes(),), (result,)))
     stage.world.settle()
     assert 0 < len(stage.attacker.failed[result].message) < 10_000
     assert not any(
@@ -369,8 +338,8 @@ def test_a_slice_that_cannot_be_is_refused(wanted: dict[str, Any]) -> None:
     stage = Stage()
     number = stage.attacker.id()
     request: dict[str, Any] = {"kind": None, "island": None, "topology": None} | wanted
-    stage.tell(AllocateSlice(number, **request))
-    (refused,) = stage.attacker.of(SliceRefused)
+    stage.tell(msg.AllocateSlice(number, **request))
+    (refused,) = stage.attacker.of(msg.SliceRefused)
     assert refused.slice == number
     assert len(refused.error.message) < 10_000
     stage.check_well()
@@ -382,13 +351,15 @@ NO_NUMBER = float("nan")
 PLACES = tuple([DeviceAddress("h0", at) for at in range(100_000)])
 
 
-def slice_of(devices: int, **wanted: Any) -> AllocateSlice:
-    return AllocateSlice(7, devices, **{"kind": None, "island": None, "topology": None} | wanted)
+def slice_of(devices: int, **wanted: Any) -> msg.AllocateSlice:
+    return msg.AllocateSlice(
+        7, devices, **{"kind": None, "island": None, "topology": None} | wanted
+    )
 
 
 BEYOND = [
-    Attach(LONG, 1.0, 0),
-    *[Attach("x", share, 0) for share in (0.0, -1.0, NO_NUMBER, float("inf"), 5e-324, 1e308)],
+    msg.Attach(LONG, 1.0, 0),
+    *[msg.Attach("x", share, 0) for share in (0.0, -1.0, NO_NUMBER, float("inf"), 5e-324, 1e308)],
     slice_of(HUGE),
     slice_of(2, topology=(HUGE,)),
     slice_of(2, topology=(1,) * 300_000),
@@ -399,23 +370,23 @@ BEYOND = [
     slice_of(2, hosts=("x",) * 200_000),
     slice_of(2, former_hosts=(LONG,)),
     slice_of(2, apart=MANY),
-    Offer(7, bytes(16), MANY, ()),
-    Checkpoint(7, MANY),
-    Inquire(7, MANY),
-    Cancel(tuple(range(300_000))),
-    SaveArrays(7, "0123456789", "/tmp/x", False, MANY, (), b"{}"),
-    SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x",) * 200_000, b"{}"),
-    SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x" * 100_000,), b"{}"),
-    SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x",), bytes(40_000_000)),
-    SaveArrays(7, "0123456789", "/" + "x" * 5000, False, (1,), ("x",), b"{}"),
-    Explain(7, (LONG,)),
-    Explain(7, ("x",) * 200_000),
-    GetPlan(7, LONG),
-    DrainHost(7, LONG),
-    LinkLost(LONG),
-    Wait(7, MANY),
-    Describe(7, "/" + "x" * 1_000_000),
-    Compile(7, b"", PLACES, "i", 1),
+    msg.Offer(7, bytes(16), MANY, ()),
+    msg.Checkpoint(7, MANY),
+    msg.Inquire(7, MANY),
+    msg.Cancel(tuple(range(300_000))),
+    msg.SaveArrays(7, "0123456789", "/tmp/x", False, MANY, (), b"{}"),
+    msg.SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x",) * 200_000, b"{}"),
+    msg.SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x" * 100_000,), b"{}"),
+    msg.SaveArrays(7, "0123456789", "/tmp/x", False, (1,), ("x",), bytes(40_000_000)),
+    msg.SaveArrays(7, "0123456789", "/" + "x" * 5000, False, (1,), ("x",), b"{}"),
+    msg.Explain(7, (LONG,)),
+    msg.Explain(7, ("x",) * 200_000),
+    msg.GetPlan(7, LONG),
+    msg.DrainHost(7, LONG),
+    msg.LinkLost(LONG),
+    msg.Wait(7, MANY),
+    msg.Describe(7, "/" + "x" * 1_000_000),
+    msg.Compile(7, b"", PLACES, "i", 1),
 ]
 
 
@@ -432,24 +403,24 @@ def test_what_is_beyond_its_bounds_does_not_arrive_and_no_session_sends_it(messa
 @pytest.mark.parametrize(
     "message",
     [
-        Run(7, 1, (bytes(1_000_000),), (8,)),
-        Run(7, 1, tuple(range(300_000)), (8,)),
-        Run(7, 1, (), tuple(range(300_000))),
-        Fetch(7, 0, split(0, 1), PLACES, (), None),
-        Fetch(7, 0, split(0, 1), (), (), Landing(0, 8, 0, "m", "", "")),
-        Fetch(7, 0, split(0, 1), (), (), Landing(1, -8, 0, "m", "", "")),
-        Fetch(7, 0, split(0, 1), (), (), Landing(1, 8, -1, "m", "", "")),
-        Fetch(7, 0, split(0, 1), (), (), Landing(1, 8, 0, LONG, "", "")),
-        CreateArray(7, split(0, 1), 1, FileSource("/x", LONG, "x")),
-        CreateArray(7, split(0, 1), 1, FileSource("/x", "", LONG)),
-        RegisterHost(LONG, 1, 1, "cpu", "", 1),
-        RegisterHost("i", -1, 1, "cpu", "", 1),
-        RegisterHost("i", 1, 0, "cpu", "", 1),
-        RegisterHost("i", 1, HUGE, "cpu", "", 1),
-        RegisterHost("i", 1, 1, "cpu", "", 1, epoch=-1),
-        RegisterHost("i", 1, 1, "cpu", "", 1, members=("x",) * 200_000),
-        IslandJoined("i", 1, LONG, 1, None),
-        IslandJoined("i", 1, "cpu", 1, -1),
+        msg.Run(7, 1, (bytes(1_000_000),), (8,)),
+        msg.Run(7, 1, tuple(range(300_000)), (8,)),
+        msg.Run(7, 1, (), tuple(range(300_000))),
+        msg.Fetch(7, 0, split(0, 1), PLACES, (), None),
+        msg.Fetch(7, 0, split(0, 1), (), (), Landing(0, 8, 0, "m", "", "")),
+        msg.Fetch(7, 0, split(0, 1), (), (), Landing(1, -8, 0, "m", "", "")),
+        msg.Fetch(7, 0, split(0, 1), (), (), Landing(1, 8, -1, "m", "", "")),
+        msg.Fetch(7, 0, split(0, 1), (), (), Landing(1, 8, 0, LONG, "", "")),
+        msg.CreateArray(7, split(0, 1), 1, msg.FileSource("/x", LONG, "x")),
+        msg.CreateArray(7, split(0, 1), 1, msg.FileSource("/x", "", LONG)),
+        msg.RegisterHost(LONG, 1, 1, "cpu", "", 1),
+        msg.RegisterHost("i", -1, 1, "cpu", "", 1),
+        msg.RegisterHost("i", 1, 0, "cpu", "", 1),
+        msg.RegisterHost("i", 1, HUGE, "cpu", "", 1),
+        msg.RegisterHost("i", 1, 1, "cpu", "", 1, epoch=-1),
+        msg.RegisterHost("i", 1, 1, "cpu", "", 1, members=("x",) * 200_000),
+        msg.IslandJoined("i", 1, LONG, 1, None),
+        msg.IslandJoined("i", 1, "cpu", 1, -1),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -462,17 +433,17 @@ def test_what_no_process_of_pw_sends_does_not_arrive(message: Any) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        SaveArrays(7, "0123456789", "relative", False, (1,), ("x",), b"{}"),
-        SaveArrays(7, "0123456789", "/tmp/../etc", False, (1,), ("x",), b"{}"),
-        SaveArrays(7, "0123456789", "/", False, (1,), ("x",), b"{}"),
-        SaveArrays(7, "0123456789", "/tmp/x\0y", False, (1,), ("x",), b"{}"),
+        msg.SaveArrays(7, "0123456789", "relative", False, (1,), ("x",), b"{}"),
+        msg.SaveArrays(7, "0123456789", "/tmp/../etc", False, (1,), ("x",), b"{}"),
+        msg.SaveArrays(7, "0123456789", "/", False, (1,), ("x",), b"{}"),
+        msg.SaveArrays(7, "0123456789", "/tmp/x\0y", False, (1,), ("x",), b"{}"),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_request_that_cannot_be_is_answered_with_an_error(message: Any) -> None:
     stage = Stage()
     stage.tell(message)
-    answers = (*stage.attacker.of(RequestFailed), *stage.attacker.of(Answered))
+    answers = (*stage.attacker.of(msg.RequestFailed), *stage.attacker.of(msg.Answered))
     assert [answer.request for answer in answers] == [7]
     assert isinstance(answers[0].error, ErrorReport)
     assert len(answers[0].error.message) < 10_000
@@ -482,20 +453,20 @@ def test_a_request_that_cannot_be_is_answered_with_an_error(message: Any) -> Non
 @pytest.mark.parametrize(
     "message",
     [
-        Describe(7, "relative/path"),
-        Describe(7, "/tmp/../etc"),
-        Fetch(7, 0, split(0, 1), (DeviceAddress("h0", 0),), (0,) * 200_000, None),
-        Compile(7, b"", (), "i", 1),
-        Compile(7, b"", (DeviceAddress("h0", 0),) * 2, "i", 1),
-        Compile(7, b"", (DeviceAddress("h0", 9),), "i", 1),
-        Compile(7, b"", (DeviceAddress("h1", 0),), "i", 1),
+        msg.Describe(7, "relative/path"),
+        msg.Describe(7, "/tmp/../etc"),
+        msg.Fetch(7, 0, split(0, 1), (DeviceAddress("h0", 0),), (0,) * 200_000, None),
+        msg.Compile(7, b"", (), "i", 1),
+        msg.Compile(7, b"", (DeviceAddress("h0", 0),) * 2, "i", 1),
+        msg.Compile(7, b"", (DeviceAddress("h0", 9),), "i", 1),
+        msg.Compile(7, b"", (DeviceAddress("h1", 0),), "i", 1),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_request_to_a_host_that_cannot_be_is_answered_with_an_error(message: Any) -> None:
     stage = Stage()
     stage.tell_host(message)
-    (answer,) = stage.attacker.of(RequestFailed)
+    (answer,) = stage.attacker.of(msg.RequestFailed)
     assert answer.request == 7
     assert len(answer.error.message) < 10_000
     stage.check_well()
@@ -507,8 +478,8 @@ def test_a_fetch_names_its_devices_in_vain() -> None:
     array = stage.attacker.upload(X, stage.spec)
     stage.world.settle()
     here = (DeviceAddress("h0", 0), DeviceAddress("h0", 0))
-    stage.tell_host(Fetch(7, array, stage.spec, here, (1,), None))
-    (answer,) = stage.attacker.of(RequestFailed)
+    stage.tell_host(msg.Fetch(7, array, stage.spec, here, (1,), None))
+    (answer,) = stage.attacker.of(msg.RequestFailed)
     assert "does not lie on this host" in answer.error.message
     stage.check_well()
 
@@ -533,8 +504,8 @@ def test_a_client_cannot_have_a_host_dial_anything(socket: str, endpoint: str, p
     stage.world.settle()
     landing = Landing(1, X.nbytes, 0, "h0", socket, endpoint, plane)
     here = (DeviceAddress("h0", 0),)
-    stage.tell_host(Fetch(7, array, stage.spec, here, (0,), landing))
-    (answer,) = stage.attacker.of(RequestFailed)
+    stage.tell_host(msg.Fetch(7, array, stage.spec, here, (0,), landing))
+    (answer,) = stage.attacker.of(msg.RequestFailed)
     assert "cannot have its values sent to" in answer.error.message
     stage.check_well()
 
@@ -566,14 +537,14 @@ def test_offered_arrays_are_deleted_in_proportion_to_their_number() -> None:
         stage = Stage()
         arrays = [stage.attacker.id() for _ in range(count)]
         for array in arrays:
-            stage.attacker.tell(CreateArray(array, stage.spec, 1))
+            stage.attacker.tell(msg.CreateArray(array, stage.spec, 1))
         stage.world.settle()
-        offer = Offer(stage.attacker.id(), bytes(16), tuple(arrays), (stage.spec,) * count)
+        offer = msg.Offer(stage.attacker.id(), bytes(16), tuple(arrays), (stage.spec,) * count)
         stage.tell(offer)
         client = stage.world.client(stage.attacker.number)
         assert len(client.offered) == count
         began = time.thread_time()
-        stage.tell(Delete(tuple(arrays)))
+        stage.tell(msg.Delete(tuple(arrays)))
         return time.thread_time() - began
 
     few = min(seconds(4_000) for _ in range(3))
@@ -584,7 +555,7 @@ def test_a_client_that_comes_back_may_tell_any_story() -> None:
     """It tells of arrays, runs and programs that cannot be, and of those of others."""
     stage = Stage()
     resumed = join(stage.world, "resumed")
-    resumed.tell(Attach("resumed", 1.0, 0, 77, NO_SECRET.claim(77, OPERATOR)))
+    resumed.tell(msg.Attach("resumed", 1.0, 0, 77, NO_SECRET.claim(77, OPERATOR)))
     stage.world.settle()
     assert resumed.number == 77
     number = resumed.number
@@ -595,31 +566,35 @@ def test_a_client_that_comes_back_may_tell_any_story() -> None:
 
     spec = split(slice_, 2)
     early = split(client_id(number, 40), 2)
-    resumed.tell(CreateArray(own(41), early, 0))  # before its slice
+    resumed.tell(msg.CreateArray(own(41), early, 0))  # before its slice
     resumed.tell(
-        RegisterProgram(own(42), Compact.of(chain([early])), (Artifact(digest(b"1"), b"1"),))
+        msg.RegisterProgram(
+            own(42), Compact.of(chain([early])), (msg.Artifact(digest(b"1"), b"1"),)
+        )
     )
-    resumed.tell(Run(own(43), own(42), (own(41),), (own(44),)))
-    resumed.tell(AllocateSlice(client_id(number, 40), 1, None, None, None, resumed=True))
-    resumed.tell(AllocateSlice(slice_, 2, None, None, None, resumed=True))
+    resumed.tell(msg.Run(own(43), own(42), (own(41),), (own(44),)))
+    resumed.tell(msg.AllocateSlice(client_id(number, 40), 1, None, None, None, resumed=True))
+    resumed.tell(msg.AllocateSlice(slice_, 2, None, None, None, resumed=True))
     known = []
     for serial, wrong in enumerate(WRONG.values(), 50):
         bad = wrong_spec(spec, wrong)
-        resumed.tell(CreateArray(own(serial), bad, 0))
-        known.append(KnownArray(own(serial + 100), bad))
+        resumed.tell(msg.CreateArray(own(serial), bad, 0))
+        known.append(msg.KnownArray(own(serial + 100), bad))
         program = own(serial + 200)
         body = Compact.of(one_call(spec, inputs=(bad,)))
-        resumed.tell(RegisterProgram(program, body, (Artifact(digest(b"1"), b"1"),)))
-        resumed.tell(Run(own(serial + 300), program, (own(serial),), (own(serial + 400),)))
+        resumed.tell(msg.RegisterProgram(program, body, (msg.Artifact(digest(b"1"), b"1"),)))
+        resumed.tell(msg.Run(own(serial + 300), program, (own(serial),), (own(serial + 400),)))
     good = own(1000)
-    resumed.tell(RegisterProgram(good, Compact.of(chain([spec])), (Artifact(digest(b"1"), b"1"),)))
-    resumed.tell(Run(own(1001), good, (X.tobytes(),), (own(1002), own(1002))))
-    resumed.tell(Run(own(1003), good, (X.tobytes(),), (client_id(stage.honest.number, 1),)))
-    resumed.tell(Run(own(1004), good, (X.tobytes(),), (own(1005),)))
+    resumed.tell(
+        msg.RegisterProgram(good, Compact.of(chain([spec])), (msg.Artifact(digest(b"1"), b"1"),))
+    )
+    resumed.tell(msg.Run(own(1001), good, (X.tobytes(),), (own(1002), own(1002))))
+    resumed.tell(msg.Run(own(1003), good, (X.tobytes(),), (client_id(stage.honest.number, 1),)))
+    resumed.tell(msg.Run(own(1004), good, (X.tobytes(),), (own(1005),)))
     held = tuple(own(serial) for serial in (*range(41, 600), 1002, 1005))
     theirs = client_id(stage.honest.number, 1)
     resumed.tell(
-        Resumed((*held, theirs), Compact.of(KnownArrays(tuple(known))), (), (theirs, *held))
+        msg.Resumed((*held, theirs), Compact.of(msg.KnownArrays(tuple(known))), (), (theirs, *held))
     )
     stage.world.settle()
     stage.world.wait(100.0)
@@ -661,17 +636,17 @@ def test_one_host_cannot_be_told_of_another_array_than_the_controller(
     stage.world.settle()
     array, (result,) = attacker.id(), (attacker.id(),)
     if not early:
-        stage.tell(CreateArray(array, spec, 1))
+        stage.tell(msg.CreateArray(array, spec, 1))
     half = bytes(X.nbytes // 2)
     named = devices[::-1] if other.pop("reverse", False) else devices
     told = msgspec.structs.replace(spec, **other)
     size = sum(box_bytes(box, told.dtype) for box, _ in host_boxes(told, named, "h0"))
-    stage.tell_host(Upload(array, told, named, bytes(size), "i", 1), "h0")
-    stage.tell_host(Upload(array, spec, devices, half, "i", 1), "h1")
+    stage.tell_host(msg.Upload(array, told, named, bytes(size), "i", 1), "h0")
+    stage.tell_host(msg.Upload(array, spec, devices, half, "i", 1), "h1")
     if early:
-        stage.tell(CreateArray(array, spec, 1))
+        stage.tell(msg.CreateArray(array, spec, 1))
     attacker.sent_runs += 1
-    stage.tell(Run(attacker.id(), program, (array,), (result,)))
+    stage.tell(msg.Run(attacker.id(), program, (array,), (result,)))
     assert "another form" in attacker.failed[result].message
     stage.check_well()
 
@@ -685,8 +660,8 @@ def test_a_host_speaks_only_of_arrays_that_lie_on_it() -> None:
     stage.world.settle()
     own = stage.world.client(stage.honest.number)
     refused = stage.world.counters["messages_refused"]
-    stage.world.post(store_of("other"), CONTROL, ArraysLost((y,)))
-    stage.world.post(store_of("other"), CONTROL, Uploaded(stage.honest.id(), None))
+    stage.world.post(store_of("other"), CONTROL, msg.ArraysLost((y,)))
+    stage.world.post(store_of("other"), CONTROL, msg.Uploaded(stage.honest.id(), None))
     stage.world.settle()
     assert stage.world.counters["messages_refused"] == refused + 2
     assert not own.arrays.unannounced

@@ -12,18 +12,9 @@ import numpy as np
 import pytest
 
 from pw.cli.requests import parse
+from pw.core import messages as msg
 from pw.core.errors import Error, ErrorReport
 from pw.core.ids import RESOURCES, client_id, executor_of, run_name, session_of
-from pw.core.messages import (
-    Cancel,
-    CancelRuns,
-    CreateArray,
-    EndEpoch,
-    GangBroken,
-    Launch,
-    Run,
-    RunRefused,
-)
 from pw.core.programs.program import Program
 from pw.core.sharding import Placement
 from pw.sched.control.run_ends import GRACE_S, LookAtDeadlines
@@ -54,7 +45,7 @@ def promised(client: Any, spec: Any) -> int:
     """An upload that is announced, and whose bytes have yet to come."""
     array: int = client.id()
     client.specs[array], client.uploads[array] = spec, X
-    client.tell(CreateArray(array, spec))
+    client.tell(msg.CreateArray(array, spec))
     return array
 
 
@@ -62,8 +53,8 @@ def kind(found: Any) -> str:
     return found.kind if isinstance(found, ErrorReport) else "a value"
 
 
-def ended_epochs(cluster: Cluster) -> list[EndEpoch]:
-    return cluster.world.to(RESOURCES, EndEpoch)
+def ended_epochs(cluster: Cluster) -> list[msg.EndEpoch]:
+    return cluster.world.to(RESOURCES, msg.EndEpoch)
 
 
 def deadlines(cluster: Cluster) -> int:
@@ -76,7 +67,7 @@ def deadlines(cluster: Cluster) -> int:
 
 def launched(cluster: Cluster, host: str = "a0") -> list[int]:
     """Runs of which something was launched on a host, ends of runs not counted."""
-    launches = cluster.world.to(executor_of(host), Launch)
+    launches = cluster.world.to(executor_of(host), msg.Launch)
     return [launch.run for launch in launches if launch.segment >= 0]
 
 
@@ -185,7 +176,7 @@ def test_what_another_host_than_the_first_computes_is_under_way_until_it_ends() 
     patient = client.program(on_second_host(cluster), b"forever")
     (given_up,) = client.run(patient, X)
     world.settle()
-    client.tell(Cancel((given_up,)))
+    client.tell(msg.Cancel((given_up,)))
     world.settle()
     assert kind(client.value(given_up)) == "Cancelled"
 
@@ -238,7 +229,7 @@ def test_what_is_queued_never_starts() -> None:
         (after,) = client.run(over, queued)
         (fine,) = client.run(add, X)
         world.settle()
-        client.tell(Cancel((queued,)))
+        client.tell(msg.Cancel((queued,)))
         world.settle()
         for array in (queued, after):
             error = client.value(array)
@@ -260,13 +251,13 @@ def test_what_ends_by_itself_ends_no_epoch() -> None:
     add = client.program(chain([cluster.a]))
     (done,) = client.run(add, X)
     world.settle()
-    client.tell(Cancel((done,)))
+    client.tell(msg.Cancel((done,)))
     world.settle()
     np.testing.assert_array_equal(client.value(done), X + 1)
     (running,) = client.run(add, X)
     while running not in cluster.hosts["a0"].current.store.arrays:
         world.steps(1)
-    client.tell(Cancel((running,)))
+    client.tell(msg.Cancel((running,)))
     world.wait(5 * GRACE_S)
     assert not ended_epochs(cluster)
     assert kind(client.value(running)) in ("Cancelled", "a value")
@@ -282,7 +273,7 @@ def test_what_never_ends_is_ended_after_its_grace() -> None:
         (after,) = client.run(add, stuck)
         (beside,) = client.run(add, X)
         world.settle()
-        client.tell(Cancel((stuck,)))
+        client.tell(msg.Cancel((stuck,)))
         world.settle()
         assert kind(client.value(after)) == kind(client.value(stuck)) == "Cancelled"
         assert not ended_epochs(cluster)
@@ -302,12 +293,12 @@ def test_others_work_is_not_ended_for_what_waits_behind_it() -> None:
     world.settle()
     (behind,) = client.run(mine, X)
     world.settle()
-    client.tell(Cancel((behind,)))
+    client.tell(msg.Cancel((behind,)))
     for _ in range(10):
         world.wait(GRACE_S)
     assert kind(client.value(behind)) == "Cancelled"
     assert not ended_epochs(cluster)
-    other.tell(CancelRuns(1, other.number))
+    other.tell(msg.CancelRuns(1, other.number))
     world.settle()
     world.wait(2 * GRACE_S)
     assert len(ended_epochs(cluster)) == 1
@@ -321,7 +312,7 @@ def test_what_the_controller_still_holds_back_is_cancelled_as_well() -> None:
     (held,) = client.run(add, X)
     (after,) = client.run(add, held)
     (fine,) = client.run(add, X)
-    client.tell(Cancel((held,)))
+    client.tell(msg.Cancel((held,)))
     world.settle()
     assert kind(client.value(held)) == kind(client.value(after)) == "Cancelled"
     np.testing.assert_array_equal(client.value(fine), X + 1)
@@ -335,7 +326,7 @@ def test_what_was_donated_to_a_run_that_is_held_back_goes_when_it_has_been_made(
     eat = client.program(chain([cluster.a], donated=(0,)))
     (x,) = client.run(make, X)
     (y,) = client.run(eat, x)
-    client.tell(Cancel((y,)))
+    client.tell(msg.Cancel((y,)))
     world.settle()
     assert kind(client.value(y)) == "Cancelled"
     assert world.client(client.number).arrays.held.keys() == {y}
@@ -357,7 +348,7 @@ def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() ->
         world.deliver("c", "controller")
     known = world.client(client.number)
     assert len(known.backlog) == 2, "the second program is being compiled"
-    client.tell(Cancel((y,)))
+    client.tell(msg.Cancel((y,)))
     while world.links["c", "controller"]:
         world.deliver("c", "controller")
     assert not known.backlog
@@ -380,7 +371,7 @@ def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     world.settle()
     assert world.client(client.number).arrays.held[stuck].is_lost
     before = launched(cluster)
-    client.tell(Cancel((stuck,)))
+    client.tell(msg.Cancel((stuck,)))
     world.settle()
     assert kind(client.failed[stuck]) == kind(client.failed[after]) == "Cancelled"
     cluster.hosts["a1"].finished = ""
@@ -407,7 +398,7 @@ def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
             given.add(arrays[-2])
     world.steps(world.random.randrange(120))
     victim = world.random.randrange(1, len(arrays))
-    client.tell(Cancel((arrays[victim],)))
+    client.tell(msg.Cancel((arrays[victim],)))
     if seed % 5 == 0:
         world.steps(world.random.randrange(30))
         cluster.hosts["a1"].crash()
@@ -455,7 +446,7 @@ def test_what_is_queued_at_one_end_only_leaves_no_edges_at_the_other(
     for program in (over, three, over):
         (array,) = client.run(program, x)
         world.steps(world.random.choice((0, 10, 30, 1000)))
-        client.tell(Cancel((array,)))
+        client.tell(msg.Cancel((array,)))
         world.steps(world.random.choice((0, 10, 1000)))
     world.settle()
     assert len(launched(cluster, "b0")) == 2, "its window is full"
@@ -479,7 +470,7 @@ def test_anybody_may_cancel_runs_by_their_numbers() -> None:
     (fine,) = client.run(add, X)
     world.settle()
     (status, _) = world.control.runs.status()
-    (run, _) = [m.run for _, _, m in world.sent if isinstance(m, Run)]
+    (run, _) = [m.run for _, _, m in world.sent if isinstance(m, msg.Run)]
     assert (status.run, status.function, status.segments_left) == (run_name(run), "chain", 1)
     assert parse(status.run) == (client.number, run)
     assert parse(f"{client.number}") == (client.number, 0)
@@ -488,7 +479,7 @@ def test_anybody_may_cancel_runs_by_their_numbers() -> None:
             parse(wrong)
 
     def ask(request: int, number: int, run: int = 0) -> Any:
-        operator.tell(CancelRuns(request, number, run))
+        operator.tell(msg.CancelRuns(request, number, run))
         world.settle()
         return operator.answered(request).error
 
@@ -546,7 +537,7 @@ def test_a_host_that_cannot_enqueue_refuses_the_run_and_nothing_else(seed: int) 
     world.wait(1)
     for array in (refused, after):
         assert kind(client.value(array)) == "OutOfDeviceMemory"
-    assert len(world.to(RESOURCES, EndEpoch)) == 1
+    assert len(world.to(RESOURCES, msg.EndEpoch)) == 1
     np.testing.assert_array_equal(client.value(beside), X + 2)
     (later,) = client.run(two, kept)
     np.testing.assert_array_equal(client.value(later), X + 3)
@@ -576,15 +567,15 @@ def test_a_run_that_seemed_to_have_ended_is_refused_with_its_results() -> None:
     add = client.program(chain([cluster.a]))
     (made,) = client.run(add, X)
     world.settle()
-    (run,) = (m.run for _, _, m in world.sent if isinstance(m, Run))
+    (run,) = (m.run for _, _, m in world.sent if isinstance(m, msg.Run))
     error = ErrorReport("OutOfDeviceMemory", "too late", "a1")
     executor = world.actors["a1"]["executor"]
-    executor.env.send(executor.order.scheduler, GangBroken(1, "too late", run, error, (made,)))
+    executor.env.send(executor.order.scheduler, msg.GangBroken(1, "too late", run, error, (made,)))
     executor.order.is_broken = True
     world.settle()
     world.wait(1)
     assert kind(client.value(made)) == "OutOfDeviceMemory"
-    assert [m.results for _, _, m in world.sent if isinstance(m, RunRefused)] == [(made,)]
+    assert [m.results for _, _, m in world.sent if isinstance(m, msg.RunRefused)] == [(made,)]
 
 
 # --- programs that crash their hosts -------------------------------------------------------------------

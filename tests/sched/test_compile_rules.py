@@ -10,18 +10,9 @@ import pytest
 from pw.client.connection import questions
 from pw.client.connection.questions import Questions
 from pw.client.session.thread_messages import AskCompiler
+from pw.core import messages as msg
 from pw.core.errors import ArgumentError, CompileError, ErrorReport
 from pw.core.ids import session_of, store_of
-from pw.core.messages import (
-    Answered,
-    CancelRequest,
-    Compile,
-    Compiled,
-    Detail,
-    Inquire,
-    PeerLost,
-    RequestFailed,
-)
 from pw.core.programs.stablehlo import Facts, Stablehlo, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices.host import compiling
@@ -40,14 +31,14 @@ class Asking(test_session.Bench):
 
     def ask(self) -> Future[Any]:
         answer: Future[Any] = Future()
-        self.note(AskCompiler(ARTIFACT, EVERYWHERE, Detail.FACTS, answer))
+        self.note(AskCompiler(ARTIFACT, EVERYWHERE, msg.Detail.FACTS, answer))
         return answer
 
     def requests(self) -> dict[str, int]:
-        return {host: one.request for host in self.hosts for one in self.asked(host, Compile)}
+        return {host: one.request for host in self.hosts for one in self.asked(host, msg.Compile)}
 
     def compiled(self, host: str, request: int) -> None:
-        self.tell(Compiled(request, FACTS), sender=store_of(host))
+        self.tell(msg.Compiled(request, FACTS), sender=store_of(host))
 
 
 @pytest.fixture
@@ -57,13 +48,13 @@ def asking() -> Asking:
 
 def test_all_hosts_compile_and_the_first_answer_counts(asking: Asking) -> None:
     answer = asking.ask()
-    found = [message for host in asking.hosts for message in asking.asked(host, Compile)]
+    found = [message for host in asking.hosts for message in asking.asked(host, msg.Compile)]
     places = [(message.island, message.epoch, message.devices) for message in found]
     assert places == [("east", 1, (DeviceAddress("a", 0), DeviceAddress("b", 0)))] * 2
     asking.compiled("b", found[1].request)
     assert answer.result(0).facts == FACTS
     asking.refuse("a", found[0], CompileError("later"))
-    assert not asking.asked("a", CancelRequest), "a program will need the executable there too"
+    assert not asking.asked("a", msg.CancelRequest), "a program will need the executable there too"
 
 
 def test_a_lost_host_and_a_new_epoch_mean_another_question(asking: Asking) -> None:
@@ -74,7 +65,7 @@ def test_a_lost_host_and_a_new_epoch_mean_another_question(asking: Asking) -> No
     asking.compiled("a", first["a"])
     assert not answer.done(), "that host belongs to the epoch before"
     asking.bind("b", "a")
-    asking.tell(Answered(inquiry.request, None))
+    asking.tell(msg.Answered(inquiry.request, None))
     again = asking.requests()
     assert set(again) == {"a", "b"}
     assert not set(again.values()) & set(first.values())
@@ -84,10 +75,10 @@ def test_a_lost_host_and_a_new_epoch_mean_another_question(asking: Asking) -> No
 
 def test_what_the_compiler_says_is_final(asking: Asking) -> None:
     answer = asking.ask()
-    (message,) = asking.asked("a", Compile)
+    (message,) = asking.asked("a", msg.Compile)
     asking.refuse("a", message, CompileError("INVALID_ARGUMENT: no such thing"))
     assert isinstance(answer.exception(0), CompileError)
-    assert not asking.asked("controller", Inquire)
+    assert not asking.asked("controller", msg.Inquire)
 
 
 def test_a_module_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +96,7 @@ class Asked(test_store.Bench):
     def ask(
         self, request: int, artifact: bytes = ARTIFACT, epoch: int = 1, node: str = "c"
     ) -> None:
-        self.say(Compile(request, artifact, test_store.HERE, "i", epoch), node)
+        self.say(msg.Compile(request, artifact, test_store.HERE, "i", epoch), node)
 
     def told(self, node: str = "c") -> list[Any]:
         self.world.settle()
@@ -150,19 +141,19 @@ def test_a_lost_client_leaves_nothing(asked: Asked, when: str) -> None:
     asked.ask(1)
     if when == "later":
         assert asked.kept == 1
-    asked.say(PeerLost("c", "killed"), "h")
+    asked.say(msg.PeerLost("c", "killed"), "h")
     asked.check_empty()
     assert not asked.kept
 
 
 def test_a_request_that_is_withdrawn_leaves_nothing(asked: Asked) -> None:
     asked.ask(1)
-    asked.say(CancelRequest(1))
+    asked.say(msg.CancelRequest(1))
     asked.check_empty()
     assert not asked.kept
 
 
-@pytest.mark.parametrize("how", [PeerLost("c", "killed"), CancelRequest(1)])
+@pytest.mark.parametrize("how", [msg.PeerLost("c", "killed"), msg.CancelRequest(1)])
 def test_what_is_not_wanted_any_more_is_not_compiled_to_its_end(
     asked: Asked, how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +165,7 @@ def test_what_is_not_wanted_any_more_is_not_compiled_to_its_end(
     asked.ask(1)
     asked.world.settle()
     assert len(begun) == 1
-    asked.say(how, "h" if isinstance(how, PeerLost) else "c")
+    asked.say(how, "h" if isinstance(how, msg.PeerLost) else "c")
     asked.world.settle()
     assert forgotten == begun
 
@@ -185,7 +176,7 @@ def test_what_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     asked.ask(2, BROKEN)
     asked.ask(3)
     asked.ask(4, node="stranger")
-    answers = {m.request: m.error for m in asked.told() if isinstance(m, RequestFailed)}
+    answers = {m.request: m.error for m in asked.told() if isinstance(m, msg.RequestFailed)}
     kinds = {request: error.kind for request, error in answers.items()}
     assert kinds == {1: "HostLost", 2: "CompileError", 3: "ProtocolError"}
     assert "does not compile" in answers[2].message

@@ -8,28 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, executor_of
-from pw.core.messages import (
-    Attach,
-    CreateArray,
-    Delete,
-    Discard,
-    Evicted,
-    Installed,
-    Launch,
-    PeerLost,
-    RegisterProgram,
-    ReleaseSlice,
-    Run,
-    RunFailed,
-    RunsSettled,
-    SliceBound,
-    SliceLost,
-    Upload,
-    Uploaded,
-)
 from pw.core.messages.checks import beyond_bounds
 from pw.core.programs.program import Node, Output, Program, Value
 from pw.sched.control import uploads
@@ -87,7 +69,7 @@ def test_credits_are_given_back_many_at_once_or_after_a_moment() -> None:
         for _ in range(runs):
             client.run(program, x)
             stage.world.settle()
-        return [message.count for message in client.of(RunsSettled)]
+        return [message.count for message in client.of(msg.RunsSettled)]
 
     assert given_back(2) == []
     assert given_back(1) == [3]
@@ -150,7 +132,7 @@ def test_runs_that_are_refused(args: tuple[Any, ...], results: int, kind: str) -
     named = {"theirs": theirs, "deleted": deleted, "elsewhere": elsewhere}
     made = tuple(client.id() for _ in range(results))
     client.sent_runs += 1
-    client.tell(Run(client.id(), program, tuple(named.get(a, a) for a in args), made))
+    client.tell(msg.Run(client.id(), program, tuple(named.get(a, a) for a in args), made))
     stage.world.settle()
     assert {client.failed[array].kind for array in made} == {kind}
     np.testing.assert_array_equal(other.value(theirs), X)
@@ -172,7 +154,7 @@ def test_another_clients_programs_and_slices_are_not_ones_own() -> None:
     for array in (stolen, squatted, nothing):
         assert stage.client.failed[array].kind == "NotOwner"
     number = stage.client.id()
-    stage.client.tell(CreateArray(number, split(slice_, 2)))
+    stage.client.tell(msg.CreateArray(number, split(slice_, 2)))
     stage.world.settle()
     assert stage.client.failed[number].kind == "NotOwner"
     stage.check_idle()
@@ -183,7 +165,7 @@ def test_a_program_that_names_no_placement_is_not_registered() -> None:
     client, program = stage.client, stage.client.id()
     body = msgspec.structs.replace(Compact.of(chain([stage.spec])), placements=())
     client.outputs[program] = (stage.spec,)
-    client.tell(RegisterProgram(program, body, ()))
+    client.tell(msg.RegisterProgram(program, body, ()))
     (nothing,) = client.run(program, X)
     stage.world.settle()
     assert client.failed[nothing].kind == "ProtocolError"
@@ -214,10 +196,10 @@ def test_a_run_that_comes_twice_runs_once() -> None:
     stage = Stage()
     program = stage.client.program(chain([stage.spec]))
     stage.client.run(program, X)
-    (_, to, run), *_ = [sent for sent in stage.world.sent if isinstance(sent[2], Run)]
+    (_, to, run), *_ = [sent for sent in stage.world.sent if isinstance(sent[2], msg.Run)]
     stage.client.env.send(to, run)
     stage.check_idle()
-    assert len(stage.world.to(executor_of("h0"), Launch)) == 1
+    assert len(stage.world.to(executor_of("h0"), msg.Launch)) == 1
 
 
 def test_a_program_without_outputs_settles() -> None:
@@ -260,7 +242,7 @@ def test_a_run_names_each_of_its_results_once() -> None:
     program = client.program(Program("both", both.computations, both.nodes, both.inputs, outputs))
     array = client.id()
     client.sent_runs += 1
-    client.tell(Run(client.id(), program, (X.tobytes(),), (array, array)))
+    client.tell(msg.Run(client.id(), program, (X.tobytes(),), (array, array)))
     stage.world.settle()
     assert client.failed[array].kind == "ProtocolError"
     stage.check_idle()
@@ -332,7 +314,7 @@ def test_an_upload_may_end_before_the_controller_has_heard_of_it() -> None:
                 stage.world.backends[host].step()
             while stage.world.happenings[host]:
                 stage.world._happen(host)
-            uploaded = [m for _, to, m in stage.world.sent if isinstance(m, Uploaded)]
+            uploaded = [m for _, to, m in stage.world.sent if isinstance(m, msg.Uploaded)]
             assert uploaded
         stage.deliver("h0", "controller", "h1", "controller")
         np.testing.assert_array_equal(client.value(y), X + 1)
@@ -348,13 +330,13 @@ def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
     stage.world.settle()
     array = client.id()
     client.specs[array] = stage.spec
-    client.tell(CreateArray(array, stage.spec))
+    client.tell(msg.CreateArray(array, stage.spec))
     devices, place = client.devices(stage.spec), client.place(stage.spec)
-    client.tell_host("h0", Upload(array, stage.spec, devices, X[:4].tobytes(), *place))
+    client.tell_host("h0", msg.Upload(array, stage.spec, devices, X[:4].tobytes(), *place))
     (y,) = client.run(program, array)
     (z,) = client.run(program, y)
     stage.world.settle()
-    client.tell_host("h1", Upload(array, stage.spec, devices, b"short", *place))
+    client.tell_host("h1", msg.Upload(array, stage.spec, devices, b"short", *place))
     stage.world.settle()
     assert client.failed[y].kind == "ProtocolError"
     assert client.failed[z] == client.failed[y]
@@ -372,7 +354,7 @@ def test_arrays_that_are_deleted_and_never_uploaded_are_bounded(
     arrays = [client.id() for _ in range(20)]
     for array in arrays:
         client.specs[array] = stage.spec
-        client.tell(CreateArray(array, stage.spec))
+        client.tell(msg.CreateArray(array, stage.spec))
         if array == arrays[0]:
             (y,) = client.run(program, array)
         client.delete(array)
@@ -430,14 +412,14 @@ def test_who_is_not_known_is_told_so_and_changes_nothing() -> None:
     (y,) = stage.client.run(program, X)
     stage.world.settle()
     number = stage.client.number
-    stage.world.post(Address("controller", "net"), CONTROL, PeerLost("c", "silent"))
+    stage.world.post(Address("controller", "net"), CONTROL, msg.PeerLost("c", "silent"))
     stage.world.settle()
     assert all(not any(host.census().values()) for host in stage.hosts)
     stage.client.run(program, y)
-    stage.client.tell(Delete((y,)))
+    stage.client.tell(msg.Delete((y,)))
     stage.world.settle()
-    assert len(stage.client.of(Evicted)) == 2
-    stage.client.tell(Attach("again", 1.0, 0))
+    assert len(stage.client.of(msg.Evicted)) == 2
+    stage.client.tell(msg.Attach("again", 1.0, 0))
     stage.world.settle()
     assert stage.client.number > number
 
@@ -447,9 +429,9 @@ def test_a_slice_that_was_given_back_is_forgotten_and_its_client_told_so() -> No
     client, world = stage.client, stage.world
     program = client.program(chain([stage.spec]))
     (y,) = client.run(program, X)
-    client.tell(ReleaseSlice(stage.slice))
+    client.tell(msg.ReleaseSlice(stage.slice))
     np.testing.assert_array_equal(client.value(y), X + 1)
-    assert client.of(ReleaseSlice) == [ReleaseSlice(stage.slice)]
+    assert client.of(msg.ReleaseSlice) == [msg.ReleaseSlice(stage.slice)]
     owner = world.client(client.number)
     assert not owner.slices.owned
     assert not owner.slices.times_bound
@@ -458,8 +440,8 @@ def test_a_slice_that_was_given_back_is_forgotten_and_its_client_told_so() -> No
     assert not owner.slices.requests, "nothing can be made there again"
     world.host("h0", "i", 2)
     world.settle()
-    assert len(client.of(SliceBound)) == 1, "nothing more is said of it"
-    assert not client.of(SliceLost)
+    assert len(client.of(msg.SliceBound)) == 1, "nothing more is said of it"
+    assert not client.of(msg.SliceLost)
 
 
 def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() -> None:
@@ -483,7 +465,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
     assert known() == {digest(b"7")}
     again = other.id()  # without the artifact, which is there
     other.outputs[again] = other.outputs[theirs]
-    other.tell(RegisterProgram(again, Compact.of(chain([split(slice_, 2)], b"7")), ()))
+    other.tell(msg.RegisterProgram(again, Compact.of(chain([split(slice_, 2)], b"7")), ()))
     other.release(theirs)
     (y,) = other.run(again, X)
     np.testing.assert_array_equal(other.value(y), X + 7)
@@ -497,7 +479,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_share_that_is_not_one_is_refused(share: float) -> None:
-    error = beyond_bounds(Attach("odd", share, 0))
+    error = beyond_bounds(msg.Attach("odd", share, 0))
     assert error is not None
     assert error.kind == "ArgumentError"
     assert "`share`" in error.message
@@ -509,9 +491,9 @@ def test_answers_of_an_old_epoch_are_dropped() -> None:
     stage.world.settle()
     stale = stage.world.counters["messages_stale"]
     scheduler = Address("controller", "scheduler/i")
-    stage.world.post(executor_of("h0"), scheduler, Installed(0, program, None))
+    stage.world.post(executor_of("h0"), scheduler, msg.Installed(0, program, None))
     stage.world.settle()
     assert stage.world.counters["messages_stale"] == stale + 1
     assert digest(b"1") in stage.world.control.registry.artifacts
-    assert not stage.world.to(executor_of("h0"), Discard)
-    assert stage.client.of(RunFailed) == stage.client.of(RunsSettled) == []
+    assert not stage.world.to(executor_of("h0"), msg.Discard)
+    assert stage.client.of(msg.RunFailed) == stage.client.of(msg.RunsSettled) == []

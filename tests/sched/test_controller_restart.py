@@ -39,24 +39,10 @@ from pw.client.session.thread_messages import (
 )
 from pw.client.trace.jit import jit
 from pw.client.transfer import put
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
-from pw.core.messages import (
-    AllocateSlice,
-    Artifact,
-    Attached,
-    Checkpoint,
-    CreateArray,
-    DrainHost,
-    GetStatus,
-    PeerLost,
-    RegisterHost,
-    RegisterProgram,
-    ReleaseProgram,
-    ReleaseSlice,
-    Run,
-)
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, box_slices
 from pw.sched.control import sessions
@@ -103,24 +89,26 @@ class User:
 
     def slice(self, devices: int, island: str | None) -> Future[Any]:
         bound: Future[Any] = Future()
-        self.note(Allocate(AllocateSlice(self.id(), devices, None, island, None), bound))
+        self.note(Allocate(msg.AllocateSlice(self.id(), devices, None, island, None), bound))
         return bound
 
     def program(self, body: Program, blob: bytes = b"1") -> int:
         number = self.id()
         (output,) = body.outputs
         self.outputs[number] = output.spec
-        self.note(Tell(RegisterProgram(number, Compact.of(body), (Artifact(digest(blob), blob),))))
+        self.note(
+            Tell(msg.RegisterProgram(number, Compact.of(body), (msg.Artifact(digest(blob), blob),)))
+        )
         return number
 
     def release(self, program: int) -> None:
-        self.note(Tell(ReleaseProgram(program)))
+        self.note(Tell(msg.ReleaseProgram(program)))
 
     def run(self, program: int, arg: int | bytes) -> int:
         made = self.id()
         self.specs[made] = self.outputs[program]
         self.runs += 1
-        self.note(Tell(Run(self.id(), program, (arg,), (made,))))
+        self.note(Tell(msg.Run(self.id(), program, (arg,), (made,))))
         return made
 
     def put(self, value: np.ndarray[Any, Any], spec: ArraySpec) -> int:
@@ -143,7 +131,7 @@ class User:
         return future
 
     def checkpoint(self, *arrays: int) -> Future[Any]:
-        return self.ask(lambda request: Checkpoint(request, arrays), *arrays)
+        return self.ask(lambda request: msg.Checkpoint(request, arrays), *arrays)
 
     def whole(self, array: int, future: Future[Any]) -> np.ndarray[Any, Any]:
         spec = self.specs[array]
@@ -355,7 +343,7 @@ def test_a_spare_that_comes_first_does_not_make_an_island() -> None:
     cluster.lose()
     world.settle()
     cluster.start()
-    world.post(Address("s", "executor"), RESOURCES, RegisterHost("a", 0, 1, "cpu", "", 1, True))
+    world.post(Address("s", "executor"), RESOURCES, msg.RegisterHost("a", 0, 1, "cpu", "", 1, True))
     world.settle()
     assert not world.resources.inventory.islands
     assert "s" in world.resources.inventory.spares
@@ -399,7 +387,7 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     if when == "in between":
         cluster.lose()
         world.settle()
-    user.note(Tell(ReleaseSlice(given)))
+    user.note(Tell(msg.ReleaseSlice(given)))
     world.drain("c")
     if when == "unconfirmed":
         cluster.lose()
@@ -422,7 +410,7 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again_or_says_why_
     x = user.put(cluster.x, cluster.a)
     y = user.run(moved, x)
     user.delete(x)
-    user.note(Tell(ReleaseSlice(number)))
+    user.note(Tell(msg.ReleaseSlice(number)))
     user.release(moved)
     world.settle()
     if restarts:
@@ -479,7 +467,7 @@ class Answering(QuietThread):
 
     def post(self, note: object) -> None:
         if isinstance(note, Open):
-            resolve(note.attached, Attached(2, b"", CREDITS, ()))
+            resolve(note.attached, msg.Attached(2, b"", CREDITS, ()))
         elif isinstance(note, Close):
             resolve(note.closed, ())
 
@@ -583,7 +571,7 @@ def test_a_program_that_was_released_can_be_made_again_under_another_controller(
     again = make(spec)
     works(again, spec)
     assert runtime.programs.artifacts == {digest(b"7"): 1}
-    registered = cluster.world.to(CONTROL, RegisterProgram)
+    registered = cluster.world.to(CONTROL, msg.RegisterProgram)
     assert [len(message.artifacts) for message in registered] == [1, 0, 0, 1]
     release(again)
     assert not runtime.programs.artifacts
@@ -635,7 +623,7 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
         runtime.register_program(chain([spec], b"7" * 9_000), halves)
     assert not runtime.programs.artifacts
     assert not len(runtime.programs)
-    assert not cluster.world.to(CONTROL, RegisterProgram)
+    assert not cluster.world.to(CONTROL, msg.RegisterProgram)
     thread.has_frames = False  # in a cluster inside this process there are none
     runtime.release_program(runtime.register_program(chain([spec], large), {digest(large): large}))
     thread.has_frames = True
@@ -666,7 +654,7 @@ def test_a_program_of_too_many_arrays_is_refused_with_their_number(
     monkeypatch.setattr(codec, "MAX_OBJECTS", 100)
     with pytest.raises(ArgumentError, match="takes 1 arrays and makes 1, with 3 calls: stack"):
         runtime.register_program(chain([spec] * 3, b"7"), {digest(b"7"): b"7"})
-    assert not cluster.world.to(CONTROL, RegisterProgram)
+    assert not cluster.world.to(CONTROL, msg.RegisterProgram)
 
 
 def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
@@ -682,7 +670,7 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
     link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))
     link.keeps = True
     with pytest.raises(codec.MessageTooLarge):
-        link.send(CONTROL, CreateArray(1, split(1, 2)))
+        link.send(CONTROL, msg.CreateArray(1, split(1, 2)))
     assert 1 not in link.journal
     assert len(list(link.journal.retold())) == 1, "nothing but that there is nothing"
 
@@ -696,7 +684,7 @@ def test_what_comes_to_the_next_controller_too_early_does_no_harm() -> None:
     cluster.lose()
     cluster.start()
     world.stale.discard((user.me.node, CONTROLLER))
-    world.post(user.me, CONTROL, Checkpoint(99, (array,)))
+    world.post(user.me, CONTROL, msg.Checkpoint(99, (array,)))
     np.testing.assert_array_equal(user.value(array), cluster.x)
     assert user.session.closed is None
 
@@ -736,7 +724,7 @@ def test_a_host_and_its_controller_lose_sight_of_each_other(seed: int) -> None:
             link.clear()
             for actor in world.actors[one]:
                 me = Address(one, actor)
-                link.append((me, me, PeerLost(other, "silent")))
+                link.append((me, me, msg.PeerLost(other, "silent")))
 
     look(cluster, work(cluster, seed, 30, {seed: blip}))
     assert user.session.closed is None
@@ -746,7 +734,7 @@ def test_a_controller_that_does_not_come_back_is_given_up() -> None:
     cluster = Cluster(0)
     cluster.lose()
     cluster.world.settle()
-    asked = cluster.user.ask(GetStatus)
+    asked = cluster.user.ask(msg.GetStatus)
     bound = cluster.user.slice(1, "a")
     cluster.world.wait(59)
     assert not asked.done()
@@ -770,7 +758,7 @@ def test_a_client_that_its_own_controller_gave_up_is_not_taken_back(
     user, world = cluster.user, cluster.world
     for one, other in ((user.me.node, CONTROLLER), (CONTROLLER, user.me.node)):
         for actor in world.actors[one]:
-            world.post(Address(one, actor), Address(one, actor), PeerLost(other, reason))
+            world.post(Address(one, actor), Address(one, actor), msg.PeerLost(other, reason))
     cluster.time(2)
     assert isinstance(user.session.closed, Disconnected)
     assert "given up" in str(user.session.closed)
@@ -803,9 +791,9 @@ def test_what_is_asked_of_the_controller_is_asked_again() -> None:
     user, world = cluster.user, cluster.world
     array = user.put(cluster.x, cluster.a)
     world.settle()
-    asked = [user.ask(GetStatus), user.checkpoint(array)]
-    missing = user.ask(lambda request: DrainHost(request, "no-host"))
-    drained = user.ask(lambda request: DrainHost(request, "b0"))
+    asked = [user.ask(msg.GetStatus), user.checkpoint(array)]
+    missing = user.ask(lambda request: msg.DrainHost(request, "no-host"))
+    drained = user.ask(lambda request: msg.DrainHost(request, "b0"))
     world.drain(user.me.node)
     cluster.lose()
     world.settle()

@@ -6,17 +6,10 @@ from collections import Counter
 
 import pytest
 
+from pw.core import messages as msg
 from pw.core.actors.lifecycle import ImpossibleTransition, Lifecycle
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id
-from pw.core.messages import (
-    CancelRun,
-    IslandLost,
-    RemoveClient,
-    SegmentDone,
-    SegmentLaunched,
-    UploadEnded,
-)
 from pw.sched.island.launch_states import LAUNCH, Event, SegmentTask, State
 from pw.testing.sim.profiles import PROFILES
 from pw.testing.sim.runner import simulate
@@ -58,16 +51,20 @@ class Watched:
 
     def until_launched(self) -> SegmentTask:
         run = self.submit.run
-        self.bench.tell(SegmentLaunched(run, 3), SegmentLaunched(run, 5), UploadEnded(self.array))
+        self.bench.tell(
+            msg.SegmentLaunched(run, 3), msg.SegmentLaunched(run, 5), msg.UploadEnded(self.array)
+        )
         return self.task
 
 
 def test_a_launch_waits_until_uploads_and_producers_let_it_go() -> None:
     watched = Watched()
     run, task, bench = watched.submit.run, watched.task, watched.bench
-    bench.tell(SegmentLaunched(run, 3), SegmentLaunched(run, 5), SegmentDone(run, 3, 10))
+    bench.tell(
+        msg.SegmentLaunched(run, 3), msg.SegmentLaunched(run, 5), msg.SegmentDone(run, 3, 10)
+    )
     assert task.state is State.WAITING
-    bench.tell(UploadEnded(watched.array))
+    bench.tell(msg.UploadEnded(watched.array))
     assert task.state is State.IN_FLIGHT
     bench.end(bench.launches()[0])
     assert task.state is State.ENDED
@@ -86,10 +83,10 @@ def test_a_launch_is_ready_when_its_producers_have_ended() -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_how_a_launch_is_taken_away(launched: bool) -> None:
-    lost = IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0")
+    lost = msg.IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0")
     for message, queued, in_flight in (
-        (CancelRun(Watched().submit.run), State.CANCELLED, State.IN_FLIGHT),
-        (RemoveClient(1), State.CANCELLED, State.IN_FLIGHT),
+        (msg.CancelRun(Watched().submit.run), State.CANCELLED, State.IN_FLIGHT),
+        (msg.RemoveClient(1), State.CANCELLED, State.IN_FLIGHT),
         (lost, State.LOST, State.LOST),
     ):
         watched = Watched()

@@ -12,32 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport, TransferFailed
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
-from pw.core.messages import (
-    CANCELLED,
-    ArrayPlaced,
-    CancelRun,
-    CreateArray,
-    Discard,
-    Installed,
-    InstallProgram,
-    IslandFormed,
-    IslandJoined,
-    IslandLost,
-    Launch,
-    Release,
-    RemoveClient,
-    ReserveRun,
-    RunAdmitted,
-    RunAtHead,
-    RunRefused,
-    SegmentLaunched,
-    Submit,
-    UninstallProgram,
-    Uploaded,
-    UploadEnded,
-)
 from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.programs.plan import Execute, Free, HostPlan, Plan, Receive
@@ -539,7 +516,7 @@ class MemoryBench(Bench):
 
     def __init__(self, clients: int = 2, capacity_bytes: int | None = 100) -> None:
         super().__init__()
-        self.tell(IslandFormed("i", 1, self.hosts, capacity_bytes))
+        self.tell(msg.IslandFormed("i", 1, self.hosts, capacity_bytes))
         for client in range(1, clients + 1):
             self.client(client)
         self.programs = 100
@@ -548,10 +525,12 @@ class MemoryBench(Bench):
         self.programs += 1
         number = client_id(client, self.programs)
         body = Program(f"p{self.programs}", (), (), (), ())
-        self.tell(InstallProgram(number, body, (PLAN,), (), memory))
+        self.tell(msg.InstallProgram(number, body, (PLAN,), (), memory))
         return number
 
-    def run(self, program: int, *args: int, results: tuple[int, ...] = (), **how: Any) -> Submit:
+    def run(
+        self, program: int, *args: int, results: tuple[int, ...] = (), **how: Any
+    ) -> msg.Submit:
         submit = self.submission(program >> 40, **how)
         submit = msgspec.structs.replace(
             submit,
@@ -564,7 +543,7 @@ class MemoryBench(Bench):
         return submit
 
     def upload(self, array: int, size_bytes: int) -> None:
-        self.tell(ArrayPlaced(array, (DEVICE,), size_bytes), UploadEnded(array))
+        self.tell(msg.ArrayPlaced(array, (DEVICE,), size_bytes), msg.UploadEnded(array))
 
     @property
     def memory(self) -> DeviceMemory:
@@ -577,10 +556,10 @@ class MemoryBench(Bench):
         return self.memory.used_bytes(DEVICE)
 
     def launched(self) -> list[int]:
-        return [launch.run for launch in self.launches() if launch.segment != CANCELLED]
+        return [launch.run for launch in self.launches() if launch.segment != msg.CANCELLED]
 
-    def refused(self) -> list[RunRefused]:
-        return list(self.world.to(CONTROL, RunRefused))
+    def refused(self) -> list[msg.RunRefused]:
+        return list(self.world.to(CONTROL, msg.RunRefused))
 
 
 def test_a_run_waits_until_what_is_in_flight_has_ended() -> None:
@@ -614,7 +593,7 @@ def test_a_run_that_can_never_fit_is_refused_with_the_numbers() -> None:
     bench = MemoryBench()
     bench.run(bench.program(2, needs(10)))
     array = client_id(1, 5)
-    bench.tell(ArrayPlaced(array, (DEVICE,), 60))
+    bench.tell(msg.ArrayPlaced(array, (DEVICE,), 60))
     run = bench.run(bench.program(1, needs(50, inputs=1)), array)
     (refused,) = bench.refused()
     assert refused.run == run.run
@@ -653,7 +632,7 @@ def test_the_queue_of_a_refused_run_stands_still_until_the_controller_has_cancel
     other = bench.run(bench.program(2, needs(10)))
     assert len(bench.refused()) == 1
     assert bench.launched() == [other.run]
-    bench.tell(CancelRun(too_big.run))
+    bench.tell(msg.CancelRun(too_big.run))
     assert bench.launched()[-1] == behind.run
     assert "scheduler.admission.refused" not in held("scheduler", bench.scheduler)
 
@@ -665,11 +644,11 @@ def test_one_run_at_a_time_is_refused_for_what_others_hold() -> None:
     bench.upload(held, 60)
     program = bench.program(1, needs(50))
     first = bench.run(program)
-    bench.tell(Release(1, (held,), (("h0",),)))
+    bench.tell(msg.Release(1, (held,), (("h0",),)))
     assert len(bench.refused()) == 1
     second = bench.run(bench.program(2, needs(50)))
     assert len(bench.refused()) == 1
-    bench.tell(CancelRun(first.run))
+    bench.tell(msg.CancelRun(first.run))
     assert bench.launched() == [second.run]
     assert len(bench.refused()) == 1
 
@@ -682,17 +661,17 @@ def test_a_run_waits_for_an_upload_whose_array_goes_when_it_has_come(
     """It was deleted on its way. Whose work is looked at first makes no difference."""
     bench = MemoryBench()
     array = client_id(first, 5)
-    bench.tell(ArrayPlaced(array, (DEVICE,), 60))
+    bench.tell(msg.ArrayPlaced(array, (DEVICE,), 60))
     run = bench.run(bench.program(3 - first, needs(50)), islands=islands)
     if islands:
-        bench.tell(ReserveRun(run.run))
+        bench.tell(msg.ReserveRun(run.run))
     later = client_id(first, 6)
-    bench.tell(ArrayPlaced(later, (DEVICE,), 10))
+    bench.tell(msg.ArrayPlaced(later, (DEVICE,), 10))
     assert not bench.launched()
     assert not bench.refused()
     bench.world.mailboxes["controller"] += [
-        (bench.address, bench.address, UploadEnded(array)),
-        (bench.address, bench.address, Release(first, (array,), (("h0",),))),
+        (bench.address, bench.address, msg.UploadEnded(array)),
+        (bench.address, bench.address, msg.Release(first, (array,), (("h0",),))),
     ]
     bench.world.drain("controller")
     assert bench.launched() == [run.run]
@@ -727,18 +706,20 @@ def test_what_is_deleted_on_its_way_goes_behind_all_that_may_use_it() -> None:
     bench = MemoryBench()
     array, held = client_id(1, 5), client_id(1, 6)
     bench.upload(held, 60)
-    bench.tell(ArrayPlaced(array, (DEVICE,), 30))
+    bench.tell(msg.ArrayPlaced(array, (DEVICE,), 30))
     reader = bench.run(bench.program(1, needs(0, inputs=1)), array, awaits=(array,), depends=(3,))
     large = bench.program(1, needs(20))
     runs = [bench.run(large), bench.run(large)]
-    bench.tell(UploadEnded(array), Release(1, (array,), (("h0",),), late=True))
-    bench.tell(Release(1, (held,), (("h0",),)))
+    bench.tell(msg.UploadEnded(array), msg.Release(1, (array,), (("h0",),), late=True))
+    bench.tell(msg.Release(1, (held,), (("h0",),)))
     assert not bench.launched()
-    bench.tell(SegmentLaunched(reader.run, 3))
+    bench.tell(msg.SegmentLaunched(reader.run, 3))
     assert bench.launched() == [reader.run]
     assert bench.used == 90
-    orders = [m for m in bench.world.to(executor_of("h0")) if isinstance(m, Launch | Discard)]
-    assert [type(order) for order in orders] == [Launch, Discard]
+    orders = [
+        m for m in bench.world.to(executor_of("h0")) if isinstance(m, msg.Launch | msg.Discard)
+    ]
+    assert [type(order) for order in orders] == [msg.Launch, msg.Discard]
     bench.end(bench.launches()[0])
     assert bench.launched() == [reader.run] + [run.run for run in runs]
     assert not bench.refused()
@@ -749,12 +730,12 @@ def test_a_run_waits_for_an_upload_that_others_wait_for() -> None:
     bench = MemoryBench()
     held, late = client_id(1, 5), client_id(1, 6)
     bench.upload(held, 60)
-    bench.tell(ArrayPlaced(late, (DEVICE,), 10))
+    bench.tell(msg.ArrayPlaced(late, (DEVICE,), 10))
     reader = bench.run(bench.program(1, needs(0, inputs=1)), late, awaits=(late,))
-    bench.tell(Release(1, (held,), (("h0",),)))
+    bench.tell(msg.Release(1, (held,), (("h0",),)))
     run = bench.run(bench.program(2, needs(50)))
     assert not bench.refused()
-    bench.tell(UploadEnded(late))
+    bench.tell(msg.UploadEnded(late))
     assert bench.launched() == [reader.run, run.run]
     assert not bench.refused()
 
@@ -763,16 +744,16 @@ def test_an_upload_that_has_ended_or_began_later_keeps_no_run_from_its_end() -> 
     bench = MemoryBench(3)
     held, late = client_id(1, 5), client_id(1, 6)
     bench.upload(held, 60)
-    bench.tell(ArrayPlaced(late, (DEVICE,), 10))
+    bench.tell(msg.ArrayPlaced(late, (DEVICE,), 10))
     first = bench.run(bench.program(2, needs(50)))
     assert not bench.refused()
-    bench.tell(ArrayPlaced(client_id(1, 7), (DEVICE,), 10), UploadEnded(late))
+    bench.tell(msg.ArrayPlaced(client_id(1, 7), (DEVICE,), 10), msg.UploadEnded(late))
     assert [refused.run for refused in bench.refused()] == [first.run]
-    bench.tell(CancelRun(first.run))
+    bench.tell(msg.CancelRun(first.run))
     second = bench.run(bench.program(2, needs(90)))
     assert len(bench.refused()) == 1
     bench.upload(client_id(3, 5), 60)
-    bench.tell(RemoveClient(1))
+    bench.tell(msg.RemoveClient(1))
     assert not bench.memory.arriving
     assert [refused.run for refused in bench.refused()] == [first.run, second.run]
 
@@ -784,7 +765,7 @@ def test_a_release_in_the_queue_makes_room_in_its_turn() -> None:
     runs = []
     for array in made:
         runs.append(bench.run(program, results=(array,)))
-        bench.tell(Release(1, (array,), (("h0",),)))
+        bench.tell(msg.Release(1, (array,), (("h0",),)))
     assert bench.launched() == [runs[0].run]
     for index in range(3):
         assert bench.used == 60
@@ -797,7 +778,7 @@ def test_a_release_in_the_queue_makes_room_in_its_turn() -> None:
 def test_temporaries_are_reserved_as_soon_as_a_host_has_told_of_them() -> None:
     bench = MemoryBench()
     program = bench.program(1, needs(10))
-    bench.tell(Installed(1, program, None, (75,)), sender=executor_of("h0"))
+    bench.tell(msg.Installed(1, program, None, (75,)), sender=executor_of("h0"))
     for _ in range(3):
         bench.run(program)
     assert bench.used == 95
@@ -810,12 +791,12 @@ def test_temporaries_are_reserved_as_soon_as_a_host_has_told_of_them() -> None:
 
 def test_a_client_that_goes_gives_everything_back() -> None:
     bench = MemoryBench()
-    bench.tell(ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
+    bench.tell(msg.ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
     program = bench.program(1, needs(50, outputs=(50,)))
     bench.run(program, results=(client_id(1, 6),))
     bench.run(program, results=(client_id(1, 7),))
     waiting = bench.run(bench.program(2, needs(80)))
-    bench.tell(RemoveClient(1))
+    bench.tell(msg.RemoveClient(1))
     assert bench.used == 50, "what has been launched ends first"
     bench.end(bench.launches()[0])
     assert bench.launched()[-1] == waiting.run
@@ -824,11 +805,11 @@ def test_a_client_that_goes_gives_everything_back() -> None:
 
 def test_a_new_epoch_starts_with_nothing_held() -> None:
     bench = MemoryBench()
-    bench.tell(ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
+    bench.tell(msg.ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
     bench.run(bench.program(1, needs(50)))
     bench.run(bench.program(2, needs(50)))
     error = ErrorReport("HostLost", "gone")
-    bench.tell(IslandLost("i", 1, error), IslandFormed("i", 2, bench.hosts, 100))
+    bench.tell(msg.IslandLost("i", 1, error), msg.IslandFormed("i", 2, bench.hosts, 100))
     assert (bench.used, bench.memory.claims) == (0, 0)
     bench.run(bench.program(1, needs(100)))
     assert bench.used == 100
@@ -837,7 +818,7 @@ def test_a_new_epoch_starts_with_nothing_held() -> None:
 
 def test_without_a_limit_nothing_is_counted() -> None:
     bench = MemoryBench(capacity_bytes=None)
-    bench.tell(ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
+    bench.tell(msg.ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
     program = bench.program(1, needs(10**15))
     bench.run(program)
     assert bench.scheduler.admission.memory is None
@@ -854,12 +835,12 @@ def test_memory_is_taken_only_when_everything_else_is_there() -> None:
     late = bench.run(program, depends=(3,), awaits=(array,))
     other = bench.run(bench.program(2, needs(60)))
     assert bench.launched() == [other.run]
-    bench.tell(SegmentLaunched(late.run, 3), UploadEnded(array))
+    bench.tell(msg.SegmentLaunched(late.run, 3), msg.UploadEnded(array))
     assert bench.used == 60
     bench.end(bench.launches()[0])
     assert bench.launched() == [other.run, late.run]
     bench.end(bench.launches()[1])
-    bench.tell(UninstallProgram(program, ("h0",)))
+    bench.tell(msg.UninstallProgram(program, ("h0",)))
     assert not bench.refused()
 
 
@@ -867,38 +848,38 @@ def test_a_run_of_two_islands_is_admitted_in_the_order_of_their_names() -> None:
     first = MemoryBench()
     run = first.run(first.program(1, needs(60)), islands=("i", "j"))
     assert not first.used, "it may not be next in its queue on the other island"
-    first.tell(RunAtHead(run.run))
+    first.tell(msg.RunAtHead(run.run))
     assert first.used == 60
-    assert first.world.to(scheduler_of("j"), ReserveRun) == [ReserveRun(run.run)]
+    assert first.world.to(scheduler_of("j"), msg.ReserveRun) == [msg.ReserveRun(run.run)]
     assert not first.launched()
-    first.tell(RunAdmitted(run.run))
+    first.tell(msg.RunAdmitted(run.run))
     assert first.launched() == [run.run]
 
     last = MemoryBench()
     program = last.program(1, needs(60))
     ahead = last.run(program, depends=(3,))
     run = last.run(program, islands=("h", "i"))
-    assert not last.world.to(scheduler_of("h"), RunAtHead)
-    last.tell(SegmentLaunched(ahead.run, 3))
-    assert last.world.to(scheduler_of("h"), RunAtHead) == [RunAtHead(run.run)]
-    last.tell(ReserveRun(run.run))
+    assert not last.world.to(scheduler_of("h"), msg.RunAtHead)
+    last.tell(msg.SegmentLaunched(ahead.run, 3))
+    assert last.world.to(scheduler_of("h"), msg.RunAtHead) == [msg.RunAtHead(run.run)]
+    last.tell(msg.ReserveRun(run.run))
     assert last.launched() == [ahead.run], "there is no room yet"
     last.end(last.launches()[0])
-    assert last.world.to(scheduler_of("h"), RunAdmitted) == [RunAdmitted(run.run)]
+    assert last.world.to(scheduler_of("h"), msg.RunAdmitted) == [msg.RunAdmitted(run.run)]
     assert last.launched() == [ahead.run, run.run]
 
 
 def test_a_run_cancelled_between_its_two_islands_gives_its_reservation_back() -> None:
     bench = MemoryBench()
     array = client_id(1, 5)
-    bench.tell(ArrayPlaced(array, (DEVICE,), 20))
+    bench.tell(msg.ArrayPlaced(array, (DEVICE,), 20))
     program = bench.program(1, needs(60, 1, (0,), (20,)))
     run = bench.run(program, array, results=(client_id(1, 6),), islands=("i", "j"))
-    bench.tell(RunAtHead(run.run))
+    bench.tell(msg.RunAtHead(run.run))
     assert bench.used == 80
-    bench.tell(CancelRun(run.run))
+    bench.tell(msg.CancelRun(run.run))
     assert (bench.used, bench.memory.claims) == (20, 0), "nor has it taken its argument"
-    bench.tell(RunAdmitted(run.run))
+    bench.tell(msg.RunAdmitted(run.run))
     assert not bench.launched()[1:]
 
 
@@ -920,7 +901,7 @@ def host_with(world: World, island: str, limit_bytes: int | None) -> None:
     host = world.host(f"{island}0", island)
 
     def join(form: Any, joined: Any) -> None:
-        joined(IslandJoined(form.island, form.epoch, "fake", 1, limit_bytes))
+        joined(msg.IslandJoined(form.island, form.epoch, "fake", 1, limit_bytes))
 
     host.join = join  # type: ignore[method-assign]
 
@@ -997,7 +978,7 @@ def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
     spec = split(client.slice(1, "a"), 1, LARGE)
     world.settle()
     array = client.id()
-    client.tell(CreateArray(array, spec))
+    client.tell(msg.CreateArray(array, spec))
     if deleted:
         client.delete(array)
     world.settle()
@@ -1006,7 +987,7 @@ def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
     assert memory.arriving == {array}
     assert memory.used_bytes(DeviceAddress("a0", 0)) == LARGE_SHARD
     error = ErrorReport.of(TransferFailed("the link was cut"))
-    world.post(store_of("a0"), CONTROL, Uploaded(array, error))
+    world.post(store_of("a0"), CONTROL, msg.Uploaded(array, error))
     world.settle()
     assert not memory.arriving
     assert memory.used_bytes(DeviceAddress("a0", 0)) == (0 if deleted else LARGE_SHARD)

@@ -14,16 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.core import messages as msg
 from pw.core.ids import CONTROL, executor_of, session_of
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    DrainHost,
-    RegisterHost,
-    ReleaseSlice,
-    SliceBound,
-    SliceRefused,
-)
 from pw.sched.cluster.epochs import REJOIN_S
 from pw.sched.cluster.slices import MOVE_S, RESUME_S
 from pw.testing import InProcessCluster
@@ -42,19 +34,19 @@ class Named(Bench):
             self.joined(node, epoch, devices, name)
 
     def register(self, node: str, island: str, hosts: int, devices: int = 2, **how: Any) -> None:
-        said = RegisterHost(island, hosts, devices, "cpu", f"at {node}", 7, **how)
+        said = msg.RegisterHost(island, hosts, devices, "cpu", f"at {node}", 7, **how)
         self.say(executor_of(node), said)
 
     def want(self, number: int, devices: int, *hosts: str, **how: Any) -> Any:
-        self.say(CONTROL, AllocateSlice(number, devices, None, None, None, hosts=hosts, **how))
+        self.say(CONTROL, msg.AllocateSlice(number, devices, None, None, None, hosts=hosts, **how))
         return self.world.to(CONTROL)[-1]
 
     def on(self, number: int) -> list[str]:
         """The hosts of a slice, as it was bound last."""
         return [d.host for d in self.bindings(number)[-1].devices]
 
-    def bindings(self, number: int) -> list[SliceBound]:
-        return [one for one in self.news(SliceBound) if one.slice == number]
+    def bindings(self, number: int) -> list[msg.SliceBound]:
+        return [one for one in self.news(msg.SliceBound) if one.slice == number]
 
     def replace(self, node: str, spare: str) -> None:
         """Lose a host of island `a`, whose other host is a0, for so long that a spare has its place."""
@@ -104,7 +96,7 @@ def test_hosts_that_cannot_be_had(devices: int, hosts: list[str], kind: str, wor
     bench.island("b", 1, 2)
     bench.register("s", "", 0, spare=True)
     refused = bench.want(1, devices, *hosts, python=kind == "PythonRefused")
-    assert isinstance(refused, SliceRefused)
+    assert isinstance(refused, msg.SliceRefused)
     with pytest.raises(getattr(pw, kind), match=words):
         raise refused.error.exception()
 
@@ -118,7 +110,7 @@ def test_any_host_that_runs_python() -> None:
     for number in range(2, 8):
         bench.want(number, 1, python=True)
         assert bench.on(number)[0] in ("b1", "b2")
-    bench.say(CONTROL, AllocateSlice(8, 2, None, None, (2, 1), python=True))
+    bench.say(CONTROL, msg.AllocateSlice(8, 2, None, None, (2, 1), python=True))
     assert bench.on(8) == ["b1", "b2"]
     too_many = bench.want(9, 5, python=True)
     assert "5 devices, on hosts that run Python functions" in too_many.error.message
@@ -136,7 +128,7 @@ def test_a_slice_waits_for_the_host_that_it_names() -> None:
     assert len(bench.bindings(3)) == 2, "the slices that name no host go on"
     bench.world.wait(RESUME_S + MOVE_S)
     assert len(bench.bindings(1)) == before, "it goes to no other host"
-    assert not bench.news(SliceRefused)
+    assert not bench.news(msg.SliceRefused)
     bench.replace("s", "a1")
     assert len(bench.bindings(1)) == before + 1
     assert bench.on(1) == ["a1", "a1"]
@@ -148,13 +140,13 @@ def test_a_host_that_a_slice_names_is_not_drained() -> None:
     bench.register("s", "", 0, spare=True)
     bench.want(1, 2, "a1")
     asker = session_of("c")
-    bench.say(CONTROL, DrainHost(1, "a1", "c"))
-    (answer,) = bench.world.to(asker, Answered)
+    bench.say(CONTROL, msg.DrainHost(1, "a1", "c"))
+    (answer,) = bench.world.to(asker, msg.Answered)
     assert answer.error is not None
     assert "1 slice may be on no other host" in answer.error.message
-    bench.say(CONTROL, ReleaseSlice(1))
-    bench.say(CONTROL, DrainHost(2, "a1", "c"))
-    assert len(bench.world.to(asker, Answered)) == 1, "it is drained now"
+    bench.say(CONTROL, msg.ReleaseSlice(1))
+    bench.say(CONTROL, msg.DrainHost(2, "a1", "c"))
+    assert len(bench.world.to(asker, msg.Answered)) == 1, "it is drained now"
 
 
 def test_a_host_that_comes_back_without_python_is_told() -> None:
@@ -163,7 +155,7 @@ def test_a_host_that_comes_back_without_python_is_told() -> None:
     bench.want(1, 1, "a1", python=True)
     bench.replace("a1", "s")
     bench.replace("s", "a1")
-    (refused,) = bench.news(SliceRefused)
+    (refused,) = bench.news(msg.SliceRefused)
     assert refused.error.kind == "PythonRefused"
 
 

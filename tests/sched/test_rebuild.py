@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import (
     CONTROL,
@@ -18,32 +19,6 @@ from pw.core.ids import (
     scheduler_of,
     session_of,
     store_of,
-)
-from pw.core.messages import (
-    Answered,
-    ArraysLost,
-    Checkpoint,
-    CopyArrays,
-    CreateArray,
-    DrainHost,
-    Draining,
-    Explain,
-    Explanation,
-    ForgetInputs,
-    Holding,
-    Holdings,
-    InputGone,
-    Inquire,
-    LeaveIsland,
-    OfferReplica,
-    PeerLost,
-    ReleaseSlice,
-    SegmentDone,
-    SliceBound,
-    Submit,
-    Upload,
-    UploadAgain,
-    Uploaded,
 )
 from pw.core.packing import pack
 from pw.core.programs.program import Node, Output, Value
@@ -64,45 +39,45 @@ class Survivor(Client):
 
     def receive(self, sender: Any, message: Any) -> None:
         super().receive(sender, message)
-        if isinstance(message, PeerLost):
+        if isinstance(message, msg.PeerLost):
             self.known.discard(message.node)
-        elif isinstance(message, UploadAgain):
+        elif isinstance(message, msg.UploadAgain):
             if self.keeps_inputs:
                 value, spec = self.uploads[message.array], self.specs[message.array]
                 self.uploads[message.name], self.specs[message.name] = value, spec
                 self.send_again(message.name, value, spec)
             else:
-                self.tell(InputGone(message.name))
+                self.tell(msg.InputGone(message.name))
 
     def send_again(self, array: int, value: Any, spec: ArraySpec) -> None:
         devices = self.devices(spec)
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = pack([value[box_slices(box)] for box, _ in boxes])
-            self.tell_host(host, Upload(array, spec, devices, data, *self.place(spec)))
+            self.tell_host(host, msg.Upload(array, spec, devices, data, *self.place(spec)))
 
     def announce(self, value: Any, spec: ArraySpec) -> int:
         """An upload while the slice is not bound: the bytes follow when they are asked for."""
         array = self.id()
         self.specs[array], self.uploads[array] = spec, value
-        self.tell(CreateArray(array, spec, 0))
+        self.tell(msg.CreateArray(array, spec, 0))
         return array
 
     def checkpoint(self, *arrays: int) -> int:
         number = self.id()
-        self.tell(Checkpoint(number, arrays))
+        self.tell(msg.Checkpoint(number, arrays))
         return number
 
-    def answered(self, request: int) -> Answered | None:
-        return next((m for m in self.of(Answered) if m.request == request), None)
+    def answered(self, request: int) -> msg.Answered | None:
+        return next((m for m in self.of(msg.Answered) if m.request == request), None)
 
     def why(self) -> str:
         """The verdict of `pw why`."""
         number = self.id()
-        self.tell(Explain(number))
+        self.tell(msg.Explain(number))
         self.env.world.settle()
         self.env.world.wait(1)
-        (answer,) = [m for m in self.of(Explanation) if m.request == number]
+        (answer,) = [m for m in self.of(msg.Explanation) if m.request == number]
         return answer.text.splitlines()[0]
 
     def value(self, array: int) -> Any:
@@ -110,16 +85,16 @@ class Survivor(Client):
             if array in self.failed:
                 return self.failed[array]
             number = self.id()
-            self.tell(Inquire(number, (array,)))
+            self.tell(msg.Inquire(number, (array,)))
             self.env.world.settle()
             if array in self.failed:
                 return self.failed[array]
             assert self.answered(number) is not None, "an inquiry hangs"
-            losses = len(self.of(PeerLost))
+            losses = len(self.of(msg.PeerLost))
             asked = self.fetch(array)
             self.env.world.settle()
             answer = self.answer(array, asked)
-            if answer is None and len(self.of(PeerLost)) > losses:
+            if answer is None and len(self.of(msg.PeerLost)) > losses:
                 continue  # it was asked of a process that had ended
             assert answer is not None, "a fetch hangs"
             if not isinstance(answer, ErrorReport):
@@ -208,7 +183,7 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
         (state,) = client.run(step, state)
     world.settle()
     world.wait(KEEP_S)
-    assert client.answered(asked) == Answered(asked, None)
+    assert client.answered(asked) == msg.Answered(asked, None)
     assert len(world.client(client.number).lineage), "back to the checkpoint"
     for _ in range(3):
         (state,) = client.run(step, state)
@@ -237,7 +212,7 @@ def test_where_the_network_is_too_slow_a_third_checkpoint_waits_with_all_that_is
     post = world.post
 
     def slow(sender: Address, to: Address, message: object) -> None:
-        if isinstance(message, Holdings) and to == CONTROL:
+        if isinstance(message, msg.Holdings) and to == CONTROL:
             under_way.append((sender, to, message))
         else:
             post(sender, to, message)
@@ -250,7 +225,7 @@ def test_where_the_network_is_too_slow_a_third_checkpoint_waits_with_all_that_is
 
     def handed_over() -> tuple[int, int]:
         to = scheduler_of("a")
-        return len(world.to(to, CopyArrays)), len(world.to(to, Submit)) - 1
+        return len(world.to(to, msg.CopyArrays)), len(world.to(to, msg.Submit)) - 1
 
     answered = 0
     while answered < 5:
@@ -264,7 +239,7 @@ def test_where_the_network_is_too_slow_a_third_checkpoint_waits_with_all_that_is
         for held in sent:
             post(*held)
         world.settle()
-        answered = sum(client.answered(one) == Answered(one, None) for one in asked)
+        answered = sum(client.answered(one) == msg.Answered(one, None) for one in asked)
     np.testing.assert_array_equal(client.value(state), cluster.x + 6)
     client.delete(state)
     client.release(step)
@@ -301,7 +276,7 @@ def test_checkpoints_that_wait_for_others_go_on_whatever_becomes_of_these(
         asked.append(client.checkpoint(state))
     world.steps(seed * 6)
     if victim == "drain":
-        client.tell(DrainHost(client.id(), "a0"))
+        client.tell(msg.DrainHost(client.id(), "a0"))
     else:
         cluster.hosts[victim].crash()
     for _ in range(40):
@@ -326,7 +301,7 @@ def test_what_a_checkpoint_was_answered_for_outlives_all_processes() -> None:
     world.settle()
     if client.answered(asked) is None:
         world.wait(KEEP_S)
-    assert client.answered(asked) == Answered(asked, None)
+    assert client.answered(asked) == msg.Answered(asked, None)
     for name in ("a0", "a1", "b0"):
         cluster.hosts[name].crash()
     world.settle()
@@ -347,7 +322,7 @@ def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:
         for name in ("a0", "a1", "b0"):
             host = cluster.hosts[name]
             host.waits = True
-            leave = LeaveIsland(name[0], epoch, "a test")
+            leave = msg.LeaveIsland(name[0], epoch, "a test")
             world.post(RESOURCES, Address(name, "executor"), leave)
         world.settle()
         for name in ("a0", "a1", "b0"):
@@ -370,13 +345,13 @@ def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
     asked = client.checkpoint(state)
     world.settle()
     world.wait(KEEP_S)
-    assert client.answered(asked) == Answered(asked, None)
+    assert client.answered(asked) == msg.Answered(asked, None)
     keepers = [host for host in cluster.hosts.values() if host.current.census()["replica_arrays"]]
     for host in keepers:
         world.kill(host.name)
     world.settle()
     world.wait(6)
-    assert len(client.of(SliceBound)) > 2, "spares have taken their places"
+    assert len(client.of(msg.SliceBound)) > 2, "spares have taken their places"
     assert not client.failed
     if returns:
         for host in keepers:
@@ -416,7 +391,7 @@ def test_a_checkpoint_says_what_kept_an_array_from_being_copied(seed: int) -> No
     world.settle()
     world.wait(KEEP_S)
     assert error_of(client, refused).kind == "OutOfHostMemory"
-    assert client.answered(fine) == Answered(fine, None)
+    assert client.answered(fine) == msg.Answered(fine, None)
 
 
 @pytest.mark.parametrize("victim", ["a0", "a1", "b0", "s0"])
@@ -431,7 +406,7 @@ def test_a_checkpoint_that_asks_a_host_that_was_just_lost_does_not_wait_for_it(v
     world.mailboxes[CONTROLLER].extend(news)
     news.clear()
     asked = client.id()
-    world.mailboxes[CONTROLLER].append((client.env.address, CONTROL, Checkpoint(asked, arrays)))
+    world.mailboxes[CONTROLLER].append((client.env.address, CONTROL, msg.Checkpoint(asked, arrays)))
     world.settle()
     world.wait(KEEP_S)
     answered = client.answered(asked)
@@ -474,11 +449,11 @@ def test_survivors_keep_what_they_have_and_inputs_are_sent_again() -> None:
     world.settle()
     np.testing.assert_array_equal(client.value(kept), X)
     np.testing.assert_array_equal(client.value(split_), X)
-    again = [message.array for message in client.of(UploadAgain)]
+    again = [message.array for message in client.of(msg.UploadAgain)]
     assert again == [split_], "the other one was handed over"
     client.delete(kept, split_)
     world.settle()
-    assert {array for message in client.of(ForgetInputs) for array in message.arrays} == {
+    assert {array for message in client.of(msg.ForgetInputs) for array in message.arrays} == {
         kept,
         split_,
     }
@@ -536,7 +511,7 @@ def test_an_input_that_is_sent_twice_stays_for_the_runs_that_read_it() -> None:
     world.settle()
     late = client.id()
     client.specs[late] = cluster.a
-    client.tell(CreateArray(late, cluster.a, bound=1))
+    client.tell(msg.CreateArray(late, cluster.a, bound=1))
     (first,), (second,) = client.run(program, late), client.run(program, given)
     client.delete(given)
     client.send_again(given, X, cluster.a)
@@ -557,17 +532,17 @@ def test_what_is_made_of_an_input_that_some_hosts_lack_for_good_fails() -> None:
     program = client.program(chain([cluster.a, cluster.b]))
     given = client.id()
     client.specs[given] = cluster.a
-    client.tell(CreateArray(given, cluster.a, bound=1))
+    client.tell(msg.CreateArray(given, cluster.a, bound=1))
     (made,) = client.run(program, given)
     world.settle()
     data = pack([X[: SMALL // 2]])
     devices, place = client.devices(cluster.a), client.place(cluster.a)
-    client.tell_host("a0", Upload(given, cluster.a, devices, data, *place))
+    client.tell_host("a0", msg.Upload(given, cluster.a, devices, data, *place))
     world.settle()
     cluster.hosts["b0"].waits = True
-    world.post(RESOURCES, Address("b0", "executor"), LeaveIsland("b", 1, "a test"))
+    world.post(RESOURCES, Address("b0", "executor"), msg.LeaveIsland("b", 1, "a test"))
     world.settle()
-    client.tell(InputGone(given))
+    client.tell(msg.InputGone(given))
     world.settle()
     cluster.hosts["b0"].start()
     world.settle()
@@ -591,7 +566,7 @@ def test_a_run_waits_no_more_for_an_upload_that_went_with_another_island(
     world.settle()
     unread = client.id()
     client.specs[unread], client.uploads[unread] = cluster.b, X
-    client.tell(CreateArray(unread, cluster.b, bound=1))
+    client.tell(msg.CreateArray(unread, cluster.b, bound=1))
     (made,) = client.run(program, unread, X)
     if not held:
         client.delete(unread)
@@ -674,7 +649,7 @@ def given_back(kind: str, cluster: Cluster, given: ArraySpec) -> tuple[int, int,
             client.release(on_given)
         (y,) = client.run(program, z)
         client.delete(z)
-    client.tell(ReleaseSlice(given.placement.slice))
+    client.tell(msg.ReleaseSlice(given.placement.slice))
     world.settle()
     return y, program, value
 
@@ -700,7 +675,7 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
     number = given.placement.slice
     assert number not in world.control.sessions.islands.bindings
     if loss == "link":
-        world.post(store_of("b0"), CONTROL, ArraysLost((y,)))
+        world.post(store_of("b0"), CONTROL, msg.ArraysLost((y,)))
         world.settle()
         world.wait(1)
     else:
@@ -712,8 +687,8 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
         world.wait(5)
     np.testing.assert_array_equal(client.value(y), value)
     owner = world.client(client.number)
-    assert sum(m.slice == number for m in client.of(SliceBound)) >= 2
-    assert client.of(ReleaseSlice)[-1] == ReleaseSlice(number)
+    assert sum(m.slice == number for m in client.of(msg.SliceBound)) >= 2
+    assert client.of(msg.ReleaseSlice)[-1] == msg.ReleaseSlice(number)
     assert not owner.slices.borrowed
     assert number not in world.control.sessions.islands.bindings
     assert sum(world.resources.slices.counts().values()) == 2
@@ -732,7 +707,7 @@ def given_back_on_an_island_that_is_gone(cluster: Cluster) -> int:
     given = split(client.slice(1, "a"), 1)
     world.settle()
     y, _, _ = given_back("result", cluster, given)
-    client.tell(ReleaseSlice(cluster.a.placement.slice))
+    client.tell(msg.ReleaseSlice(cluster.a.placement.slice))
     world.settle()
     cluster.hosts["a0"].die()
     world.settle()
@@ -789,7 +764,7 @@ def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spare
     world.steps(seed * 5)
     victim = client.bound[spec.placement.slice].devices[0].host
     request = client.id()
-    client.tell(DrainHost(request, victim))
+    client.tell(msg.DrainHost(request, victim))
     for _ in range(2):
         (state,) = client.run(step, state)
     for _ in range(40):
@@ -816,18 +791,18 @@ def test_a_drain_ends_though_nobody_could_take_its_copies_at_first(
     post, is_full = world.post, True
 
     def refuse(sender: Address, to: Address, message: object) -> None:
-        if isinstance(message, OfferReplica) and is_full:
-            sender, to, message = to, CONTROL, Holdings((Holding(message.array, ()),))
+        if isinstance(message, msg.OfferReplica) and is_full:
+            sender, to, message = to, CONTROL, msg.Holdings((msg.Holding(message.array, ()),))
         post(sender, to, message)
 
     monkeypatch.setattr(world, "post", refuse)
-    (keeper,) = {to.node for _, to, m in world.sent if isinstance(m, OfferReplica)}
+    (keeper,) = {to.node for _, to, m in world.sent if isinstance(m, msg.OfferReplica)}
     cluster.hosts[keeper].hand_over(())
     cluster.hosts[keeper].crash()
     world.settle()
     world.wait(1)
     request = client.id()
-    client.tell(DrainHost(request, "b0"))
+    client.tell(msg.DrainHost(request, "b0"))
     for _ in range(20):
         world.wait(0.2)
     assert client.answered(request) is None
@@ -853,7 +828,7 @@ def test_what_is_lost_again_and_again_is_tried_less_and_less_often(
     post, error = world.post, ErrorReport.of(HostLost("a link was cut"))
 
     def lose(sender: Address, to: Address, message: object) -> None:
-        if isinstance(message, SegmentDone) and to == CONTROL and len(tried_s) < 11:
+        if isinstance(message, msg.SegmentDone) and to == CONTROL and len(tried_s) < 11:
             tried_s.append(world.now_s)
             message = msgspec.structs.replace(message, lost=error)
         post(sender, to, message)
@@ -886,11 +861,11 @@ def test_several_hosts_of_an_island_may_be_drained_at_once(seed: int) -> None:
     world.settle()
     asked = {name: client.id() for name in ("a1", "a2")}
     for name, request in asked.items():
-        client.tell(DrainHost(request, name))
+        client.tell(msg.DrainHost(request, name))
     for _ in range(60):
         world.wait(0.2)
     for name, request in asked.items():
-        assert client.answered(request) == Answered(request, None)
+        assert client.answered(request) == msg.Answered(request, None)
         assert hosts[name].finished == "drained"
     np.testing.assert_array_equal(client.value(array), np.arange(6))
 
@@ -901,7 +876,7 @@ def test_a_drain_waits_for_a_host_that_is_started_again_but_not_for_ever() -> No
     world.kill("a1", "connection lost")
     world.settle()
     request = client.id()
-    client.tell(DrainHost(request, "a1"))
+    client.tell(msg.DrainHost(request, "a1"))
     world.settle()
     assert client.answered(request) is None
     for _ in range(100):
@@ -944,7 +919,7 @@ def test_an_array_that_does_not_arrive_is_tried_for_as_long_as_a_network_takes_t
     broken = True
 
     def lose(sender: Address, to: Address, message: object) -> None:
-        if isinstance(message, Uploaded) and to == CONTROL and broken:
+        if isinstance(message, msg.Uploaded) and to == CONTROL and broken:
             message = msgspec.structs.replace(message, error=error)
         post(sender, to, message)
 
@@ -972,7 +947,7 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
     world = cluster.world
     world.settle()
     for _ in range(3):
-        world.post(RESOURCES, CONTROL, Draining(("a0",)))
+        world.post(RESOURCES, CONTROL, msg.Draining(("a0",)))
     world.drain(CONTROLLER)
     looks = [a for a in world.alarms if repr(a.note).endswith("_look_at_drained")]
     assert len(looks) == 1
@@ -981,7 +956,7 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
 def test_a_host_that_does_not_exist_cannot_be_drained() -> None:
     cluster = Cluster()
     request = cluster.client.id()
-    cluster.client.tell(DrainHost(request, "no-host"))
+    cluster.client.tell(msg.DrainHost(request, "no-host"))
     cluster.world.settle()
     answer = cluster.client.answered(request)
     assert answer is not None

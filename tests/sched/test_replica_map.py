@@ -6,19 +6,9 @@ import itertools
 
 import pytest
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, RESOURCES, client_id, session_of, store_of
-from pw.core.messages import (
-    Attach,
-    Directory,
-    Draining,
-    Holding,
-    Holdings,
-    HoldsNoMore,
-    HostEmptied,
-    OfferReplica,
-    Peer,
-)
 from pw.sched.control.checkpoints.replicas import EMPTIED_S, OFFER_S, PAUSE_DOUBLINGS, Replicas
 from pw.sched.control.islands import Islands
 from pw.sched.control.sessions import Sessions
@@ -35,7 +25,7 @@ class Bench:
         self.world = World()
         env = FakeEnv(self.world, CONTROL)
         sessions = Sessions(env, Islands(env), TICKETS, 1)
-        client = sessions.attach(session_of("c"), Attach("c", 1.0, 0), ())
+        client = sessions.attach(session_of("c"), msg.Attach("c", 1.0, 0), ())
         assert client is not None
         self.client = client
         self.replicas = Replicas(sessions, 60.0)
@@ -47,14 +37,14 @@ class Bench:
         self.hosts_are(*hosts)
 
     def hosts_are(self, *names: str) -> None:
-        peers = tuple(Peer(name, name, True) for name in names)
-        self.actor.receive(RESOURCES, Directory(peers))
+        peers = tuple(msg.Peer(name, name, True) for name in names)
+        self.actor.receive(RESOURCES, msg.Directory(peers))
 
     def has(self, host: str) -> None:
-        self.actor.receive(store_of(host), Holdings((Holding(ARRAY, (self.box,)),)))
+        self.actor.receive(store_of(host), msg.Holdings((msg.Holding(ARRAY, (self.box,)),)))
 
     def refuses(self, host: str) -> None:
-        self.actor.receive(store_of(host), Holdings((Holding(ARRAY, ()),)))
+        self.actor.receive(store_of(host), msg.Holdings((msg.Holding(ARRAY, ()),)))
 
     def wait(self, seconds: float) -> None:
         """Time passes, in which the controller is told what it has asked to be told."""
@@ -67,16 +57,16 @@ class Bench:
         self.world.now_s = until_s
 
     def drain(self, *hosts: str) -> None:
-        self.actor.receive(RESOURCES, Draining(hosts))
+        self.actor.receive(RESOURCES, msg.Draining(hosts))
 
     def has_emptied(self, host: str) -> bool:
         """Whether the controller finds, when it looks next, that the host is empty."""
-        before = len(self.world.to(RESOURCES, HostEmptied))
+        before = len(self.world.to(RESOURCES, msg.HostEmptied))
         self.wait(EMPTIED_S)
-        return HostEmptied(host) in self.world.to(RESOURCES, HostEmptied)[before:]
+        return msg.HostEmptied(host) in self.world.to(RESOURCES, msg.HostEmptied)[before:]
 
     def offers(self, host: str) -> int:
-        return len(self.world.to(store_of(host), OfferReplica))
+        return len(self.world.to(store_of(host), msg.OfferReplica))
 
 
 def test_a_deleted_array_does_not_keep_a_host_from_being_empty() -> None:
@@ -134,10 +124,10 @@ def test_recovery_waits_until_hosts_with_replicas_are_back() -> None:
     bench.hosts_are("b")
     bench.replicas.host_lost("a")
     assert bench.replicas.may_come_back
-    bench.actor.receive(store_of("b"), HoldsNoMore())
+    bench.actor.receive(store_of("b"), msg.HoldsNoMore())
     assert bench.replicas.may_come_back
     bench.actor.receive(
-        store_of("a"), HoldsNoMore()
+        store_of("a"), msg.HoldsNoMore()
     )  # without them: its supervisor was lost as well
     assert not bench.replicas.may_come_back
 

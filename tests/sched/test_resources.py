@@ -7,29 +7,9 @@ from typing import Any
 
 import pytest
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of, session_of
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    Directory,
-    DrainHost,
-    Draining,
-    EndEpoch,
-    FormIsland,
-    HostRejected,
-    IslandFormed,
-    IslandJoined,
-    IslandJoinFailed,
-    IslandLost,
-    LeaveIsland,
-    PeerLost,
-    RegisterHost,
-    ReleaseSlice,
-    SliceBound,
-    SliceRefused,
-    StopCoordination,
-)
 from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.cluster.slices import MOVE_S
@@ -60,11 +40,11 @@ class Bench:
         *,
         spare: bool = False,
     ) -> None:
-        said = RegisterHost(island, hosts, devices, platform, f"at {node}", 7, spare)
+        said = msg.RegisterHost(island, hosts, devices, platform, f"at {node}", 7, spare)
         self.say(executor_of(node), said)
 
     def joined(self, node: str, epoch: int = 1, devices: int = 1, island: str = "i") -> None:
-        self.say(executor_of(node), IslandJoined(island, epoch, "kind", devices, None))
+        self.say(executor_of(node), msg.IslandJoined(island, epoch, "kind", devices, None))
 
     def island(self, name: str, hosts: int, devices: int, epoch: int = 1) -> None:
         for rank in range(hosts):
@@ -73,13 +53,13 @@ class Bench:
             self.joined(f"{name}{rank}", epoch, devices, name)
 
     def lose(self, node: str) -> None:
-        self.say(RESOURCES, PeerLost(node, "silent"))
+        self.say(RESOURCES, msg.PeerLost(node, "silent"))
 
     def ask(self, number: int, devices: int, **how: Any) -> Any:
         """What the controller is told of a new slice."""
         wanted = [how.get(name) for name in ("kind", "island", "topology")]
         apart = how.get("apart", ())
-        self.say(CONTROL, AllocateSlice(number, devices, *wanted, apart=apart))
+        self.say(CONTROL, msg.AllocateSlice(number, devices, *wanted, apart=apart))
         return self.world.to(CONTROL)[-1]
 
     def told(self, node: str, kind: type) -> list[Any]:
@@ -92,18 +72,18 @@ class Bench:
 def test_an_island_is_formed_when_all_its_hosts_have_come() -> None:
     bench = Bench()
     bench.host("y", hosts=2)
-    assert not bench.told("y", FormIsland)
+    assert not bench.told("y", msg.FormIsland)
     bench.host("x", hosts=2)
-    (form,) = bench.told("x", FormIsland)
+    (form,) = bench.told("x", msg.FormIsland)
     assert (form.epoch, form.hosts, form.rank, form.tickets) == (1, ("x", "y"), 0, TICKETS.public)
-    assert bench.told("y", FormIsland)[0].rank == 1
+    assert bench.told("y", msg.FormIsland)[0].rank == 1
     bench.joined("y")
-    assert not bench.news(IslandFormed)
+    assert not bench.news(msg.IslandFormed)
     bench.joined("x")
-    assert bench.news(IslandFormed) == [IslandFormed("i", 1, ("x", "y"), None, True)]
-    assert {peer.node for peer in bench.news(Directory)[-1].peers} == {"x", "y"}
+    assert bench.news(msg.IslandFormed) == [msg.IslandFormed("i", 1, ("x", "y"), None, True)]
+    assert {peer.node for peer in bench.news(msg.Directory)[-1].peers} == {"x", "y"}
     bench.joined("x")
-    assert len(bench.news(IslandFormed)) == 1, "a second answer forms nothing"
+    assert len(bench.news(msg.IslandFormed)) == 1, "a second answer forms nothing"
 
 
 @pytest.mark.parametrize(
@@ -118,11 +98,11 @@ def test_a_host_that_does_not_fit_is_told_why(how: Any, kind: str, words: str) -
     bench = Bench()
     bench.host("x", hosts=2)
     bench.host("odd", **how)
-    (rejected,) = bench.told("odd", HostRejected)
+    (rejected,) = bench.told("odd", msg.HostRejected)
     assert rejected.error.kind == kind
     assert words in rejected.error.message
     bench.host("y", hosts=2)
-    assert bench.told("y", FormIsland), "the others do not suffer from it"
+    assert bench.told("y", msg.FormIsland), "the others do not suffer from it"
 
 
 def test_slices_that_lie_apart_are_on_different_islands() -> None:
@@ -133,7 +113,7 @@ def test_slices_that_lie_apart_are_on_different_islands() -> None:
     second = bench.ask(2, 2, apart=(1,))
     assert {first.island, second.island} == {"a", "b"}
     refused = bench.ask(3, 2, apart=(1, 2))
-    assert isinstance(refused, SliceRefused)
+    assert isinstance(refused, msg.SliceRefused)
     assert "no island besides the 2 islands of the other slices has" in refused.error.message
     assert bench.ask(4, 2, apart=(1,)).island == second.island
 
@@ -142,21 +122,21 @@ def test_a_full_island_takes_no_host() -> None:
     bench = Bench()
     bench.island("i", 2, 1)
     bench.host("late", hosts=2)
-    (rejected,) = bench.told("late", HostRejected)
+    (rejected,) = bench.told("late", msg.HostRejected)
     assert "i0, i1" in rejected.error.message
-    assert not bench.news(IslandLost)
+    assert not bench.news(msg.IslandLost)
 
 
 def test_a_host_that_comes_while_a_seat_is_kept_gets_it_if_it_stays_free() -> None:
     """Not as a spare: a worker that a user starts in the place of one that has died."""
     bench = Bench()
     bench.island("i", 1, 1)
-    bench.say(RESOURCES, PeerLost("i0", "closed"))
+    bench.say(RESOURCES, msg.PeerLost("i0", "closed"))
     bench.host("new")
-    assert not bench.told("new", HostRejected)
-    assert not bench.told("new", FormIsland), "the other may be back in a moment"
+    assert not bench.told("new", msg.HostRejected)
+    assert not bench.told("new", msg.FormIsland), "the other may be back in a moment"
     bench.world.wait(RESTART_S)
-    assert bench.told("new", FormIsland)
+    assert bench.told("new", msg.FormIsland)
 
 
 def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -> None:
@@ -164,15 +144,15 @@ def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -
     bench.island("i", 2, 1)
     for epoch in (1, 2, 3):
         bench.lose("i0")
-        assert bench.told("i1", LeaveIsland)[-1].epoch == epoch
-        assert not bench.told("i0", LeaveIsland)
-        assert bench.news(IslandLost)[-1].error.kind == "HostLost"
-        assert bench.news(Directory)[-1].peers == ()
-        assert bench.world.to(SERVICES, StopCoordination)[-1].epoch == epoch
+        assert bench.told("i1", msg.LeaveIsland)[-1].epoch == epoch
+        assert not bench.told("i0", msg.LeaveIsland)
+        assert bench.news(msg.IslandLost)[-1].error.kind == "HostLost"
+        assert bench.news(msg.Directory)[-1].peers == ()
+        assert bench.world.to(SERVICES, msg.StopCoordination)[-1].epoch == epoch
         bench.lose("i1")
         bench.island("i", 2, 1, epoch + 1)
-        assert bench.news(IslandFormed)[-1].epoch == epoch + 1
-    assert len(bench.news(IslandLost)) == 3
+        assert bench.news(msg.IslandFormed)[-1].epoch == epoch + 1
+    assert len(bench.news(msg.IslandLost)) == 3
 
 
 def test_a_host_that_waits_for_others_hears_that_it_has_its_seat() -> None:
@@ -181,7 +161,7 @@ def test_a_host_that_waits_for_others_hears_that_it_has_its_seat() -> None:
     for node in ("i0", "i1"):
         bench.lose(node)
     bench.host("i0", hosts=2)
-    assert [peer.node for peer in bench.told("i0", Directory)[-1].peers] == ["i0"]
+    assert [peer.node for peer in bench.told("i0", msg.Directory)[-1].peers] == ["i0"]
 
 
 def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
@@ -191,38 +171,38 @@ def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
     bench.lose("x")
     bench.host("y", hosts=2)
     bench.joined("y", epoch=1)
-    assert not bench.news(IslandFormed), "one host of two, with an answer from before"
+    assert not bench.news(msg.IslandFormed), "one host of two, with an answer from before"
     bench.host("x", hosts=2)
     bench.joined("x", epoch=1)
-    bench.say(executor_of("y"), IslandJoinFailed("i", 1, ErrorReport("Error", "late")))
+    bench.say(executor_of("y"), msg.IslandJoinFailed("i", 1, ErrorReport("Error", "late")))
     bench.joined("x", epoch=2)
     bench.joined("y", epoch=2)
-    assert [formed.epoch for formed in bench.news(IslandFormed)] == [2]
-    bench.say(Address("controller", "scheduler/i"), EndEpoch("i", 1, "old"))
-    assert not bench.news(IslandLost)
-    bench.say(Address("controller", "scheduler/i"), EndEpoch("i", 2, "a gap"))
-    assert len(bench.news(IslandLost)) == 1
-    assert all(bench.told(node, LeaveIsland)[-1].reason == "a gap" for node in ("x", "y"))
+    assert [formed.epoch for formed in bench.news(msg.IslandFormed)] == [2]
+    bench.say(Address("controller", "scheduler/i"), msg.EndEpoch("i", 1, "old"))
+    assert not bench.news(msg.IslandLost)
+    bench.say(Address("controller", "scheduler/i"), msg.EndEpoch("i", 2, "a gap"))
+    assert len(bench.news(msg.IslandLost)) == 1
+    assert all(bench.told(node, msg.LeaveIsland)[-1].reason == "a gap" for node in ("x", "y"))
 
 
 def test_a_host_that_comes_again_begins_a_new_epoch_and_may_have_changed() -> None:
     bench = Bench()
     bench.island("i", 1, 1)
     bench.host("i0", devices=8)
-    assert not bench.told("i0", HostRejected)
+    assert not bench.told("i0", msg.HostRejected)
     bench.joined("i0", epoch=2, devices=8)
-    assert [formed.epoch for formed in bench.news(IslandFormed)] == [1, 2]
-    assert len(bench.news(IslandLost)) == 1
+    assert [formed.epoch for formed in bench.news(msg.IslandFormed)] == [1, 2]
+    assert len(bench.news(msg.IslandLost)) == 1
 
 
 def test_a_host_that_has_not_what_it_announced_ends_the_epoch() -> None:
     bench = Bench()
     bench.host("x", devices=4)
     bench.joined("x", devices=2)
-    assert not bench.news(IslandFormed)
+    assert not bench.news(msg.IslandFormed)
     bench.host("x", devices=2)
     bench.joined("x", epoch=2, devices=2)
-    assert bench.news(IslandFormed)
+    assert bench.news(msg.IslandFormed)
 
 
 def test_slices_are_spread_over_islands_and_devices() -> None:
@@ -237,8 +217,8 @@ def test_slices_are_spread_over_islands_and_devices() -> None:
     assert set(load.values()) == {2}
     assert len(load) == 8
     for number in (1, 2, 3):
-        bench.say(CONTROL, ReleaseSlice(number))
-    freed = Counter(d for m in bench.news(SliceBound)[:3] for d in m.devices)
+        bench.say(CONTROL, msg.ReleaseSlice(number))
+    freed = Counter(d for m in bench.news(msg.SliceBound)[:3] for d in m.devices)
     again = Counter(d for n in (11, 12, 13) for d in bench.ask(n, 2).devices)
     assert freed == again, "released devices are the least loaded"
 
@@ -264,7 +244,7 @@ def test_a_topology_is_a_block_of_hosts_and_devices() -> None:
     for number, (devices, topology) in enumerate(
         [(5, (2, 2)), (10, (5, 2)), (5, (1, 5)), (4, (-2, -2)), (0, ())], 10
     ):
-        assert isinstance(bench.ask(number, devices, topology=topology), SliceRefused)
+        assert isinstance(bench.ask(number, devices, topology=topology), msg.SliceRefused)
 
 
 def test_a_refusal_names_what_was_asked_and_what_there_is() -> None:
@@ -288,9 +268,9 @@ def test_slices_are_bound_again_when_their_island_is_back() -> None:
     for number in numbers:
         bench.ask(number, 2)
     bench.lose("a0")
-    bench.say(CONTROL, ReleaseSlice(2))
+    bench.say(CONTROL, msg.ReleaseSlice(2))
     bench.island("a", 1, 4, epoch=2)
-    before, after = bench.news(SliceBound)[:3], bench.news(SliceBound)[3:]
+    before, after = bench.news(msg.SliceBound)[:3], bench.news(msg.SliceBound)[3:]
     there = [(bound.slice, bound.devices) for bound in (before[0], before[2])]
     assert [(bound.slice, bound.devices) for bound in after] == there, "for what lies there"
     assert {bound.epoch for bound in after} == {2}
@@ -319,21 +299,21 @@ def test_an_island_of_an_earlier_controller_is_completed_by_spares() -> None:
     bench.host("a0", "a", 2)
     bench.host("s", "", 0, spare=True)
     island = bench.manager.inventory.islands["a"]
-    request = AllocateSlice(1, 2, None, "a", None, resumed=True, formerly="a")
+    request = msg.AllocateSlice(1, 2, None, "a", None, resumed=True, formerly="a")
     bench.say(CONTROL, request)
     bench.world.wait(29)
     assert island.state == "waiting"
     bench.world.wait(2)
     bench.joined("a0", island="a")
     bench.joined("s", island="a")
-    assert [bound.slice for bound in bench.news(SliceBound)] == [1]
+    assert [bound.slice for bound in bench.news(msg.SliceBound)] == [1]
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_an_island_whose_hosts_sit_elsewhere_is_known_again_after_a_restart(late: int) -> None:
     """No host names it as its place but one that has another: spares make it whole, if they can."""
     bench = Bench()
-    recalled = RegisterHost("a", 1, 1, "cpu", "at b0", 7, True, 3, ("b0",))
+    recalled = msg.RegisterHost("a", 1, 1, "cpu", "at b0", 7, True, 3, ("b0",))
     bench.say(executor_of("b0"), recalled)
     spares = ["s", "t"]
     for spare in spares[late:]:
@@ -378,9 +358,9 @@ def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_aske
         bench.world.wait(29)
         bench.ask(number, 2)
     bench.world.wait(2)
-    assert [refused.slice for refused in bench.news(SliceRefused)] == [1]
+    assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [1]
     bench.world.wait(29)
-    assert [refused.slice for refused in bench.news(SliceRefused)] == [1, 2]
+    assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [1, 2]
 
 
 def test_slices_of_a_late_island_go_where_there_is_room_as_soon_as_there_is() -> None:
@@ -391,15 +371,15 @@ def test_slices_of_a_late_island_go_where_there_is_room_as_soon_as_there_is() ->
     bench.lose("b0")
     bench.lose("a0")
     bench.world.wait(MOVE_S + 10)
-    assert [bound.island for bound in bench.news(SliceBound)] == ["a"]
+    assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a"]
     bench.island("b", 1, 1, epoch=2)
-    assert [bound.island for bound in bench.news(SliceBound)] == ["a", "b"]
+    assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a", "b"]
     bench.island("a", 1, 1, epoch=2)
-    assert len(bench.news(SliceBound)) == 2
+    assert len(bench.news(msg.SliceBound)) == 2
     bench.lose("a0")
     bench.lose("b0")
     bench.island("a", 1, 1, epoch=3)
-    assert len(bench.news(SliceBound)) == 2, "its own island has as long again to come back"
+    assert len(bench.news(msg.SliceBound)) == 2, "its own island has as long again to come back"
 
 
 def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:
@@ -409,16 +389,16 @@ def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:
     bench.ask(2, 2)
     bench.lose("a0")
     bench.island("a", 1, 2, epoch=2)
-    assert [bound.slice for bound in bench.news(SliceBound)[2:]] == [2]
-    (refused,) = bench.news(SliceRefused)
+    assert [bound.slice for bound in bench.news(msg.SliceBound)[2:]] == [2]
+    (refused,) = bench.news(msg.SliceRefused)
     assert refused.slice == 1
-    bench.say(CONTROL, ReleaseSlice(1))
-    bench.say(CONTROL, ReleaseSlice(2))
+    bench.say(CONTROL, msg.ReleaseSlice(1))
+    bench.say(CONTROL, msg.ReleaseSlice(2))
     assert len(bench.ask(3, 2).devices) == 2
 
 
 def drained(bench: Bench) -> list[ErrorReport | None]:
-    return [answer.error for answer in bench.world.to(session_of("c"), Answered)]
+    return [answer.error for answer in bench.world.to(session_of("c"), msg.Answered)]
 
 
 def test_islands_that_have_waited_for_a_drained_host_are_formed_when_it_is_given_up() -> None:
@@ -427,7 +407,7 @@ def test_islands_that_have_waited_for_a_drained_host_are_formed_when_it_is_given
     bench.island("a", 2, 1)
     bench.host("s", "a", 2, spare=True)
     bench.host("b0", "b", 2)
-    bench.say(CONTROL, DrainHost(1, "a0", "c"))
+    bench.say(CONTROL, msg.DrainHost(1, "a0", "c"))
     bench.host("a1", "a", 2)
     bench.host("b1", "b", 2)
     islands = bench.manager.inventory.islands
@@ -446,10 +426,10 @@ def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> Non
     bench.host("s", "a", 2, spare=True)
     bench.lose("b0")
     bench.world.wait(REJOIN_S - 5)
-    bench.say(CONTROL, DrainHost(1, "a0", "c"))
+    bench.say(CONTROL, msg.DrainHost(1, "a0", "c"))
     bench.world.wait(6)
     bench.host("a0", "a", 2)
-    assert bench.news(Draining)[-1].nodes == ("a0",)
+    assert bench.news(msg.Draining)[-1].nodes == ("a0",)
     assert not drained(bench)
 
 
@@ -459,12 +439,12 @@ def test_a_host_joins_only_islands_that_its_certificate_allows() -> None:
     for node in ("w0", "w1/0"):
         bench.host(node, "north")
         bench.host(node, "north", 0, spare=True)
-        refused = bench.world.to(executor_of(node), HostRejected)
+        refused = bench.world.to(executor_of(node), msg.HostRejected)
         assert [one.error.kind for one in refused] == ["AccessRefused"] * 2
         assert "does not allow the island 'north'" in refused[0].error.message
     assert "north" not in bench.manager.inventory.islands
     bench.host("w1/0", "west")
-    (formed,) = bench.world.to(executor_of("w1/0"), FormIsland)
+    (formed,) = bench.world.to(executor_of("w1/0"), msg.FormIsland)
     assert formed.island == "west"
 
 
@@ -475,9 +455,9 @@ def test_a_spare_takes_no_seat_that_its_certificate_does_not_allow() -> None:
     bench.host("s", "", 0, spare=True)
     bench.lose("west0")
     bench.world.wait(RESTART_S + REJOIN_S)
-    assert not bench.world.to(executor_of("s"), FormIsland)
+    assert not bench.world.to(executor_of("s"), msg.FormIsland)
     bench.host("t", "", 0, spare=True)
-    assert bench.world.to(executor_of("t"), FormIsland)
+    assert bench.world.to(executor_of("t"), msg.FormIsland)
 
 
 def test_a_host_whose_certificate_was_narrowed_does_not_get_its_former_seat() -> None:
@@ -486,4 +466,4 @@ def test_a_host_whose_certificate_was_narrowed_does_not_get_its_former_seat() ->
     bench.lose("west0")
     bench.world.islands = {"west0": ("east",)}
     bench.host("west0", "east")
-    assert bench.world.to(executor_of("west0"), FormIsland)[-1].island == "east"
+    assert bench.world.to(executor_of("west0"), msg.FormIsland)[-1].island == "east"

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 from pw.client.session.thread_messages import Tell
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import scheduler_of
-from pw.core.messages import (
-    Checkpoint,
-    CopyArrays,
-    CreateArray,
-    FileSource,
-    ReleaseSlice,
-    SaveArrays,
-    Submit,
-)
 from pw.devices.host import checkpoint_format
 from pw.devices.host import checkpoint_reader as disk_reader
 from pw.sched.control.checkpoints import on_disk
@@ -60,7 +52,9 @@ class Writer:
         request, self.serial = self.client.id(), self.serial + 1
         id_ = f"{self.serial:016x}"
         self.client.tell(
-            SaveArrays(request, id_, f"{self.path}", overwrite, (self.x, self.y), ("x", "y"), b"[]")
+            msg.SaveArrays(
+                request, id_, f"{self.path}", overwrite, (self.x, self.y), ("x", "y"), b"[]"
+            )
         )
         return request
 
@@ -77,7 +71,7 @@ class Writer:
         reader = disk_reader.Reader(f"{self.path}", id_)
 
         def read(name: str, spec: Any) -> Any:
-            source = FileSource(f"{self.path}", id_, name)
+            source = msg.FileSource(f"{self.path}", id_, name)
             return reader.read(source, spec, [((0, len(X)),)])[0]
 
         return read("x", self.cluster.a), read("y", self.cluster.b)
@@ -90,12 +84,12 @@ class Writer:
 
     def begun(self) -> int:
         """How many checkpoints hosts have been told to write."""
-        sent = self.world.to(scheduler_of("a"), CopyArrays)
+        sent = self.world.to(scheduler_of("a"), msg.CopyArrays)
         return len({file.checkpoint for copy in sent for _, file in copy.files})
 
     def stepped(self) -> int:
         """How many steps have been handed to the scheduler."""
-        return len(self.world.to(scheduler_of("a"), Submit)) - 1
+        return len(self.world.to(scheduler_of("a"), msg.Submit)) - 1
 
     def junk(self) -> set[str]:
         if not self.path.parent.exists():
@@ -175,7 +169,7 @@ def test_nothing_is_left_by_the_only_host_that_could_write(tmp_path: Path) -> No
         writer = Writer(seed, tmp_path)
         request, path = writer.client.id(), f"{writer.path}"
         writer.client.tell(
-            SaveArrays(request, f"{seed:016x}", path, True, (writer.y,), ("y",), b"[]")
+            msg.SaveArrays(request, f"{seed:016x}", path, True, (writer.y,), ("y",), b"[]")
         )
         writer.world.steps(seed * 2)
         writer.cluster.hosts["b0"].crash()
@@ -218,7 +212,7 @@ def test_what_was_read_from_disk_is_read_again_when_its_host_is_lost(
         client.delete(writer.x, writer.y)
         array = client.id()
         spec = client.specs[array] = writer.cluster.a
-        client.tell(CreateArray(array, spec, source=FileSource(f"{writer.path}", id_, "x")))
+        client.tell(msg.CreateArray(array, spec, source=msg.FileSource(f"{writer.path}", id_, "x")))
         program = client.program(chain([spec]))
         (more,) = client.run(program, array)
         world.steps(seed * 2)
@@ -357,7 +351,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         fields = good | bad
         request = writer.client.id()
         writer.client.tell(
-            SaveArrays(
+            msg.SaveArrays(
                 request,
                 fields["checkpoint"],
                 fields["path"],
@@ -398,7 +392,9 @@ def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -
     user, world, path, id_ = cluster.user, cluster.world, f"{tmp_path}/last", f"{seed:016x}"
     program = user.program(chain([cluster.a]))
     x = user.run(program, X.tobytes())
-    saving = user.ask(lambda request: SaveArrays(request, id_, path, False, (x,), ("x",), b"[]"), x)
+    saving = user.ask(
+        lambda request: msg.SaveArrays(request, id_, path, False, (x,), ("x",), b"[]"), x
+    )
     world.steps(seed * 2)
     cluster.lose()
     world.steps(seed)
@@ -409,7 +405,7 @@ def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -
     assert entries(tmp_path) == {"last"}
     array = user.id()
     user.specs[array] = cluster.a
-    user.note(Tell(CreateArray(array, cluster.a, source=FileSource(path, id_, "x"))))
+    user.note(Tell(msg.CreateArray(array, cluster.a, source=msg.FileSource(path, id_, "x"))))
     more = user.run(program, array)
     world.steps(seed * 2)
     cluster.lose()
@@ -434,7 +430,7 @@ def test_another_controller_finds_it_done_although_its_arrays_were_donated(
     program = user.program(chain([cluster.a], donated=(0,)))
     x = user.run(program, X.tobytes())
     saving = user.ask(
-        lambda request: SaveArrays(request, id_, f"{path}", False, (x,), ("x",), b"[]"), x
+        lambda request: msg.SaveArrays(request, id_, f"{path}", False, (x,), ("x",), b"[]"), x
     )
     more = user.run(program, x)
     if seed < 20:
@@ -474,9 +470,9 @@ def test_another_controller_goes_on_with_those_that_wait_for_others(
     arrays = [user.run(program, X.tobytes())]
     asked = []
 
-    def save(number: int) -> Callable[[int], SaveArrays]:
+    def save(number: int) -> Callable[[int], msg.SaveArrays]:
         id_, array = f"{number:016x}", arrays[-1]
-        return lambda request: SaveArrays(
+        return lambda request: msg.SaveArrays(
             request, id_, f"{tmp_path}/{number}", False, (array,), ("x",), b"[]"
         )
 
@@ -511,9 +507,9 @@ def test_an_array_on_a_slice_that_was_released_is_not_saved(tmp_path: Path) -> N
     writer = Writer(0, tmp_path)
     writer.world.settle()
     client = writer.client
-    client.tell(ReleaseSlice(writer.cluster.b.placement.slice))
+    client.tell(msg.ReleaseSlice(writer.cluster.b.placement.slice))
     saved, copied = writer.save(), client.id()
-    client.tell(Checkpoint(copied, (writer.y,)))
+    client.tell(msg.Checkpoint(copied, (writer.y,)))
     writer.world.settle()
     for request in (saved, copied):
         error = writer.error(request)

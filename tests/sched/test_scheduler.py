@@ -9,39 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, client_id, executor_of, scheduler_of
-from pw.core.messages import (
-    AddClient,
-    Arguments,
-    CancelRun,
-    Copy,
-    CopyArrays,
-    CopyFile,
-    Discard,
-    EndEpoch,
-    Finished,
-    GangBroken,
-    Install,
-    Installed,
-    InstallProgram,
-    IslandFormed,
-    IslandLost,
-    Launch,
-    LaunchGap,
-    PassedLaunches,
-    ProgramInstalled,
-    Progress,
-    Release,
-    RemoveClient,
-    Replicate,
-    RunRefused,
-    SegmentDone,
-    SegmentLaunched,
-    Submit,
-    UninstallProgram,
-    copying,
-)
+from pw.core.messages import copying
 from pw.core.messages.copying import unpacked
 from pw.core.programs.plan import Execute, HostPlan, HostSegment
 from pw.core.programs.program import Computation, Program
@@ -76,12 +47,12 @@ def check_order(world: World) -> None:
     needed: dict[tuple[int, int], list[int]] = {}
     launched: set[tuple[int, int]] = set()
     for _, to, message in world.sent:
-        if isinstance(message, Submit):
+        if isinstance(message, msg.Submit):
             for segment, producers in zip(message.segments, message.depends, strict=True):
                 needed[message.run, segment] = [producer for _, producer in producers]
-        if isinstance(message, Launch | Discard | Replicate):
+        if isinstance(message, msg.Launch | msg.Discard | msg.Replicate):
             numbers[to.node, message.epoch].append(message.sequence)
-        if isinstance(message, Launch):
+        if isinstance(message, msg.Launch):
             order[to.node].append((message.run, message.segment))
             launched.add((message.run, message.segment))
             for producer in needed.get((message.run, message.segment), ()):
@@ -186,10 +157,12 @@ def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
         while (link := world.links["c", "controller"]) or not world.links["controller", "a1"]:
             world.deliver("c", "controller") if link else world.step()
         link = world.links["controller", "a1"]
-        launches = [at for at, (_, _, message) in enumerate(link) if isinstance(message, Launch)]
+        launches = [
+            at for at, (_, _, message) in enumerate(link) if isinstance(message, msg.Launch)
+        ]
         del link[world.random.choice(launches[:-1])]
         world.settle()
-        (ended,) = world.to(RESOURCES, EndEpoch)
+        (ended,) = world.to(RESOURCES, msg.EndEpoch)
         assert (ended.island, ended.epoch) == ("a", 1)
         assert [bool(host.stopped) for host in hosts] == [True, True, False, False]
         np.testing.assert_array_equal(client.value(fine), np.arange(SMALL) + 1)
@@ -217,8 +190,8 @@ class Bench:
         self.hosts = hosts
         self.runs = 0
         self.scanned = 0
-        self.known: list[Launch] = []
-        self.tell(IslandFormed("i", 1, hosts))
+        self.known: list[msg.Launch] = []
+        self.tell(msg.IslandFormed("i", 1, hosts))
 
     def tell(self, *messages: object, sender: Any = None) -> None:
         for message in messages:
@@ -229,14 +202,14 @@ class Bench:
 
     def client(self, number: int, share: float = 1.0, priority: int = 0, *tenant: Any) -> None:
         """Add a client, perhaps with its tenant and the tenant's share."""
-        self.tell(AddClient(number, share, priority, *tenant))
+        self.tell(msg.AddClient(number, share, priority, *tenant))
         body = Program("p", (Computation("f", b"", Placement(7, ()), (), ()),), (), (), ())
-        self.tell(InstallProgram(client_id(number, 1), body, (), ()))
+        self.tell(msg.InstallProgram(client_id(number, 1), body, (), ()))
 
-    def submission(self, client: int, depends: tuple[int, ...] = (), **how: Any) -> Submit:
+    def submission(self, client: int, depends: tuple[int, ...] = (), **how: Any) -> msg.Submit:
         self.runs += 1
         producers = tuple(("j", producer) for producer in depends)
-        return Submit(
+        return msg.Submit(
             client_id(client, 1000 + self.runs),
             client_id(client, 1),
             (7,),
@@ -249,20 +222,20 @@ class Bench:
             how.get("awaits", ()),
         )
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[msg.Launch]:
         """All launches so far on host h0, which is in every gang."""
         new = self.world.sent[self.scanned :]
         self.scanned = len(self.world.sent)
         first = executor_of("h0")
-        self.known += [m for _, to, m in new if to == first and isinstance(m, Launch)]
+        self.known += [m for _, to, m in new if to == first and isinstance(m, msg.Launch)]
         return self.known
 
     def owners(self) -> list[int]:
         return [launch.run >> 40 for launch in self.launches()]
 
-    def end(self, launch: Launch, device_time_us: int = 100, host: str = "h0") -> None:
-        finished = (Finished(launch.sequence, device_time_us),)
-        self.tell(Progress(launch.epoch, finished), sender=executor_of(host))
+    def end(self, launch: msg.Launch, device_time_us: int = 100, host: str = "h0") -> None:
+        finished = (msg.Finished(launch.sequence, device_time_us),)
+        self.tell(msg.Progress(launch.epoch, finished), sender=executor_of(host))
 
     def measure(self, *clients: int) -> None:
         """One run of each of these clients ends, so that the device time of its program is known."""
@@ -276,9 +249,9 @@ def test_a_consumer_waits_for_the_launch_of_its_producers_but_not_for_their_end(
     bench.client(1)
     submit = bench.submission(1, depends=(3, 5))
     bench.tell(submit)
-    bench.tell(SegmentLaunched(submit.run, 3))
+    bench.tell(msg.SegmentLaunched(submit.run, 3))
     assert not bench.launches()
-    bench.tell(SegmentLaunched(submit.run, 5))
+    bench.tell(msg.SegmentLaunched(submit.run, 5))
     assert len(bench.launches()) == 1
 
 
@@ -289,13 +262,13 @@ def test_ready_work_of_another_client_goes_before_work_whose_inputs_are_late() -
     bench.client(2)
     late = bench.submission(1, depends=(3,))
     bench.measure(2)
-    bench.tell(late, SegmentLaunched(late.run, 3), bench.submission(2), bench.submission(2))
+    bench.tell(late, msg.SegmentLaunched(late.run, 3), bench.submission(2), bench.submission(2))
     assert bench.owners()[1:] == [2, 2, 1]
     done = bench.submission(1, depends=(3,))
     bench.tell(
         done,
-        SegmentLaunched(done.run, 3),
-        SegmentDone(done.run, 3, 10),
+        msg.SegmentLaunched(done.run, 3),
+        msg.SegmentDone(done.run, 3, 10),
         bench.submission(2),
     )
     assert bench.owners()[4:] == [1, 2]
@@ -326,8 +299,8 @@ def runs_on(bench: Bench, client: int, *at: int, share: float = 1.0, priority: i
     hosts = dict.fromkeys(devices[number].host for number in at)
     does = (HostSegment(7, (Execute(0, (), (), ()),)),)
     plans = tuple(HostPlan(host, does, (), (), (binding,)) for host in hosts)
-    bench.tell(AddClient(client, share, priority))
-    bench.tell(InstallProgram(client_id(client, 1), body, plans, ()))
+    bench.tell(msg.AddClient(client, share, priority))
+    bench.tell(msg.InstallProgram(client_id(client, 1), body, plans, ()))
 
 
 def test_long_runs_do_not_delay_clients_on_other_devices() -> None:
@@ -386,7 +359,7 @@ def test_what_runs_once_is_launched_freely() -> None:
     many = bench.submission(1)
     for number in range(100):
         program = client_id(1, 10 + number)
-        bench.tell(InstallProgram(program, Program("p", (), (), (), ()), (), ()))
+        bench.tell(msg.InstallProgram(program, Program("p", (), (), (), ()), (), ()))
         bench.tell(msgspec.structs.replace(bench.submission(1), program=program))
     assert len(bench.launches()) == 100
     nothing = ((),) * 100
@@ -413,7 +386,9 @@ def test_what_may_take_any_time_is_not_passed_by_others() -> None:
     assert bench.owners()[1:] == [1] * UNKNOWN_AT_ONCE
     bench.end(bench.launches()[1])
     assert bench.owners()[1:] == [1] * 2 * UNKNOWN_AT_ONCE + [2]
-    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone")), IslandFormed("i", 2, ("h0",)))
+    bench.tell(
+        msg.IslandLost("i", 1, ErrorReport("HostLost", "gone")), msg.IslandFormed("i", 2, ("h0",))
+    )
     bench.hosts = ("h0",)
     bench.tell(*[bench.submission(1) for _ in range(2 * UNKNOWN_AT_ONCE)])
     assert bench.scheduler.launched == 2 * UNKNOWN_AT_ONCE
@@ -424,7 +399,8 @@ def test_what_was_lost_with_an_epoch_does_not_count_as_under_way() -> None:
     bench.client(1)
     bench.tell(*[bench.submission(1) for _ in range(UNKNOWN_AT_ONCE)])
     bench.tell(
-        IslandLost("i", 1, ErrorReport("HostLost", "gone")), IslandFormed("i", 2, bench.hosts)
+        msg.IslandLost("i", 1, ErrorReport("HostLost", "gone")),
+        msg.IslandFormed("i", 2, bench.hosts),
     )
     bench.tell(bench.submission(1))
     assert bench.scheduler.launched == 1
@@ -432,20 +408,20 @@ def test_what_was_lost_with_an_epoch_does_not_count_as_under_way() -> None:
 
 def test_a_gap_ends_the_epoch_and_a_stale_one_does_not() -> None:
     bench = Bench()
-    bench.tell(LaunchGap(0, 1, 2), sender=executor_of("h1"))
-    assert not bench.world.to(RESOURCES, EndEpoch)
-    bench.tell(LaunchGap(1, 1, 2), sender=executor_of("h1"))
-    (ended,) = bench.world.to(RESOURCES, EndEpoch)
+    bench.tell(msg.LaunchGap(0, 1, 2), sender=executor_of("h1"))
+    assert not bench.world.to(RESOURCES, msg.EndEpoch)
+    bench.tell(msg.LaunchGap(1, 1, 2), sender=executor_of("h1"))
+    (ended,) = bench.world.to(RESOURCES, msg.EndEpoch)
     assert "h1" in ended.reason
     assert "host h1 has not got all" in ended.reason
 
 
 def test_a_broken_gang_ends_the_epoch_and_a_stale_one_does_not() -> None:
     bench = Bench()
-    bench.tell(GangBroken(0, "array 7 is not here"), sender=executor_of("h1"))
-    assert not bench.world.to(RESOURCES, EndEpoch)
-    bench.tell(GangBroken(1, "array 7 is not here"), sender=executor_of("h1"))
-    (ended,) = bench.world.to(RESOURCES, EndEpoch)
+    bench.tell(msg.GangBroken(0, "array 7 is not here"), sender=executor_of("h1"))
+    assert not bench.world.to(RESOURCES, msg.EndEpoch)
+    bench.tell(msg.GangBroken(1, "array 7 is not here"), sender=executor_of("h1"))
+    (ended,) = bench.world.to(RESOURCES, msg.EndEpoch)
     assert (ended.island, ended.epoch) == ("i", 1)
     assert "h1" in ended.reason
     assert "array 7 is not here" in ended.reason
@@ -457,10 +433,10 @@ def test_what_a_lost_host_has_spoilt_is_told_as_such() -> None:
     submit = msgspec.structs.replace(bench.submission(1), notify=(("j",),))
     bench.tell(submit)
     (launch,) = bench.launches()
-    lost = Progress(1, (Finished(launch.sequence, 5, True),))
+    lost = msg.Progress(1, (msg.Finished(launch.sequence, 5, True),))
     bench.tell(lost, sender=executor_of("h0"))
     for told in (CONTROL, scheduler_of("j")):
-        assert bench.world.to(told, SegmentDone) == [SegmentDone(submit.run, 7, 5, True)]
+        assert bench.world.to(told, msg.SegmentDone) == [msg.SegmentDone(submit.run, 7, 5, True)]
 
 
 def test_a_launch_ends_when_all_reporting_hosts_have_said_so() -> None:
@@ -469,14 +445,14 @@ def test_a_launch_ends_when_all_reporting_hosts_have_said_so() -> None:
     submit = bench.submission(1, reporters=2)
     bench.tell(submit)
     (launch,) = bench.launches()
-    reports = [bench.world.to(executor_of(host), Launch)[0].report for host in bench.hosts]
+    reports = [bench.world.to(executor_of(host), msg.Launch)[0].report for host in bench.hosts]
     assert reports == [True, True, False]
     bench.end(launch, 7, host="h1")
     bench.end(launch, 7, host="h2")
-    assert not bench.world.to(CONTROL, SegmentDone)
+    assert not bench.world.to(CONTROL, msg.SegmentDone)
     assert bench.scheduler.launched == 1
     bench.end(launch, 5)
-    assert bench.world.to(CONTROL, SegmentDone) == [SegmentDone(submit.run, 7, 7)]
+    assert bench.world.to(CONTROL, msg.SegmentDone) == [msg.SegmentDone(submit.run, 7, 7)]
     assert bench.scheduler.launched == 0
     assert "scheduler.in_flight.reporting" not in held("scheduler", bench.scheduler)
 
@@ -490,13 +466,13 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
     bench.end(bench.launches()[0])
     hangs = bench.submission(2, hosts=("h0",))
     bench.tell(hangs)
-    bench.tell(CancelRun(hangs.run, "overdue", 0.0))
-    assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
+    bench.tell(msg.CancelRun(hangs.run, "overdue", 0.0))
+    assert len(bench.world.to(RESOURCES, msg.EndEpoch)) == 1
     assert bench.scheduler.in_flight.programs_on("h0") == [client_id(2, 1)]
     for _ in range(STRIKES):
-        bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
-        bench.tell(IslandFormed("i", 1, bench.hosts), hangs)
-    (refused,) = bench.world.to(CONTROL, RunRefused)
+        bench.tell(msg.IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
+        bench.tell(msg.IslandFormed("i", 1, bench.hosts), hangs)
+    (refused,) = bench.world.to(CONTROL, msg.RunRefused)
     assert refused.run == hangs.run
 
 
@@ -527,17 +503,17 @@ def test_a_launch_that_waits_for_an_input_is_behind_those_that_pass_it() -> None
     scheduler, held = bench.scheduler, executor_of("h0")
     at_work = scheduler.in_flight.programs_on
     assert at_work("h0") == [client_id(1, 1)]
-    bench.tell(PassedLaunches(1, ((waits.run, 7),), ()), sender=held)
+    bench.tell(msg.PassedLaunches(1, ((waits.run, 7),), ()), sender=held)
     assert at_work("h0") == [client_id(2, 1)]
-    bench.tell(PassedLaunches(1, (), ((waits.run, 7),)), sender=held)
+    bench.tell(msg.PassedLaunches(1, (), ((waits.run, 7),)), sender=held)
     assert at_work("h0") == [client_id(2, 1)]
-    bench.tell(PassedLaunches(2, ((hangs.run, 7),), ()), sender=held)  # of another epoch
-    bench.tell(CancelRun(hangs.run, "overdue", 0.0))
-    assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
+    bench.tell(msg.PassedLaunches(2, ((hangs.run, 7),), ()), sender=held)  # of another epoch
+    bench.tell(msg.CancelRun(hangs.run, "overdue", 0.0))
+    assert len(bench.world.to(RESOURCES, msg.EndEpoch)) == 1
     for launch in bench.launches():
         bench.end(launch)
     assert scheduler.launched == 0
-    assert [done.run for done in bench.world.to(CONTROL, SegmentDone)] == [
+    assert [done.run for done in bench.world.to(CONTROL, msg.SegmentDone)] == [
         waits.run,
         hangs.run,
         behind.run,
@@ -553,7 +529,7 @@ def test_others_are_launched_where_a_new_program_has_no_part() -> None:
     bench.tell(*new)
     elsewhere, here = (bench.submission(2, hosts=(host,)) for host in ("h1", "h0"))
     bench.tell(elsewhere, here)
-    assert [m.run for m in bench.world.to(executor_of("h1"), Launch)][1:] == [elsewhere.run]
+    assert [m.run for m in bench.world.to(executor_of("h1"), msg.Launch)][1:] == [elsewhere.run]
     assert here.run not in [launch.run for launch in bench.launches()]
 
 
@@ -562,19 +538,19 @@ def test_copies_are_made_between_the_runs_before_and_after_them() -> None:
     bench = Bench()
     bench.client(1)
     spec = split(1, 1)
-    copies = [Copy(array, spec, (), (0,)) for array in (5, 6, 7)]
-    made = CopyArrays(
+    copies = [msg.Copy(array, spec, (), (0,)) for array in (5, 6, 7)]
+    made = msg.CopyArrays(
         1, (("h0", copies[0]), ("h1", copies[1]), ("h0", copies[2]), ("x", copies[0]))
     )
     before = bench.submission(1, depends=(3,))
-    bench.tell(before, Release(1, (9,), (("h0",),)), made, bench.submission(1))
-    assert not bench.world.to(executor_of("h0"), Replicate)
-    bench.tell(SegmentLaunched(before.run, 3))
+    bench.tell(before, msg.Release(1, (9,), (("h0",),)), made, bench.submission(1))
+    assert not bench.world.to(executor_of("h0"), msg.Replicate)
+    bench.tell(msg.SegmentLaunched(before.run, 3))
     orders = [m for m in bench.world.to(executor_of("h0")) if hasattr(m, "sequence")]
-    assert [type(order) for order in orders] == [Launch, Replicate, Launch, Discard]
+    assert [type(order) for order in orders] == [msg.Launch, msg.Replicate, msg.Launch, msg.Discard]
     assert [order.sequence for order in orders] == [0, 1, 2, 3]
     assert unpacked(orders[1]).copies == (copies[0], copies[2])
-    (other,) = bench.world.to(executor_of("h1"), Replicate)
+    (other,) = bench.world.to(executor_of("h1"), msg.Replicate)
     assert (other.epoch, other.sequence) == (1, 1)
     assert unpacked(other).copies == (copies[1],)
 
@@ -590,12 +566,12 @@ def test_copies_of_many_arrays_on_many_devices_fit_into_messages(
     for array in range(1400):
         there = Placement(1 + array % 2, tuple(range(256)))
         spec = ArraySpec((256, 8), "float32", Sharding(("x",), (256,), (("x",),)), there)
-        copies.append(Copy(array, spec, devices, (0, 1, 2, 3)))
+        copies.append(msg.Copy(array, spec, devices, (0, 1, 2, 3)))
     names = tuple(f"['layer {array}']" for array in range(1400))
-    file = CopyFile("0123456789abcdef", "/x", False, "f", names, tuple(copies))
-    made = CopyArrays(1, tuple(("h0", copy) for copy in copies), (("h0", file), ("h1", file)))
+    file = msg.CopyFile("0123456789abcdef", "/x", False, "f", names, tuple(copies))
+    made = msg.CopyArrays(1, tuple(("h0", copy) for copy in copies), (("h0", file), ("h1", file)))
     bench.tell(made, bench.submission(1))
-    (order,) = bench.world.to(executor_of("h0"), Replicate)
+    (order,) = bench.world.to(executor_of("h0"), msg.Replicate)
     assert len(codec.encode_message(order)) < 1 << 18
     assert unpacked(order).copies == tuple(copies)
     assert unpacked(order).files == (file,)
@@ -617,7 +593,7 @@ def test_what_names_hosts_of_an_older_epoch_is_dropped() -> None:
     bench.tell(bench.submission(1, hosts=("h0", "gone")), bench.submission(1))
     plan = HostPlan("gone", (), (), (), ())
     body = Program("p", (), (), (), ())
-    bench.tell(InstallProgram(client_id(1, 2), body, (plan,), ()))
+    bench.tell(msg.InstallProgram(client_id(1, 2), body, (plan,), ()))
     assert len(bench.launches()) == 1
     assert not bench.world.to(executor_of("gone"))
     assert bench.world.counters["messages_stale"] == 2
@@ -631,15 +607,15 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
     post = bench.world.post
 
     def full(sender: Any, to: Any, message: object) -> None:
-        if isinstance(message, Install):
+        if isinstance(message, msg.Install):
             raise codec.MessageTooLarge("no frame holds it")
         post(sender, to, message)
 
     monkeypatch.setattr(bench.world, "post", full)
     number, body = client_id(1, 2), Program("p", (), (), (), ())
     plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
-    bench.tell(InstallProgram(number, body, plans, (), install=3))
-    (refused,) = bench.world.to(CONTROL, ProgramInstalled)
+    bench.tell(msg.InstallProgram(number, body, plans, (), install=3))
+    (refused,) = bench.world.to(CONTROL, msg.ProgramInstalled)
     assert (refused.program, refused.install) == (number, 3)
     assert "no frame holds it" in refused.error.message
     assert not bench.scheduler.programs.installed[number].compiling
@@ -648,59 +624,59 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
 def test_hosts_get_a_few_programs_of_a_client_at_once() -> None:
     """The others wait until hosts have answered; one that is released meanwhile is never sent."""
     bench = Bench()
-    bench.tell(AddClient(1, 1.0, 0), AddClient(2, 1.0, 0))
+    bench.tell(msg.AddClient(1, 1.0, 0), msg.AddClient(2, 1.0, 0))
     body = Program("p", (), (), (), ())
     plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
 
     def sent() -> list[int]:
-        return [m.program for m in bench.world.to(executor_of("h0"), Install)]
+        return [m.program for m in bench.world.to(executor_of("h0"), msg.Install)]
 
     def answer(program: int, *hosts: str) -> None:
         for host in hosts:
-            bench.tell(Installed(1, program, None, install=1), sender=executor_of(host))
+            bench.tell(msg.Installed(1, program, None, install=1), sender=executor_of(host))
 
     theirs = [client_id(1, 100 + n) for n in range(AT_ONCE + 4)]
     for program in theirs:
-        bench.tell(InstallProgram(program, body, plans, (), install=1))
+        bench.tell(msg.InstallProgram(program, body, plans, (), install=1))
     assert sent() == theirs[:AT_ONCE]
     other = client_id(2, 1)
-    bench.tell(InstallProgram(other, body, plans, (), install=1))
+    bench.tell(msg.InstallProgram(other, body, plans, (), install=1))
     assert sent() == [*theirs[:AT_ONCE], other], "clients do not wait for one another"
-    bench.tell(UninstallProgram(theirs[AT_ONCE], ("h0", "h1")))
-    bench.tell(UninstallProgram(theirs[0], ("h0", "h1")))
+    bench.tell(msg.UninstallProgram(theirs[AT_ONCE], ("h0", "h1")))
+    bench.tell(msg.UninstallProgram(theirs[0], ("h0", "h1")))
     answer(theirs[0], "h0")
     assert len(sent()) == AT_ONCE + 1, "its other host compiles it"
     answer(theirs[0], "h1")
     assert sent()[AT_ONCE + 1 :] == [theirs[AT_ONCE + 1]], "the released one is not sent"
-    bench.tell(InstallProgram(theirs[-1], body, plans, (), install=2))
+    bench.tell(msg.InstallProgram(theirs[-1], body, plans, (), install=2))
     answer(theirs[1], "h0", "h1")
     answer(theirs[2], "h0", "h1")
-    installs = [(m.program, m.install) for m in bench.world.to(executor_of("h0"), Install)]
+    installs = [(m.program, m.install) for m in bench.world.to(executor_of("h0"), msg.Install)]
     assert installs[AT_ONCE + 2 :] == [(theirs[-2], 1), (theirs[-1], 2)], "the newest of each"
 
 
 def test_a_program_that_is_installed_again_stays_as_it_is() -> None:
     """Runs that were submitted before still wait; they could not go on while hosts compile it."""
     bench = Bench()
-    bench.tell(AddClient(1, 1.0, 0))
+    bench.tell(msg.AddClient(1, 1.0, 0))
     body, number = Program("p", (), (), (), ()), client_id(1, 1)
     plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
-    bench.tell(InstallProgram(number, body, plans, (), install=1))
+    bench.tell(msg.InstallProgram(number, body, plans, (), install=1))
     for host in bench.hosts:
-        bench.tell(Installed(1, number, None, install=1), sender=executor_of(host))
-    bench.tell(bench.submission(1, depends=(3,)), UninstallProgram(number, ("h0", "h1")))
-    bench.tell(InstallProgram(number, body, plans, (), install=2, again=True))
-    answers = [m.install for m in bench.world.to(CONTROL, ProgramInstalled)]
+        bench.tell(msg.Installed(1, number, None, install=1), sender=executor_of(host))
+    bench.tell(bench.submission(1, depends=(3,)), msg.UninstallProgram(number, ("h0", "h1")))
+    bench.tell(msg.InstallProgram(number, body, plans, (), install=2, again=True))
+    answers = [m.install for m in bench.world.to(CONTROL, msg.ProgramInstalled)]
     assert answers == [1, 2]
-    assert len(bench.world.to(executor_of("h0"), Install)) == 1, "hosts have it"
-    bench.tell(SegmentLaunched(client_id(1, 1001), 3))
+    assert len(bench.world.to(executor_of("h0"), msg.Install)) == 1, "hosts have it"
+    bench.tell(msg.SegmentLaunched(client_id(1, 1001), 3))
     assert len(bench.launches()) == 1
-    assert not bench.world.to(executor_of("h0"), Discard), "it was wanted again"
-    bench.tell(UninstallProgram(number, ("h0", "h1")))
-    (discard,) = bench.world.to(executor_of("h0"), Discard)
+    assert not bench.world.to(executor_of("h0"), msg.Discard), "it was wanted again"
+    bench.tell(msg.UninstallProgram(number, ("h0", "h1")))
+    (discard,) = bench.world.to(executor_of("h0"), msg.Discard)
     assert discard.programs == (number,)
-    bench.tell(InstallProgram(number, body, plans, (), install=3, again=True))
-    assert len(bench.world.to(executor_of("h0"), Install)) == 2, "hosts have forgotten it"
+    bench.tell(msg.InstallProgram(number, body, plans, (), install=3, again=True))
+    assert len(bench.world.to(executor_of("h0"), msg.Install)) == 2, "hosts have forgotten it"
 
 
 def test_deletes_never_overtake_runs() -> None:
@@ -708,12 +684,14 @@ def test_deletes_never_overtake_runs() -> None:
     bench.client(1)
     waiting = bench.submission(1, depends=(3,))
     program = client_id(1, 1)
-    bench.tell(waiting, Release(1, (5,), (("h0",),)), UninstallProgram(program, ("h0", "h1")))
-    assert not bench.world.to(executor_of("h0"), Discard)
-    bench.tell(SegmentLaunched(waiting.run, 3))
-    kinds = [type(m) for m in bench.world.to(executor_of("h0")) if not isinstance(m, Arguments)]
-    assert kinds[-2:] == [Launch, Discard]
-    (discard,) = bench.world.to(executor_of("h0"), Discard)
+    bench.tell(
+        waiting, msg.Release(1, (5,), (("h0",),)), msg.UninstallProgram(program, ("h0", "h1"))
+    )
+    assert not bench.world.to(executor_of("h0"), msg.Discard)
+    bench.tell(msg.SegmentLaunched(waiting.run, 3))
+    kinds = [type(m) for m in bench.world.to(executor_of("h0")) if not isinstance(m, msg.Arguments)]
+    assert kinds[-2:] == [msg.Launch, msg.Discard]
+    (discard,) = bench.world.to(executor_of("h0"), msg.Discard)
     assert (discard.arrays, discard.programs) == ((5,), (program,))
     assert not bench.scheduler.programs.installed, "what is known of a program goes with it"
 
@@ -724,24 +702,26 @@ def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
     bench.client(1)
     every_host, two = ("h0", "h1", "h2"), ("h1", "h2")
     bench.world.mailboxes["controller"] += [
-        (bench.address, bench.address, Release(1, (number,), (hosts,)))
+        (bench.address, bench.address, msg.Release(1, (number,), (hosts,)))
         for number, hosts in ((5, every_host), (6, two), (7, every_host), (8, ("gone", "h0")))
     ]
     bench.world.drain("controller")
-    (first,), (second,), (third,) = (bench.world.to(executor_of(h), Discard) for h in every_host)
+    (first,), (second,), (third,) = (
+        bench.world.to(executor_of(h), msg.Discard) for h in every_host
+    )
     assert (first.arrays, second.arrays) == ((5, 7, 8), (5, 7, 6))
     assert third is second
-    assert not bench.world.to(executor_of("gone"), Discard)
+    assert not bench.world.to(executor_of("gone"), msg.Discard)
 
 
 def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     bench = Bench()
     bench.client(1)
     bench.tell(bench.submission(1, awaits=(client_id(1, 9),)))
-    bench.end(Launch(1, 0, 0, 0, 0, True, None, True))
-    bench.tell(RemoveClient(1))
+    bench.end(msg.Launch(1, 0, 0, 0, 0, True, None, True))
+    bench.tell(msg.RemoveClient(1))
     assert not held("scheduler", bench.scheduler)
-    (discard,) = bench.world.to(executor_of("h1"), Discard)
+    (discard,) = bench.world.to(executor_of("h1"), msg.Discard)
     assert discard.clients == (1,)
 
 
@@ -792,11 +772,11 @@ def test_an_answer_for_an_earlier_installing_does_not_count() -> None:
     plan = HostPlan("h0", (), (), (), ())
     for install in (1, 2):
         bench.tell(
-            InstallProgram(program, Program("p", (), (), (), ()), (plan,), (), install=install)
+            msg.InstallProgram(program, Program("p", (), (), (), ()), (plan,), (), install=install)
         )
     for install in (1, 2):
-        bench.tell(Installed(1, program, None, install=install), sender=executor_of("h0"))
-        told = bench.world.to(CONTROL, ProgramInstalled)
+        bench.tell(msg.Installed(1, program, None, install=install), sender=executor_of("h0"))
+        told = bench.world.to(CONTROL, msg.ProgramInstalled)
         assert [m.install for m in told] == [2][: install - 1]
 
 
@@ -805,7 +785,7 @@ def test_a_client_that_leaves_while_hosts_compile_leaves_nothing() -> None:
     bench.client(1)
     plan = HostPlan("h0", (), (), (), ())
     program, body = client_id(1, 2), Program("p", (), (), (), ())
-    bench.tell(InstallProgram(program, body, (plan,), (), install=1), RemoveClient(1))
+    bench.tell(msg.InstallProgram(program, body, (plan,), (), install=1), msg.RemoveClient(1))
     assert not bench.scheduler.programs.installed
-    bench.tell(Installed(1, program, None, install=1), sender=executor_of("h0"))
-    assert not bench.world.to(CONTROL, ProgramInstalled)
+    bench.tell(msg.Installed(1, program, None, install=1), sender=executor_of("h0"))
+    assert not bench.world.to(CONTROL, msg.ProgramInstalled)

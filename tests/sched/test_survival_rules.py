@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
-from pw.core.messages import Directory, EndEpoch, IslandInfo, Peer, PeerLost, RegisterHost
 from pw.devices.jax.enqueue import copy
 from pw.devices.jax.executables import Executables
 from tests.devices.test_replicas import Bench as ReplicasBench
@@ -26,7 +26,7 @@ X = np.arange(SMALL)
 def test_a_host_whose_old_link_ends_late_is_asked_again() -> None:
     """The directory names its next incarnation before the link to the last one is found to be dead."""
     bench = ReplicasBench(b=(0, 1))
-    bench.a.receive(CONTROL, PeerLost("b", "moved to tcp://elsewhere"))
+    bench.a.receive(CONTROL, msg.PeerLost("b", "moved to tcp://elsewhere"))
     bench.restore((0, "b"), (1, "b"))
     assert bench.uploaded() == [None]
 
@@ -101,13 +101,13 @@ class Hosts(ResourcesBench):
         self.register("s", "")
 
     def register(self, node: str, island: str, hosts: int = 1) -> None:
-        here = RegisterHost(island, hosts, 1, "cpu", f"at {node}", 7, spare=True)
+        here = msg.RegisterHost(island, hosts, 1, "cpu", f"at {node}", 7, spare=True)
         self.say(executor_of(node), here)
 
     def ranks(self, island: str) -> list[str]:
         return [host.name for host in self.state(island).hosts]
 
-    def state(self, island: str) -> IslandInfo:
+    def state(self, island: str) -> msg.IslandInfo:
         (found,) = [each for each in self.manager.status({}) if each.name == island]
         return found
 
@@ -117,14 +117,14 @@ class Hosts(ResourcesBench):
 
 def test_the_place_of_a_host_that_crashed_is_kept_for_a_moment() -> None:
     bench = Hosts()
-    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    bench.say(RESOURCES, msg.PeerLost("one0", "connection lost"))
     bench.register("one0", "one")
     assert bench.ranks("one") == ["one0"]
     assert bench.waiting() == ["s"]
     assert [host.state for host in bench.state("one").hosts] == ["joining"]
     bench.joined("one0", 2, island="one")
     assert [host.state for host in bench.state("one").hosts] == ["ready"]
-    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    bench.say(RESOURCES, msg.PeerLost("one0", "connection lost"))
     assert bench.ranks("one") == []
     bench.world.wait(2.1)
     assert bench.ranks("one") == ["s"]
@@ -132,7 +132,7 @@ def test_the_place_of_a_host_that_crashed_is_kept_for_a_moment() -> None:
 
 def test_the_place_of_a_host_that_is_silent_is_given_away_at_once() -> None:
     bench = Hosts()
-    bench.say(RESOURCES, PeerLost("one0", "silent for 3 s"))
+    bench.say(RESOURCES, msg.PeerLost("one0", "silent for 3 s"))
     assert bench.ranks("one") == ["s"]
 
 
@@ -141,9 +141,9 @@ def test_a_host_that_is_gone_is_not_awaited_because_its_gang_noticed_first(
     reason: str, bound_s: float
 ) -> None:
     bench = Hosts()
-    bench.say(RESOURCES, EndEpoch("two", 1, "the gang broke"))
-    bench.say(RESOURCES, PeerLost("two0", "closed"))
-    bench.say(RESOURCES, PeerLost("two1", reason))
+    bench.say(RESOURCES, msg.EndEpoch("two", 1, "the gang broke"))
+    bench.say(RESOURCES, msg.PeerLost("two0", "closed"))
+    bench.say(RESOURCES, msg.PeerLost("two1", reason))
     bench.register("two0", "two", 2)
     bench.world.wait(bound_s)
     assert bench.ranks("two") == ["two0", "s"]
@@ -162,7 +162,7 @@ def test_a_host_that_a_free_spare_replaced_can_go_anywhere() -> None:
     # There it has a rank now, whatever it says of itself.
     bench.joined("two0", 2, island="two")
     bench.joined("one0", 2, island="two")
-    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    bench.say(RESOURCES, msg.PeerLost("one0", "connection lost"))
     bench.register("two0", "two", 2)
     bench.register("one0", "one")
     assert bench.ranks("two") == ["two0", "one0"]
@@ -172,7 +172,7 @@ def test_a_spare_of_an_island_stays_there() -> None:
     bench = ResourcesBench()
     bench.island("one", 1, 1)
     bench.island("two", 1, 1)
-    spare = RegisterHost("one", 1, 1, "cpu", "at s", 7, spare=True)
+    spare = msg.RegisterHost("one", 1, 1, "cpu", "at s", 7, spare=True)
     bench.say(executor_of("s"), spare)
     bench.lose("two0")
     assert [each.state for each in bench.manager.status({})] == ["ready", "waiting"]
@@ -238,20 +238,20 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
 def test_what_a_controller_sent_before_it_noticed_the_loss_is_no_answer() -> None:
     """It lost several hosts at once, and told those of the first loss whose own it had yet to find."""
     world = World()
-    FakeHost(world, "a0", RegisterHost("a", 2, 1, "cpu", "", 1))
+    FakeHost(world, "a0", msg.RegisterHost("a", 2, 1, "cpu", "", 1))
     address = executor_of("a0")
 
     def tell(sender: Address, message: object) -> None:
         world.mailboxes["a0"].append((sender, address, message))
         world.drain("a0")
 
-    here = Directory((Peer("a0", ""),))
+    here = msg.Directory((msg.Peer("a0", ""),))
     tell(RESOURCES, here)
-    tell(address, PeerLost(RESOURCES.node, "connected anew"))
+    tell(address, msg.PeerLost(RESOURCES.node, "connected anew"))
     tell(RESOURCES, here)
-    before = len(world.to(RESOURCES, RegisterHost))
+    before = len(world.to(RESOURCES, msg.RegisterHost))
     world.wait(2.0)
-    assert len(world.to(RESOURCES, RegisterHost)) == before + 1
+    assert len(world.to(RESOURCES, msg.RegisterHost)) == before + 1
     tell(RESOURCES, here)
     world.wait(100.0)
-    assert len(world.to(RESOURCES, RegisterHost)) == before + 1
+    assert len(world.to(RESOURCES, msg.RegisterHost)) == before + 1

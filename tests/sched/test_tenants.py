@@ -10,40 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, client_id, run_name, session_of
-from pw.core.messages import (
-    Answered,
-    Attach,
-    Attached,
-    CancelRuns,
-    CreateArray,
-    DrainHost,
-    Evicted,
-    Explain,
-    Explanation,
-    GetMemory,
-    GetPlan,
-    GetStats,
-    GetStatus,
-    HostInfo,
-    InstallReport,
-    IslandInfo,
-    IslandReport,
-    KnownArray,
-    KnownArrays,
-    Memory,
-    OwnerMemory,
-    ProgramPlan,
-    ReadRecords,
-    Records,
-    Resumed,
-    Run,
-    Stats,
-    Status,
-    WorkReport,
-)
 from pw.core.messages.owners import Owner, visible
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
 from pw.sched.control.explain.memory import OTHERS, with_holders
@@ -58,7 +28,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.world = World(1)
-        self.islands: list[IslandInfo] = []
+        self.islands: list[msg.IslandInfo] = []
         self.world.controller(island_status=lambda: tuple(self.islands))
         self.host = self.world.host("h0", "i", 1)
         self.world.tenants = {"red": RED, "scarlet": RED, "blue": BLUE}
@@ -90,8 +60,8 @@ class Stage:
         program = client.program(chain([spec]))
         argument, run, result = client.id(), client.id(), client.id()
         client.sent_runs += 1
-        client.tell(CreateArray(argument, spec))
-        client.tell(Run(run, program, (argument,), (result,)))
+        client.tell(msg.CreateArray(argument, spec))
+        client.tell(msg.Run(run, program, (argument,), (result,)))
         self.world.settle()
         assert run in self.world.control.runs.in_flight
         return run, result
@@ -126,13 +96,13 @@ def test_shares_and_priorities_have_bounds(share: float, priority: int, words: s
     world.tenants = {"new": RED, "back": RED}
     world.settle()
     new, back = (world.add(session_of(name), Recorder) for name in ("new", "back"))
-    new.env.send(CONTROL, Attach("new", share, priority))
-    back.env.send(CONTROL, Attach("back", share, priority, 900, NO_SECRET.claim(900, RED)))
+    new.env.send(CONTROL, msg.Attach("new", share, priority))
+    back.env.send(CONTROL, msg.Attach("back", share, priority, 900, NO_SECRET.claim(900, RED)))
     world.settle()
-    assert [error.error.message for error in new.of(Evicted) if words in error.error.message] == [
-        error.reason for error in new.of(Evicted)
-    ]
-    assert {error.error.kind for error in new.of(Evicted)} == (
+    assert [
+        error.error.message for error in new.of(msg.Evicted) if words in error.error.message
+    ] == [error.reason for error in new.of(msg.Evicted)]
+    assert {error.error.kind for error in new.of(msg.Evicted)} == (
         {"AccessRefused"} if words else set()
     )
     asked = {} if words else {"new": (share, priority)}
@@ -155,7 +125,7 @@ def test_shares_of_tenants_are_positive_numbers(text: str) -> None:
 def test_runs_are_cancelled_by_the_same_tenant_and_by_operators(asker: str, may: bool) -> None:
     stage = Stage()
     run, result = stage.work(stage.red)
-    answer = stage.ask(getattr(stage, asker), CancelRuns(1, stage.red.number), Answered)
+    answer = stage.ask(getattr(stage, asker), msg.CancelRuns(1, stage.red.number), msg.Answered)
     if may:
         assert answer.error is None
         assert stage.red.failed[result].kind == "Cancelled"
@@ -176,11 +146,11 @@ def test_runs_are_cancelled_by_the_same_tenant_and_by_operators(asker: str, may:
 
 def test_only_operators_drain_hosts() -> None:
     stage = Stage()
-    answer = stage.ask(stage.red, DrainHost(1, "h0"), Answered)
+    answer = stage.ask(stage.red, msg.DrainHost(1, "h0"), msg.Answered)
     assert answer.error.kind == "AccessRefused"
     assert "tenant 'red' may not drain host h0; the tenant 'operator' may" in answer.error.message
     assert not stage.world.resources.inventory.draining
-    stage.op.tell(DrainHost(1, "h0"))
+    stage.op.tell(msg.DrainHost(1, "h0"))
     stage.world.settle()
     assert ("drain", {"tenant": OPERATOR, "name": "op", "node": "op", "host": "h0"}) in (
         stage.world.audited
@@ -190,12 +160,12 @@ def test_only_operators_drain_hosts() -> None:
 def test_refusals_do_not_fill_the_log() -> None:
     stage = Stage()
     for request in range(100):
-        stage.blue.tell(DrainHost(request, "h0"))
+        stage.blue.tell(msg.DrainHost(request, "h0"))
     stage.world.settle()
     assert [event for event, _ in stage.world.audited].count("refused") == 1
     assert stage.world.counters["requests_refused"] == 100
     stage.world.wait(1.5)
-    stage.blue.tell(DrainHost(100, "h0"))
+    stage.blue.tell(msg.DrainHost(100, "h0"))
     stage.world.settle()
     assert [event for event, _ in stage.world.audited].count("refused") == 2
 
@@ -207,45 +177,45 @@ def test_status_shows_the_clients_and_runs_of_the_tenant_and_counts_the_others()
     stage = Stage()
     stage.work(stage.red)
     stage.work(stage.blue)
-    status = stage.ask(stage.scarlet, GetStatus(1), Status)
+    status = stage.ask(stage.scarlet, msg.GetStatus(1), msg.Status)
     assert {client.name: client.tenant for client in status.clients} == {
         "red": RED,
         "scarlet": RED,
     }
     assert {run.client for run in status.runs} == {stage.red.number}
     assert (status.hidden_clients, status.hidden_runs) == (2, 1)
-    status = stage.ask(stage.op, GetStatus(2), Status)
+    status = stage.ask(stage.op, msg.GetStatus(2), msg.Status)
     assert len(status.clients) == 4
     assert len(status.runs) == 2
     assert (status.hidden_clients, status.hidden_runs) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [GetStatus, GetStats])
+@pytest.mark.parametrize("kind", [msg.GetStatus, msg.GetStats])
 def test_a_process_that_is_not_attached_sees_nothing(kind: type) -> None:
     stage = Stage()
     stranger = stage.world.add(session_of("stranger"), Recorder)
     stranger.env.send(CONTROL, kind(1))
     stage.world.settle()
-    assert not stranger.of(Status)
-    assert not stranger.of(Stats)
-    assert stranger.of(Evicted)
+    assert not stranger.of(msg.Status)
+    assert not stranger.of(msg.Stats)
+    assert stranger.of(msg.Evicted)
 
 
 def test_plans_are_of_programs_of_the_tenant() -> None:
     stage = Stage()
     run, _ = stage.work(stage.red)
     for name in ("chain", run_name(run)):
-        answer = stage.ask(stage.blue, GetPlan(1, name), Answered)
+        answer = stage.ask(stage.blue, msg.GetPlan(1, name), msg.Answered)
         assert "there is no program" in answer.error.message
         assert "chain" not in answer.error.message.partition("programs:")[2]
-        assert stage.ask(stage.scarlet, GetPlan(2, name), ProgramPlan).name == "chain"
+        assert stage.ask(stage.scarlet, msg.GetPlan(2, name), msg.ProgramPlan).name == "chain"
 
 
 def test_an_explanation_names_no_work_of_other_tenants() -> None:
     stage = Stage()
     stage.work(stage.red)
     for asker, sees in ((stage.op, True), (stage.scarlet, True), (stage.blue, False)):
-        told = stage.ask(asker, Explain(1), Explanation)
+        told = stage.ask(asker, msg.Explain(1), msg.Explanation)
         queued = [work.run for report in told.work for work in (*report.heads, *report.oldest)]
         assert bool(queued) is sees
         assert ("chain" in told.text) is sees
@@ -257,21 +227,21 @@ def test_an_explanation_names_no_work_of_other_tenants() -> None:
 
 def test_reports_of_memory_have_one_sum_for_the_arrays_of_other_tenants() -> None:
     stage = Stage()
-    host = HostInfo("h0", "i", "ready", 1, 1, "", False)
-    stage.islands.append(IslandInfo("i", "ready", "cpu", "", (host,), 1, (), 1, 0, 0, 0))
+    host = msg.HostInfo("h0", "i", "ready", 1, 1, "", False)
+    stage.islands.append(msg.IslandInfo("i", "ready", "cpu", "", (host,), 1, (), 1, 0, 0, 0))
     clients = (stage.red, stage.scarlet, stage.blue)
     for client in clients:
         slice_ = client.slice(1)
         stage.world.settle()
         client.upload(np.arange(SMALL), split(slice_, 1))
     stage.world.settle()
-    (whole,) = stage.ask(stage.op, GetMemory(1), Memory).devices
+    (whole,) = stage.ask(stage.op, msg.GetMemory(1), msg.Memory).devices
     assert [one.name for one in whole.owners] == ["red", "scarlet", "blue"]
     assert len(whole.largest) == 3
-    (device,) = stage.ask(stage.blue, GetMemory(1), Memory).devices
+    (device,) = stage.ask(stage.blue, msg.GetMemory(1), msg.Memory).devices
     own, others = device.owners
     assert own == whole.owners[2]
-    assert others == OwnerMemory(0, OTHERS, 2, 2 * own.arrays_bytes, 0)
+    assert others == msg.OwnerMemory(0, OTHERS, 2, 2 * own.arrays_bytes, 0)
     assert [one.client for one in device.largest] == [own.client]
     assert device.arrays_bytes == whole.arrays_bytes == 3 * own.arrays_bytes
 
@@ -292,11 +262,14 @@ def test_records_name_the_programs_of_the_reader_s_tenant_only() -> None:
     stage = Stage()
     readers = (stage.scarlet, stage.blue, stage.op)
     for client in readers:
-        assert stage.ask(client, ReadRecords(1, 1), Records).names == ()
+        assert stage.ask(client, msg.ReadRecords(1, 1), msg.Records).names == ()
     recorder = stage.world.recorders[CONTROLLER]
     stage.work(stage.red)
     for client in readers:
-        names = [name for _, name in stage.ask(client, ReadRecords(1, 2, stop=True), Records).names]
+        names = [
+            name
+            for _, name in stage.ask(client, msg.ReadRecords(1, 2, stop=True), msg.Records).names
+        ]
         assert names == (["", "i"] if client is stage.blue else ["chain", "i"])
     assert not recorder.on
     place, program = recorder.name("step", RED, "0,1 "), recorder.name("step", RED)
@@ -336,36 +309,38 @@ def restarted(stage: Stage) -> None:
 
 def test_a_client_gets_its_number_back_with_its_claim_and_a_stranger_does_not() -> None:
     stage = Stage()
-    (attached,) = stage.red.of(Attached)
-    (blues,) = stage.blue.of(Attached)
+    (attached,) = stage.red.of(msg.Attached)
+    (blues,) = stage.blue.of(msg.Attached)
     restarted(stage)
     world = stage.world
     for client, claim in ((stage.blue, attached.claim), (stage.blue, blues.claim)):
-        client.tell(Attach("blue", 1.0, 0, stage.red.number, claim))
+        client.tell(msg.Attach("blue", 1.0, 0, stage.red.number, claim))
         world.settle()
-        assert "proof" in client.of(Evicted)[-1].reason
+        assert "proof" in client.of(msg.Evicted)[-1].reason
     assert world.control.sessions.get(attached.client) is None
     assert "proven that it was client 1" in str(dict(world.audited)["refused"]["reason"])
-    stage.scarlet.tell(Attach("scarlet", 1.0, 0, attached.client, b""))
+    stage.scarlet.tell(msg.Attach("scarlet", 1.0, 0, attached.client, b""))
     world.settle()
-    assert stage.scarlet.of(Evicted)
-    stage.red.tell(Attach("red", 1.0, 0, attached.client, attached.claim))
+    assert stage.scarlet.of(msg.Evicted)
+    stage.red.tell(msg.Attach("red", 1.0, 0, attached.client, attached.claim))
     world.settle()
-    assert stage.red.of(Attached)[-1].client == attached.client
+    assert stage.red.of(msg.Attached)[-1].client == attached.client
     assert world.client(attached.client).tenant == RED
 
 
 def test_a_client_that_comes_back_tells_of_its_own_arrays_only() -> None:
     stage = Stage()
-    (attached,) = stage.red.of(Attached)
+    (attached,) = stage.red.of(msg.Attached)
     own, others = client_id(attached.client, 90), client_id(stage.blue.number, 90)
     restarted(stage)
     red, spec = stage.red, split(client_id(attached.client, 1), 1)
-    red.tell(Attach("red", 1.0, 0, attached.client, attached.claim))
-    red.tell(CreateArray(others, spec))
-    red.tell(Run(client_id(attached.client, 95), 0, (others,), (client_id(attached.client, 96),)))
-    known = Compact.of(KnownArrays((KnownArray(others, spec), KnownArray(own, spec))))
-    red.tell(Resumed((own, others), known, (), (others,)))
+    red.tell(msg.Attach("red", 1.0, 0, attached.client, attached.claim))
+    red.tell(msg.CreateArray(others, spec))
+    red.tell(
+        msg.Run(client_id(attached.client, 95), 0, (others,), (client_id(attached.client, 96),))
+    )
+    known = Compact.of(msg.KnownArrays((msg.KnownArray(others, spec), msg.KnownArray(own, spec))))
+    red.tell(msg.Resumed((own, others), known, (), (others,)))
     stage.world.settle()
     client = stage.world.client(attached.client)
     assert others not in client.lineage.origins
@@ -373,10 +348,10 @@ def test_a_client_that_comes_back_tells_of_its_own_arrays_only() -> None:
 
 
 def test_reports_of_schedulers_lose_the_work_of_others() -> None:
-    works = [WorkReport(client_id(n, 1), 0, "p", ("c",), ("h",), ((),), 1.0) for n in (1, 2)]
-    installing = tuple(InstallReport(client_id(n, 2), "q", ("h",)) for n in (1, 2))
-    report = IslandReport(0, "i", ("h",), 0.0, 2, 2, tuple(works), tuple(works), installing)
-    facts = Explanation(0, "", (), (report,), (), (), ())
+    works = [msg.WorkReport(client_id(n, 1), 0, "p", ("c",), ("h",), ((),), 1.0) for n in (1, 2)]
+    installing = tuple(msg.InstallReport(client_id(n, 2), "q", ("h",)) for n in (1, 2))
+    report = msg.IslandReport(0, "i", ("h",), 0.0, 2, 2, tuple(works), tuple(works), installing)
+    facts = msg.Explanation(0, "", (), (report,), (), (), ())
     (left,) = visible(facts, lambda number: number == 1).work
     assert (left.oldest, left.heads, left.installing) == (
         (works[0],),
@@ -397,7 +372,7 @@ def structs_in(kind: object) -> Iterator[type[msgspec.Struct]]:
 
 def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() -> None:
     owned = set()
-    for kind in {*structs_in(Explanation), *structs_in(Memory)} - {OwnerMemory}:
+    for kind in {*structs_in(msg.Explanation), *structs_in(msg.Memory)} - {msg.OwnerMemory}:
         hints = typing.get_type_hints(kind, include_extras=True)
         for name in hints.keys() & {"run", "program", "client", "array"}:
             marks = typing.get_args(hints[name])

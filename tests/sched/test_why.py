@@ -21,33 +21,9 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.connection import current
 from pw.client.connection.waiting import POLL_S, Waiting
+from pw.core import messages as msg
 from pw.core.actors.watchdog import STALL_S, Look, Watchdog
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
-from pw.core.messages import (
-    CreateArray,
-    EdgeCredit,
-    EdgeData,
-    EdgeReport,
-    Explain,
-    ExplainHost,
-    Explanation,
-    GetMemory,
-    GetStatus,
-    HostInfo,
-    HostMeasured,
-    HostReport,
-    Install,
-    InstallProgram,
-    IslandInfo,
-    IslandReport,
-    Launch,
-    LaunchReport,
-    MeasureHost,
-    Memory,
-    RequestFailed,
-    Status,
-    WorkReport,
-)
 from pw.core.programs.lower import lower
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched.control.explain.story import BUSY_S, story
@@ -62,7 +38,7 @@ from tests.stages.stage import held, mesh_on
 # --- who is to blame -----------------------------------------------------------------------------------
 
 
-def check_numbers(text: str, status: Status) -> None:
+def check_numbers(text: str, status: msg.Status) -> None:
     """Every client and run that a story names is one that `pw status` shows."""
     known = {str(client.number) for client in status.clients}
     assert set(re.findall(r"client (\d+)", text)) <= known
@@ -74,7 +50,7 @@ class Cluster:
 
     def __init__(self, elements: int = SMALL, seed: int = 0) -> None:
         self.world = World(seed)
-        self.islands: list[IslandInfo] = []
+        self.islands: list[msg.IslandInfo] = []
         """What the resource manager would tell of them."""
         self.world.controller(island_status=lambda: tuple(self.islands))
         for island in ("a", "b"):
@@ -96,17 +72,17 @@ class Cluster:
         self.world.wait(1.5)
         return result
 
-    def why(self) -> Explanation:
+    def why(self) -> msg.Explanation:
         """Ask, and let the time pass in which hosts have to answer."""
         self.client.received.clear()
-        self.client.tell(Explain(7))
+        self.client.tell(msg.Explain(7))
         self.world.settle()
         self.world.wait(1.0)
-        (answer,) = self.client.of(Explanation)
+        (answer,) = self.client.of(msg.Explanation)
         assert answer.request == 7
-        self.client.tell(GetStatus(8))
+        self.client.tell(msg.GetStatus(8))
         self.world.settle()
-        check_numbers(answer.text, self.client.of(Status)[-1])
+        check_numbers(answer.text, self.client.of(msg.Status)[-1])
         return answer
 
     def verdict(self) -> str:
@@ -145,7 +121,7 @@ def test_a_lost_credit_is_found_by_comparing_both_ends() -> None:
     """The receiver has said where the bytes go, and the sender has not heard of it."""
     for seed in range(10):
         cluster = Cluster(LARGE, seed)
-        cluster.swallow(EdgeCredit, to="a1")
+        cluster.swallow(msg.EdgeCredit, to="a1")
         cluster.run()
         story = cluster.why()
         verdict = story.text.splitlines()[0]
@@ -161,7 +137,7 @@ def test_a_lost_credit_is_found_by_comparing_both_ends() -> None:
 
 def test_a_small_edge_that_was_lost_on_its_way() -> None:
     cluster = Cluster(SMALL)
-    cluster.swallow(EdgeData, to="b0")
+    cluster.swallow(msg.EdgeData, to="b0")
     cluster.run()
     verdict = cluster.verdict()
     assert verdict.startswith("a0 has not delivered transfer 0 (shard 0, 32 bytes) to b0")
@@ -170,7 +146,7 @@ def test_a_small_edge_that_was_lost_on_its_way() -> None:
 
 def test_a_launch_that_was_lost() -> None:
     cluster = Cluster()
-    cluster.swallow(Launch, to="a1")
+    cluster.swallow(msg.Launch, to="a1")
     cluster.run()
     story = cluster.why()
     assert story.text.startswith("a1 (shard 1) has not got the launch of 'stage 0'")
@@ -179,7 +155,7 @@ def test_a_launch_that_was_lost() -> None:
 
 def test_a_program_that_is_not_compiled_is_its_clients() -> None:
     cluster = Cluster()
-    lost = cluster.swallow(Install, to="b1")
+    lost = cluster.swallow(msg.Install, to="b1")
     cluster.program = cluster.client.program(chain(cluster.specs))
     cluster.run()
     assert lost
@@ -189,8 +165,8 @@ def test_a_program_that_is_not_compiled_is_its_clients() -> None:
 def test_a_host_that_does_not_answer() -> None:
     """It is asked with the others, and the others' answers are not waited for longer than hers."""
     cluster = Cluster()
-    cluster.swallow(Launch, to="b1")
-    cluster.swallow(ExplainHost, to="b1", first=100)
+    cluster.swallow(msg.Launch, to="b1")
+    cluster.swallow(msg.ExplainHost, to="b1", first=100)
     cluster.run()
     story = cluster.why()
     assert story.text.startswith("b1 (shard 1) does not answer. That is why 'stage 1'")
@@ -201,41 +177,41 @@ def test_a_host_that_does_not_answer() -> None:
 def test_a_host_answers_for_itself_and_what_it_was_asked() -> None:
     cluster = Cluster()
     for host in ("a0", "b1"):
-        cluster.swallow(ExplainHost, to=host, first=100)
-    cluster.client.tell(Explain(7))
+        cluster.swallow(msg.ExplainHost, to=host, first=100)
+    cluster.client.tell(msg.Explain(7))
     cluster.world.settle()
     for number in range(3):
-        forged = HostReport(number, "b1", "", 0.0, 0, (), (), ())
+        forged = msg.HostReport(number, "b1", "", 0.0, 0, (), (), ())
         cluster.world.post(executor_of("a0"), CONTROL, forged)
-        cluster.world.post(executor_of("b1"), CONTROL, HostMeasured(number, ()))
+        cluster.world.post(executor_of("b1"), CONTROL, msg.HostMeasured(number, ()))
         cluster.world.post(store_of("b1"), CONTROL, forged)
         cluster.client.tell(forged)
     cluster.world.settle()
     cluster.world.wait(1.0)
-    (story,) = cluster.client.of(Explanation)
+    (story,) = cluster.client.of(msg.Explanation)
     assert [silence.host for silence in story.silent] == ["a0", "b1"]
 
 
-def told(run: int, *hosts: HostReport) -> str:
+def told(run: int, *hosts: msg.HostReport) -> str:
     """The verdict on a run that has been launched on these hosts, and does not end."""
-    work = WorkReport(run, 0, "p", ("f",), (hosts[0].host,), ((0,),), 99.0)
-    island = IslandReport(1, "i", ("h0", "h1"), 99.0, 1, 0, (work,), (), ())
-    return next(story(Explanation(1, "", (), (island,), hosts, (), ())))
+    work = msg.WorkReport(run, 0, "p", ("f",), (hosts[0].host,), ((0,),), 99.0)
+    island = msg.IslandReport(1, "i", ("h0", "h1"), 99.0, 1, 0, (work,), (), ())
+    return next(story(msg.Explanation(1, "", (), (island,), hosts, (), ())))
 
 
 def test_nobody_is_held_up_by_what_other_clients_wait_for() -> None:
     mine, theirs = client_id(2, 5), client_id(1, 5)
-    edge = EdgeReport(mine, 3, "h0", True, "awaited")
-    waiting = LaunchReport(mine, 0, "p", ("f",), "waiting", ((mine, 3),))
-    here = HostReport(1, "h1", "", 99.0, 1, (waiting,), (edge,), ())
-    other = LaunchReport(theirs, 0, "q", ("g",), "waiting", ((theirs, 4),))
-    there = HostReport(1, "h0", "", 99.0, 1, (other,), (), ())
+    edge = msg.EdgeReport(mine, 3, "h0", True, "awaited")
+    waiting = msg.LaunchReport(mine, 0, "p", ("f",), "waiting", ((mine, 3),))
+    here = msg.HostReport(1, "h1", "", 99.0, 1, (waiting,), (edge,), ())
+    other = msg.LaunchReport(theirs, 0, "q", ("g",), "waiting", ((theirs, 4),))
+    there = msg.HostReport(1, "h0", "", 99.0, 1, (other,), (), ())
     assert "has nothing left to send" in told(mine, here, there)
-    next_ = LaunchReport(client_id(2, 4), 0, "r", ("before",), "waiting")
+    next_ = msg.LaunchReport(client_id(2, 4), 0, "r", ("before",), "waiting")
     there = msgspec.structs.replace(there, launches=(other, next_))
     assert "has not come to sending transfer 3" in told(mine, here, there)
     assert "it waits at 'before'" in told(mine, here, there)
-    copies = LaunchReport(client_id(2, 0), 0, "copies", (), "waiting")
+    copies = msg.LaunchReport(client_id(2, 0), 0, "copies", (), "waiting")
     queued = msgspec.structs.replace(waiting, state="queued")
     here = msgspec.structs.replace(here, launches=(other, copies, queued))
     assert "'f' is queued behind copies" in told(mine, here)
@@ -247,7 +223,7 @@ def test_what_waits_for_an_upload_names_the_hosts_that_have_not_got_it() -> None
     cluster = Cluster(LARGE)
     client, spec = cluster.client, cluster.specs[0]
     array = client.id()
-    client.tell(CreateArray(array, spec, 1))
+    client.tell(msg.CreateArray(array, spec, 1))
     client.run(cluster.program, array)
     cluster.world.settle()
     text = cluster.why().text
@@ -281,17 +257,17 @@ def test_a_client_has_few_questions_open() -> None:
     """Each costs the controller and the hosts time in which other clients wait."""
     cluster = Cluster()
     client, other = cluster.client, join(cluster.world, "other")
-    cluster.swallow(ExplainHost, to="b1", first=100)
-    cluster.swallow(MeasureHost, to="b1", first=100)
-    host = HostInfo("b1", "b", "ready", 2, 1, "", False)
-    cluster.islands.append(IslandInfo("b", "ready", "cpu", "", (host,), 1, (), 2, 0, 0, 0))
-    for ask, answer in ((Explain, Explanation), (GetMemory, Memory)):
+    cluster.swallow(msg.ExplainHost, to="b1", first=100)
+    cluster.swallow(msg.MeasureHost, to="b1", first=100)
+    host = msg.HostInfo("b1", "b", "ready", 2, 1, "", False)
+    cluster.islands.append(msg.IslandInfo("b", "ready", "cpu", "", (host,), 1, (), 2, 0, 0, 0))
+    for ask, answer in ((msg.Explain, msg.Explanation), (msg.GetMemory, msg.Memory)):
         client.received.clear()
         for request in range(100, 105):
             client.tell(ask(request))
         other.tell(ask(105))
         cluster.world.settle()
-        (refused,) = client.of(RequestFailed)
+        (refused,) = client.of(msg.RequestFailed)
         assert refused.request == 104
         assert "has asked 4 times" in refused.error.message
         cluster.world.wait(1.0)
@@ -308,7 +284,7 @@ def test_a_client_has_few_questions_open() -> None:
 
 def test_a_stall_is_logged_once_and_the_next_one_again() -> None:
     cluster = Cluster(LARGE)
-    (lost,) = (cluster.swallow(Launch, to="a1"),)
+    (lost,) = (cluster.swallow(msg.Launch, to="a1"),)
     cluster.run()
     cluster.world.wait(STALL_S - 2.0)
     assert cluster.stalls() == 0
@@ -498,7 +474,7 @@ def test_a_run_that_is_overdue_fails_with_what_it_waits_for() -> None:
     body = msgspec.structs.replace(chain(cluster.specs), timeout_s=1.0)
     cluster.program = cluster.client.program(body)
     cluster.world.settle()
-    cluster.swallow(Launch, to="a1")
+    cluster.swallow(msg.Launch, to="a1")
     error = cluster.client.failed[cluster.run()]
     assert error.kind == "ComputationTimeout"
     assert "a1 (shard 1) has not got the launch of 'stage 0'. That is why" in error.message
@@ -541,5 +517,5 @@ def test_a_part_of_a_program_is_called_after_what_all_its_hosts_compute() -> Non
     at = {4: Binding(4, "a", (DeviceAddress("a0", 0), DeviceAddress("a1", 0)))}
     places = [msgspec.structs.replace(split(4, 1), placement=Placement(4, (n,))) for n in (0, 1)]
     body = chain(places)
-    names = names_of(InstallProgram(1, body, lower(body, at).hosts, ()))
+    names = names_of(msg.InstallProgram(1, body, lower(body, at).hosts, ()))
     assert names.segments == {0: ("stage 0", "stage 1")}

@@ -14,18 +14,10 @@ from typing import Any
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
-from pw.core.messages import (
-    CoordinationStarted,
-    FormIsland,
-    IslandInfo,
-    IslandJoined,
-    PeerLost,
-    RegisterHost,
-    StartCoordination,
-)
 from pw.core.recorder import Recorder as Recordings
 from pw.core.tenants import NO_RULES, OPERATOR, ShareRules
 from pw.core.tickets import Tickets
@@ -113,8 +105,8 @@ class Services(Recorder):
 
     def receive(self, sender: Address, message: object) -> None:
         super().receive(sender, message)
-        if isinstance(message, StartCoordination):
-            started = CoordinationStarted(message.island, message.epoch, "here:1", "")
+        if isinstance(message, msg.StartCoordination):
+            started = msg.CoordinationStarted(message.island, message.epoch, "here:1", "")
             self.env.send(RESOURCES, started)
 
 
@@ -208,7 +200,9 @@ class World:
             while link and self.random.random() < 0.5:
                 link.pop()
             for actor in self.actors[other]:
-                link.append((Address(other, actor), Address(other, actor), PeerLost(node, reason)))
+                link.append(
+                    (Address(other, actor), Address(other, actor), msg.PeerLost(node, reason))
+                )
 
     # --- time ----------------------------------------------------------------------------------------
 
@@ -230,7 +224,7 @@ class World:
         link = self.links[source, node]
         for _ in range(min(len(link), self.random.choice((1, 1, 2, 5, 100)))):
             news = link.popleft()
-            if isinstance(news[2], PeerLost):
+            if isinstance(news[2], msg.PeerLost):
                 self.stale.discard((node, news[2].node))
             self.mailboxes[node].append(news)
         self.drain(node)
@@ -276,7 +270,7 @@ class World:
         policy: str = "fifo",
         first_client: int = 1,
         credits_at_once: int = 1,
-        island_status: Callable[[], tuple[IslandInfo, ...]] = tuple,
+        island_status: Callable[[], tuple[msg.IslandInfo, ...]] = tuple,
         rules: ShareRules = NO_RULES,
     ) -> Controller:
         """The actors of a controller process; it keeps no credits, or no world would come to rest."""
@@ -321,7 +315,7 @@ class World:
 
         `flags` are `spare` and `draining`, as in `RegisterHost`.
         """
-        host = FakeHost(self, name, RegisterHost(island, hosts, devices, "cpu", "", 1, **flags))
+        host = FakeHost(self, name, msg.RegisterHost(island, hosts, devices, "cpu", "", 1, **flags))
         host.executor.register()
         return host
 
@@ -353,7 +347,7 @@ class FakeHost:
         self,
         world: World,
         name: str,
-        registration: RegisterHost,
+        registration: msg.RegisterHost,
         replicas: Sequence[Replica] = (),
     ) -> None:
         self.world, self.name, self.registration = world, name, registration
@@ -382,9 +376,9 @@ class FakeHost:
             ),
         )
 
-    def join(self, form: FormIsland, joined: Callable[[Any], None]) -> None:
+    def join(self, form: msg.FormIsland, joined: Callable[[Any], None]) -> None:
         devices = self.registration.local_devices
-        joined(IslandJoined(form.island, form.epoch, "fake", devices, None))
+        joined(msg.IslandJoined(form.island, form.epoch, "fake", devices, None))
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         self.stopped.append(reason)

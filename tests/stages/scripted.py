@@ -7,29 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, session_of, store_of
-from pw.core.messages import (
-    AllocateSlice,
-    Artifact,
-    Attach,
-    Attached,
-    CreateArray,
-    Delete,
-    Fetch,
-    Fetched,
-    Identify,
-    RegisterProgram,
-    ReleaseProgram,
-    RequestFailed,
-    Run,
-    RunFailed,
-    RunsSettled,
-    SliceBound,
-    Upload,
-    UploadLanding,
-)
 from pw.core.packing import pack
 from pw.core.programs.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import (
@@ -87,7 +68,7 @@ class Client(Recorder):
         super().__init__(env)
         self.number = 0
         self.serial = 0
-        self.bound: dict[int, SliceBound] = {}
+        self.bound: dict[int, msg.SliceBound] = {}
         self.specs: dict[int, ArraySpec] = {}
         self.outputs: dict[int, tuple[ArraySpec, ...]] = {}
         self.failed: dict[int, ErrorReport] = {}
@@ -96,20 +77,20 @@ class Client(Recorder):
         self.sent_runs = 0
         self.known: set[str] = set()
         self.bulk = FakeBulk(env.world, env.address.node)
-        env.send(CONTROL, Attach(env.address.node, getattr(env, "share", 1.0), 0))
+        env.send(CONTROL, msg.Attach(env.address.node, getattr(env, "share", 1.0), 0))
 
     def receive(self, sender: Any, message: Any) -> None:
         super().receive(sender, message)
-        if isinstance(message, Attached):
+        if isinstance(message, msg.Attached):
             self.number, self.ticket = message.client, message.ticket
-        elif isinstance(message, SliceBound):
+        elif isinstance(message, msg.SliceBound):
             self.bound[message.slice] = message
-        elif isinstance(message, RunFailed):
+        elif isinstance(message, msg.RunFailed):
             self.failed.update(dict.fromkeys(message.results, message.error))
-        elif isinstance(message, RunsSettled):
+        elif isinstance(message, msg.RunsSettled):
             self.credits += message.count
             assert self.credits <= self.sent_runs, "more credits than runs"
-        elif isinstance(message, UploadLanding):
+        elif isinstance(message, msg.UploadLanding):
             value, devices = self.uploads[message.array], self.devices(self.specs[message.array])
             boxes = host_boxes(self.specs[message.array], devices, sender.node)
             offsets, _ = packed_offsets([value[box_slices(box)].nbytes for box, _ in boxes])
@@ -128,22 +109,24 @@ class Client(Recorder):
     def tell_host(self, host: str, message: Any) -> None:
         if host not in self.known:
             self.known.add(host)
-            self.env.send(store_of(host), Identify(self.number, self.ticket))
+            self.env.send(store_of(host), msg.Identify(self.number, self.ticket))
         self.env.send(store_of(host), message)
 
     def slice(self, devices: int, island: str | None = None, hosts: tuple[str, ...] = ()) -> int:
         number = self.id()
-        self.tell(AllocateSlice(number, devices, None, island, None, hosts=hosts))
+        self.tell(msg.AllocateSlice(number, devices, None, island, None, hosts=hosts))
         return number
 
     def program(self, body: Program, blob: bytes = b"1") -> int:
         number = self.id()
         self.outputs[number] = tuple(output.spec for output in body.outputs)
-        self.tell(RegisterProgram(number, Compact.of(body), (Artifact(digest(blob), blob),)))
+        self.tell(
+            msg.RegisterProgram(number, Compact.of(body), (msg.Artifact(digest(blob), blob),))
+        )
         return number
 
     def release(self, program: int) -> None:
-        self.tell(ReleaseProgram(program))
+        self.tell(msg.ReleaseProgram(program))
 
     def run(self, program: int, *args: int | bytes | np.ndarray[Any, Any]) -> list[int]:
         made = []
@@ -152,7 +135,7 @@ class Client(Recorder):
             self.specs[made[-1]] = spec
         given = tuple(a.tobytes() if isinstance(a, np.ndarray) else a for a in args)
         self.sent_runs += 1
-        self.tell(Run(self.id(), program, given, tuple(made)))
+        self.tell(msg.Run(self.id(), program, given, tuple(made)))
         return made
 
     def devices(self, spec: ArraySpec) -> tuple[Any, ...]:
@@ -167,16 +150,16 @@ class Client(Recorder):
     def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, inline: bool = True) -> int:
         array, devices = self.id(), self.devices(spec)
         self.specs[array], self.uploads[array] = spec, value
-        bound = sum(m.slice == spec.placement.slice for m in self.of(SliceBound))
-        self.tell(CreateArray(array, spec, bound))
+        bound = sum(m.slice == spec.placement.slice for m in self.of(msg.SliceBound))
+        self.tell(msg.CreateArray(array, spec, bound))
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = pack([value[box_slices(box)] for box, _ in boxes]) if inline else None
-            self.tell_host(host, Upload(array, spec, devices, data, *self.place(spec)))
+            self.tell_host(host, msg.Upload(array, spec, devices, data, *self.place(spec)))
         return array
 
     def delete(self, *arrays: int) -> None:
-        self.tell(Delete(arrays))
+        self.tell(msg.Delete(arrays))
 
     def fetch(self, array: int, landing: Any = None) -> dict[int, tuple[Any, ...]]:
         """Ask every holder for its shards; the requests with the boxes they will be answered with."""
@@ -187,7 +170,7 @@ class Client(Recorder):
             at = tuple(i for i, device in enumerate(devices) if device.host == host)
             number = self.id()
             asked[number] = tuple(spec.box(i) for i in at)
-            self.tell_host(host, Fetch(number, array, spec, devices, at, landing))
+            self.tell_host(host, msg.Fetch(number, array, spec, devices, at, landing))
         return asked
 
     def answer(self, array: int, asked: dict[int, tuple[Any, ...]]) -> Any:
@@ -197,10 +180,10 @@ class Client(Recorder):
         spec = self.specs[array]
         whole = np.full(spec.shape, -1, dtype_of(spec.dtype))
         for number, boxes in asked.items():
-            for failed in self.of(RequestFailed):
+            for failed in self.of(msg.RequestFailed):
                 if failed.request == number:
                     return failed.error
-            data = [m.data for m in self.of(Fetched) if m.request == number]
+            data = [m.data for m in self.of(msg.Fetched) if m.request == number]
             if not data:
                 return None
             offsets, _ = packed_offsets([box_bytes(box, spec.dtype) for box in boxes])

@@ -16,14 +16,8 @@ from typing import Any
 import pytest
 import zmq
 
+from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address
-from pw.core.messages import (
-    Fetched,
-    Hello,
-    PeerLost,
-    PeerRefused,
-    Ready,
-)
 from pw.transport.links import codec
 from pw.transport.links.link import Versions
 from pw.transport.links.zmtp import Zmtp
@@ -58,7 +52,7 @@ def dealer() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
 
 
 def greeting(name: str, silence_s: float = 0.0) -> bytes:
-    return codec.encode_frame(0, [("", "", Hello(*Versions.installed(), name, 1, silence_s))])
+    return codec.encode_frame(0, [("", "", msg.Hello(*Versions.installed(), name, 1, silence_s))])
 
 
 @pytest.mark.parametrize("field", ["protocol", "pw", "jax"])
@@ -68,10 +62,10 @@ def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, f
     a = sockets.node("a", versions=ours)
     b = sockets.node("b", listens=False, versions=theirs)
     sockets.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
-    sockets.until(lambda: a.of(PeerRefused) and b.of(PeerRefused))
+    b.env.send(a.env.address, msg.Ready(0))
+    sockets.until(lambda: a.of(msg.PeerRefused) and b.of(msg.PeerRefused))
     for one, other in ((a, "b"), (b, "a")):
-        (refusal,) = one.of(PeerRefused)
+        (refusal,) = one.of(msg.PeerRefused)
         assert refusal.node == other
         assert refusal.error.kind == "VersionMismatch"
         assert str(ours) in refusal.error.message
@@ -86,23 +80,23 @@ def test_a_refused_stranger_cannot_harm_the_node_whose_name_it_claims(
 ) -> None:
     a, b = sockets.node("a"), sockets.node("b", listens=False)
     sockets.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     sockets.until(lambda: a.received)
     raw = dealer(sockets.endpoint(a))
-    raw.send(codec.encode_frame(0, [("", "", Hello(1, "9.9", "9.9", name, 99))]))
+    raw.send(codec.encode_frame(0, [("", "", msg.Hello(1, "9.9", "9.9", name, 99))]))
     sockets.until(lambda: sockets.of(a).counters["hellos_refused"])
-    b.env.send(a.env.address, Ready(1))
+    b.env.send(a.env.address, msg.Ready(1))
     sockets.until(lambda: numbers(a) == [0, 1])
-    assert [type(message) for _, message in a.received] == [Ready, Ready]
+    assert [type(message) for _, message in a.received] == [msg.Ready, msg.Ready]
 
 
 def test_a_peer_under_another_name_is_refused(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     b.env.introduce("other", sockets.endpoint(a))
-    b.env.send(Address("other", "session"), Ready(0))
+    b.env.send(Address("other", "session"), msg.Ready(0))
     has_certificates = sockets.where == "tls"  # so nothing is said to the listener
-    sockets.until(lambda: b.of(PeerRefused) and (has_certificates or a.of(PeerRefused)))
-    (refusal,) = b.of(PeerRefused)
+    sockets.until(lambda: b.of(msg.PeerRefused) and (has_certificates or a.of(msg.PeerRefused)))
+    (refusal,) = b.of(msg.PeerRefused)
     words = "answers a, where other was expected"
     if has_certificates:
         words = "its certificate is that of worker a, not of other"
@@ -116,21 +110,21 @@ def test_the_newer_incarnation_of_a_name_wins(sockets: Cluster, newcomer: int) -
     new = sockets.node("b", incarnation=newcomer, listens=False)
     sockets.introduce(a, old)
     sockets.introduce(a, new)
-    old.env.send(a.env.address, Ready(1))
+    old.env.send(a.env.address, msg.Ready(1))
     sockets.until(lambda: numbers(a) == [1])
-    new.env.send(a.env.address, Ready(2))
+    new.env.send(a.env.address, msg.Ready(2))
     if newcomer == 0:
-        sockets.until(lambda: new.of(PeerRefused))
+        sockets.until(lambda: new.of(msg.PeerRefused))
         assert not a.lost
-        old.env.send(a.env.address, Ready(3))
+        old.env.send(a.env.address, msg.Ready(3))
         sockets.until(lambda: numbers(a) == [1, 3])
     else:
         sockets.until(lambda: numbers(a) == [1, 2])
         assert [node for node, _ in a.lost] == ["b"]
         kinds = [type(message) for _, message in a.received]
-        assert kinds == [Ready, PeerLost, Ready]
+        assert kinds == [msg.Ready, msg.PeerLost, msg.Ready]
     if newcomer == 2:
-        sockets.until(lambda: old.of(PeerRefused))
+        sockets.until(lambda: old.of(msg.PeerRefused))
 
 
 def test_a_peer_that_comes_back_gets_a_new_link(sockets: Cluster) -> None:
@@ -140,9 +134,9 @@ def test_a_peer_that_comes_back_gets_a_new_link(sockets: Cluster) -> None:
         sockets.introduce(a, b)
         b.react = lambda sender, message, b=b: b.env.send(sender, message)
         a_count = len(numbers(a))
-        b.env.send(a.env.address, Ready(incarnation))
+        b.env.send(a.env.address, msg.Ready(incarnation))
         sockets.until(lambda n=a_count: len(numbers(a)) == n + 1)
-        a.env.send(Address("b", "session"), Ready(10 * incarnation))
+        a.env.send(Address("b", "session"), msg.Ready(10 * incarnation))
         sockets.until(lambda n=a_count: len(numbers(a)) == n + 2)
         sockets.of(b).close()
         sockets.until(lambda i=incarnation: len(a.lost) == i)
@@ -154,8 +148,8 @@ def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
     nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
     a.env.introduce("b", nowhere)
     a.env.introduce("c", "nonsense://x")
-    a.env.send(Address("b", "session"), Ready(0))
-    a.env.send(Address("c", "session"), Ready(0))
+    a.env.send(Address("b", "session"), msg.Ready(0))
+    a.env.send(Address("c", "session"), msg.Ready(0))
     sockets.until(lambda: len(a.lost) == 2)
     why = "Connection refused" if sockets.where == "tcp" else "No such file or directory"
     assert ("b", f"could not be reached at {nowhere}: nothing listens there ({why})") in a.lost
@@ -171,7 +165,7 @@ def test_a_controller_is_given_up_early_only_where_nothing_listens(sockets: Clus
         for name, endpoint in (("a", nowhere), ("b", f"ipc://{silent}")):
             one = sockets.node(name, heartbeat_s=0.02, connect_s=60.0, absent_s=0.1)
             one.env.introduce(CONTROLLER, endpoint)
-            one.env.send(Address(CONTROLLER, "session"), Ready(0))
+            one.env.send(Address(CONTROLLER, "session"), msg.Ready(0))
             dialled.append(one)
         a, b = dialled
         sockets.until(lambda: a.lost)
@@ -184,13 +178,13 @@ def test_a_peer_that_was_started_again_elsewhere_is_not_dialled_where_it_was(
     a = sockets.node("a")
     nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
     a.env.introduce("b", nowhere)
-    a.env.send(Address("b", "session"), Ready(0))
+    a.env.send(Address("b", "session"), msg.Ready(0))
     b = sockets.node("b", incarnation=2)
     b.env.introduce("a", sockets.endpoint(a))
-    b.env.send(a.env.address, Ready(1))
+    b.env.send(a.env.address, msg.Ready(1))
     sockets.until(lambda: numbers(a) == [1])
     a.env.introduce("b", sockets.endpoint(b))
-    a.env.send(b.env.address, Ready(2))
+    a.env.send(b.env.address, msg.Ready(2))
     sockets.until(lambda: b.lost or numbers(b) == [0, 2])
     assert not a.lost
     assert not b.lost
@@ -199,11 +193,11 @@ def test_a_peer_that_was_started_again_elsewhere_is_not_dialled_where_it_was(
 def test_a_forgotten_peer_is_not_spoken_to(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     sockets.introduce(a, b)
-    a.env.send(b.env.address, Ready(0))
+    a.env.send(b.env.address, msg.Ready(0))
     b.react = lambda sender, message: b.env.send(sender, message)
     sockets.until(lambda: a.received)
     a.env.forget("b")
-    a.env.send(b.env.address, Ready(1))
+    a.env.send(b.env.address, msg.Ready(1))
     sockets.until(lambda: b.lost)
     assert sockets.of(a).counters["messages_unroutable"] == 1
     assert not a.lost
@@ -213,7 +207,7 @@ def test_idle_links_stay_open(sockets: Cluster) -> None:
     a = sockets.node("a", heartbeat_s=0.02, silence_s=2.0)
     b = sockets.node("b", listens=False, heartbeat_s=0.02, silence_s=2.0)
     sockets.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     sockets.until(lambda: sockets.of(b).counters["frames_received"] > 20)
     sockets.until(lambda: sockets.of(a).counters["frames_received"] > 20)
     assert not a.lost
@@ -224,7 +218,7 @@ def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
     a = tcp.node("a", heartbeat_s=0.05, silence_s=0.5)
     b = tcp.node("b", listens=False, heartbeat_s=0.05, silence_s=0.5)
     tcp.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: tcp.of(b).counters["frames_received"] > 1)
     b.react = lambda sender, message: threading.Event().wait(1.5)  # both live on this loop
     b.env.send(b.env.address, "stall")
@@ -237,7 +231,7 @@ def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
 def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) -> None:
     a = tcp.node("a", heartbeat_s=0.05, silence_s=0.7)
     end = Zmtp(b"DEALER", codec.MAX_FRAME_BYTES)
-    message = Fetched(2, bytes(150_000))
+    message = msg.Fetched(2, bytes(150_000))
     with socket.create_connection(("127.0.0.1", int(tcp.endpoint(a).rpartition(":")[2]))) as raw:
         raw.setblocking(False)
 
@@ -302,9 +296,9 @@ def test_a_node_asks_for_its_own_silence_in_its_hello(sockets: Cluster, dials: b
     b = sockets.node("b", silence_s=8.0, own_silence_s=2.5)
     sockets.introduce(a, b)
     first, second = (b, a) if dials else (a, b)
-    first.env.send(second.env.address, Ready(0))
+    first.env.send(second.env.address, msg.Ready(0))
     sockets.until(lambda: second.received)
-    second.env.send(first.env.address, Ready(1))
+    second.env.send(first.env.address, msg.Ready(1))
     sockets.until(lambda: first.received)
     networks: list[Any] = [sockets.of(one).network for one in (a, b)]
     bounds = [networks[0].links["b"].silence_s, networks[1].links["a"].silence_s]
@@ -386,7 +380,7 @@ def test_a_killed_process_is_lost(
         tcp.until(lambda: a.received)
     else:
         a.env.introduce("b", endpoint)
-    a.env.send(other, Ready(1))
+    a.env.send(other, msg.Ready(1))
     tcp.until(lambda: 1 in numbers(a))
     child.send_signal(signal.SIGKILL)
     tcp.until(lambda: a.lost)
@@ -396,7 +390,7 @@ def test_a_killed_process_is_lost(
         a.env.introduce("b", endpoint)
     else:
         tcp.until(lambda: numbers(a).count(-1) == 2)
-    a.env.send(other, Ready(2))
+    a.env.send(other, msg.Ready(2))
     tcp.until(lambda: 2 in numbers(a))
 
 
@@ -421,11 +415,11 @@ def test_a_gap_in_the_numbers_loses_the_peer(
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     raw.send(greeting("raw"))
-    raw.send(codec.encode_frame(1, [("session", "x", Ready(1))]))
+    raw.send(codec.encode_frame(1, [("session", "x", msg.Ready(1))]))
     sockets.until(lambda: raw.poll(0))
     assert codec.decode(raw.recv()).sequence == 0
-    raw.send(codec.encode_frame(3, [("session", "x", Ready(3))]))
-    raw.send(codec.encode_frame(4, [("session", "x", Ready(4))]))
+    raw.send(codec.encode_frame(3, [("session", "x", msg.Ready(3))]))
+    raw.send(codec.encode_frame(4, [("session", "x", msg.Ready(4))]))
     sockets.until(lambda: a.lost)
     assert numbers(a) == [1]
     assert a.lost == [("raw", "frames lost (expected 2, got 3)")]
@@ -441,7 +435,7 @@ def test_a_stranger_is_told_once_that_there_is_no_link(
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     for number in (7, 8):
-        raw.send(codec.encode_frame(number, [("session", "x", Ready(number))]))
+        raw.send(codec.encode_frame(number, [("session", "x", msg.Ready(number))]))
     raw.send(greeting("raw"))
     sockets.until(lambda: raw.poll(0))
     assert codec.decode(raw.recv()).sequence == -1
@@ -458,8 +452,8 @@ def test_a_damaged_frame_of_a_peer_shows_as_a_gap(
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     raw.send(greeting("raw"))
-    raw.send(codec.encode_frame(1, [("session", "x", Ready(1))])[:-1])
-    raw.send(codec.encode_frame(2, [("session", "x", Ready(2))]))
+    raw.send(codec.encode_frame(1, [("session", "x", msg.Ready(1))])[:-1])
+    raw.send(codec.encode_frame(2, [("session", "x", msg.Ready(2))]))
     sockets.until(lambda: a.lost)
     assert a.lost == [("raw", "frames lost (expected 1, got 2)")]
     assert not numbers(a)

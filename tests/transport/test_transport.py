@@ -15,16 +15,9 @@ from typing import Any
 import pytest
 import zmq
 
+from pw.core import messages as msg
 from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import CONTROLLER, Address
-from pw.core.messages import (
-    Fetched,
-    Hello,
-    PeerLost,
-    Ready,
-    RequestFailed,
-    SegmentLaunched,
-)
 from pw.core.messages.roles import Role
 from pw.transport import endpoints
 from pw.transport.access import unix as peers
@@ -74,7 +67,7 @@ def test_messages_come_in_order_and_replies_find_their_way(anywhere: Cluster) ->
     anywhere.introduce(a, b)
     a.react = lambda sender, message: a.env.send(sender, message)
     for number in range(2000):
-        b.env.send(a.env.address, Ready(number))
+        b.env.send(a.env.address, msg.Ready(number))
     anywhere.until(lambda: len(b.received) == 2000)
     assert numbers(a) == numbers(b) == list(range(2000))
     assert {sender for sender, _ in a.received} == {Address("b", "session")}
@@ -83,30 +76,30 @@ def test_messages_come_in_order_and_replies_find_their_way(anywhere: Cluster) ->
 def test_a_node_that_closes_is_lost_at_once_and_after_its_last_words(anywhere: Cluster) -> None:
     a, b = anywhere.node("a"), anywhere.node("b")
     anywhere.introduce(a, b)
-    a.env.send(b.env.address, Ready(0))
+    a.env.send(b.env.address, msg.Ready(0))
     b.react = lambda sender, message: b.env.send(sender, message)
     anywhere.until(lambda: a.received)
     for number in range(1, 100):
-        b.env.send(a.env.address, Ready(number))
+        b.env.send(a.env.address, msg.Ready(number))
     anywhere.of(b).close()
     anywhere.until(lambda: a.lost)
     assert numbers(a) == list(range(100))
     assert a.lost == [("b", "closed")]
-    assert type(a.received[-1][1]) is PeerLost
+    assert type(a.received[-1][1]) is msg.PeerLost
 
 
 def test_local_notes_cannot_leave_the_process(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     sockets.introduce(a, b)
     with pytest.raises(ProtocolError, match="SegmentLaunched"):
-        a.env.send(b.env.address, SegmentLaunched(1, 1))
-    a.env.send(b.env.address, Ready(1))
+        a.env.send(b.env.address, msg.SegmentLaunched(1, 1))
+    a.env.send(b.env.address, msg.Ready(1))
     sockets.until(lambda: b.received)
 
 
 def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
     a = anywhere.node("a")
-    a.env.send(Address("unknown", "session"), Ready(0))
+    a.env.send(Address("unknown", "session"), msg.Ready(0))
     anywhere.until(lambda: anywhere.of(a).counters["messages_unroutable"] == 1)
     assert not a.received
 
@@ -123,7 +116,7 @@ def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
         # A frame for each message; a burst of them is more than the kernel buffers.
         def more(first: int) -> None:
             for number in range(first, first + burst):
-                origin.env.send(to, Ready(number))
+                origin.env.send(to, msg.Ready(number))
                 sockets.of(origin).network.flush()
             if first + burst < count:
                 sockets.loop.call_soon(more, first + burst)
@@ -131,7 +124,7 @@ def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
         return more
 
     for peer in peers:
-        peer.env.send(hub.env.address, Ready(-1))
+        peer.env.send(hub.env.address, msg.Ready(-1))
     sockets.until(lambda: len(numbers(hub)) == len(peers))
     for peer in peers:
         flood(peer, hub.env.address)(0)
@@ -143,7 +136,7 @@ def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
     for peer in peers:
         assert numbers(peer) == list(range(count))
         mine = [message for sender, message in hub.received if sender == peer.env.address]
-        assert mine == [Ready(number) for number in range(-1, count)]
+        assert mine == [msg.Ready(number) for number in range(-1, count)]
     assert sockets.of(hub).counters["sends_deferred"] > 0
     assert all(sockets.of(peer).counters["sends_deferred"] > 0 for peer in peers)
 
@@ -167,7 +160,7 @@ def test_a_peer_of_which_many_messages_wait_is_held_and_nothing_is_lost(
 
     b.react = react
     for number in range(5000):
-        a.env.send(b.env.address, Ready(number))
+        a.env.send(b.env.address, msg.Ready(number))
         sockets.of(a).network.flush()
     sockets.until(lambda: len(b.received) == 5000)
     assert numbers(b) == list(range(5000))
@@ -179,7 +172,7 @@ def test_a_peer_that_floods_does_not_delay_another(sockets: Cluster) -> None:
     hub, loud, quiet = (sockets.node(name) for name in ("hub", "loud", "quiet"))
     sockets.introduce(hub, loud, quiet)
     for peer in (loud, quiet):
-        peer.env.send(hub.env.address, Ready(-1))
+        peer.env.send(hub.env.address, msg.Ready(-1))
     sockets.until(lambda: len(hub.received) == 2)
     before: list[int] = []
 
@@ -192,16 +185,16 @@ def test_a_peer_that_floods_does_not_delay_another(sockets: Cluster) -> None:
 
     hub.react = react
     for number in range(5000):
-        loud.env.send(hub.env.address, Ready(number))
+        loud.env.send(hub.env.address, msg.Ready(number))
         sockets.of(loud).network.flush()
     sockets.until(lambda: len(hub.received) > 50)
     start = len(hub.received)
-    quiet.env.send(hub.env.address, Ready(0))
+    quiet.env.send(hub.env.address, msg.Ready(0))
     sockets.until(lambda: before)
     assert before[0] - start < 500
     sockets.until(lambda: len(hub.received) == 5003)
     mine = [message for sender, message in hub.received if sender == loud.env.address]
-    assert mine == [Ready(number) for number in range(-1, 5000)]
+    assert mine == [msg.Ready(number) for number in range(-1, 5000)]
 
 
 def test_a_peer_that_is_held_is_not_lost_for_its_silence(
@@ -216,7 +209,7 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
     sockets.introduce(a, b)
     b.react = lambda sender, message: time.sleep(0.01)
     for number in range(300):
-        a.env.send(b.env.address, Ready(number))
+        a.env.send(b.env.address, msg.Ready(number))
         sockets.of(a).network.flush()
     sockets.until(lambda: len(b.received) >= 300)
     assert not b.lost
@@ -234,21 +227,21 @@ def unread(
     hub = sockets.node("hub", silence_s=silence_s, **quick)
     client = sockets.node("quiet", silence_s=60.0, **quick)
     sockets.introduce(hub, client)
-    client.env.send(hub.env.address, Ready(-1))
+    client.env.send(hub.env.address, msg.Ready(-1))
     sockets.until(lambda: hub.received)
-    hub.env.send(client.env.address, Ready(-1))
+    hub.env.send(client.env.address, msg.Ready(-1))
     sockets.until(lambda: client.received)
     words = ErrorReport("Error", "x" * 4000)
 
     def answer(sender: Address, message: Any) -> None:
-        hub.env.send(client.env.address, RequestFailed(message.request, words))
+        hub.env.send(client.env.address, msg.RequestFailed(message.request, words))
 
     hub.react = answer
     answers = sockets.network(client).links["hub"].source
     assert answers is not None
     answers.hold()
     for number in range(3000):
-        client.env.send(hub.env.address, Ready(number))
+        client.env.send(hub.env.address, msg.Ready(number))
         sockets.of(client).network.flush()
     link = sockets.network(hub).links["quiet"]
     sockets.until(lambda: link.unread_bytes)
@@ -265,7 +258,7 @@ def test_a_client_that_does_not_read_is_not_read(
     assert waited < 1 << 20
     answers.resume()
     sockets.until(lambda: len(client.received) == 3001)
-    assert [one.request for one in client.of(RequestFailed)] == list(range(3000))
+    assert [one.request for one in client.of(msg.RequestFailed)] == list(range(3000))
     assert not hub.lost
 
 
@@ -287,7 +280,7 @@ def test_what_is_said_in_one_turn_leaves_in_one_frame(sockets: Cluster) -> None:
     a, b = (sockets.node(name, **NO_HEARTBEATS) for name in "ab")
     sockets.introduce(a, b)
     for number in range(5000):
-        a.env.send(b.env.address, Ready(number))
+        a.env.send(b.env.address, msg.Ready(number))
     sockets.until(lambda: len(b.received) == 5000)
     assert sockets.of(a).counters["messages_sent"] == 5000
     assert sockets.of(a).counters["frames_sent"] == 2  # the hello, and the rest
@@ -297,14 +290,14 @@ def test_what_is_said_in_one_turn_leaves_in_one_frame(sockets: Cluster) -> None:
 def test_large_turns_are_split_into_frames(sockets: Cluster) -> None:
     a, b = (sockets.node(name, **NO_HEARTBEATS) for name in "ab")
     sockets.introduce(a, b)
-    blobs = [Fetched(number, bytes(50_000)) for number in range(40)]
-    blobs.insert(20, Fetched(40, bytes(5_000_000)))
+    blobs = [msg.Fetched(number, bytes(50_000)) for number in range(40)]
+    blobs.insert(20, msg.Fetched(40, bytes(5_000_000)))
     for blob in blobs:
         a.env.send(b.env.address, blob)
     with pytest.raises(codec.MessageTooLarge):
-        a.env.send(b.env.address, Fetched(1, bytes(codec.MAX_FRAME_BYTES)))
+        a.env.send(b.env.address, msg.Fetched(1, bytes(codec.MAX_FRAME_BYTES)))
     sockets.until(lambda: len(b.received) == len(blobs))
-    assert b.of(Fetched) == blobs
+    assert b.of(msg.Fetched) == blobs
     assert sockets.of(a).counters["frames_sent"] == 1 + 4 + 1 + 4  # the hello is alone
 
 
@@ -319,23 +312,23 @@ def test_a_message_to_many_is_encoded_once(
     monkeypatch.setattr(
         codec, "encode_message", lambda message: (encoded.append(message), original(message))[1]
     )
-    message = Ready(7)
+    message = msg.Ready(7)
     for peer in peers:
         a.env.send(peer.env.address, message)
     sockets.until(lambda: all(peer.received for peer in peers))
-    assert [m for m in encoded if type(m) is Ready] == [message]
-    assert all(peer.of(Ready) == [message] for peer in peers)
+    assert [m for m in encoded if type(m) is msg.Ready] == [message]
+    assert all(peer.of(msg.Ready) == [message] for peer in peers)
 
 
 def test_nodes_that_dial_each_other_at_once_have_one_link(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     sockets.introduce(a, b)
     for number in range(500):
-        a.env.send(b.env.address, Ready(number))
-        b.env.send(a.env.address, Ready(number))
+        a.env.send(b.env.address, msg.Ready(number))
+        b.env.send(a.env.address, msg.Ready(number))
     sockets.until(lambda: len(numbers(a)) == len(numbers(b)) == 500)
     for one, other in ((a, b), (b, a)):
-        one.env.send(other.env.address, Ready(500))
+        one.env.send(other.env.address, msg.Ready(500))
     sockets.until(lambda: len(numbers(a)) == len(numbers(b)) == 501)
     assert not a.lost
     assert not b.lost
@@ -350,15 +343,15 @@ def test_garbage_disturbs_nobody(
 ) -> None:
     a, b = sockets.node("a"), sockets.node("b", listens=False)
     sockets.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     sockets.until(lambda: a.received)
-    valid = codec.encode_frame(1, [("session", "x", Ready(7))])
+    valid = codec.encode_frame(1, [("session", "x", msg.Ready(7))])
     raw = dealer(sockets.endpoint(a))
     garbage = [[b""], [b"\xff" * 100], [valid[:-1]], [valid, valid], [valid], [b"x"] * 5]
     for parts in garbage:
         raw.send_multipart(parts)
     sockets.until(lambda: sockets.of(a).counters["frames_malformed"] == len(garbage))
-    b.env.send(a.env.address, Ready(1))
+    b.env.send(a.env.address, msg.Ready(1))
     sockets.until(lambda: numbers(a) == [0, 1])
     assert not a.lost
     warnings = [record for record in caplog.records if "malformed frame" in record.message]
@@ -371,14 +364,14 @@ def test_a_frame_over_the_bound_costs_its_sender_the_connection(
 ) -> None:
     a, b = sockets.node("a"), sockets.node("b", listens=False)
     sockets.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     raw = dealer(sockets.endpoint(a))
     raw.send(bytes(codec.MAX_FRAME_BYTES + 1))
-    raw.send(codec.encode_frame(0, [("", "", Hello(*Versions.installed(), "raw", 1))]))
+    raw.send(codec.encode_frame(0, [("", "", msg.Hello(*Versions.installed(), "raw", 1))]))
     sockets.until(lambda: sockets.of(a).counters["connections_malformed"])
     sockets.until(lambda: raw.poll(0))  # on the next connection it is welcome
     assert numbers(a) == [0]
-    b.env.send(a.env.address, Ready(1))
+    b.env.send(a.env.address, msg.Ready(1))
     sockets.until(lambda: numbers(a) == [0, 1])
     assert not a.lost
 
@@ -390,7 +383,7 @@ def test_bytes_that_are_not_zeromq_disturb_nobody(tcp: Cluster) -> None:
     for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000), b"\xff\x00\x00\x00", b""):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(data)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: numbers(a) == [0])
     assert not a.lost
 
@@ -401,7 +394,7 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
     b.env.introduce("c", "tcp://no.such.host.invalid:1")
     b.env.introduce("d", "tcp://" + 80 * "x" + ":1")
     for node in ("a", "c", "d"):
-        b.env.send(Address(node, "session"), Ready(0))
+        b.env.send(Address(node, "session"), msg.Ready(0))
     tcp.until(lambda: numbers(a) == [0])
 
 
@@ -423,9 +416,9 @@ def test_a_tcp_endpoint_on_this_machine_is_reached_over_a_unix_socket(
 ) -> None:
     a, b = tcp.node("a", bind=bind, advertise="127.0.0.1"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: numbers(a) == [0])
-    a.env.send(b.env.address, Ready(1))
+    a.env.send(b.env.address, msg.Ready(1))
     tcp.until(lambda: numbers(b) == [1])
     assert families(a, tcp) == families(b, tcp) == {socket.AF_UNIX}
 
@@ -437,7 +430,7 @@ def test_a_unix_socket_of_another_user_is_not_believed(
     monkeypatch.setattr(peers, "peer_user", lambda connection: os.getuid() + 1)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: numbers(a) == [0])
     assert families(b, tcp) == {socket.AF_INET}
 
@@ -455,7 +448,7 @@ def test_a_name_that_something_else_has_taken_leaves_tcp(
         free.close()
         a, b = tcp.node("a", bind=endpoint), tcp.node("b", listens=False)
         tcp.introduce(a, b)
-        b.env.send(a.env.address, Ready(0))
+        b.env.send(a.env.address, msg.Ready(0))
         tcp.until(lambda: numbers(a) == [0])
         assert families(b, tcp) == {socket.AF_INET}
 
@@ -467,7 +460,7 @@ def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -
         a = cluster.node("a", bind=f"ipc://{tmp_path}/here")
         b = cluster.node("b", listens=False)
         cluster.introduce(a, b)
-        b.env.send(a.env.address, Ready(0))
+        b.env.send(a.env.address, msg.Ready(0))
         cluster.until(lambda a=a: numbers(a) == [0])
         with pytest.raises(ConnectionFailed, match="in use"):
             cluster.node("c", bind=f"ipc://{tmp_path}/here")
@@ -498,7 +491,7 @@ def test_a_node_without_descriptors_accepts_later(
             tcp.until(exhausted)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: numbers(a) == [0])
 
 
@@ -523,7 +516,7 @@ def test_a_wildcard_is_advertised_as_something_to_dial(tcp: Cluster) -> None:
     a = tcp.node("a", bind="tcp://*:0", advertise="127.0.0.1")
     b = tcp.node("b", listens=False)
     tcp.introduce(a, b)
-    b.env.send(a.env.address, Ready(0))
+    b.env.send(a.env.address, msg.Ready(0))
     tcp.until(lambda: a.received)
 
 
@@ -622,11 +615,11 @@ def test_closing_leaves_no_descriptors(tmp_path: Path) -> None:
             nodes = [cluster.node(f"h{number}") for number in range(4)]
             cluster.introduce(*nodes)
             nodes[0].env.introduce("nowhere", "tcp://127.0.0.1:1")
-            nodes[0].env.send(Address("nowhere", "session"), Ready(0))
+            nodes[0].env.send(Address("nowhere", "session"), msg.Ready(0))
             for one in nodes:
                 for other in nodes:
                     if one is not other:
-                        one.env.send(other.env.address, Ready(0))
+                        one.env.send(other.env.address, msg.Ready(0))
             cluster.until(lambda nodes=nodes: all(len(n.received) == 3 for n in nodes))
             with pytest.raises(ConnectionFailed):
                 cluster.node("taken", bind=cluster.endpoint(nodes[0]))

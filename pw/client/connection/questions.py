@@ -21,25 +21,8 @@ from pw.client.session.thread_messages import (
 )
 from pw.client.session.timelines import Source
 from pw.client.show.live import About, patiently
+from pw.core import messages as msg
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
-from pw.core.messages import (
-    CancelRuns,
-    Checkpoint,
-    Compiled,
-    Described,
-    Detail,
-    DrainHost,
-    Explain,
-    Explanation,
-    GetMemory,
-    GetPlan,
-    GetStats,
-    GetStatus,
-    Memory,
-    ProgramPlan,
-    SaveArrays,
-    Status,
-)
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport.links.codec import MAX_FRAME_BYTES
@@ -85,29 +68,29 @@ class Questions:
 
     # --- reports -------------------------------------------------------------------------------------
 
-    def status(self, timeout_s: float = STATUS_S) -> Status:
+    def status(self, timeout_s: float = STATUS_S) -> msg.Status:
         """Return the state of the cluster. Raises ConnectionFailed if the controller does not answer."""
-        return self._answered(self._ask(GetStatus, Future[Status]()), timeout_s)
+        return self._answered(self._ask(msg.GetStatus, Future[msg.Status]()), timeout_s)
 
-    def memory(self, timeout_s: float = STATUS_S) -> Memory:
+    def memory(self, timeout_s: float = STATUS_S) -> msg.Memory:
         """Return the memory of all devices. Raises ConnectionFailed if the controller does not answer."""
-        return self._answered(self._ask(GetMemory, Future[Memory]()), timeout_s)
+        return self._answered(self._ask(msg.GetMemory, Future[msg.Memory]()), timeout_s)
 
-    def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> ProgramPlan:
+    def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> msg.ProgramPlan:
         """Return the plan of a program. Raises ArgumentError if there is none, or ConnectionFailed."""
-        request = partial(GetPlan, name=name, program=program)
-        return self._answered(self._ask(request, Future[ProgramPlan]()), timeout_s)
+        request = partial(msg.GetPlan, name=name, program=program)
+        return self._answered(self._ask(request, Future[msg.ProgramPlan]()), timeout_s)
 
     def stats(self, timeout_s: float) -> dict[str, dict[str, int]]:
         """Return the counters of the controller and of each host."""
-        answer = self._ask(GetStats, self.waiting("the counters of all hosts"))
+        answer = self._ask(msg.GetStats, self.waiting("the counters of all hosts"))
         return dict(answer.result(timeout_s))
 
-    def ask_why(self) -> Future[Explanation]:
+    def ask_why(self) -> Future[msg.Explanation]:
         """Ask the controller what holds up this client."""
-        return self._ask(Explain, Future[Explanation]())
+        return self._ask(msg.Explain, Future[msg.Explanation]())
 
-    def explain(self, timeout_s: float = EXPLAIN_S) -> Explanation:
+    def explain(self, timeout_s: float = EXPLAIN_S) -> msg.Explanation:
         """Return what holds up this client. Raises ConnectionFailed if the controller does not answer."""
         return self._answered(self.ask_why(), timeout_s)
 
@@ -143,13 +126,13 @@ class Questions:
 
     def cancel_runs(self, client: int, run: int = 0) -> Future[None]:
         """Cancel one run of any client, or all that the client has in flight."""
-        return self._ask(lambda request: CancelRuns(request, client, run), Future[None]())
+        return self._ask(lambda request: msg.CancelRuns(request, client, run), Future[None]())
 
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Copy arrays to host memory, in order with the runs that make and donate them."""
         numbers = tuple(dict.fromkeys(arrays))
         answer = self.waiting(f"a checkpoint of {counted(len(arrays))}")
-        return self._ask(lambda request: Checkpoint(request, numbers), answer, numbers)
+        return self._ask(lambda request: msg.Checkpoint(request, numbers), answer, numbers)
 
     def save(
         self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
@@ -158,7 +141,9 @@ class Questions:
         names, numbers = tuple(arrays), tuple(arrays.values())
         checkpoint = secrets.token_hex(8)
         answer: Future[None] = self._ask(
-            lambda request: SaveArrays(request, checkpoint, path, overwrite, numbers, names, tree),
+            lambda request: msg.SaveArrays(
+                request, checkpoint, path, overwrite, numbers, names, tree
+            ),
             self.waiting(f"a checkpoint of {counted(len(arrays))} at {path}"),
             numbers,
         )
@@ -173,15 +158,15 @@ class Questions:
             about = partial(About, "checkpoints to be written before the session ends")
             patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
 
-    def look(self, path: str, placement: Placement) -> Future[Described]:
+    def look(self, path: str, placement: Placement) -> Future[msg.Described]:
         """Ask for the description of the checkpoint at `path`, as the hosts of this placement see it."""
-        answer: Future[Described] = self.waiting(f"the description of {path}")
+        answer: Future[msg.Described] = self.waiting(f"the description of {path}")
         self._post(Look(path, ArraySpec((), "bool", Sharding((), ()), placement), answer))
         return answer
 
     def compile(
-        self, code: Stablehlo, placement: Placement, detail: Detail = Detail.FACTS
-    ) -> Future[Compiled]:
+        self, code: Stablehlo, placement: Placement, detail: msg.Detail = msg.Detail.FACTS
+    ) -> Future[msg.Compiled]:
         """Have the hosts of a placement compile a module for its devices, and describe it; waits for nothing.
 
         A program with a computation of this artifact and placement, registered within a minute, shares the
@@ -204,7 +189,7 @@ class Questions:
     def drain(self, host: str) -> Future[None]:
         """Move all work and data off a host; settled when it may be switched off."""
         answer = self.waiting(f"host {host} to be left by all that runs and lies there")
-        return self._ask(lambda request: DrainHost(request, host), answer)
+        return self._ask(lambda request: msg.DrainHost(request, host), answer)
 
 
 def counted(arrays: int) -> str:

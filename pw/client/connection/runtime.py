@@ -43,22 +43,10 @@ from pw.client.session.thread_messages import (
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.live import About, patiently
 from pw.client.show.worker_output import WorkerOutput, is_wanted
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import NAME_CHARACTERS, client_id
-from pw.core.messages import (
-    AllocateSlice,
-    Attached,
-    Cancel,
-    CreateArray,
-    FileSource,
-    RegisterProgram,
-    ReleaseProgram,
-    ReleaseSlice,
-    Run,
-    RunFailed,
-    SliceBound,
-)
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 
@@ -108,7 +96,7 @@ class Runtime:
         self.thread = start(self)
         """Where the session's actors live."""
         self.ask = Questions(self._post, self.thread.address)
-        attached: Future[Attached] = Waiting(
+        attached: Future[msg.Attached] = Waiting(
             about=lambda: About(f"an answer of the controller at {self.thread.address}")
         )
         if self.thread.address is None:
@@ -186,7 +174,7 @@ class Runtime:
         if error is None and self._closing is None:
             self._wait_until(self._run_credits.has_no_effects, "Python functions on hosts to end")
             self.ask.wait_until_saved()
-        closed: Future[tuple[RunFailed, ...]] = Future()
+        closed: Future[tuple[msg.RunFailed, ...]] = Future()
         with self._lock:
             if self._is_closed:
                 return
@@ -235,7 +223,7 @@ class Runtime:
             self._delete_released()
         with self._lock:
             for program in self.programs.forget_released():
-                self._tell(ReleaseProgram(program))
+                self._tell(msg.ReleaseProgram(program))
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""
@@ -261,11 +249,11 @@ class Runtime:
         island: str | None = None,
         topology: tuple[int, ...] | None = None,
         **how: Any,
-    ) -> SliceBound:
+    ) -> msg.SliceBound:
         """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused."""
         where = f" of island {island}" if island else ""
-        bound: Future[SliceBound] = self.ask.waiting(f"{devices} devices{where}")
-        request = AllocateSlice(self._id(), devices, kind, island, topology, **how)
+        bound: Future[msg.SliceBound] = self.ask.waiting(f"{devices} devices{where}")
+        request = msg.AllocateSlice(self._id(), devices, kind, island, topology, **how)
         self._post(Allocate(request, bound))
         return bound.result(self._patience_s)
 
@@ -275,7 +263,7 @@ class Runtime:
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
-        self._tell(ReleaseSlice(slice))
+        self._tell(msg.ReleaseSlice(slice))
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -292,7 +280,7 @@ class Runtime:
         with self._lock:
             self.check_alive()
             new = self.programs.unsent(artifacts)
-            self.thread.post(Tell(RegisterProgram(number, body, new)))
+            self.thread.post(Tell(msg.RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self.thread.post(Listen(tuple(python)))
             self.programs.add(number, program, artifacts)
@@ -320,7 +308,7 @@ class Runtime:
             if not self._run_credits.has_credit():
                 return None
             *made, run = self._ids(results + 1)
-            self.thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
+            self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made))))
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             self._run_credits.started(run, results, name, has_effects)
@@ -380,10 +368,10 @@ class Runtime:
             sent = f"the {credits.inputs_bytes >> 20} MiB that were sent for them"
             self._wait_until(credits.has_room, f"calls in flight to take {sent}")
 
-    def load(self, source: FileSource, spec: ArraySpec) -> int:
+    def load(self, source: msg.FileSource, spec: ArraySpec) -> int:
         """Have the hosts of `spec` read an array from disk; returns its id at once."""
         array = self._id()
-        self._post(Tell(CreateArray(array, spec, source=source)))
+        self._post(Tell(msg.CreateArray(array, spec, source=source)))
         return array
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
@@ -422,7 +410,7 @@ class Runtime:
     def cancel(self, arrays: Sequence[int]) -> None:
         """Cancel the runs that make these arrays."""
         if arrays:
-            self._tell(Cancel(tuple(arrays)))
+            self._tell(msg.Cancel(tuple(arrays)))
 
     def _make_room(self) -> None:
         if len(self._released) > RELEASES_KEPT or self._released_bytes > RELEASED_BYTES:

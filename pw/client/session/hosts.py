@@ -12,9 +12,9 @@ from collections.abc import Sequence, Set
 from weakref import WeakValueDictionary
 
 from pw.client.session.thread_messages import Listen
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, store_of
-from pw.core.messages import Attached, Identify, Peer, ReleaseSlice, SliceBound, SliceLost
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 Devices = tuple[DeviceAddress, ...]
@@ -26,8 +26,8 @@ class Hosts(Part):
     def __init__(self, env: Env) -> None:
         self._env = env
         self._endpoints: dict[str, str] = {}
-        self.slices: dict[int, SliceBound] = {}
-        self._identity: Identify | None = None
+        self.slices: dict[int, msg.SliceBound] = {}
+        self._identity: msg.Identify | None = None
         self._identified: set[str] = set()
         self.names: tuple[str, ...] = ()
         """Hosts of formed islands."""
@@ -40,15 +40,15 @@ class Hosts(Part):
         self._wants_output = False
         self._listening: set[int] = set()
         """Slices whose hosts send this client output of host functions, or calls of computations."""
-        self.given_back: WeakValueDictionary[int, SliceBound] = WeakValueDictionary()
+        self.given_back: WeakValueDictionary[int, msg.SliceBound] = WeakValueDictionary()
         """Released slices, as long as inputs that may still be on their way there refer to them."""
 
-    def attached(self, message: Attached, wants_output: bool) -> None:
+    def attached(self, message: msg.Attached, wants_output: bool) -> None:
         """Take the client's number, and the ticket that proves it to hosts."""
         self._wants_output = wants_output
-        self._identity = Identify(message.client, message.ticket, wants_output)
+        self._identity = msg.Identify(message.client, message.ticket, wants_output)
 
-    def listed(self, peers: tuple[Peer, ...]) -> None:
+    def listed(self, peers: tuple[msg.Peer, ...]) -> None:
         """Take the list of hosts; one with a new endpoint is a new process."""
         endpoints = {peer.node: peer.endpoint for peer in peers}
         for node, endpoint in endpoints.items():
@@ -78,7 +78,7 @@ class Hosts(Part):
                 self.former.add(slice)
                 del self.slices[slice]
 
-    def bind(self, message: SliceBound) -> bool:
+    def bind(self, message: msg.SliceBound) -> bool:
         """Take a binding. Returns whether the slice had one, which no `SliceLost` has ended."""
         moved = message.slice in self.slices or message.slice in self.former
         self.former.discard(message.slice)
@@ -98,16 +98,16 @@ class Hosts(Part):
             if (bound := self.slices.get(slice)) is not None:
                 self._meet(bound)
 
-    def _meet(self, bound: SliceBound) -> None:
+    def _meet(self, bound: msg.SliceBound) -> None:
         for host in dict.fromkeys(device.host for device in bound.devices):
             self._identify(host)
 
-    @handles(SliceLost)
-    def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
+    @handles(msg.SliceLost)
+    def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
         self.slices.pop(message.slice, None)
 
-    @handles(ReleaseSlice)
-    def _on_slice_released(self, sender: Address, message: ReleaseSlice) -> None:
+    @handles(msg.ReleaseSlice)
+    def _on_slice_released(self, sender: Address, message: msg.ReleaseSlice) -> None:
         """Forget a slice when the controller has heard of its release: it could be bound again before."""
         self.forget(message.slice)
 
@@ -127,7 +127,7 @@ class Hosts(Part):
             return None
         return tuple(bound.devices[index] for index in spec.placement.devices)
 
-    def binding(self, spec: ArraySpec) -> SliceBound | None:
+    def binding(self, spec: ArraySpec) -> msg.SliceBound | None:
         """Return the binding of such an array's slice; None while it has none."""
         slice = spec.placement.slice
         return self.slices.get(slice) or self.given_back.get(slice)

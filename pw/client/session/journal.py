@@ -13,32 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Part, handles
 from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address, arrays_in
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    Checkpoint,
-    CreateArray,
-    Delete,
-    FailedArray,
-    ForgetInputs,
-    ForgetRuns,
-    KnownArray,
-    KnownArrays,
-    Offer,
-    RegisterProgram,
-    ReleaseProgram,
-    ReleaseSlice,
-    Resumed,
-    Run,
-    RunFailed,
-    RunsSettled,
-    SliceBound,
-    SliceRefused,
-)
 from pw.core.messages.artifacts import Artifacts
 from pw.core.sharding import ArraySpec
 
@@ -50,11 +29,11 @@ class Journal(Part):
     """A client's copy of what its controller knows of it."""
 
     def __init__(self) -> None:
-        self.slices: dict[int, AllocateSlice] = {}
+        self.slices: dict[int, msg.AllocateSlice] = {}
         self.islands: dict[int, str] = {}
         self._hosts: dict[int, dict[str, None]] = {}
         """The hosts that each slice is or was bound to: they may have its arrays."""
-        self._programs: dict[int, RegisterProgram] = {}
+        self._programs: dict[int, msg.RegisterProgram] = {}
         self._released: set[int] = set()
         """Programs that the client has released, and that runs in the journal still need."""
         self._runs_of: Counter[int] = Counter()
@@ -62,9 +41,9 @@ class Journal(Part):
         """Of each program, the positions of its donated arguments, and the specs of its results."""
         self.artifacts = Artifacts()
         """Of all programs in the journal: the client sends each artifact once."""
-        self.inputs: dict[int, CreateArray] = {}
-        self.runs: dict[int, Run] = {}
-        self.offers: dict[int, Offer] = {}
+        self.inputs: dict[int, msg.CreateArray] = {}
+        self.runs: dict[int, msg.Run] = {}
+        self.offers: dict[int, msg.Offer] = {}
         self.held: dict[int, ArraySpec] = {}
         self._failed: dict[int, ErrorReport] = {}
         self._copied: set[int] = set()
@@ -74,14 +53,14 @@ class Journal(Part):
         self.in_flight = 0
         """Runs that have not been settled."""
         self._noters: dict[type, Callable[..., None]] = {
-            Run: self._run,
-            Delete: lambda message: self._let_go(message.arrays),
-            CreateArray: self._create,
-            Offer: lambda message: self.offers.update({message.run: message}),
-            RegisterProgram: self._register,
-            ReleaseProgram: self._release_program,
-            AllocateSlice: lambda message: self.slices.update({message.slice: message}),
-            ReleaseSlice: lambda message: self._forget_slice(message.slice),
+            msg.Run: self._run,
+            msg.Delete: lambda message: self._let_go(message.arrays),
+            msg.CreateArray: self._create,
+            msg.Offer: lambda message: self.offers.update({message.run: message}),
+            msg.RegisterProgram: self._register,
+            msg.ReleaseProgram: self._release_program,
+            msg.AllocateSlice: lambda message: self.slices.update({message.slice: message}),
+            msg.ReleaseSlice: lambda message: self._forget_slice(message.slice),
         }
 
     def __contains__(self, array: int) -> bool:
@@ -98,14 +77,14 @@ class Journal(Part):
         elif (request := getattr(message, "request", None)) is not None:
             self.requests[request] = message
 
-    def _register(self, message: RegisterProgram) -> None:
+    def _register(self, message: msg.RegisterProgram) -> None:
         body = message.body.whole()
         self._programs[message.program] = msgspec.structs.replace(
             message, artifacts=self.artifacts.of(body, message.artifacts)
         )
         self._effects[message.program] = (body.donated, tuple(o.spec for o in body.outputs))
 
-    def _release_program(self, message: ReleaseProgram) -> None:
+    def _release_program(self, message: msg.ReleaseProgram) -> None:
         self._released.add(message.program)
         self._drop_program(message.program)
 
@@ -116,11 +95,11 @@ class Journal(Part):
             self._effects.pop(number, None)
             del self._runs_of[number]
 
-    def _create(self, message: CreateArray) -> None:
+    def _create(self, message: msg.CreateArray) -> None:
         self.inputs[message.array] = message
         self.held[message.array] = message.spec
 
-    def _run(self, message: Run) -> None:
+    def _run(self, message: msg.Run) -> None:
         self.in_flight += 1
         effects = self._effects.get(message.program)
         if effects is None:
@@ -145,15 +124,15 @@ class Journal(Part):
 
     # --- from the controller -------------------------------------------------------------------------
 
-    @handles(SliceBound)
-    def _on_bound(self, sender: Address, message: SliceBound) -> None:
+    @handles(msg.SliceBound)
+    def _on_bound(self, sender: Address, message: msg.SliceBound) -> None:
         if message.slice in self.slices:  # one that was given back may be bound once more
             self.islands[message.slice] = message.island
             hosts = self._hosts.setdefault(message.slice, {})
             hosts.update(dict.fromkeys(device.host for device in message.devices))
 
-    @handles(SliceRefused)
-    def _on_refused(self, sender: Address, message: SliceRefused) -> None:
+    @handles(msg.SliceRefused)
+    def _on_refused(self, sender: Address, message: msg.SliceRefused) -> None:
         self._forget_slice(message.slice)
 
     def _forget_slice(self, slice: int) -> None:
@@ -161,12 +140,12 @@ class Journal(Part):
         self.islands.pop(slice, None)
         self._hosts.pop(slice, None)
 
-    @handles(RunsSettled)
-    def _on_settled(self, sender: Address, message: RunsSettled) -> None:
+    @handles(msg.RunsSettled)
+    def _on_settled(self, sender: Address, message: msg.RunsSettled) -> None:
         self.in_flight -= message.count
 
-    @handles(RunFailed)
-    def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+    @handles(msg.RunFailed)
+    def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
         for array in message.results:
             if array in self.held:
                 self._failed[array] = message.error
@@ -174,8 +153,8 @@ class Journal(Part):
         if made is not None and self._failed.keys() >= self.held.keys() & set(made.results):
             self._forget_run(message.run)
 
-    @handles(ForgetRuns)
-    def _on_forget_runs(self, sender: Address, message: ForgetRuns) -> None:
+    @handles(msg.ForgetRuns)
+    def _on_forget_runs(self, sender: Address, message: msg.ForgetRuns) -> None:
         for number in message.runs:
             self._forget_run(number)
 
@@ -186,15 +165,15 @@ class Journal(Part):
             self._runs_of[run.program] -= 1
             self._drop_program(run.program)
 
-    @handles(ForgetInputs)
-    def _on_forget_inputs(self, sender: Address, message: ForgetInputs) -> None:
+    @handles(msg.ForgetInputs)
+    def _on_forget_inputs(self, sender: Address, message: msg.ForgetInputs) -> None:
         for array in message.arrays:
             self.inputs.pop(array, None)
 
-    @handles(Answered)
-    def _on_answered(self, sender: Address, message: Answered) -> None:
+    @handles(msg.Answered)
+    def _on_answered(self, sender: Address, message: msg.Answered) -> None:
         asked = self.requests.pop(message.request, None)
-        if isinstance(asked, Checkpoint) and message.error is None:
+        if isinstance(asked, msg.Checkpoint) and message.error is None:
             self._copied.update(asked.arrays)
             if len(self._copied) > self._copied_limit:
                 self._copied &= self._of_interest()
@@ -229,11 +208,11 @@ class Journal(Part):
         made = self.inputs.keys() | {a for run in self.runs.values() for a in run.results}
         self._copied &= self._of_interest()
         self._prune_failed()
-        known = [KnownArray(a, spec) for a, spec in self.held.items() if a not in made]
-        yield Resumed(
+        known = [msg.KnownArray(a, spec) for a, spec in self.held.items() if a not in made]
+        yield msg.Resumed(
             tuple(self.held),
-            Compact.of(KnownArrays(tuple(known))),
-            tuple(FailedArray(a, error) for a, error in self._failed.items()),
+            Compact.of(msg.KnownArrays(tuple(known))),
+            tuple(msg.FailedArray(a, error) for a, error in self._failed.items()),
             tuple(sorted(self._copied)),
         )
 

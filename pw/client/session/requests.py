@@ -37,6 +37,7 @@ from pw.client.session.thread_messages import (
     reject,
     resolve,
 )
+from pw.core import messages as msg
 from pw.core.actors.actor import Part, handles
 from pw.core.errors import (
     INFRASTRUCTURE,
@@ -48,30 +49,6 @@ from pw.core.errors import (
 )
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import (
-    INLINE_BYTES,
-    Answered,
-    CancelRequest,
-    Compile,
-    Compiled,
-    Describe,
-    Described,
-    Explain,
-    Explanation,
-    Fetch,
-    Fetched,
-    GetStats,
-    Inquire,
-    Memory,
-    ProgramPlan,
-    Ready,
-    RequestFailed,
-    RunFailed,
-    SliceLost,
-    Stats,
-    Status,
-    Wait,
-)
 from pw.core.packing import unpack
 from pw.core.sharding import ArraySpec, Box, box_bytes, packed_offsets
 
@@ -138,7 +115,7 @@ class Requests(Part):
         self._next_request = 0
         self.failed: dict[int, ErrorReport] = {}
         """The errors of arrays that will never exist."""
-        self.unraised: dict[int, RunFailed] = {}
+        self.unraised: dict[int, msg.RunFailed] = {}
         """By run: the newest errors that no call has raised."""
 
     # --- from the API --------------------------------------------------------------------------------
@@ -166,21 +143,21 @@ class Requests(Part):
         if not self._begin(opened):
             return
         message = note.what(self._request(_Request(opened, CONTROLLER)))
-        if isinstance(message, Explain):
+        if isinstance(message, msg.Explain):
             hosts = {request.node for request in self._requests.values()} - {CONTROLLER}
-            message = Explain(message.request, tuple(sorted(hosts)))
+            message = msg.Explain(message.request, tuple(sorted(hosts)))
         self._env.send(CONTROL, message)
-        if note.what is GetStats:
+        if note.what is msg.GetStats:
             opened.result = {}
             for host in self._hosts.names:
-                self._hosts.send(host, GetStats(self._request(_Request(opened, host))))
+                self._hosts.send(host, msg.GetStats(self._request(_Request(opened, host))))
         self._check(opened)
 
     @handles(Look)
     def _on_look(self, sender: Address, note: Look) -> None:
         def describe(opened: _Open, located: list[Devices]) -> None:
             host = located[0][0].host
-            self._hosts.send(host, Describe(self._request(_Request(opened, host)), note.path))
+            self._hosts.send(host, msg.Describe(self._request(_Request(opened, host)), note.path))
 
         opened = _Open(note.answer, (), (note.spec,), describe)
         if self._begin(opened):
@@ -195,7 +172,7 @@ class Requests(Part):
             for host in dict.fromkeys(device.host for device in devices):
                 number = self._request(_Request(opened, host))
                 where = (devices, bound.island, bound.epoch)
-                self._hosts.send(host, Compile(number, note.artifact, *where, note.detail))
+                self._hosts.send(host, msg.Compile(number, note.artifact, *where, note.detail))
 
         opened = _Open(note.answer, (), (note.spec,), compile)
         if self._begin(opened):
@@ -238,7 +215,7 @@ class Requests(Part):
             request = _Request(opened, host, boxes, spec)
             number = self._request(request)
             landing = None
-            if total > INLINE_BYTES:
+            if total > msg.INLINE_BYTES:
                 try:
                     landing = self._bulk.land(
                         total, partial(self._fetched, number), self._hosts.endpoint(host)
@@ -247,7 +224,9 @@ class Requests(Part):
                     self._fail(opened, ErrorReport.of(error))
                     return
                 request.transfer = landing.transfer
-            self._hosts.send(host, Fetch(number, array, spec, devices, tuple(positions), landing))
+            self._hosts.send(
+                host, msg.Fetch(number, array, spec, devices, tuple(positions), landing)
+            )
 
     def _wait(self, opened: _Open, located: list[Devices]) -> None:
         by_host: dict[str, list[int]] = {}
@@ -255,7 +234,7 @@ class Requests(Part):
             for host in dict.fromkeys(device.host for device in devices):
                 by_host.setdefault(host, []).append(array)
         for host, arrays in by_host.items():
-            self._hosts.send(host, Wait(self._request(_Request(opened, host)), tuple(arrays)))
+            self._hosts.send(host, msg.Wait(self._request(_Request(opened, host)), tuple(arrays)))
         self._settle(opened)
 
     def _request(self, request: _Request) -> int:
@@ -266,8 +245,8 @@ class Requests(Part):
 
     # --- answers -------------------------------------------------------------------------------------
 
-    @handles(Fetched)
-    def _on_fetched(self, sender: Address, message: Fetched) -> None:
+    @handles(msg.Fetched)
+    def _on_fetched(self, sender: Address, message: msg.Fetched) -> None:
         self._fetched(message.request, message.data)
 
     def _fetched(self, number: int, buffer: bytes | Bytes) -> None:
@@ -280,8 +259,8 @@ class Requests(Part):
             request.of.result.append((box, unpack(buffer, offset, request.spec, box)))
         self._settle(request.of)
 
-    @handles(Compiled)
-    def _on_compiled(self, sender: Address, message: Compiled) -> None:
+    @handles(msg.Compiled)
+    def _on_compiled(self, sender: Address, message: msg.Compiled) -> None:
         """Take the first answer. The other hosts go on, as a program will need their executables."""
         request = self._taken(message.request)
         if request is not None:
@@ -291,19 +270,27 @@ class Requests(Part):
             request.of.result = message
             self._settle(request.of)
 
-    @handles(Ready, Described, Status, Explanation, Memory, ProgramPlan, Stats)
+    @handles(
+        msg.Ready,
+        msg.Described,
+        msg.Status,
+        msg.Explanation,
+        msg.Memory,
+        msg.ProgramPlan,
+        msg.Stats,
+    )
     def _on_report(self, sender: Address, message: Any) -> None:
         request = self._taken(message.request)
         if request is None:
             return
-        if isinstance(message, Stats):
+        if isinstance(message, msg.Stats):
             request.of.result[message.node] = message.counters
-        elif not isinstance(message, Ready):
+        elif not isinstance(message, msg.Ready):
             request.of.result = message
         self._settle(request.of)
 
-    @handles(Answered)
-    def _on_answered(self, sender: Address, message: Answered) -> None:
+    @handles(msg.Answered)
+    def _on_answered(self, sender: Address, message: msg.Answered) -> None:
         """The controller has done what it was asked to, or knows when to ask a host again."""
         self._env.journal.prune_requests(self.is_open)
         request = self._taken(message.request)
@@ -325,8 +312,8 @@ class Requests(Part):
         if request is not None:
             self._ask(request.of)
 
-    @handles(RequestFailed)
-    def _on_failed(self, sender: Address, message: RequestFailed) -> None:
+    @handles(msg.RequestFailed)
+    def _on_failed(self, sender: Address, message: msg.RequestFailed) -> None:
         self._failed(message.request, message.error)
 
     def _failed(self, number: int, error: ErrorReport) -> None:
@@ -368,12 +355,12 @@ class Requests(Part):
             if asked and any(spec.placement.slice == slice for spec in opened.specs):
                 self._inquire(opened, _unbound(opened))
 
-    @handles(SliceLost)
-    def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
+    @handles(msg.SliceLost)
+    def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
         self.slice_moved(message.slice)
 
-    @handles(RunFailed)
-    def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+    @handles(msg.RunFailed)
+    def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
         arrays = set(message.results)
         self.failed.update(dict.fromkeys(message.results, message.error))
         self.unraised[message.run] = message
@@ -422,7 +409,7 @@ class Requests(Part):
             return
         self._env.count("inquiries")
         number = self._request(_Request(opened, CONTROLLER))
-        self._env.send(CONTROL, Inquire(number, opened.arrays))
+        self._env.send(CONTROL, msg.Inquire(number, opened.arrays))
 
     def _settle(self, opened: _Open) -> None:
         if not opened.missing:
@@ -443,7 +430,7 @@ class Requests(Part):
             if request.transfer is not None:
                 self._bulk.cancel(request.transfer)
             if request.node != CONTROLLER:
-                self._hosts.send(request.node, CancelRequest(number))
+                self._hosts.send(request.node, msg.CancelRequest(number))
         opened.missing.clear()
 
 

@@ -35,28 +35,11 @@ from pw.client.session.thread_messages import (
 )
 from pw.client.session.timelines import Timelines
 from pw.client.session.uploads import Uploads
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, CONTROLLER, Address, arrays_in
 from pw.core.landing import Bulk
-from pw.core.messages import (
-    Attach,
-    Attached,
-    Delete,
-    Directory,
-    Evicted,
-    Line,
-    LinkLost,
-    PeerLost,
-    PeerRefused,
-    Printed,
-    RegisterProgram,
-    ReleaseProgram,
-    Run,
-    RunsSettled,
-    SliceBound,
-    SliceRefused,
-)
 
 REDIAL_S = 0.5
 """How often to look for another controller."""
@@ -87,8 +70,8 @@ class ClientSession(Actor):
         self.closed: Error | None = None
         self._attaching: Settle | None = None
         self._attached = False
-        self._attach = Attach("", 1.0, 0)
-        self._output: Callable[[str, tuple[Line, ...]], None] | None = None
+        self._attach = msg.Attach("", 1.0, 0)
+        self._output: Callable[[str, tuple[msg.Line, ...]], None] | None = None
         self._reconnect_s = 0.0
         self._outages = 0
         self._is_calling = False
@@ -116,14 +99,14 @@ class ClientSession(Actor):
     def _on_open(self, sender: Address, note: Open) -> None:
         self._attaching = note.attached
         self.uploads.keep_bytes = note.keep_bytes
-        self._attach = Attach(note.name, note.share, note.priority)
+        self._attach = msg.Attach(note.name, note.share, note.priority)
         self._reconnect_s = note.reconnect_s
         self._output = note.output
         self.link.keeps = note.reconnect_s > 0
         self.link.call(self._attach)
 
-    @handles(Attached)
-    def _on_attached(self, sender: Address, message: Attached) -> None:
+    @handles(msg.Attached)
+    def _on_attached(self, sender: Address, message: msg.Attached) -> None:
         self._attached = True
         self._attach = msgspec.structs.replace(
             self._attach, resume=message.client, claim=message.claim
@@ -137,8 +120,8 @@ class ClientSession(Actor):
             resolve(self._attaching, message)
             self._attaching = None
 
-    @handles(Directory)
-    def _on_directory(self, sender: Address, message: Directory) -> None:
+    @handles(msg.Directory)
+    def _on_directory(self, sender: Address, message: msg.Directory) -> None:
         self.hosts.listed(message.peers)
         self._check_hosts()
 
@@ -153,29 +136,29 @@ class ClientSession(Actor):
             self._awaiting_hosts.remove(note)
             resolve(note.ready, None)
 
-    @handles(PeerRefused)
-    def _on_refused(self, sender: Address, message: PeerRefused) -> None:
+    @handles(msg.PeerRefused)
+    def _on_refused(self, sender: Address, message: msg.PeerRefused) -> None:
         if message.node == CONTROLLER:
             self._die(message.error.exception())
         else:
             self._host_lost(message.node, message.error)
 
-    @handles(Evicted)
-    def _on_evicted(self, sender: Address, message: Evicted) -> None:
+    @handles(msg.Evicted)
+    def _on_evicted(self, sender: Address, message: msg.Evicted) -> None:
         if message.may_attach and not self.link.is_open:
             return  # the next controller answers a message that was meant for the last one
         words = f"the controller closed this session: {message.reason}"
         self._die(Disconnected(words) if message.error is None else message.error.exception())
 
-    @handles(PeerLost)
-    def _on_peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _on_peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         if message.node == CONTROLLER:
             self._controller_lost(message)
         else:
             error = HostLost(f"host {message.node} was lost: {message.words}")
             self._host_lost(message.node, ErrorReport.of(error))
 
-    def _controller_lost(self, message: PeerLost) -> None:
+    def _controller_lost(self, message: msg.PeerLost) -> None:
         words = f"the controller was lost: {message.words}"
         if self.closed is not None:
             return
@@ -214,7 +197,7 @@ class ClientSession(Actor):
         if not self.link.is_open:
             self.hosts.unbind_from(node)
         if self._attached and self.closed is None:
-            self.env.send(CONTROL, LinkLost(node))
+            self.env.send(CONTROL, msg.LinkLost(node))
         self.hosts.lost(node)
         self.uploads.host_lost(node)
         self.requests.host_lost(node, error)
@@ -257,8 +240,8 @@ class ClientSession(Actor):
         self._allocating[note.request.slice] = note.bound
         self.env.send(CONTROL, note.request)
 
-    @handles(SliceBound)
-    def _on_bound(self, sender: Address, message: SliceBound) -> None:
+    @handles(msg.SliceBound)
+    def _on_bound(self, sender: Address, message: msg.SliceBound) -> None:
         if self.hosts.bind(message):
             self.uploads.slice_moved(message.slice)
             self.requests.slice_moved(message.slice)
@@ -266,8 +249,8 @@ class ClientSession(Actor):
         if future is not None:
             resolve(future, message)
 
-    @handles(SliceRefused)
-    def _on_slice_refused(self, sender: Address, message: SliceRefused) -> None:
+    @handles(msg.SliceRefused)
+    def _on_slice_refused(self, sender: Address, message: msg.SliceRefused) -> None:
         self.hosts.forget(message.slice)
         future = self._allocating.pop(message.slice, None)
         if future is not None:
@@ -280,14 +263,14 @@ class ClientSession(Actor):
         if self.closed is not None:
             return
         message = note.message
-        if isinstance(message, Run):
+        if isinstance(message, msg.Run):
             if (donated := self._donating.get(message.program)) is not None:
                 args = message.args
                 self.requests.forget(arrays_in(args[position] for position in donated))
-        elif isinstance(message, RegisterProgram):
+        elif isinstance(message, msg.RegisterProgram):
             if donated := message.body.held.donated:
                 self._donating[message.program] = donated
-        elif isinstance(message, ReleaseProgram):
+        elif isinstance(message, msg.ReleaseProgram):
             self._donating.pop(message.program, None)
         self.env.send(CONTROL, message)
 
@@ -295,13 +278,13 @@ class ClientSession(Actor):
     def _on_forget(self, sender: Address, note: Forget) -> None:
         if self.closed is None:
             self.requests.forget(note.arrays)
-            self.env.send(CONTROL, Delete(note.arrays))
+            self.env.send(CONTROL, msg.Delete(note.arrays))
 
-    @handles(RunsSettled)
-    def _on_settled(self, sender: Address, message: RunsSettled) -> None:
+    @handles(msg.RunsSettled)
+    def _on_settled(self, sender: Address, message: msg.RunsSettled) -> None:
         self._on_credits(message.count)
 
-    @handles(Printed)
-    def _on_printed(self, sender: Address, message: Printed) -> None:
+    @handles(msg.Printed)
+    def _on_printed(self, sender: Address, message: msg.Printed) -> None:
         if self._output is not None and self.hosts.knows(sender.node):
             self._output(sender.node, message.lines)

@@ -23,23 +23,11 @@ import numpy as np
 
 from pw.client.session.hosts import Devices, Hosts
 from pw.client.session.thread_messages import Put
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, ErrorReport, TransferFailed
 from pw.core.ids import CONTROL, Address
 from pw.core.landing import Bulk
-from pw.core.messages import (
-    INLINE_BYTES,
-    CreateArray,
-    ForgetInputs,
-    InputGone,
-    RunFailed,
-    SliceBound,
-    SliceLost,
-    Upload,
-    UploadAborted,
-    UploadAgain,
-    UploadLanding,
-)
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, box_bytes, box_slices, host_boxes, packed_offsets
 
@@ -54,7 +42,7 @@ class _Input:
     keep: bool
     """Does not count for the budget."""
     attempt: int = 0
-    bound: SliceBound | None = None
+    bound: msg.SliceBound | None = None
     """How its slice is bound; the user may give the slice back while the value is under way."""
     missing: set[str] = field(default_factory=set)
     """Hosts that have not received it in this attempt."""
@@ -89,12 +77,12 @@ class Uploads(Part):
         if self._closed:
             return
         bound = self._hosts.bound(note.spec)
-        self._env.send(CONTROL, CreateArray(note.array, note.spec, bound))
+        self._env.send(CONTROL, msg.CreateArray(note.array, note.spec, bound))
         self.inputs[note.array] = _Input(note.spec, note.value, note.keep)
         self._send(note.array)
 
-    @handles(UploadAgain)
-    def _on_again(self, sender: Address, message: UploadAgain) -> None:
+    @handles(msg.UploadAgain)
+    def _on_again(self, sender: Address, message: msg.UploadAgain) -> None:
         """Send a lost input again, under the name that the controller gives."""
         if self._closed:
             return
@@ -102,7 +90,7 @@ class Uploads(Part):
         upload = self.inputs.get(array)
         if upload is None:
             self._env.count("inputs_gone")
-            self._env.send(CONTROL, InputGone(name))
+            self._env.send(CONTROL, msg.InputGone(name))
             return
         self._env.count("inputs_sent_again")
         if name != array:
@@ -112,12 +100,12 @@ class Uploads(Part):
         self._kept_bytes -= self._kept.pop(array, 0)
         self._send(array)
 
-    @handles(ForgetInputs)
-    def _on_forget(self, sender: Address, message: ForgetInputs) -> None:
+    @handles(msg.ForgetInputs)
+    def _on_forget(self, sender: Address, message: msg.ForgetInputs) -> None:
         self._forget(message.arrays)
 
-    @handles(RunFailed)
-    def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+    @handles(msg.RunFailed)
+    def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
         self._forget(message.results)
 
     def _forget(self, arrays: tuple[int, ...]) -> None:
@@ -141,8 +129,8 @@ class Uploads(Part):
                 upload.missing.clear()
                 self._settle(array, upload)
 
-    @handles(SliceLost)
-    def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
+    @handles(msg.SliceLost)
+    def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
         self.slice_moved(message.slice)
 
     def close(self) -> None:
@@ -168,17 +156,17 @@ class Uploads(Part):
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = None
-            if sum(box_bytes(box, spec.dtype) for box, _ in boxes) <= INLINE_BYTES:
+            if sum(box_bytes(box, spec.dtype) for box, _ in boxes) <= msg.INLINE_BYTES:
                 data = pack([upload.value[box_slices(box)] for box, _ in boxes])
             else:
                 upload.missing.add(host)
             place = binding.island, binding.epoch
-            message = Upload(array, spec, devices, data, *place, upload.attempt)
+            message = msg.Upload(array, spec, devices, data, *place, upload.attempt)
             self._hosts.send(host, message)
         self._settle(array, upload)
 
-    @handles(UploadLanding)
-    def _on_landing(self, sender: Address, message: UploadLanding) -> None:
+    @handles(msg.UploadLanding)
+    def _on_landing(self, sender: Address, message: msg.UploadLanding) -> None:
         """Push the shards of a host that has made room for them."""
         if self._closed:
             return
@@ -196,7 +184,9 @@ class Uploads(Part):
         if devices is not None:
             self._push(host, message, upload, devices)
 
-    def _push(self, host: str, message: UploadLanding, upload: _Input, devices: Devices) -> None:
+    def _push(
+        self, host: str, message: msg.UploadLanding, upload: _Input, devices: Devices
+    ) -> None:
         spec, attempt = upload.spec, upload.attempt
         boxes = host_boxes(spec, devices, host)
         if not boxes:
@@ -218,9 +208,9 @@ class Uploads(Part):
 
         self._bulk.push(message.landing, parts, pushed)
 
-    def _abort(self, host: str, asked: UploadLanding, error: Exception) -> None:
+    def _abort(self, host: str, asked: msg.UploadLanding, error: Exception) -> None:
         report = ErrorReport.of(error)
-        self._hosts.send(host, UploadAborted(asked.array, asked.landing.transfer, report))
+        self._hosts.send(host, msg.UploadAborted(asked.array, asked.landing.transfer, report))
 
     # --- keeping -------------------------------------------------------------------------------------
 

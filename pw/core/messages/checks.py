@@ -15,28 +15,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.errors import ArgumentError, CheckpointFailed, Error, ErrorReport, ProtocolError
 from pw.core.landing import Landing
-from pw.core.messages import (
-    AllocateSlice,
-    Answered,
-    Attach,
-    Checkpoint,
-    Compile,
-    Describe,
-    Evicted,
-    Fetch,
-    FileSource,
-    HostRejected,
-    Inquire,
-    OfferSource,
-    RegisterHost,
-    RequestFailed,
-    Run,
-    SaveArrays,
-    SliceRefused,
-    UploadAborted,
-)
 from pw.core.programs.spec_checks import shortened
 
 ERROR_CHARACTERS = 1 << 20
@@ -57,19 +38,19 @@ def check_path(path: str) -> None:
         )
 
 
-def check_source(source: FileSource | OfferSource | None) -> None:
+def check_source(source: msg.FileSource | msg.OfferSource | None) -> None:
     """Raise CheckpointFailed unless an array can come from there."""
-    if isinstance(source, FileSource):
+    if isinstance(source, msg.FileSource):
         check_path(source.path)
 
 
-def _upload_aborted(message: UploadAborted) -> None:
+def _upload_aborted(message: msg.UploadAborted) -> None:
     error = message.error
     if sum(map(len, (error.kind, error.where, error.message, error.traceback))) > ERROR_CHARACTERS:
         raise ArgumentError(f"an error has more than {ERROR_CHARACTERS} characters")
 
 
-def _fetch(message: Fetch) -> None:
+def _fetch(message: msg.Fetch) -> None:
     if len(message.positions) > len(message.devices):
         raise ArgumentError("more shards were asked for than there are devices")
     if len(set(message.positions)) < len(message.positions):
@@ -96,23 +77,23 @@ def check_landing(landing: Landing) -> None:
             raise ArgumentError(f"a client cannot have its values sent to {shortened(name)}")
 
 
-def _compile(message: Compile) -> None:
+def _compile(message: msg.Compile) -> None:
     if not message.devices or len(set(message.devices)) < len(message.devices):
         raise ArgumentError("a function is compiled for different devices, at least one")
 
 
-def _register_host(message: RegisterHost) -> None:
+def _register_host(message: msg.RegisterHost) -> None:
     if len(set(message.members)) < len(message.members):
         raise ProtocolError("a host comes from an epoch that cannot be")
 
 
 CHECKS: Mapping[type, Callable[[Any], None]] = {
-    SaveArrays: lambda message: check_path(message.path),
-    UploadAborted: _upload_aborted,
-    Describe: lambda message: check_path(message.path),
-    Fetch: _fetch,
-    Compile: _compile,
-    RegisterHost: _register_host,
+    msg.SaveArrays: lambda message: check_path(message.path),
+    msg.UploadAborted: _upload_aborted,
+    msg.Describe: lambda message: check_path(message.path),
+    msg.Fetch: _fetch,
+    msg.Compile: _compile,
+    msg.RegisterHost: _register_host,
 }
 """The check of each type of message that has one: it raises an `Error`."""
 
@@ -128,7 +109,7 @@ def objection(message: object) -> ErrorReport | None:
     return None
 
 
-_WITHIN = (Run, Fetch)
+_WITHIN = (msg.Run, msg.Fetch)
 """Messages that a session cannot make too large: programs and slices are checked before."""
 
 
@@ -154,13 +135,13 @@ def beyond_bounds(message: Any) -> ErrorReport | None:
 def refusal(message: object, error: ErrorReport) -> object | None:
     """Return what tells the sender of a message that it is refused; None if it expects no answer."""
     match message:
-        case Attach():
-            return Evicted(error.message, error=error)
-        case AllocateSlice():
-            return SliceRefused(message.slice, error)
-        case RegisterHost():
-            return HostRejected(error)
-        case Checkpoint() | SaveArrays() | Inquire():
-            return Answered(message.request, error)
+        case msg.Attach():
+            return msg.Evicted(error.message, error=error)
+        case msg.AllocateSlice():
+            return msg.SliceRefused(message.slice, error)
+        case msg.RegisterHost():
+            return msg.HostRejected(error)
+        case msg.Checkpoint() | msg.SaveArrays() | msg.Inquire():
+            return msg.Answered(message.request, error)
     request = getattr(message, "request", None)
-    return None if request is None else RequestFailed(request, error)
+    return None if request is None else msg.RequestFailed(request, error)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import Address, session_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import INLINE_BYTES, CallClient, CallLanding, CallReturned, PeerLost
 from pw.core.messages.checks import ERROR_CHARACTERS, check_landing
 from pw.core.packing import pack, packed_bytes, sizes_of, unpack_arrays
 from pw.core.programs.spec_checks import shortened
@@ -60,9 +60,9 @@ class Callbacks(Part):
             return
         self._serial += 1
         self._open[self._serial] = _Open(nodes[-1], call)
-        data = pack(call.operands) if packed_bytes(call.operands) <= INLINE_BYTES else None
+        data = pack(call.operands) if packed_bytes(call.operands) <= msg.INLINE_BYTES else None
         types = tuple((array.dtype.name, array.shape) for array in call.operands)
-        message = CallClient(self._serial, call.artifact, call.index, types, data)
+        message = msg.CallClient(self._serial, call.artifact, call.index, types, data)
         self.env.send(session_of(nodes[-1]), message)
 
     def _of(self, sender: Address, number: int) -> _Open | None:
@@ -72,8 +72,8 @@ class Callbacks(Part):
             return None
         return opened
 
-    @handles(CallLanding)
-    def _on_landing(self, sender: Address, message: CallLanding) -> None:
+    @handles(msg.CallLanding)
+    def _on_landing(self, sender: Address, message: msg.CallLanding) -> None:
         """Push the operands to the client."""
         opened = self._of(sender, message.call)
         if opened is None:
@@ -95,8 +95,8 @@ class Callbacks(Part):
 
         self.bulk.push(message.landing, list(zip(offsets, operands, strict=True)), pushed)
 
-    @handles(CallReturned)
-    def _on_returned(self, sender: Address, message: CallReturned) -> None:
+    @handles(msg.CallReturned)
+    def _on_returned(self, sender: Address, message: msg.CallReturned) -> None:
         opened = self._of(sender, message.call)
         if opened is None:
             return
@@ -119,7 +119,7 @@ class Callbacks(Part):
                 self._fail(message.call, str(refused))
                 return
             opened.landing = landing.transfer
-            self.env.send(sender, CallLanding(message.call, landing))
+            self.env.send(sender, msg.CallLanding(message.call, landing))
 
     def _take(self, number: int, buffer: bytes | Bytes) -> None:
         opened = self._open.pop(number, None)
@@ -139,8 +139,8 @@ class Callbacks(Part):
                 self.bulk.cancel(opened.landing)
             opened.call.raised(words)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         self.forget_node(message.node)
 
     def forget_node(self, node: str) -> None:

@@ -15,20 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address
-from pw.core.messages import (
-    AbandonFiles,
-    CommitFiles,
-    CopyFile,
-    Describe,
-    Described,
-    FilesCommitted,
-    FileSource,
-    FileWritten,
-    RequestFailed,
-)
 from pw.core.sharding import ArraySpec, Box
 from pw.devices.host import checkpoint_format
 from pw.devices.host import checkpoint_reader as disk_reader
@@ -54,7 +44,7 @@ class Aside(Protocol):
 class _Wanted:
     """Boxes that are to be read."""
 
-    source: FileSource
+    source: msg.FileSource
     spec: ArraySpec
     boxes: Sequence[Box]
     found: Found
@@ -92,7 +82,7 @@ class Files(Part):
         else:
             self._aside.call(work, ended)
 
-    def write(self, job: CopyFile, values: Sequence[Value | None]) -> list[Read]:
+    def write(self, job: msg.CopyFile, values: Sequence[Value | None]) -> list[Read]:
         """Return the ops that read the shards of a file; it is written when all are read."""
         shards: list[list[checkpoint_format.Shard]] = [[] for _ in job.copies]
         missing = set(range(len(job.copies)))
@@ -103,7 +93,7 @@ class Files(Part):
             if not failed:
                 failed = True
                 shards.clear()
-                self._env.send(CONTROL, FileWritten(job.checkpoint, job.path, error))
+                self._env.send(CONTROL, msg.FileWritten(job.checkpoint, job.path, error))
 
         def read(index: int, views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if failed:
@@ -124,7 +114,7 @@ class Files(Part):
 
         def written(result: ErrorReport | None) -> None:
             self._env.count("files_written" if result is None else "files_failed")
-            self._env.send(CONTROL, FileWritten(job.checkpoint, job.path, result))
+            self._env.send(CONTROL, msg.FileWritten(job.checkpoint, job.path, result))
 
         if None in values:
             fail(
@@ -144,18 +134,18 @@ class Files(Part):
             reads.append(Read(value, wanted, copy.spec, copy.devices, partial(read, index)))
         return reads
 
-    @handles(CommitFiles)
-    def _commit(self, sender: Address, message: CommitFiles) -> None:
+    @handles(msg.CommitFiles)
+    def _commit(self, sender: Address, message: msg.CommitFiles) -> None:
         if not self._from_controller(sender):
             return
 
         def committed(result: ErrorReport | None) -> None:
-            self._env.send(CONTROL, FilesCommitted(message.checkpoint, result))
+            self._env.send(CONTROL, msg.FilesCommitted(message.checkpoint, result))
 
         self._call(partial(checkpoint_format.commit, message, self._root), committed)
 
-    @handles(AbandonFiles)
-    def _abandon(self, sender: Address, message: AbandonFiles) -> None:
+    @handles(msg.AbandonFiles)
+    def _abandon(self, sender: Address, message: msg.AbandonFiles) -> None:
         if not self._from_controller(sender):
             return
 
@@ -164,7 +154,7 @@ class Files(Part):
                 self._env.log("warning", "cannot remove files of a checkpoint", why=result.message)
             if message.unless is not None:
                 error = None if result is True else message.unless
-                self._env.send(CONTROL, FilesCommitted(message.checkpoint, error))
+                self._env.send(CONTROL, msg.FilesCommitted(message.checkpoint, error))
 
         abandon = partial(checkpoint_format.abandon, message.path, message.checkpoint, self._root)
         self._call(abandon, abandoned)
@@ -174,21 +164,23 @@ class Files(Part):
             self._env.count("messages_refused")
         return sender.node == CONTROLLER
 
-    @handles(Describe)
-    def _describe(self, sender: Address, message: Describe) -> None:
+    @handles(msg.Describe)
+    def _describe(self, sender: Address, message: msg.Describe) -> None:
         if self._clients.at(sender.node) is None:
-            self._env.send(sender, RequestFailed(message.request, self._clients.refusal()))
+            self._env.send(sender, msg.RequestFailed(message.request, self._clients.refusal()))
             return
 
         def described(result: tuple[str, bytes] | ErrorReport) -> None:
             if isinstance(result, ErrorReport):
-                self._env.send(sender, RequestFailed(message.request, result))
+                self._env.send(sender, msg.RequestFailed(message.request, result))
             else:
-                self._env.send(sender, Described(message.request, *result))
+                self._env.send(sender, msg.Described(message.request, *result))
 
         self._call(partial(checkpoint_format.describe, message.path, self._root), described)
 
-    def read(self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found) -> None:
+    def read(
+        self, source: msg.FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found
+    ) -> None:
         """Read boxes of an array at the end of this turn; `found` is called later."""
         wanted = _Wanted(source, spec, boxes, found)
         self._wanted.setdefault((source.path, source.checkpoint), []).append(wanted)

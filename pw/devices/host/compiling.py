@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_id
-from pw.core.messages import CancelRequest, Compile, Compiled, PeerLost, RequestFailed
 from pw.core.programs.spec_checks import check_devices
 from pw.core.programs.stablehlo import Facts
 from pw.devices.host.backend import Backend
@@ -63,11 +63,11 @@ class Compilations(Part):
     def __len__(self) -> int:
         return len(self._waiting) + sum(map(len, self._kept.values()))
 
-    @handles(Compile)
-    def _compile(self, sender: Address, message: Compile) -> None:
+    @handles(msg.Compile)
+    def _compile(self, sender: Address, message: msg.Compile) -> None:
         client = self._clients.at(sender.node)
         if client is None:
-            self._env.send(sender, RequestFailed(message.request, self._clients.refusal()))
+            self._env.send(sender, msg.RequestFailed(message.request, self._clients.refusal()))
             return
         refused: Exception | None = None
         if (message.island, message.epoch) != self.place:
@@ -84,7 +84,7 @@ class Compilations(Part):
                 refused = error
         if refused is not None:
             report = ErrorReport.of(refused, self._env.address.node)
-            self._env.send(sender, RequestFailed(message.request, report))
+            self._env.send(sender, msg.RequestFailed(message.request, report))
             return
         self._serial += 1
         key = f"{client_id(client, 0)}/compile/{self._serial}".encode()
@@ -97,7 +97,7 @@ class Compilations(Part):
                 return
             del self._waiting[asked]
             if isinstance(told, ErrorReport):
-                self._env.send(sender, RequestFailed(message.request, told))
+                self._env.send(sender, msg.RequestFailed(message.request, told))
                 return
             self._keep(sender.node, key)
             self._env.send(sender, _answer(message.request, told))
@@ -123,8 +123,8 @@ class Compilations(Part):
                 del self._kept[node]
             self._backend.forget(key)
 
-    @handles(CancelRequest)
-    def _cancel(self, sender: Address, message: CancelRequest) -> None:
+    @handles(msg.CancelRequest)
+    def _cancel(self, sender: Address, message: msg.CancelRequest) -> None:
         self._release((sender.node, message.request))
 
     def _release(self, asked: tuple[str, int]) -> None:
@@ -133,8 +133,8 @@ class Compilations(Part):
         if key is not None:
             self._backend.forget(key)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         self.forget_node(message.node)
 
     def forget_node(self, node: str) -> None:
@@ -145,9 +145,9 @@ class Compilations(Part):
             self._drop(node, key)
 
 
-def _answer(request: int, told: Facts | str | dict[str, float]) -> Compiled:
+def _answer(request: int, told: Facts | str | dict[str, float]) -> msg.Compiled:
     if isinstance(told, Facts):
-        return Compiled(request, facts=told)
+        return msg.Compiled(request, facts=told)
     if isinstance(told, str):
-        return Compiled(request, text=told)
-    return Compiled(request, costs=told)
+        return msg.Compiled(request, text=told)
+    return msg.Compiled(request, costs=told)

@@ -13,21 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, coordinator_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import (
-    INLINE_BYTES,
-    EdgeCredit,
-    EdgeData,
-    EdgeFailed,
-    EdgeGone,
-    EdgeProbe,
-    EdgeReport,
-    Transferred,
-)
 from pw.core.packing import unpack
 from pw.core.programs.counted import Array
 from pw.core.programs.plan import Receive, Route
@@ -97,13 +88,15 @@ class EdgesIn(Part):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
             early = self.early.take((run, receive.edge, source))
-            if total > INLINE_BYTES and isinstance(early, EdgeData):  # fewer rows than could be
-                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
-            elif total > INLINE_BYTES and not self._grant(incoming, route, total):
+            if total > msg.INLINE_BYTES and isinstance(
+                early, msg.EdgeData
+            ):  # fewer rows than could be
+                self.env.send(coordinator_of(source), msg.EdgeCredit(run, receive.edge, None))
+            elif total > msg.INLINE_BYTES and not self._grant(incoming, route, total):
                 continue
-            if isinstance(early, EdgeData):
+            if isinstance(early, msg.EdgeData):
                 self.take(incoming, route, early.data)
-            elif isinstance(early, EdgeFailed):
+            elif isinstance(early, msg.EdgeFailed):
                 self._fail(incoming, source, early.error, alone=early.alone)
         self._probes.start()
         if not routes:
@@ -116,7 +109,7 @@ class EdgesIn(Part):
                 continue
             self.early.take((run, receive.edge, source))
             if not self.runs.is_absent(source):
-                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
+                self.env.send(coordinator_of(source), msg.EdgeCredit(run, receive.edge, None))
 
     def local_read(
         self, run: int, receive: Receive, source: Value, devices: tuple[DeviceAddress, ...]
@@ -159,15 +152,15 @@ class EdgesIn(Part):
         try:
             landing = self.bulk.land(total_bytes, partial(self.take, incoming, route))
         except Error as error:
-            self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
+            self.env.send(coordinator_of(source), msg.EdgeCredit(run, edge, None))
             self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
             return False
         incoming.transfers[source] = landing.transfer
-        self.env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
+        self.env.send(coordinator_of(source), msg.EdgeCredit(run, edge, landing))
         return True
 
-    @handles(EdgeData)
-    def _data(self, sender: Address, message: EdgeData) -> None:
+    @handles(msg.EdgeData)
+    def _data(self, sender: Address, message: msg.EdgeData) -> None:
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is None:
             key = (message.run, message.edge, sender.node)
@@ -232,8 +225,8 @@ class EdgesIn(Part):
             incoming.sizes[source],
         )
 
-    @handles(EdgeFailed)
-    def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
+    @handles(msg.EdgeFailed)
+    def _edge_failed(self, sender: Address, message: msg.EdgeFailed) -> None:
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is None:
             self.early.keep((message.run, message.edge, sender.node), message)
@@ -271,7 +264,7 @@ class EdgesIn(Part):
         receive = incoming.receive
         build = Build(incoming.value, receive.spec, incoming.devices, incoming.parts)
         build.over_zeros, build.padding = receive.counts is not None, incoming.padding
-        if build.size_bytes <= INLINE_BYTES:
+        if build.size_bytes <= msg.INLINE_BYTES:
             incoming.arrived(build)
             return
         # Ops that do not need a large value must not wait until it is built.
@@ -281,7 +274,7 @@ class EdgesIn(Part):
     def _observe(self, incoming: Incoming) -> None:
         """Note the end of an edge from other hosts."""
         if incoming.sizes:
-            transfer = Transferred(
+            transfer = msg.Transferred(
                 incoming.run,
                 incoming.receive.edge,
                 tuple(incoming.sizes),
@@ -309,11 +302,11 @@ class EdgesIn(Part):
                 continue
             incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
             for source in sorted(incoming.missing - {self._host}):
-                self.env.send(coordinator_of(source), EdgeProbe(run, edge))
+                self.env.send(coordinator_of(source), msg.EdgeProbe(run, edge))
         return bool(self._incoming)
 
-    @handles(EdgeGone)
-    def _gone(self, sender: Address, message: EdgeGone) -> None:
+    @handles(msg.EdgeGone)
+    def _gone(self, sender: Address, message: msg.EdgeGone) -> None:
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is not None:
             error = HostLost(f"the bytes from {sender.node} were lost with the link to it")
@@ -326,7 +319,7 @@ class EdgesIn(Part):
                 return key
         return 0, 0
 
-    def reports(self) -> Iterator[EdgeReport]:
+    def reports(self) -> Iterator[msg.EdgeReport]:
         """Describe every route that is missing."""
         now_s = self.env.now_s()
         for (run, edge), incoming in self._incoming.items():
@@ -335,7 +328,7 @@ class EdgesIn(Part):
                 if peer not in incoming.missing:
                     continue
                 transfer = incoming.transfers.get(peer)
-                yield EdgeReport(
+                yield msg.EdgeReport(
                     run,
                     edge,
                     peer,

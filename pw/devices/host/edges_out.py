@@ -12,19 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk
-from pw.core.messages import (
-    INLINE_BYTES,
-    EdgeCredit,
-    EdgeData,
-    EdgeFailed,
-    EdgeGone,
-    EdgeProbe,
-    EdgeReport,
-)
 from pw.core.packing import pack
 from pw.core.programs.counted import Array, joined, packed
 from pw.core.programs.plan import Route, Send
@@ -105,7 +97,9 @@ class EdgesOut(Part):
         def read(views: list[Array], counts: Array) -> None:
             if outgoing.state is Sending.ENDED:
                 return
-            parts, outgoing.total_bytes = packed(send.route, send.spec, counts, views, INLINE_BYTES)
+            parts, outgoing.total_bytes = packed(
+                send.route, send.spec, counts, views, msg.INLINE_BYTES
+            )
             if outgoing.is_small:
                 self._send_inline(outgoing, joined(parts, outgoing.total_bytes))
                 return
@@ -147,7 +141,7 @@ class EdgesOut(Part):
     def _send_inline(self, outgoing: Outgoing, data: bytes) -> None:
         run, edge, destination = outgoing.key
         self._happens(outgoing, SendEvent.INLINE)
-        self.env.send(coordinator_of(destination), EdgeData(run, edge, data))
+        self.env.send(coordinator_of(destination), msg.EdgeData(run, edge, data))
         if self.env.recorder.on:
             self._record(outgoing, self.env.now_s())
 
@@ -160,10 +154,10 @@ class EdgesOut(Part):
     def _tell_failed(self, key: EdgeKey, error: ErrorReport, *, alone: bool = False) -> None:
         """Tell the receiver of a route that its bytes do not come."""
         run, edge, destination = key
-        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error, alone))
+        self.env.send(coordinator_of(destination), msg.EdgeFailed(run, edge, error, alone))
 
-    @handles(EdgeCredit)
-    def _credit(self, sender: Address, message: EdgeCredit) -> None:
+    @handles(msg.EdgeCredit)
+    def _credit(self, sender: Address, message: msg.EdgeCredit) -> None:
         key = (message.run, message.edge, sender.node)
         outgoing = self._outgoing.get(key)
         if outgoing is not None and outgoing.state is not Sending.TRANSFER:
@@ -175,7 +169,7 @@ class EdgesOut(Part):
         else:
             self.early.keep(key, message)
 
-    def _take_credit(self, outgoing: Outgoing, credit: EdgeCredit) -> None:
+    def _take_credit(self, outgoing: Outgoing, credit: msg.EdgeCredit) -> None:
         outgoing.landing = credit.landing
         event = SendEvent.DECLINED if credit.landing is None else SendEvent.CREDIT
         if self._happens(outgoing, event) is Sending.TRANSFER:
@@ -242,18 +236,18 @@ class EdgesOut(Part):
         error = HostLost("the link between two hosts was lost")
         self._tell_failed(key, ErrorReport.of(error, self.env.address.node))
 
-    @handles(EdgeProbe)
-    def _probed(self, sender: Address, message: EdgeProbe) -> None:
+    @handles(msg.EdgeProbe)
+    def _probed(self, sender: Address, message: msg.EdgeProbe) -> None:
         """Answer a receiver whose bytes do not come any more."""
         key = (message.run, message.edge, sender.node)
         if not (self.runs.is_to_come(key) or key in self._outgoing):
-            self.env.send(coordinator_of(sender.node), EdgeGone(message.run, message.edge))
+            self.env.send(coordinator_of(sender.node), msg.EdgeGone(message.run, message.edge))
 
-    def reports(self) -> Iterator[EdgeReport]:
+    def reports(self) -> Iterator[msg.EdgeReport]:
         """Describe every route that has not ended."""
         now_s = self.env.now_s()
         for (run, edge, peer), outgoing in self._outgoing.items():
-            yield EdgeReport(
+            yield msg.EdgeReport(
                 run,
                 edge,
                 peer,

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import Address, client_of
-from pw.core.messages import CANCELLED, Discard, Launch, RegisterHost, Replicate
 from pw.core.messages.copying import unpacked
 from pw.core.programs.plan import Receive
 from pw.core.waits import RECONNECT_S
@@ -41,7 +41,7 @@ class HostExecutor(Actor):
     def __init__(
         self,
         env: Env,
-        registration: RegisterHost,
+        registration: msg.RegisterHost,
         process: HostProcess,
         backend: Backend,
         store: ObjectStore,
@@ -89,8 +89,8 @@ class HostExecutor(Actor):
             "queue": len(self.interpreter.lanes),
         }
 
-    @handles(Launch)
-    def _launch(self, sender: Address, message: Launch) -> None:
+    @handles(msg.Launch)
+    def _launch(self, sender: Address, message: msg.Launch) -> None:
         if not self.order.take(message.epoch, message.sequence, sender):
             return
         self.env.count("launches")
@@ -98,7 +98,7 @@ class HostExecutor(Actor):
         if message.arguments is not None and message.program in self.programs:
             self._begin(message, self.programs[message.program])
         run = interpreter.runs.get(message.run)
-        if message.segment == CANCELLED:
+        if message.segment == msg.CANCELLED:
             self._decline(message, run)
             self._coordinator.drop_run(message.run)
             if run is None:
@@ -117,7 +117,7 @@ class HostExecutor(Actor):
         launch = HostLaunch(message, run, segment)
         interpreter.put(client_of(message.run), launch, segment.together)
 
-    def _begin(self, message: Launch, program: HostProgram) -> None:
+    def _begin(self, message: msg.Launch, program: HostProgram) -> None:
         """Bind the arguments of a run at its first launch here, and announce its results."""
         assert message.arguments is not None
         arguments, results = message.arguments.args, message.arguments.results
@@ -178,7 +178,7 @@ class HostExecutor(Actor):
         devices = run.program.devices(receive.spec)
         self._coordinator.receiving.expect(run.run, receive, value, devices, arrived)
 
-    def _decline(self, message: Launch, run: HostRun | None) -> None:
+    def _decline(self, message: msg.Launch, run: HostRun | None) -> None:
         """Tell the senders of a cancelled run which of its segments do not come here."""
         program = self.programs.get(message.program) if run is None else run.program
         launched = -1 if run is None else run.launched
@@ -188,8 +188,8 @@ class HostExecutor(Actor):
                 for receive in segment.receives:
                     self._coordinator.receiving.decline(message.run, receive)
 
-    @handles(Replicate)
-    def _replicate(self, sender: Address, message: Replicate) -> None:
+    @handles(msg.Replicate)
+    def _replicate(self, sender: Address, message: msg.Replicate) -> None:
         if self.order.take(message.epoch, message.sequence, sender):
             value, order = self._store.value, unpacked(message)
             copies = tuple((copy, value(copy.array)) for copy in order.copies)
@@ -198,8 +198,8 @@ class HostExecutor(Actor):
             client = next((client_of(copy.array) for copy in named), 0)  # all belong to one client
             self.interpreter.put(client, Replicating(client, copies, files))
 
-    @handles(Discard)
-    def _discard(self, sender: Address, message: Discard) -> None:
+    @handles(msg.Discard)
+    def _discard(self, sender: Address, message: msg.Discard) -> None:
         if not self.order.take(message.epoch, message.sequence, sender):
             return
         for array in message.arrays:

@@ -19,21 +19,10 @@ from typing import Protocol
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ConnectionFailed, ErrorReport
 from pw.core.ids import RESOURCES, Address
-from pw.core.messages import (
-    Directory,
-    FormIsland,
-    HostRejected,
-    IslandJoined,
-    IslandJoinFailed,
-    Leave,
-    LeaveIsland,
-    PeerLost,
-    PeerRefused,
-    RegisterHost,
-)
 from pw.core.messages.checks import beyond_bounds
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
@@ -53,7 +42,9 @@ class HostProcess(Protocol):
     """What the process around a host's actors does for them."""
 
     def join(
-        self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
+        self,
+        form: msg.FormIsland,
+        joined: Callable[[msg.IslandJoined | msg.IslandJoinFailed], None],
     ) -> None:
         """Join the epoch's group; `joined` is called on the loop thread."""
 
@@ -81,13 +72,13 @@ class Membership(Part):
 
     env: Env
     order: LaunchOrder
-    registration: RegisterHost
+    registration: msg.RegisterHost
     process: HostProcess
     store: ObjectStore
     coordinator: ShardCoordinator
     interpreter: Interpreter
     reconnect_s: float
-    _place: FormIsland | None = None
+    _place: msg.FormIsland | None = None
     _leaving: bool = False
     _is_known: bool = False
     """A controller has spoken to this host."""
@@ -112,19 +103,19 @@ class Membership(Part):
         if (error := beyond_bounds(registration)) is None:
             self.env.send(RESOURCES, registration)
         else:
-            self.env.send(self.env.address, HostRejected(error))
+            self.env.send(self.env.address, msg.HostRejected(error))
 
-    @handles(HostRejected)
-    def _rejected(self, sender: Address, message: HostRejected) -> None:
+    @handles(msg.HostRejected)
+    def _rejected(self, sender: Address, message: msg.HostRejected) -> None:
         self.process.stop("rejected", message.error)
 
-    @handles(PeerRefused)
-    def _refused(self, sender: Address, message: PeerRefused) -> None:
+    @handles(msg.PeerRefused)
+    def _refused(self, sender: Address, message: msg.PeerRefused) -> None:
         if message.node == RESOURCES.node:
             self.process.stop("refused by the controller", message.error)
 
-    @handles(FormIsland)
-    def _form(self, sender: Address, message: FormIsland) -> None:
+    @handles(msg.FormIsland)
+    def _form(self, sender: Address, message: msg.FormIsland) -> None:
         if self.order.epoch:
             self._begin_again(f"asked to join {message.island} once more")
             return
@@ -140,18 +131,18 @@ class Membership(Part):
             local_devices,
         )
 
-        def joined(answer: IslandJoined | IslandJoinFailed) -> None:
+        def joined(answer: msg.IslandJoined | msg.IslandJoinFailed) -> None:
             if self._leaving:
                 return
-            event = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
+            event = "could not join" if isinstance(answer, msg.IslandJoinFailed) else "joined"
             place = f"{message.rank + 1}/{len(message.hosts)}"
             self.env.log("info", event, island=message.island, epoch=message.epoch, host=place)
             self.env.send(RESOURCES, answer)
 
         self.process.join(message, joined)
 
-    @handles(Directory)
-    def _directory(self, sender: Address, message: Directory) -> None:
+    @handles(msg.Directory)
+    def _directory(self, sender: Address, message: msg.Directory) -> None:
         if sender.node != RESOURCES.node:
             self.env.count("messages_refused")
             return
@@ -165,8 +156,8 @@ class Membership(Part):
         self.coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
         self.store.replicas.hosts_are(frozenset(p.node for p in message.peers), message.key)
 
-    @handles(LeaveIsland)
-    def _leave(self, sender: Address, message: LeaveIsland) -> None:
+    @handles(msg.LeaveIsland)
+    def _leave(self, sender: Address, message: msg.LeaveIsland) -> None:
         if message.epoch != self.order.epoch:
             return
         reason = f"island {message.island} is formed anew: {message.reason}"
@@ -194,14 +185,14 @@ class Membership(Part):
         self.process.hand_over(self.store.save())
         self.process.stop(reason, None)
 
-    @handles(Leave)
-    def _leave_for_good(self, sender: Address, message: Leave) -> None:
+    @handles(msg.Leave)
+    def _leave_for_good(self, sender: Address, message: msg.Leave) -> None:
         if not self._leaving:
             self._leaving = self.order.is_broken = True
             self.process.finish(message.reason)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         if message.node != RESOURCES.node or self._leaving:
             return
         if not self._is_known:

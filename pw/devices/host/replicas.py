@@ -24,21 +24,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import (
-    INLINE_BYTES,
-    Copied,
-    Copy,
-    DropReplicas,
-    FetchReplica,
-    OfferReplica,
-    PeerLost,
-    ReplicaData,
-    ReplicaRefused,
-)
 from pw.core.packing import pack
 from pw.core.permits import is_valid
 from pw.core.sharding import Box, box_bytes, packed_offsets
@@ -109,13 +99,13 @@ class Replicas(Part):
         self.hosts: frozenset[str] = frozenset()
         self.key = b""
         """The key of this host; empty before the first directory."""
-        self.early: list[tuple[Address, FetchReplica]] = []
+        self.early: list[tuple[Address, msg.FetchReplica]] = []
         """Requests that wait for the first directory."""
         self.memory = ReplicaMemory(env, inherited, keep)
 
     # --- what is held --------------------------------------------------------------------------------
 
-    def copy(self, copy: Copy, value: Value | None) -> Read | None:
+    def copy(self, copy: msg.Copy, value: Value | None) -> Read | None:
         """Return the op that copies shards of an array to host memory."""
         if value is None:
             gone = ArrayLost(f"the array {copy.spec.short} is not on this host any more")
@@ -131,12 +121,12 @@ class Replicas(Part):
             if client_of(copy.array) in self._gone_clients:
                 return
             self.memory.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
-            self._env.send(CONTROL, Copied(copy.array, tuple(boxes)))
+            self._env.send(CONTROL, msg.Copied(copy.array, tuple(boxes)))
 
         return Read(value, wanted, copy.spec, copy.devices, read)
 
-    @handles(DropReplicas)
-    def _drop(self, sender: Address, message: DropReplicas) -> None:
+    @handles(msg.DropReplicas)
+    def _drop(self, sender: Address, message: msg.DropReplicas) -> None:
         if sender.node != CONTROLLER:
             self._env.count("messages_refused")
             return
@@ -235,12 +225,14 @@ class Replicas(Part):
         request, fetch = self._last_request, _Fetch(gathering, host, boxes)
         _, total = packed_offsets([box_bytes(box, gathering.dtype) for box in boxes])
         landing = None
-        if total > INLINE_BYTES:
+        if total > msg.INLINE_BYTES:
             landing = self._bulk.land(total, partial(self._take, request))
             fetch.transfer = landing.transfer
         self._fetches[request] = fetch
         permit = gathering.permits.get(host, b"")
-        question = FetchReplica(request, gathering.array, gathering.dtype, boxes, landing, permit)
+        question = msg.FetchReplica(
+            request, gathering.array, gathering.dtype, boxes, landing, permit
+        )
         self._env.send(store_of(host), question)
 
     def _take(self, request: int, buffer: bytes | Bytes) -> None:
@@ -260,14 +252,14 @@ class Replicas(Part):
         if not gathering.missing:
             self._end(gathering, gathering.found)
 
-    @handles(ReplicaData)
-    def _data(self, sender: Address, message: ReplicaData) -> None:
+    @handles(msg.ReplicaData)
+    def _data(self, sender: Address, message: msg.ReplicaData) -> None:
         fetch = self._fetches.get(message.request)
         if fetch is not None and fetch.host == sender.node and fetch.transfer is None:
             self._take(message.request, message.data)
 
-    @handles(ReplicaRefused)
-    def _refused(self, sender: Address, message: ReplicaRefused) -> None:
+    @handles(msg.ReplicaRefused)
+    def _refused(self, sender: Address, message: msg.ReplicaRefused) -> None:
         fetch = self._fetches.get(message.request)
         if fetch is not None and fetch.host == sender.node:
             self._next(message.request, message.error.message)
@@ -280,8 +272,8 @@ class Replicas(Part):
 
     # --- answering other hosts -----------------------------------------------------------------------
 
-    @handles(FetchReplica)
-    def _serve(self, sender: Address, message: FetchReplica) -> None:
+    @handles(msg.FetchReplica)
+    def _serve(self, sender: Address, message: msg.FetchReplica) -> None:
         if not self.key:
             if len(self.early) < EARLY_KEPT:
                 self.early.append((sender, message))
@@ -301,8 +293,8 @@ class Replicas(Part):
         if [part.nbytes for part in data] != sizes:
             lost = ArrayLost("this host does not have the replica")
             self._refuse(sender, message, ErrorReport.of(lost, self._host))
-        elif message.landing is None and total <= INLINE_BYTES:
-            self._env.send(sender, ReplicaData(message.request, pack(data)))
+        elif message.landing is None and total <= msg.INLINE_BYTES:
+            self._env.send(sender, msg.ReplicaData(message.request, pack(data)))
         elif message.landing is None or message.landing.size_bytes < total:
             small = ProtocolError("its landing is too small for these boxes")
             self._refuse(sender, message, ErrorReport.of(small, self._host))
@@ -314,12 +306,12 @@ class Replicas(Part):
 
             self._bulk.push(message.landing, list(zip(offsets, data, strict=True)), pushed)
 
-    def _refuse(self, sender: Address, message: FetchReplica, error: ErrorReport) -> None:
+    def _refuse(self, sender: Address, message: msg.FetchReplica, error: ErrorReport) -> None:
         self._env.count("replicas_refused")
-        self._env.send(sender, ReplicaRefused(message.request, error))
+        self._env.send(sender, msg.ReplicaRefused(message.request, error))
 
-    @handles(OfferReplica)
-    def _offered(self, sender: Address, message: OfferReplica) -> None:
+    @handles(msg.OfferReplica)
+    def _offered(self, sender: Address, message: msg.OfferReplica) -> None:
         if client_of(message.array) in self._gone_clients:
             return
 
@@ -352,8 +344,8 @@ class Replicas(Part):
         for sender, message in early:
             self._serve(sender, message)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         # Its next incarnation may have been announced already, so it is asked as before.
         self._lose(message.node, message.words)
 

@@ -11,20 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ArgumentError, ErrorReport, NotOwner, ProtocolError
 from pw.core.ids import CONTROL, Address
 from pw.core.landing import Bulk
-from pw.core.messages import (
-    ArraysLost,
-    CancelRequest,
-    Fetch,
-    Fetched,
-    PeerLost,
-    Ready,
-    RequestFailed,
-    Wait,
-)
 from pw.core.packing import pack
 from pw.core.recorder import FETCHED
 from pw.core.sharding import packed_offsets
@@ -47,7 +38,7 @@ class _Request:
     client: Address
     number: int
     waiting_for: set[int]
-    fetch: Fetch | None = None
+    fetch: msg.Fetch | None = None
     over: bool = False
     """It was answered, failed or withdrawn."""
 
@@ -93,7 +84,7 @@ class Requests(Part):
         """Tell the controller: perhaps only this host knows that the array was lost."""
         if not entry.is_reported:
             entry.is_reported = True
-            self.env.send(CONTROL, ArraysLost((entry.array,)))
+            self.env.send(CONTROL, msg.ArraysLost((entry.array,)))
 
     def dropped(self, array: int) -> None:
         """Fail the requests that are parked for a dropped array."""
@@ -101,13 +92,13 @@ class Requests(Part):
             for request in self._parked.pop(array):
                 self._fail(request, error)
 
-    @handles(Fetch)
-    def _fetch(self, sender: Address, message: Fetch) -> None:
+    @handles(msg.Fetch)
+    def _fetch(self, sender: Address, message: msg.Fetch) -> None:
         request = _Request(sender, message.request, {message.array}, message)
         self._accept(sender, request, (message.array,))
 
-    @handles(Wait)
-    def _wait(self, sender: Address, message: Wait) -> None:
+    @handles(msg.Wait)
+    def _wait(self, sender: Address, message: msg.Wait) -> None:
         arrays = tuple(dict.fromkeys(message.arrays))
         self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
 
@@ -131,7 +122,7 @@ class Requests(Part):
             return
         mine[request.number] = request
         if not arrays:
-            self._answer(request, Ready(request.number))
+            self._answer(request, msg.Ready(request.number))
         for array in arrays:
             entry = self.arrays.get(array)
             if entry is not None and entry.submitted:
@@ -155,7 +146,7 @@ class Requests(Part):
                 return
             request.waiting_for.discard(entry.array)
             if not request.waiting_for:
-                self._answer(request, Ready(request.number))
+                self._answer(request, msg.Ready(request.number))
 
         self.backend.submit([Watch((entry.value,), watched)])
 
@@ -171,7 +162,7 @@ class Requests(Part):
             if current is entry:
                 self._tell_lost(entry)
 
-    def _read(self, entry: Entry, request: _Request, fetch: Fetch) -> None:
+    def _read(self, entry: Entry, request: _Request, fetch: msg.Fetch) -> None:
         spec = entry.spec
         if entry.value.error is not None and not entry.devices:  # its upload was refused
             self._missing(entry, request, entry.value.error)
@@ -203,10 +194,12 @@ class Requests(Part):
         boxes = [(position, relative(spec.box(position))) for position in fetch.positions]
         self.backend.submit([Read(entry.value, boxes, spec, entry.devices, read)])
 
-    def _deliver(self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]) -> None:
+    def _deliver(
+        self, request: _Request, fetch: msg.Fetch, views: list[np.ndarray[Any, Any]]
+    ) -> None:
         offsets, total = packed_offsets([view.nbytes for view in views])
         if fetch.landing is None and total <= IN_MESSAGE_BYTES:
-            self._answer(request, Fetched(request.number, pack(views)))
+            self._answer(request, msg.Fetched(request.number, pack(views)))
             return
         self.printing.flush()
         if fetch.landing is None or total > fetch.landing.size_bytes:
@@ -229,9 +222,11 @@ class Requests(Part):
         self.bulk.push(fetch.landing, list(zip(offsets, views, strict=True)), pushed)
 
     def _fail(self, request: _Request, error: ErrorReport) -> None:
-        self._answer(request, RequestFailed(request.number, error))
+        self._answer(request, msg.RequestFailed(request.number, error))
 
-    def _answer(self, request: _Request, answer: Ready | Fetched | RequestFailed) -> None:
+    def _answer(
+        self, request: _Request, answer: msg.Ready | msg.Fetched | msg.RequestFailed
+    ) -> None:
         """End a request with an answer, after the output of the client's programs."""
         if not request.over:
             request.over = True
@@ -239,12 +234,12 @@ class Requests(Part):
             self.printing.flush()
             self.env.send(request.client, answer)
 
-    @handles(CancelRequest)
-    def _cancel(self, sender: Address, message: CancelRequest) -> None:
+    @handles(msg.CancelRequest)
+    def _cancel(self, sender: Address, message: msg.CancelRequest) -> None:
         self._withdraw(sender.node, message.request)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         self.forget_node(message.node)
 
     def forget_node(self, node: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import (
     ArrayLost,
@@ -24,15 +25,6 @@ from pw.core.errors import (
 )
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import (
-    PeerLost,
-    ReadArray,
-    Restore,
-    Upload,
-    UploadAborted,
-    Uploaded,
-    UploadLanding,
-)
 from pw.core.packing import unpack
 from pw.core.programs.spec_checks import check_devices, check_spec, layout_of
 from pw.core.recorder import UPLOADED
@@ -69,8 +61,8 @@ class Uploads(Part):
     def __len__(self) -> int:
         return sum(entry.landing is not None for entry in self.arrays.values())
 
-    @handles(Upload)
-    def _upload(self, sender: Address, message: Upload) -> None:
+    @handles(msg.Upload)
+    def _upload(self, sender: Address, message: msg.Upload) -> None:
         array, spec = message.array, message.spec
         entry = self.arrays.get(array)
         if not self.clients.owns(sender, array):
@@ -127,7 +119,7 @@ class Uploads(Part):
                 self._fail(entry, ErrorReport.of(refused, self.env.address.node))
                 return
             entry.landing = landing.transfer
-            self.env.send(sender, UploadLanding(array, landing, message.attempt))
+            self.env.send(sender, msg.UploadLanding(array, landing, message.attempt))
         elif len(message.data) != total:
             error = ProtocolError(
                 f"{len(message.data)} bytes came for the array {message.spec.short}, of which {total} lie here"
@@ -141,8 +133,8 @@ class Uploads(Part):
             self.bulk.cancel(entry.landing)
             entry.landing = None
 
-    @handles(UploadAborted)
-    def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
+    @handles(msg.UploadAborted)
+    def _upload_aborted(self, sender: Address, message: msg.UploadAborted) -> None:
         entry = self.arrays.get(message.array)
         if entry is None or not self.clients.owns(sender, message.array):
             return
@@ -150,8 +142,8 @@ class Uploads(Part):
             self._stop_landing(entry)
             self._fail(entry, message.error)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         """Fail the uploads of a lost client: the controller asks for the bytes again."""
         client = self.clients.at(message.node)
         if client is None:
@@ -165,8 +157,8 @@ class Uploads(Part):
                 self._stop_landing(entry)
                 self._fail(entry, report)
 
-    @handles(Restore)
-    def _restore(self, sender: Address, message: Restore) -> None:
+    @handles(msg.Restore)
+    def _restore(self, sender: Address, message: msg.Restore) -> None:
         if self._is_refused(sender, message.array):
             return
         entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
@@ -193,8 +185,8 @@ class Uploads(Part):
         if not gathering.over:
             entry.gathering = gathering
 
-    @handles(ReadArray)
-    def _read_array(self, sender: Address, message: ReadArray) -> None:
+    @handles(msg.ReadArray)
+    def _read_array(self, sender: Address, message: msg.ReadArray) -> None:
         if self._is_refused(sender, message.array):
             return
         old = self.arrays.get(message.array)
@@ -245,7 +237,7 @@ class Uploads(Part):
         self, entry: Entry, error: ErrorReport | None, *, again: bool = False
     ) -> None:
         layout = layout_of(entry.spec, entry.devices) if error is None else b""
-        self.env.send(CONTROL, Uploaded(entry.array, error, again, layout))
+        self.env.send(CONTROL, msg.Uploaded(entry.array, error, again, layout))
 
     def _fail(self, entry: Entry, error: ErrorReport) -> None:
         """Fail an array whose bytes will not come."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArgumentError, Error, ErrorReport, HostLost, InsufficientDevices
 from pw.core.ids import Address, executor_of, session_of
-from pw.core.messages import Answered, DrainHost, HostEmptied, Leave, PeerLost
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory, Island, counted
 from pw.sched.cluster.slices import Slices
@@ -32,13 +32,13 @@ class Drains(Part):
     inventory: Inventory
     slices: Slices
     epochs: Epochs
-    _asked: dict[str, list[DrainHost]] = field(default_factory=dict, init=False)
+    _asked: dict[str, list[msg.DrainHost]] = field(default_factory=dict, init=False)
     """The requests to answer when a host is drained."""
     _left: dict[str, str] = field(default_factory=dict, init=False)
     """The islands that drained hosts have left."""
 
-    @handles(DrainHost)
-    def _drain(self, sender: Address, message: DrainHost) -> None:
+    @handles(msg.DrainHost)
+    def _drain(self, sender: Address, message: msg.DrainHost) -> None:
         """Empty a host, and tell the client when that is done, or why it cannot be."""
         node, inventory = message.node, self.inventory
         if (spare := inventory.spares.pop(node, None)) is not None:
@@ -84,15 +84,15 @@ class Drains(Part):
             f"no other island has room for {counted(stuck, 'slice')} on it; add a worker with --spare"
         )
 
-    @handles(HostEmptied)
-    def _emptied(self, sender: Address, message: HostEmptied) -> None:
+    @handles(msg.HostEmptied)
+    def _emptied(self, sender: Address, message: msg.HostEmptied) -> None:
         """The controller needs nothing any more that is on a host."""
         if self.inventory.draining.get(message.node) is not None:
-            self.env.send(executor_of(message.node), Leave("it was drained"))
+            self.env.send(executor_of(message.node), msg.Leave("it was drained"))
             self._end(message.node, None)
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         """A host that is lost while it is emptied counts as drained."""
         if self.inventory.draining.get(message.node) is not None:
             self._end(message.node, None)
@@ -114,6 +114,6 @@ class Drains(Part):
         self.epochs.tell_draining()
         self.epochs.announce()
 
-    def _answer(self, message: DrainHost, error: Error | None) -> None:
+    def _answer(self, message: msg.DrainHost, error: Error | None) -> None:
         report = ErrorReport.of(error) if error is not None else None
-        self.env.send(session_of(message.client), Answered(message.request, report))
+        self.env.send(session_of(message.client), msg.Answered(message.request, report))

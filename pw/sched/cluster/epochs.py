@@ -20,26 +20,10 @@ from functools import partial
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
-from pw.core.messages import (
-    CoordinationStarted,
-    Directory,
-    Draining,
-    EndEpoch,
-    FormIsland,
-    HostRejected,
-    IslandFormed,
-    IslandJoined,
-    IslandJoinFailed,
-    IslandLost,
-    LeaveIsland,
-    PeerLost,
-    RegisterHost,
-    StartCoordination,
-    StopCoordination,
-)
 from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
@@ -83,8 +67,8 @@ class Epochs(Part):
 
     # --- hosts ---------------------------------------------------------------------------------------
 
-    @handles(RegisterHost)
-    def _register(self, sender: Address, message: RegisterHost) -> None:
+    @handles(msg.RegisterHost)
+    def _register(self, sender: Address, message: msg.RegisterHost) -> None:
         node = sender.node
         host = Host(node, message, self.env.islands_of(node))
         if message.island and not host.may_join(message.island):
@@ -136,9 +120,9 @@ class Epochs(Part):
 
     def _reject(self, host: Host, error: Error) -> None:
         self.env.log("warning", "host rejected", host=host.node, reason=str(error))
-        self.env.send(executor_of(host.node), HostRejected(ErrorReport.of(error)))
+        self.env.send(executor_of(host.node), msg.HostRejected(ErrorReport.of(error)))
 
-    def _recall(self, sender: Address, message: RegisterHost) -> None:
+    def _recall(self, sender: Address, message: msg.RegisterHost) -> None:
         """End the epoch that a host was in under an earlier controller."""
         name, node = message.island, sender.node
         self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
@@ -163,9 +147,9 @@ class Epochs(Part):
                 island.awaited.add(node)
         island.newest = max(island.newest, message.epoch)
         reason = "its controller was started again, or lost sight of it"
-        self.env.send(sender, LeaveIsland(name, message.epoch, reason))
+        self.env.send(sender, msg.LeaveIsland(name, message.epoch, reason))
 
-    def _remember_home(self, message: RegisterHost) -> None:
+    def _remember_home(self, message: msg.RegisterHost) -> None:
         """Declare the own island of a host that has a seat elsewhere.
 
         Only an earlier controller may have known that island. Perhaps no host that registers names
@@ -236,7 +220,7 @@ class Epochs(Part):
         island.state = "forming"
         if island.expected_hosts > 1:
             self.env.send(
-                SERVICES, StartCoordination(island.name, island.epoch, island.expected_hosts)
+                SERVICES, msg.StartCoordination(island.name, island.epoch, island.expected_hosts)
             )
         else:
             self._invite(island, "")
@@ -247,11 +231,11 @@ class Epochs(Part):
             if island.state == "waiting" and island.is_complete:
                 self._form(island)
 
-    @handles(CoordinationStarted)
-    def _coordination_started(self, sender: Address, message: CoordinationStarted) -> None:
+    @handles(msg.CoordinationStarted)
+    def _coordination_started(self, sender: Address, message: msg.CoordinationStarted) -> None:
         island = self.inventory.islands.get(message.island)
         if island is None or island.epoch != message.epoch or island.state != "forming":
-            self.env.send(SERVICES, StopCoordination(message.island, message.epoch))
+            self.env.send(SERVICES, msg.StopCoordination(message.island, message.epoch))
         elif message.error:
             self.end_epoch(island, f"no coordination service: {message.error}")
         else:
@@ -263,11 +247,11 @@ class Epochs(Part):
         for rank, node in enumerate(hosts):
             self.env.send(
                 executor_of(node),
-                FormIsland(island.name, island.epoch, hosts, rank, group_address, self.tickets),
+                msg.FormIsland(island.name, island.epoch, hosts, rank, group_address, self.tickets),
             )
 
-    @handles(IslandJoined)
-    def _joined(self, sender: Address, message: IslandJoined) -> None:
+    @handles(msg.IslandJoined)
+    def _joined(self, sender: Address, message: msg.IslandJoined) -> None:
         island = self._current(sender, message.island, message.epoch)
         if island is None:
             return
@@ -297,7 +281,7 @@ class Epochs(Part):
         self.announce()
         memory = [host.joined.memory_bytes for host in island.hosts.values() if host.joined]
         limits = [limit for limit in memory if limit is not None]
-        formed = IslandFormed(
+        formed = msg.IslandFormed(
             island.name,
             island.epoch,
             hosts,
@@ -320,7 +304,7 @@ class Epochs(Part):
             self._tell(peer.node, directory)
         self.env.send(CONTROL, directory)
 
-    def _tell(self, node: str, directory: Directory) -> None:
+    def _tell(self, node: str, directory: msg.Directory) -> None:
         """Tell a host which hosts are registered, and its own key."""
         own = msgspec.structs.replace(directory, key=self.claims.key_of(node))
         self.env.send(executor_of(node), own)
@@ -328,16 +312,16 @@ class Epochs(Part):
     def tell_draining(self) -> None:
         """Tell the controller which hosts are registered only to be emptied."""
         here = tuple(node for node, host in self.inventory.draining.items() if host is not None)
-        self.env.send(CONTROL, Draining(here))
+        self.env.send(CONTROL, msg.Draining(here))
 
-    @handles(IslandJoinFailed)
-    def _join_failed(self, sender: Address, message: IslandJoinFailed) -> None:
+    @handles(msg.IslandJoinFailed)
+    def _join_failed(self, sender: Address, message: msg.IslandJoinFailed) -> None:
         island = self._current(sender, message.island, message.epoch)
         if island is not None:
             self.end_epoch(island, f"host {sender.node} could not join: {message.error.message}")
 
-    @handles(EndEpoch)
-    def _epoch_broken(self, sender: Address, message: EndEpoch) -> None:
+    @handles(msg.EndEpoch)
+    def _epoch_broken(self, sender: Address, message: msg.EndEpoch) -> None:
         island = self.inventory.islands.get(message.island)
         if island is not None and island.epoch == message.epoch and island.state == "ready":
             self.end_epoch(island, message.reason)
@@ -349,8 +333,8 @@ class Epochs(Part):
             return None
         return island
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         node = message.node
         if self.inventory.spares.pop(node, None) is not None:
             self.announce()
@@ -380,13 +364,13 @@ class Epochs(Part):
         if lost:
             self._await_restart(island, lost, may_return)
         for node in remaining:
-            self.env.send(executor_of(node), LeaveIsland(island.name, epoch, reason))
+            self.env.send(executor_of(node), msg.LeaveIsland(island.name, epoch, reason))
         if island.expected_hosts > 1:
-            self.env.send(SERVICES, StopCoordination(island.name, epoch))
+            self.env.send(SERVICES, msg.StopCoordination(island.name, epoch))
         if was_ready:
             error = HostLost(f"island {island.name!r} stopped: {reason}")
             report = ErrorReport.of(error)
-            self.env.send(CONTROL, IslandLost(island.name, epoch, report, lost))
+            self.env.send(CONTROL, msg.IslandLost(island.name, epoch, report, lost))
         self.announce()
         self.env.call_later(REJOIN_S, Overdue(island.name, epoch))
         self.env.call_later(MOVE_S, partial(self._move, island.name, epoch))
@@ -395,7 +379,7 @@ class Epochs(Part):
     def _stay(self, island: Island, lost: str) -> None:
         """Keep all hosts but `lost`: they have not been told of the epoch."""
         if island.state == "forming" and island.expected_hosts > 1:
-            self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
+            self.env.send(SERVICES, msg.StopCoordination(island.name, island.epoch))
         island.state = "waiting"
         island.hosts.pop(lost, None)
         for node in [node for node in island.hosts if node in self.inventory.draining]:

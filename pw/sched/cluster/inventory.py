@@ -10,15 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.errors import Error, IslandFull, PlacementError
-from pw.core.messages import (
-    Directory,
-    HostInfo,
-    IslandInfo,
-    IslandJoined,
-    Peer,
-    RegisterHost,
-)
 from pw.core.sharding import DeviceAddress
 
 SETTLING_S = 30.0
@@ -33,7 +26,7 @@ class Host:
     """A registered host."""
 
     node: str
-    registration: RegisterHost
+    registration: msg.RegisterHost
     allowed: tuple[str, ...] = ()
     """The only islands that its certificate allows; empty for all."""
 
@@ -41,7 +34,7 @@ class Host:
         """Whether its certificate allows an island."""
         return not self.allowed or island in self.allowed
 
-    joined: IslandJoined | None = None
+    joined: msg.IslandJoined | None = None
 
 
 @dataclass(slots=True)
@@ -122,14 +115,14 @@ class Island:
             return self.free_rank() is not None
         return len(self.hosts) < self.expected_hosts
 
-    def is_like(self, registration: RegisterHost) -> bool:
+    def is_like(self, registration: msg.RegisterHost) -> bool:
         """Whether a host has the same devices as each host of the island."""
         return (
             registration.local_devices == self.local_devices
             and registration.platform == self.platform
         )
 
-    def is_abandoned(self, registration: RegisterHost) -> bool:
+    def is_abandoned(self, registration: msg.RegisterHost) -> bool:
         """Whether the island has no hosts, and a host declares it anew in another form."""
         wanted = registration.island_hosts
         alike = self.expected_hosts == wanted and self.is_like(registration)
@@ -137,7 +130,7 @@ class Island:
         named = self.name == registration.island  # not so if its last host came from elsewhere
         return named and deserted and not alike and wanted > 0
 
-    def objection(self, node: str, registration: RegisterHost) -> Error | None:
+    def objection(self, node: str, registration: msg.RegisterHost) -> Error | None:
         """Return why a host can neither have a seat here nor wait for one."""
         if registration.island_hosts != self.expected_hosts and not registration.spare:
             return IslandFull(
@@ -180,7 +173,7 @@ class Inventory:
     settling_until_s: float = 0.0
     """Until then hosts of an earlier controller may register."""
 
-    def declare(self, registration: RegisterHost, expected_hosts: int) -> Island:
+    def declare(self, registration: msg.RegisterHost, expected_hosts: int) -> Island:
         """Add an island of hosts like this one, in place of one with the same name."""
         name = registration.island
         island = Island(name, expected_hosts, registration.platform, registration.local_devices)
@@ -235,7 +228,7 @@ class Inventory:
 
     # --- reports -------------------------------------------------------------------------------------
 
-    def directory(self) -> Directory:
+    def directory(self) -> msg.Directory:
         """Return all registered hosts, also those that only have replicas to give."""
         members = {
             node
@@ -246,15 +239,16 @@ class Inventory:
         here = [host for island in self.islands.values() for host in island.hosts.values()]
         here += self.spares.values()
         here += [host for host in self.draining.values() if host is not None]
-        return Directory(
+        return msg.Directory(
             tuple(
-                Peer(host.node, host.registration.endpoint, host.node in members) for host in here
+                msg.Peer(host.node, host.registration.endpoint, host.node in members)
+                for host in here
             )
         )
 
     def status(
         self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int]]
-    ) -> tuple[IslandInfo, ...]:
+    ) -> tuple[msg.IslandInfo, ...]:
         """Return the status of all islands.
 
         Args:
@@ -262,7 +256,7 @@ class Inventory:
             queued: the (queued, launched) segments of each.
         """
         return tuple(
-            IslandInfo(
+            msg.IslandInfo(
                 island.name,
                 island.state,
                 island.platform,
@@ -280,16 +274,16 @@ class Inventory:
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )
 
-    def waiting_hosts(self) -> tuple[HostInfo, ...]:
+    def waiting_hosts(self) -> tuple[msg.HostInfo, ...]:
         """Return all registered hosts that have no seat in an island."""
         waiting = [("spare", host) for host in self.spares.values()]
         waiting += [("draining", host) for host in self.draining.values() if host is not None]
         return tuple(_info(host, host.registration.island, state) for state, host in waiting)
 
 
-def _info(host: Host, island: str, state: str) -> HostInfo:
+def _info(host: Host, island: str, state: str) -> msg.HostInfo:
     place = host.registration
-    return HostInfo(
+    return msg.HostInfo(
         host.node,
         island,
         state,

@@ -11,19 +11,8 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
+from pw.core import messages as msg
 from pw.core.ids import Address, arrays_in, client_id, client_of
-from pw.core.messages import (
-    AllocateSlice,
-    Checkpoint,
-    CreateArray,
-    Delete,
-    Inquire,
-    Offer,
-    ReleaseProgram,
-    ReleaseSlice,
-    Run,
-    SaveArrays,
-)
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 from pw.core.tenants import OPERATOR, may_touch
@@ -35,15 +24,15 @@ REPEATS = 1 << 39
 """Serial numbers from here on are the controller's."""
 
 Ordered = (
-    Run
-    | Delete
-    | CreateArray
-    | Offer
-    | ReleaseProgram
-    | ReleaseSlice
-    | Checkpoint
-    | SaveArrays
-    | Inquire
+    msg.Run
+    | msg.Delete
+    | msg.CreateArray
+    | msg.Offer
+    | msg.ReleaseProgram
+    | msg.ReleaseSlice
+    | msg.Checkpoint
+    | msg.SaveArrays
+    | msg.Inquire
 )
 """Messages that the controller handles in the client's order."""
 
@@ -55,7 +44,7 @@ class ClientSlices:
         self.owned: set[int] = set()
         self.borrowed: set[int] = set()
         """Given back by the client, and bound again while something is rebuilt."""
-        self.requests: dict[int, AllocateSlice] = {}
+        self.requests: dict[int, msg.AllocateSlice] = {}
         """How slices were asked for; a slice that was given back stays while kept runs used it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, and the number of that loss."""
@@ -153,7 +142,7 @@ class Client:
         self.repeats += 1
         return client_id(self.number, REPEATS + self.repeats)
 
-    def donated_to(self, message: Run) -> tuple[int, ...]:
+    def donated_to(self, message: msg.Run) -> tuple[int, ...]:
         """Return the arrays that a run takes from the client, also if the run is refused."""
         program = self.programs.get(message.program)
         if program is None or not program.body.donated:

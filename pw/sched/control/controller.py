@@ -14,33 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
-from pw.core.messages import (
-    Answered,
-    Attach,
-    Checkpoint,
-    ClientInfo,
-    CreateArray,
-    DrainHost,
-    ForgetInputs,
-    ForgetRuns,
-    GetStats,
-    GetStatus,
-    HostInfo,
-    IslandFormed,
-    IslandInfo,
-    IslandLost,
-    Offer,
-    PeerLost,
-    ReleaseProgram,
-    ReleaseSlice,
-    Run,
-    SaveArrays,
-    Stats,
-    Status,
-)
 from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
@@ -79,12 +56,12 @@ class Controller(Actor):
         versions: tuple[str, str],
         policy: str,
         spawn_scheduler: Callable[[str], None],
-        island_status: Callable[[], tuple[IslandInfo, ...]],
+        island_status: Callable[[], tuple[msg.IslandInfo, ...]],
         counters: Callable[[], dict[str, int]],
         recovery_s: float = RECOVERY_S,
         heard_s: Callable[[str], float | None] = lambda node: None,
         first_client: int = 1,
-        waiting_hosts: Callable[[], tuple[HostInfo, ...]] = tuple,
+        waiting_hosts: Callable[[], tuple[msg.HostInfo, ...]] = tuple,
         credits_at_once: int = CREDITS_AT_ONCE,
         events: Sink | None = None,
         only_transfers: bool = False,
@@ -123,18 +100,18 @@ class Controller(Actor):
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
-            Run: runs.start,
-            CreateArray: uploads.create,
-            Offer: shares.offer,
-            Checkpoint: checkpoints.begin,
-            SaveArrays: saves.begin,
-            ReleaseProgram: registry.release,
-            ReleaseSlice: slices.release,
+            msg.Run: runs.start,
+            msg.CreateArray: uploads.create,
+            msg.Offer: shares.offer,
+            msg.Checkpoint: checkpoints.begin,
+            msg.SaveArrays: saves.begin,
+            msg.ReleaseProgram: registry.release,
+            msg.ReleaseSlice: slices.release,
         }
         resuming: Handlers = {
-            Run: resumptions.ran,
-            CreateArray: resumptions.announced,
-            Offer: shares.offered_before,
+            msg.Run: resumptions.ran,
+            msg.CreateArray: resumptions.announced,
+            msg.Offer: shares.offered_before,
         }
         stream.set_handlers(in_order, resuming)
         # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
@@ -150,16 +127,16 @@ class Controller(Actor):
 
     # --- clients come and go ----------------------------------------------------------------------
 
-    @handles(Attach)
-    def _attach(self, sender: Address, message: Attach) -> None:
+    @handles(msg.Attach)
+    def _attach(self, sender: Address, message: msg.Attach) -> None:
         if (former := self.sessions.at(sender.node)) is not None:
             self._remove(former, "attached again")
         client = self.sessions.attach(sender, message, self.replicas.unclaimed)
         if client is not None and message.resume:
             client.resuming = Resumption(self.slices.new_loss())
 
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         client = self.sessions.at(message.node)
         if client is not None:
             self._remove(client, message.reason)
@@ -220,10 +197,10 @@ class Controller(Actor):
         """Have the client and the hosts forget what nothing of the client can need any more."""
         unneeded = client.lineage.drain()
         if unneeded.runs:
-            self.env.send(client.address, ForgetRuns(tuple(unneeded.runs)))
+            self.env.send(client.address, msg.ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self.shares.forgotten(unneeded.inputs)
-            self.env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
+            self.env.send(client.address, msg.ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
         self.checkpoints.forget(client, unneeded.arrays)
@@ -231,36 +208,36 @@ class Controller(Actor):
 
     # --- islands and hosts ------------------------------------------------------------------------
 
-    @handles(IslandFormed)
-    def _island_formed(self, sender: Address, message: IslandFormed) -> None:
+    @handles(msg.IslandFormed)
+    def _island_formed(self, sender: Address, message: msg.IslandFormed) -> None:
         if self._islands.formed(message):
             self._spawn_scheduler(message.island)
             self.sessions.scheduler_added(message.island)
         self.env.send(scheduler_of(message.island), message)
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         """Tell the scheduler first; the parts then hold the clients that need the island."""
         self._islands.left(message.island)
         self.env.send(scheduler_of(message.island), message)
 
-    @handles(DrainHost)
-    def _drain_host(self, sender: Address, message: DrainHost) -> None:
+    @handles(msg.DrainHost)
+    def _drain_host(self, sender: Address, message: msg.DrainHost) -> None:
         client = self.sessions.of(sender)
         if client is None:
             return
         if client.tenant != OPERATOR:
             refused = self.sessions.objection(client, f"drain host {message.node}", "")
-            self.env.send(sender, Answered(message.request, refused))
+            self.env.send(sender, msg.Answered(message.request, refused))
             return
         who = {"tenant": client.tenant, "name": client.name, "node": sender.node}
         self.env.audit("drain", **who, host=message.node)
-        self.env.send(RESOURCES, DrainHost(message.request, message.node, sender.node))
+        self.env.send(RESOURCES, msg.DrainHost(message.request, message.node, sender.node))
 
     # --- reports ----------------------------------------------------------------------------------
 
-    @handles(GetStatus)
-    def _status(self, sender: Address, message: GetStatus) -> None:
+    @handles(msg.GetStatus)
+    def _status(self, sender: Address, message: msg.GetStatus) -> None:
         asker = self.sessions.of(sender)
         if asker is None:
             return
@@ -270,14 +247,14 @@ class Controller(Actor):
         seen = [client for client in self.sessions.clients if sees(client.number)]
         self.env.send(
             sender,
-            Status(
+            msg.Status(
                 message.request,
                 *self._versions,
                 self._policy,
                 islands,
                 self._waiting_hosts(),
                 tuple(
-                    ClientInfo(
+                    msg.ClientInfo(
                         client.number,
                         client.name,
                         client.share,
@@ -299,8 +276,8 @@ class Controller(Actor):
             ),
         )
 
-    @handles(GetStats)
-    def _stats(self, sender: Address, message: GetStats) -> None:
+    @handles(msg.GetStats)
+    def _stats(self, sender: Address, message: msg.GetStats) -> None:
         if self.sessions.of(sender) is None:
             return
         counters = self._counters()
@@ -308,4 +285,4 @@ class Controller(Actor):
         counters["programs"] = sum(len(client.programs) for client in self.sessions.clients)
         counters["runs_in_flight"] = len(self.runs.in_flight)
         counters["offers"] = len(self.shares)
-        self.env.send(sender, Stats(message.request, CONTROLLER, counters))
+        self.env.send(sender, msg.Stats(message.request, CONTROLLER, counters))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.events import (
@@ -22,15 +23,6 @@ from pw.core.events import (
     TransferEvent,
 )
 from pw.core.ids import CONTROLLER, Address, client_of, coordinator_of, run_name
-from pw.core.messages import (
-    Directory,
-    Draining,
-    IslandFormed,
-    IslandLost,
-    Observe,
-    Observed,
-    Peer,
-)
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 
@@ -56,7 +48,7 @@ class Publishing(ControlPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hosts: dict[str, Peer] = {}
+        self._hosts: dict[str, msg.Peer] = {}
         self._draining: frozenset[str] = frozenset()
         self._recoveries: dict[int, _Recovery] = {}
         self._ticker = Ticker(self._env, PERIOD_S, self._count)
@@ -64,19 +56,19 @@ class Publishing(ControlPart):
 
     # --- islands and hosts ------------------------------------------------------------------------
 
-    @handles(IslandFormed)
-    def _island_formed(self, sender: Address, message: IslandFormed) -> None:
+    @handles(msg.IslandFormed)
+    def _island_formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self.events.publish(IslandEvent("ready", message.island, message.epoch, message.hosts))
         for host in message.hosts:
-            self._env.send(coordinator_of(host), Observe(PERIOD_S))
+            self._env.send(coordinator_of(host), msg.Observe(PERIOD_S))
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         reason = message.error.message
         self.events.publish(IslandEvent("lost", message.island, message.epoch, (), reason))
 
-    @handles(Directory)
-    def _hosts_are(self, sender: Address, message: Directory) -> None:
+    @handles(msg.Directory)
+    def _hosts_are(self, sender: Address, message: msg.Directory) -> None:
         former, self._hosts = self._hosts, {peer.node: peer for peer in message.peers}
         for host in former.keys() - self._hosts.keys():
             self.events.publish(HostEvent("gone", host))
@@ -87,8 +79,8 @@ class Publishing(ControlPart):
             if (before is not None and before.member) != peer.member:
                 self.events.publish(HostEvent("ready" if peer.member else "waiting", host))
 
-    @handles(Draining)
-    def _hosts_drain(self, sender: Address, message: Draining) -> None:
+    @handles(msg.Draining)
+    def _hosts_drain(self, sender: Address, message: msg.Draining) -> None:
         for host in message.nodes:
             if host not in self._draining:
                 self.events.publish(HostEvent("draining", host))
@@ -121,8 +113,8 @@ class Publishing(ControlPart):
 
     # --- reports ----------------------------------------------------------------------------------
 
-    @handles_host(Observed)
-    def _observed(self, host: str, message: Observed) -> None:
+    @handles_host(msg.Observed)
+    def _observed(self, host: str, message: msg.Observed) -> None:
         for one in message.transfers:
             if self.sessions.is_known(client_of(one.run)):
                 what = "failed" if one.failed else "edge"

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
 from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.messages import (
-    IslandLost,
-    ProgramInstalled,
-    RegisterProgram,
-    ReleaseProgram,
-    SliceBound,
-    UninstallProgram,
-)
 from pw.core.messages.artifacts import Artifacts
 from pw.core.programs.program import Program
 from pw.core.programs.program_checks import check_program
@@ -44,8 +37,8 @@ class ProgramRegistry(ControlPart):
         super().__post_init__()
         self.artifacts = Artifacts()
 
-    @handles_client(RegisterProgram)
-    def _register(self, client: Client, message: RegisterProgram) -> None:
+    @handles_client(msg.RegisterProgram)
+    def _register(self, client: Client, message: msg.RegisterProgram) -> None:
         number = message.program
         if client_of(number) != client.number or is_repeat(number) or number in client.programs:
             self._env.count("messages_refused")
@@ -85,7 +78,7 @@ class ProgramRegistry(ControlPart):
             self._lower(client, program)
             if len(client.views) > kept:
                 _, oldest = client.views.popitem(last=False)
-                self.release(client, ReleaseProgram(oldest.program))
+                self.release(client, msg.ReleaseProgram(oldest.program))
         client.views.move_to_end(body)
         return program
 
@@ -115,8 +108,8 @@ class ProgramRegistry(ControlPart):
             install = msgspec.structs.replace(install, tenant=client.tenant)
             self._env.send(scheduler_of(island), install)
 
-    @handles(SliceBound)
-    def _slice_bound(self, sender: Address, message: SliceBound) -> None:
+    @handles(msg.SliceBound)
+    def _slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
         """Lower again the programs of a slice that has other devices."""
         client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices:
@@ -124,8 +117,8 @@ class ProgramRegistry(ControlPart):
                 if message.slice in program.slices:
                     self._lower(client, program)
 
-    @handles(ProgramInstalled)
-    def _installed(self, sender: Address, message: ProgramInstalled) -> None:
+    @handles(msg.ProgramInstalled)
+    def _installed(self, sender: Address, message: msg.ProgramInstalled) -> None:
         client = self.sessions.owner(message.program)
         if client is None:
             return
@@ -138,8 +131,8 @@ class ProgramRegistry(ControlPart):
             program.error = message.error
             program.installing.clear()
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         """Do not wait until an island has compiled that has left its epoch."""
         for client in self.sessions.clients:
             for program in (*client.programs.values(), *client.retired.values()):
@@ -151,12 +144,12 @@ class ProgramRegistry(ControlPart):
             if not slices.isdisjoint(program.slices):
                 program.error = said_of(f"{program.body.name!r} cannot run", error)
 
-    def release(self, client: Client, message: ReleaseProgram) -> None:
+    def release(self, client: Client, message: msg.ReleaseProgram) -> None:
         """A client does not need a program any more, in its order."""
         program = client.programs.pop(message.program, None)
         if program is not None:
             for island, hosts in program.hosts.items():
-                uninstall = UninstallProgram(program.program, hosts)
+                uninstall = msg.UninstallProgram(program.program, hosts)
                 self._env.send(scheduler_of(island), uninstall)
 
     # --- replays ----------------------------------------------------------------------------------
@@ -172,5 +165,5 @@ class ProgramRegistry(ControlPart):
         """Uninstall the programs that were installed for a replay."""
         for program in client.retired.values():
             for island, hosts in program.hosts.items():
-                self._islands.tell(island, UninstallProgram(program.program, hosts))
+                self._islands.tell(island, msg.UninstallProgram(program.program, hosts))
         client.retired.clear()

@@ -15,18 +15,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Timer, handles
 from pw.core.errors import ArgumentError, Cancelled, ComputationTimeout, Error, ErrorReport
 from pw.core.ids import Address, arrays_in, client_of, run_name
-from pw.core.messages import (
-    Answered,
-    Cancel,
-    CancelRuns,
-    RunFailed,
-    RunRefused,
-    RunStarted,
-    SegmentDone,
-)
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.memory import with_holders
 from pw.sched.control.explain.why import Explainer
@@ -65,8 +57,8 @@ class RunEnds(ControlPart):
 
     # --- the end of runs --------------------------------------------------------------------------
 
-    @handles(SegmentDone)
-    def _segment_done(self, sender: Address, message: SegmentDone) -> None:
+    @handles(msg.SegmentDone)
+    def _segment_done(self, sender: Address, message: msg.SegmentDone) -> None:
         run = self.runs.segment_done(message)
         if run is None:
             return
@@ -76,8 +68,8 @@ class RunEnds(ControlPart):
         else:
             self.runs.end(run)
 
-    @handles(RunRefused)
-    def _refused(self, sender: Address, message: RunRefused) -> None:
+    @handles(msg.RunRefused)
+    def _refused(self, sender: Address, message: msg.RunRefused) -> None:
         """A scheduler cannot launch a run; if it seemed to have ended, its results fail now."""
         asker, results = client_of(message.run), message.results
         error = with_holders(self.sessions, asker, message.error, message.holders)
@@ -110,18 +102,18 @@ class RunEnds(ControlPart):
             client = self.runs.withdraw(run, RunEvent.FAIL, error, reason, grace)
             failed.update(run.results)
             client.arrays.fail(run.results, error)
-            self._env.send(client.address, RunFailed(run.number, run.results, error))
+            self._env.send(client.address, msg.RunFailed(run.number, run.results, error))
 
     def _fail_arrays(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
         """Fail arrays that no run in flight makes."""
         failed = client.arrays.fail(arrays, error)
         if failed:
-            self._env.send(client.address, RunFailed(0, failed, error))
+            self._env.send(client.address, msg.RunFailed(0, failed, error))
 
     # --- deadlines --------------------------------------------------------------------------------
 
-    @handles(RunStarted)
-    def _started(self, sender: Address, message: RunStarted) -> None:
+    @handles(msg.RunStarted)
+    def _started(self, sender: Address, message: msg.RunStarted) -> None:
         """A segment of a run with a timeout was launched; the time counts from the first one."""
         run = self.runs.in_flight.get(message.run)
         if run is not None and run.number not in self._deadlines:
@@ -173,21 +165,21 @@ class RunEnds(ControlPart):
 
     # --- cancelling -------------------------------------------------------------------------------
 
-    @handles_client(Cancel)
-    def _cancel_arrays(self, client: Client, message: Cancel) -> None:
+    @handles_client(msg.Cancel)
+    def _cancel_arrays(self, client: Client, message: msg.Cancel) -> None:
         """A client does not want these arrays any more."""
         wanted = frozenset(message.arrays)
         self._cancel(client, lambda run, results: not wanted.isdisjoint(results), "pw.cancel")
 
-    @handles_client(CancelRuns)
-    def _cancel_runs(self, asker: Client, message: CancelRuns) -> None:
+    @handles_client(msg.CancelRuns)
+    def _cancel_runs(self, asker: Client, message: msg.CancelRuns) -> None:
         """An operator cancels a run, or all runs, of any client."""
         client = self.sessions.get(message.client)
         error: Error | None = None
         if client is not None and not asker.may_touch(client):
             what = f"cancel runs of client {client.number}, which is of another tenant"
             refused = self.sessions.objection(asker, what, "clients of that tenant")
-            self._env.send(asker.address, Answered(message.request, refused))
+            self._env.send(asker.address, msg.Answered(message.request, refused))
             return
         if client is not None:
             self._audit(asker, client, message)
@@ -200,9 +192,9 @@ class RunEnds(ControlPart):
             words = f"no run {run_name(message.run)} is in flight; see pw status"
             error = ArgumentError(words)
         report = None if error is None else ErrorReport.of(error)
-        self._env.send(asker.address, Answered(message.request, report))
+        self._env.send(asker.address, msg.Answered(message.request, report))
 
-    def _audit(self, asker: Client, client: Client, message: CancelRuns) -> None:
+    def _audit(self, asker: Client, client: Client, message: msg.CancelRuns) -> None:
         self._env.audit(
             "cancel",
             tenant=asker.tenant,

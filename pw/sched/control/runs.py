@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pw.core import events as published
+from pw.core import messages as msg
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
 from pw.core.ids import client_of, run_name, scheduler_of
-from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.recorder import CALLED
 from pw.core.tenants import OPERATOR
 from pw.sched.control.array_states import Array
@@ -58,7 +58,7 @@ class Runs(ControlPart):
         """Return how many credits each client uses, by its number."""
         return Counter(run.client for run in self.in_flight.values() if run.credited)
 
-    def status(self) -> tuple[RunInfo, ...]:
+    def status(self) -> tuple[msg.RunInfo, ...]:
         """Describe the oldest runs in flight of each client."""
         shown: Counter[int] = Counter()
         found = []
@@ -67,7 +67,7 @@ class Runs(ControlPart):
             shown[run.client] += 1
             if shown[run.client] <= RUNS_SHOWN:
                 found.append(
-                    RunInfo(
+                    msg.RunInfo(
                         run_name(run.record.order),
                         run.client,
                         run.record.program.body.name,
@@ -80,7 +80,7 @@ class Runs(ControlPart):
 
     # --- beginning --------------------------------------------------------------------------------
 
-    def start(self, client: Client, message: Run) -> None:
+    def start(self, client: Client, message: msg.Run) -> None:
         """Submit a run to the scheduler of each of its islands, or refuse it."""
         number = message.run
         if client_of(number) != client.number or is_repeat(number) or number <= client.last_run:
@@ -140,7 +140,7 @@ class Runs(ControlPart):
         for island, submit in program.submissions(number, args, results, awaits):
             self._env.send(scheduler_of(island), submit)
 
-    def refuse(self, client: Client, message: Run, error: ErrorReport) -> None:
+    def refuse(self, client: Client, message: msg.Run, error: ErrorReport) -> None:
         """Fail the results of a run that is not submitted. Its arguments stay."""
         for array in message.results:
             if client_of(array) == client.number and array not in client.arrays:
@@ -155,12 +155,12 @@ class Runs(ControlPart):
             )
             self._events.publish(refused)
         client.lineage.refuse_run(message.run)
-        self._env.send(client.address, RunFailed(message.run, message.results, error))
+        self._env.send(client.address, msg.RunFailed(message.run, message.results, error))
         self._credit(client.number)
 
     # --- ending -----------------------------------------------------------------------------------
 
-    def segment_done(self, message: SegmentDone) -> RunInFlight | None:
+    def segment_done(self, message: msg.SegmentDone) -> RunInFlight | None:
         """Note the end of a segment; return the run if this was its last segment."""
         run = self.in_flight.get(message.run)
         if run is None or not run.segment_ended(message.lost):
@@ -214,7 +214,7 @@ class Runs(ControlPart):
             self._news.append((what, run, self._env.now_s() - run.began_s, error.message))
         self._hand(run, error)
         for island in run.islands:
-            self._islands.tell(island, CancelRun(run.number, reason, grace_s))
+            self._islands.tell(island, msg.CancelRun(run.number, reason, grace_s))
         client = self.sessions.get(run.client)
         assert client is not None, "the runs of a client leave with it"
         given = [(n, array) for n, array in run.donated if not array.awaited]
@@ -283,5 +283,5 @@ class Runs(ControlPart):
         for number in self._due:
             client = self.sessions.get(number)
             if client is not None:
-                self._env.send(client.address, RunsSettled(self._refunds.pop(number)))
+                self._env.send(client.address, msg.RunsSettled(self._refunds.pop(number)))
         self._due.clear()

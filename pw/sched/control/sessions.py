@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
-from pw.core.messages.links import in_words
 from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.sched.control.clients import Client
@@ -88,9 +87,9 @@ class ClientNumbers:
         if not reason:
             return "it does not know this session, nor did the one before it; its arrays are gone"
         if reason.startswith("silent"):
-            return f"{in_words(reason)}, and was given up"
+            return f"{msg.in_words(reason)}, and was given up"
         return (
-            f"the connection between them was lost ({in_words(reason)}), and so it was given up. "
+            f"the connection between them was lost ({msg.in_words(reason)}), and so it was given up. "
             "If the network was not cut, the controller was paused for longer than its clients wait"
         )
 
@@ -124,7 +123,7 @@ class Sessions(Part):
         self._clients: dict[int, Client] = {}
         self._nodes: dict[str, Client] = {}
         self._numbers = ClientNumbers(first_client, self._clients)
-        self._directory = Directory(())
+        self._directory = msg.Directory(())
 
     @property
     def clients(self) -> Collection[Client]:
@@ -149,24 +148,24 @@ class Sessions(Part):
         if client is None:
             self.env.count("messages_from_strangers")
             reason = "the controller does not know this client (any more)"
-            self.env.send(sender, Evicted(reason, may_attach=True))
+            self.env.send(sender, msg.Evicted(reason, may_attach=True))
         return client
 
     def is_known(self, number: int) -> bool:
         """Return whether a client has this number here, or had it not long ago."""
         return self._numbers.is_known(number)
 
-    def attach(self, sender: Address, message: Attach, taken: Container[int]) -> Client | None:
+    def attach(self, sender: Address, message: msg.Attach, taken: Container[int]) -> Client | None:
         """Let a client in, unless its old number is gone; a new number is not in `taken`."""
         number, tenant = message.resume, self.env.tenant_of(sender.node)
         if not tenant:
             self.refused(sender.node, tenant, message.name, "its tenant is not known")
-            self.env.send(sender, Evicted("it has no link to this process"))
+            self.env.send(sender, msg.Evicted("it has no link to this process"))
             return None
         if number and not self.claims.is_valid(message.claim, number, tenant):
             reason = f"it has not proven that it was client {number}"
             self.refused(sender.node, tenant, message.name, reason)
-            self.env.send(sender, Evicted(UNPROVEN))
+            self.env.send(sender, msg.Evicted(UNPROVEN))
             return None
         share, priority = self._rules.bounded(message.share, message.priority)
         if not number:
@@ -174,11 +173,11 @@ class Sessions(Part):
                 self._rules.check(message.share, message.priority)
             except AccessRefused as error:
                 self.refused(sender.node, tenant, message.name, str(error))
-                self.env.send(sender, Evicted(str(error), error=ErrorReport.of(error)))
+                self.env.send(sender, msg.Evicted(str(error), error=ErrorReport.of(error)))
                 return None
             number = self._numbers.take(taken)
         elif not self._numbers.claim(number):
-            self.env.send(sender, Evicted(self._numbers.why_gone(number)))
+            self.env.send(sender, msg.Evicted(self._numbers.why_gone(number)))
             return None
         client = Client(sender, number, message.name, share, priority, tenant)
         client.repeats = self._numbers.first << 16
@@ -193,7 +192,7 @@ class Sessions(Part):
         ready = tuple(sorted(self.islands.islands))
         ticket = self._tickets.ticket(number, sender.node)
         claim = self.claims.claim(number, tenant)
-        self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready, claim))
+        self.env.send(sender, msg.Attached(number, ticket, RUN_CREDITS, ready, claim))
         return client
 
     def sight(self, asker: int) -> Callable[[int], bool]:
@@ -234,19 +233,19 @@ class Sessions(Part):
         if self.events is not None:
             self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._nodes[client.address.node], self._clients[client.number]
-        self.islands.tell_all(RemoveClient(client.number))
+        self.islands.tell_all(msg.RemoveClient(client.number))
 
     def scheduler_added(self, island: str) -> None:
         """Tell a new scheduler of all clients."""
         for client in self.clients:
             self.env.send(scheduler_of(island), self._added(client))
 
-    def _added(self, client: Client) -> AddClient:
+    def _added(self, client: Client) -> msg.AddClient:
         share = self._rules.tenants.get(client.tenant, 1.0)
-        return AddClient(client.number, client.share, client.priority, client.tenant, share)
+        return msg.AddClient(client.number, client.share, client.priority, client.tenant, share)
 
-    @handles(Directory)
-    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+    @handles(msg.Directory)
+    def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:
         """Tell all clients which hosts there are, also those that attach later."""
         self._directory = directory
         for client in self.clients:

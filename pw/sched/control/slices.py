@@ -14,18 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, ProtocolError
 from pw.core.ids import RESOURCES, Address, client_of
-from pw.core.messages import (
-    AllocateSlice,
-    IslandInfo,
-    IslandLost,
-    ReleaseSlice,
-    SliceBound,
-    SliceLost,
-    SliceRefused,
-)
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -59,8 +51,8 @@ class Slices(ControlPart):
 
     # --- asked for and bound ----------------------------------------------------------------------
 
-    @handles_client(AllocateSlice)
-    def _allocate(self, client: Client, message: AllocateSlice) -> None:
+    @handles_client(msg.AllocateSlice)
+    def _allocate(self, client: Client, message: msg.AllocateSlice) -> None:
         slices = client.slices
         error: Error | None = None
         if (
@@ -74,7 +66,7 @@ class Slices(ControlPart):
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
         if error is not None:
-            self._env.send(client.address, SliceRefused(message.slice, ErrorReport.of(error)))
+            self._env.send(client.address, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
@@ -85,12 +77,12 @@ class Slices(ControlPart):
             slices.unbound[message.slice] = client.resuming.loss
         self._env.send(RESOURCES, message)
 
-    @handles(SliceBound)
-    def _bound(self, sender: Address, message: SliceBound) -> None:
+    @handles(msg.SliceBound)
+    def _bound(self, sender: Address, message: msg.SliceBound) -> None:
         number = message.slice
         client = self.sessions.owner(number)
         if client is None or number not in client.slices:
-            self._env.send(RESOURCES, ReleaseSlice(number))
+            self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
         self._bindings[number] = Binding(
             number, message.island, message.devices, message.platform, message.machine
@@ -101,8 +93,8 @@ class Slices(ControlPart):
         times_bound[number] = times_bound.get(number, 0) + 1
         client.slices.unbound.pop(number, None)
 
-    @handles(SliceRefused)
-    def _refused(self, sender: Address, message: SliceRefused) -> None:
+    @handles(msg.SliceRefused)
+    def _refused(self, sender: Address, message: msg.SliceRefused) -> None:
         client = self.sessions.owner(message.slice)
         if client is not None:
             client.slices.owned.discard(message.slice)
@@ -113,7 +105,7 @@ class Slices(ControlPart):
             self._bindings.pop(message.slice, None)
             self._env.send(client.address, message)
 
-    def awaited_hosts(self, client: Client, islands: Iterable[IslandInfo]) -> tuple[str, ...]:
+    def awaited_hosts(self, client: Client, islands: Iterable[msg.IslandInfo]) -> tuple[str, ...]:
         """Return the hosts that a client's slices name, and without which they are not bound.
 
         Those that have no place in an island; all of them if each has one, but in another island.
@@ -133,7 +125,7 @@ class Slices(ControlPart):
 
     # --- given back -------------------------------------------------------------------------------
 
-    def release(self, client: Client, message: ReleaseSlice) -> None:
+    def release(self, client: Client, message: msg.ReleaseSlice) -> None:
         """A client gives a slice back, in its order."""
         if message.slice in client.slices.owned:
             client.slices.owned.discard(message.slice)
@@ -151,8 +143,8 @@ class Slices(ControlPart):
         client.slices.times_bound.pop(number, None)
         self.forget_request(client, number)
         self._bindings.pop(number, None)
-        self._env.send(RESOURCES, ReleaseSlice(number))
-        self._env.send(client.address, ReleaseSlice(number))
+        self._env.send(RESOURCES, msg.ReleaseSlice(number))
+        self._env.send(client.address, msg.ReleaseSlice(number))
 
     def forget_request(self, client: Client, number: int) -> None:
         """Forget how a slice was asked for, unless it is in use or a replay may need it."""
@@ -164,12 +156,12 @@ class Slices(ControlPart):
         """Give back all slices of a client."""
         for number in client.slices.owned | client.slices.borrowed:
             self._bindings.pop(number, None)
-            self._env.send(RESOURCES, ReleaseSlice(number))
+            self._env.send(RESOURCES, msg.ReleaseSlice(number))
 
     # --- lost -------------------------------------------------------------------------------------
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         loss = self.new_loss()
         gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
         for number in gone:
@@ -177,7 +169,7 @@ class Slices(ControlPart):
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
-            self._env.send(client.address, SliceLost(number, message.error))
+            self._env.send(client.address, msg.SliceLost(number, message.error))
         if gone:
             self.expect(loss, message.error, message.island)
 
@@ -205,7 +197,7 @@ class Slices(ControlPart):
             client.slices.unbound.pop(number, None)
 
 
-def _divides(request: AllocateSlice) -> bool:
+def _divides(request: msg.AllocateSlice) -> bool:
     """Whether a slice names different hosts, and has as many devices on each as on the others."""
     count = len(request.hosts)
     return len(set(request.hosts)) == count and request.devices % count == 0

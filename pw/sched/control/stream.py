@@ -14,17 +14,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.errors import ArrayDeleted, ErrorReport
-from pw.core.messages import (
-    Answered,
-    Checkpoint,
-    CreateArray,
-    Delete,
-    Inquire,
-    LinkLost,
-    Run,
-    SaveArrays,
-)
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.clients import Client, Ordered
@@ -66,10 +57,10 @@ class Stream(ControlPart):
             self._handle(client, client.backlog.popleft())
 
     def _handle(self, client: Client, message: Ordered) -> None:
-        if isinstance(message, Delete):
+        if isinstance(message, msg.Delete):
             arrays = self.shares.keep(client, message.arrays)
             self._islands.release(client.number, client.delete(arrays))
-        elif isinstance(message, Inquire):
+        elif isinstance(message, msg.Inquire):
             self._inquire(client, message)
         else:
             self._handlers[type(message)](client, message)
@@ -78,42 +69,42 @@ class Stream(ControlPart):
         """Return what a message waits for, in words; empty if it does not have to wait."""
         if client.recovering:
             return "the recovery of what was lost with a host"
-        if isinstance(message, Run):
+        if isinstance(message, msg.Run):
             program = client.programs.get(message.program)
             if program is not None and program.installing:
                 islands = ", ".join(sorted(program.installing))
                 return f"the compilation of {program.body.name!r} on {islands}"
             if client.offered and not client.offered.keys().isdisjoint(client.donated_to(message)):
                 return "another session to take arrays that it donates"
-        elif isinstance(message, (Checkpoint, SaveArrays)):
+        elif isinstance(message, (msg.Checkpoint, msg.SaveArrays)):
             arrays = map(client.arrays.get, message.arrays)
             if any(array is not None and array.awaited for array in arrays):
                 return "the uploads of what it checkpoints"
-            to_disk = isinstance(message, SaveArrays)
+            to_disk = isinstance(message, msg.SaveArrays)
             under_way = (self.saves if to_disk else self.checkpoints).count(client)
             if under_way >= CHECKPOINTS_AT_ONCE:
                 doing = "written to disk" if to_disk else "copied"
                 return f"{under_way} checkpoints that are still being {doing}"
-            if isinstance(message, SaveArrays) and self.saves.commits_at(message.path):
+            if isinstance(message, msg.SaveArrays) and self.saves.commits_at(message.path):
                 return f"an earlier checkpoint to be put in its place at {message.path}"
         return ""
 
-    def take_runs(self, client: Client, wanted: Callable[[Run], bool]) -> list[Run]:
+    def take_runs(self, client: Client, wanted: Callable[[msg.Run], bool]) -> list[msg.Run]:
         """Take the `wanted` runs out of a backlog; a `Delete` of their donated arrays replaces each."""
-        taken: list[Run] = []
+        taken: list[msg.Run] = []
         kept: list[Ordered] = []
         for message in client.backlog:
-            if not (isinstance(message, Run) and wanted(message)):
+            if not (isinstance(message, msg.Run) and wanted(message)):
                 kept.append(message)
                 continue
             taken.append(message)
             if given := client.donated_to(message):
-                kept.append(Delete(given))  # an earlier run may have to make them
+                kept.append(msg.Delete(given))  # an earlier run may have to make them
         client.backlog.clear()
         client.backlog.extend(kept)
         return taken
 
-    def _inquire(self, client: Client, message: Inquire) -> None:
+    def _inquire(self, client: Client, message: msg.Inquire) -> None:
         """Say whether the client still holds these arrays; nothing is being recovered now."""
         error = None
         if any(number not in client.arrays for number in message.arrays):
@@ -122,11 +113,11 @@ class Stream(ControlPart):
                 "for; keep a copy, copy.copy(x), or do not donate it"
             )
             error = ErrorReport.of(ArrayDeleted(words))
-        self._env.send(client.address, Answered(message.request, error))
+        self._env.send(client.address, msg.Answered(message.request, error))
 
-    @handles_client(LinkLost)
-    def _link_lost(self, client: Client, message: LinkLost) -> None:
+    @handles_client(msg.LinkLost)
+    def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
         """Mark the uploads in the backlog as sent to no hosts, so that they are asked for again."""
         for place, waiting in enumerate(client.backlog):
-            if isinstance(waiting, CreateArray):
+            if isinstance(waiting, msg.CreateArray):
                 client.backlog[place] = msgspec.structs.replace(waiting, bound=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.errors import (
     INFRASTRUCTURE,
     ArrayLost,
@@ -21,17 +22,6 @@ from pw.core.errors import (
 )
 from pw.core.events import TransferEvent
 from pw.core.ids import client_of, run_name, store_of
-from pw.core.messages import (
-    CreateArray,
-    DropUploads,
-    InputGone,
-    LinkLost,
-    OfferSource,
-    RunFailed,
-    UploadAgain,
-    Uploaded,
-    UploadEnded,
-)
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec, layout_of
 from pw.sched.control.array_states import Array, ArrayState
@@ -59,13 +49,13 @@ class Uploads(ControlPart):
 
     # --- announced by the client ------------------------------------------------------------------
 
-    def create(self, client: Client, message: CreateArray) -> None:
+    def create(self, client: Client, message: msg.CreateArray) -> None:
         """A client announces an array that it uploads, or that its hosts are to read."""
         number, slice_ = message.array, message.spec.placement.slice
         if client_of(number) != client.number or is_repeat(number) or number in client.arrays:
             self._env.count("messages_refused")
             taken = ProtocolError("a new array has a number that is taken or is another client's")
-            self._env.send(client.address, RunFailed(0, (number,), ErrorReport.of(taken)))
+            self._env.send(client.address, msg.RunFailed(0, (number,), ErrorReport.of(taken)))
             return
         reported = client.arrays.announced(number)
         try:
@@ -84,7 +74,7 @@ class Uploads(ControlPart):
         array = Array(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
         client.arrays.add(message.array, array)
         client.lineage.add_input(message.array, spec, message.source)
-        if isinstance(message.source, OfferSource):
+        if isinstance(message.source, msg.OfferSource):
             self.replays.shares.take(client, message.array, spec, message.source)
             return
         self._islands.place(island, message.array, spec)
@@ -98,7 +88,7 @@ class Uploads(ControlPart):
         if (
             message.bound != was_bound and array.awaited
         ):  # it went to the hosts of an earlier binding
-            self._env.send(client.address, UploadAgain(message.array, message.array))
+            self._env.send(client.address, msg.UploadAgain(message.array, message.array))
 
     def _bound_discarded(self, client: Client) -> None:
         """Give up the oldest upload of a deleted array if there are too many: its bytes may never come."""
@@ -115,7 +105,7 @@ class Uploads(ControlPart):
         for host in tuple(array.awaited):
             self._reported(client, number, array, host, error)
 
-    def _nowhere(self, client: Client, message: CreateArray) -> Error:
+    def _nowhere(self, client: Client, message: msg.CreateArray) -> Error:
         """Return why an array has no devices."""
         if message.spec.placement.slice in client.slices.owned:
             return ArrayLost(
@@ -131,19 +121,19 @@ class Uploads(ControlPart):
     def _refuse(
         self,
         client: Client,
-        message: CreateArray,
+        message: msg.CreateArray,
         reported: Collection[str],
         error: Error,
     ) -> None:
         self._env.count("messages_refused")
         report = ErrorReport.of(error)
         for host in reported:
-            self._env.send(store_of(host), DropUploads((message.array,)))
+            self._env.send(store_of(host), msg.DropUploads((message.array,)))
         client.arrays.add(message.array, Array.failed(report))
-        self._env.send(client.address, RunFailed(0, (message.array,), report))
+        self._env.send(client.address, msg.RunFailed(0, (message.array,), report))
 
-    @handles_client(InputGone)
-    def _input_gone(self, client: Client, message: InputGone) -> None:
+    @handles_client(msg.InputGone)
+    def _input_gone(self, client: Client, message: msg.InputGone) -> None:
         """The client was asked to upload an array again, and has not kept its value."""
         array = client.arrays.find(message.array)
         if array is None or not array.awaited:
@@ -157,25 +147,25 @@ class Uploads(ControlPart):
         )
         for host in tuple(array.awaited):
             self._reported(client, message.array, array, host, error)
-        self._env.send(client.address, RunFailed(0, (message.array,), error))
+        self._env.send(client.address, msg.RunFailed(0, (message.array,), error))
 
-    @handles_client(LinkLost)
-    def _link_lost(self, client: Client, message: LinkLost) -> None:
+    @handles_client(msg.LinkLost)
+    def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
         """Ask again for what the client sent to a host, because it may not have come there."""
         for number, array in client.arrays.all():
             if message.host in array.awaited and array.input:
-                self._env.send(client.address, UploadAgain(array.input, number))
+                self._env.send(client.address, msg.UploadAgain(array.input, number))
 
     # --- reported by the hosts --------------------------------------------------------------------
 
-    @handles_host(Uploaded)
-    def _uploaded(self, host: str, message: Uploaded) -> None:
+    @handles_host(msg.Uploaded)
+    def _uploaded(self, host: str, message: msg.Uploaded) -> None:
         number = message.array
         client = self.sessions.owner(number)
         if client is None:
             self._env.count("messages_stale")
             if self.sessions.is_known(client_of(number)):
-                self._env.send(store_of(host), DropUploads((number,)))
+                self._env.send(store_of(host), msg.DropUploads((number,)))
             return
         array = client.arrays.find(number)
         if array is not None:
@@ -183,13 +173,13 @@ class Uploads(ControlPart):
         elif message.again:
             self._env.count("messages_stale")  # runs that read it may not have been launched yet
         elif number <= client.arrays.newest_input or is_repeat(number):
-            self._env.send(store_of(host), DropUploads((number,)))
+            self._env.send(store_of(host), msg.DropUploads((number,)))
         elif not client.slices.are_on(host):
             self._env.count("messages_refused")
         else:
             client.arrays.unannounced.setdefault(number, {})[host] = message
 
-    def _error_of(self, array: Array, message: Uploaded) -> ErrorReport | None:
+    def _error_of(self, array: Array, message: msg.Uploaded) -> ErrorReport | None:
         """Return why a host does not have its shards of an array, or has others than were announced."""
         is_bound = array.spec.placement.slice in self._islands.bindings
         if message.error is not None or not message.layout or not is_bound or array.error:
@@ -211,7 +201,7 @@ class Uploads(ControlPart):
         array.report(host)
         if error is not None and array.error is None:
             if self.losses.arrival_failed(client, number, array, error):
-                self._islands.tell_all(UploadEnded(number))
+                self._islands.tell_all(msg.UploadEnded(number))
                 return
             if error.kind in INFRASTRUCTURE:
                 what = named(array.spec, client.lineage.origins.get(number))
@@ -226,7 +216,7 @@ class Uploads(ControlPart):
         was_discarded = client.arrays.arrive(number, array)
         if array.restored:
             self.replicas.arrived(client, number)
-        self._islands.tell_all(UploadEnded(number))
+        self._islands.tell_all(msg.UploadEnded(number))
         if was_discarded:
             self._islands.release(client.number, [(number, array)], late=True)
 
@@ -243,7 +233,7 @@ class Uploads(ControlPart):
                 if host in array.awaited:
                     self._reported(client, number, array, host, error)
             if array.error is not None:
-                self._env.send(client.address, RunFailed(0, (number,), array.error))
+                self._env.send(client.address, msg.RunFailed(0, (number,), array.error))
 
     def host_lost(self, node: str) -> None:
         """Forget what a host has reported of uploads that are not announced."""

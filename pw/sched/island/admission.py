@@ -25,23 +25,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
-from pw.core.messages import (
-    ArrayPlaced,
-    IslandFormed,
-    IslandLost,
-    IslandMeasured,
-    MeasureIsland,
-    RemoveClient,
-    ReserveRun,
-    RunAdmitted,
-    RunAtHead,
-    RunRefused,
-    Submit,
-    UploadEnded,
-)
 from pw.sched.island.memory import Claim, DeviceMemory
 from pw.sched.island.memory_report import NoRoom, counted, never_fits, no_room
 
@@ -92,12 +79,12 @@ class Admission(Part):
     _refused: set[int] = field(default_factory=set, init=False)
     """Runs that the controller has been asked to cancel."""
 
-    @handles(IslandFormed)
-    def _formed(self, sender: Address, message: IslandFormed) -> None:
+    @handles(msg.IslandFormed)
+    def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._reset(message.device_memory_bytes)
 
-    @handles(IslandLost)
-    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         self._reset(None)
 
     def _reset(self, capacity_bytes: int | None) -> None:
@@ -107,29 +94,31 @@ class Admission(Part):
         self._blocked.clear()
         self._refused.clear()
 
-    @handles(ArrayPlaced)
-    def _array_placed(self, sender: Address, message: ArrayPlaced) -> None:
+    @handles(msg.ArrayPlaced)
+    def _array_placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
         if self.memory is not None:
             self.memory.place(message.array, message.devices, message.shard_bytes)
 
-    @handles(UploadEnded)
-    def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+    @handles(msg.UploadEnded)
+    def _upload_ended(self, sender: Address, message: msg.UploadEnded) -> None:
         if self.memory is not None:
             self.memory.arrived(message.array)
 
-    @handles(RemoveClient)
-    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+    @handles(msg.RemoveClient)
+    def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         if self.memory is not None:
             self.memory.forget(message.client)
 
-    @handles(MeasureIsland)
-    def _measure(self, sender: Address, message: MeasureIsland) -> None:
+    @handles(msg.MeasureIsland)
+    def _measure(self, sender: Address, message: msg.MeasureIsland) -> None:
         memory = self.memory
         limit_bytes = None if memory is None else memory.capacity_bytes
         devices = () if memory is None else counted(memory)
-        self.env.send(sender, IslandMeasured(message.request, self.island, limit_bytes, devices))
+        self.env.send(
+            sender, msg.IslandMeasured(message.request, self.island, limit_bytes, devices)
+        )
 
-    def reservation(self, submit: Submit) -> Reservation | None:
+    def reservation(self, submit: msg.Submit) -> Reservation | None:
         """Return a run's way to admission; None if memory limits it nowhere."""
         if self.memory is None and not submit.islands:
             return None
@@ -159,11 +148,11 @@ class Admission(Part):
             if first == self.island:
                 self._is_at_head(reservation)
             else:
-                self.env.send(scheduler_of(first), RunAtHead(reservation.run))
+                self.env.send(scheduler_of(first), msg.RunAtHead(reservation.run))
         return reservation.is_admitted or (reservation.has_turn and self.admit(reservation))
 
-    @handles(RunAtHead)
-    def _at_head_elsewhere(self, sender: Address, message: RunAtHead) -> None:
+    @handles(msg.RunAtHead)
+    def _at_head_elsewhere(self, sender: Address, message: msg.RunAtHead) -> None:
         if (reservation := self._known(message.run)) is not None:
             self._is_at_head(reservation)
 
@@ -172,13 +161,13 @@ class Admission(Part):
         reservation.heads_missing -= 1
         reservation.has_turn = not reservation.heads_missing
 
-    @handles(ReserveRun)
-    def _turn_to_reserve(self, sender: Address, message: ReserveRun) -> None:
+    @handles(msg.ReserveRun)
+    def _turn_to_reserve(self, sender: Address, message: msg.ReserveRun) -> None:
         if (reservation := self._known(message.run)) is not None:
             reservation.has_turn = True
 
-    @handles(RunAdmitted)
-    def _admitted_elsewhere(self, sender: Address, message: RunAdmitted) -> None:
+    @handles(msg.RunAdmitted)
+    def _admitted_elsewhere(self, sender: Address, message: msg.RunAdmitted) -> None:
         if (reservation := self._known(message.run)) is not None:
             reservation.is_admitted = True
 
@@ -196,10 +185,12 @@ class Admission(Part):
         at = reservation.islands.index(self.island) if reservation.islands else -1
         reservation.is_admitted = at == len(reservation.islands) - 1
         if not reservation.is_admitted:
-            self.env.send(scheduler_of(reservation.islands[at + 1]), ReserveRun(reservation.run))
+            self.env.send(
+                scheduler_of(reservation.islands[at + 1]), msg.ReserveRun(reservation.run)
+            )
             return False
         for island in reservation.islands[:-1]:
-            self.env.send(scheduler_of(island), RunAdmitted(reservation.run))
+            self.env.send(scheduler_of(island), msg.RunAdmitted(reservation.run))
         return True
 
     def _overdue(self) -> Reservation | None:
@@ -251,7 +242,7 @@ class Admission(Part):
         self._refused.add(reservation.run)
         self.env.count("runs_refused")
         error = ErrorReport.of(why.error)
-        self.env.send(CONTROL, RunRefused(reservation.run, error, holders=why.holders))
+        self.env.send(CONTROL, msg.RunRefused(reservation.run, error, holders=why.holders))
 
     def segments_ended(self, reservation: Reservation, count: int = 1) -> None:
         """So many segments of a run have ended here, or were cancelled."""

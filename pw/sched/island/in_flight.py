@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
-from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
 from pw.sched.island.launch_states import Event, SegmentTask
@@ -83,8 +83,8 @@ class InFlight(Part):
             before.update(task.at_work_on())
         return None
 
-    @handles(PassedLaunches)
-    def _passed(self, sender: Address, message: PassedLaunches) -> None:
+    @handles(msg.PassedLaunches)
+    def _passed(self, sender: Address, message: msg.PassedLaunches) -> None:
         """A passed launch is not at work; when enqueued, it is behind those that passed it."""
         if not self.members.is_current(message.epoch, sender):
             return
@@ -97,8 +97,8 @@ class InFlight(Part):
                 task.passed_on -= {sender.node}
                 self.launches[key] = self.launches.pop(key)
 
-    @handles(Progress)
-    def _progress(self, sender: Address, message: Progress) -> None:
+    @handles(msg.Progress)
+    def _progress(self, sender: Address, message: msg.Progress) -> None:
         if not self.members.is_current(message.epoch, sender):
             return
         self.watchdog.went_on()
@@ -131,13 +131,13 @@ class InFlight(Part):
             here.installed.measured(task.segment, time_us)
         if self.env.recorder.on:
             self.members.record(task, now_s)
-        done = SegmentDone(here.run, task.segment, time_us, task.lost)
+        done = msg.SegmentDone(here.run, task.segment, time_us, task.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
         self.env.send(CONTROL, done)
 
-    @handles(CancelRun)
-    def _cancelled(self, sender: Address, message: CancelRun) -> None:
+    @handles(msg.CancelRun)
+    def _cancelled(self, sender: Address, message: msg.CancelRun) -> None:
         has_turn = self._has_turn(message.run) if message.reason else None
         if has_turn and not message.grace_s:
             self.members.end_epoch(message.reason)
@@ -157,8 +157,8 @@ class InFlight(Part):
         elif has_turn is not None:
             self.env.call_later(HEAD_S, partial(self._overdue, run, epoch, reason, has_turn))
 
-    @handles(IslandLost)
-    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         for task in self.launches.values():
             task.happened(Event.LOSE)
             if self.env.recorder.on:

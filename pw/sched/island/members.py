@@ -12,20 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
-from pw.core.messages import (
-    CANCELLED,
-    CallEnded,
-    Discard,
-    EndEpoch,
-    GangBroken,
-    IslandFormed,
-    IslandLost,
-    Launch,
-    LaunchGap,
-    RunRefused,
-)
 from pw.core.recorder import LAUNCHED
 from pw.sched.island.launch_states import RunHere, SegmentTask
 
@@ -57,14 +46,14 @@ class Members(Part):
     )
     """What each gang may drop, collected during a turn."""
 
-    @handles(IslandFormed)
-    def _formed(self, sender: Address, message: IslandFormed) -> None:
+    @handles(msg.IslandFormed)
+    def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self.epoch = message.epoch
         self.compiles_apart = message.compiles_apart
         self._set_hosts(message.hosts)
 
-    @handles(IslandLost)
-    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         self._set_hosts(())
         self.drops.clear()
 
@@ -97,8 +86,8 @@ class Members(Part):
         The launches that are alike are made and encoded once.
         """
         numbers: list[int] = []
-        alike: dict[tuple[int, bool, bool, bool], Launch] = {}
-        is_cancelled = segment == CANCELLED
+        alike: dict[tuple[int, bool, bool, bool], msg.Launch] = {}
+        is_cancelled = segment == msg.CANCELLED
         for index, host in enumerate(hosts):
             sequence = self._next_sequence[host]
             self._next_sequence[host] = sequence + 1
@@ -113,7 +102,7 @@ class Members(Part):
             launch = alike.get(key)
             if launch is None:
                 arguments = here.arguments if is_first else None
-                launch = alike[key] = Launch(
+                launch = alike[key] = msg.Launch(
                     self.epoch,
                     sequence,
                     here.run,
@@ -133,7 +122,7 @@ class Members(Part):
             for host in gang:
                 of_hosts[host].append(drop)
         self.drops.clear()
-        alike: dict[tuple[int, ...], Discard] = {}
+        alike: dict[tuple[int, ...], msg.Discard] = {}
         for host, drops in of_hosts.items():
             if host not in self._next_sequence:
                 continue
@@ -141,7 +130,7 @@ class Members(Part):
             key = (sequence, *map(id, drops))
             discard = alike.get(key)
             if discard is None:
-                discard = alike[key] = Discard(
+                discard = alike[key] = msg.Discard(
                     self.epoch,
                     sequence,
                     tuple([array for drop in drops for array in drop.arrays]),
@@ -169,29 +158,29 @@ class Members(Part):
 
     def end_epoch(self, reason: str) -> None:
         """Have the island leave its epoch."""
-        self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))
+        self.env.send(RESOURCES, msg.EndEpoch(self.island, self.epoch, reason))
 
-    @handles(CallEnded)
-    def _call_ended(self, sender: Address, message: CallEnded) -> None:
+    @handles(msg.CallEnded)
+    def _call_ended(self, sender: Address, message: msg.CallEnded) -> None:
         """Pass a host's message on to the rest of its gang."""
         if self.is_current(message.epoch, sender):
             for host in message.gang:
                 if host != sender.node and host in self._next_sequence:
                     self.env.send(executor_of(host), message)
 
-    @handles(LaunchGap)
-    def _gap(self, sender: Address, message: LaunchGap) -> None:
+    @handles(msg.LaunchGap)
+    def _gap(self, sender: Address, message: msg.LaunchGap) -> None:
         """A host missed a number, so its gangs can no longer keep one order."""
         self.env.count("launch_gaps")
         if self.is_current(message.epoch, sender):
             self.end_epoch(f"host {sender.node} has not got all the work that it was sent")
 
-    @handles(GangBroken)
-    def _gang_broken(self, sender: Address, message: GangBroken) -> None:
+    @handles(msg.GangBroken)
+    def _gang_broken(self, sender: Address, message: msg.GangBroken) -> None:
         """A host cannot do the same as its gang, so the epoch ends before the hosts diverge."""
         self.env.count("gangs_broken")
         if self.is_current(message.epoch, sender):
             if message.error is not None:
-                refused = RunRefused(message.run, message.error, message.results)
+                refused = msg.RunRefused(message.run, message.error, message.results)
                 self.env.send(CONTROL, refused)
             self.end_epoch(f"host {sender.node} cannot go on with the others: {message.reason}")

@@ -7,18 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.compact import Compact
 from pw.core.errors import Error, ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, executor_of
-from pw.core.messages import (
-    Install,
-    Installed,
-    InstallProgram,
-    IslandLost,
-    ProgramInstalled,
-    RemoveClient,
-)
 from pw.sched.island.admission import Admission
 from pw.sched.island.install_queues import InstallQueues
 from pw.sched.island.installed_program import UNKNOWN, InstalledProgram, names_of, sites_of
@@ -59,8 +52,8 @@ class Programs(Part):
         """Yield the programs that some host has not compiled, the oldest first."""
         return ((n, program) for n, program in self.installed.items() if program.compiling)
 
-    @handles(InstallProgram)
-    def _install(self, sender: Address, message: InstallProgram) -> None:
+    @handles(msg.InstallProgram)
+    def _install(self, sender: Address, message: msg.InstallProgram) -> None:
         number, body = message.program, message.body
         if not self.members.hosts or not self.members.include(p.host for p in message.plans):
             self.env.count("messages_stale")
@@ -87,7 +80,7 @@ class Programs(Part):
             what = (message.artifacts, message.install, message.tenant)
             try:
                 for plan in plans:
-                    install = Install(self.members.epoch, number, body, Compact.of(plan), *what)
+                    install = msg.Install(self.members.epoch, number, body, Compact.of(plan), *what)
                     self.env.send(executor_of(plan.host), install)
             except Error as error:  # it exceeds the size of a message: refuse the program's runs
                 self.queues.answered(number, message.install, *[plan.host for plan in plans])
@@ -95,7 +88,7 @@ class Programs(Part):
                 words = f"{message.body.name!r} cannot be sent to its hosts: {report.message}"
                 self._ended(number, msgspec.structs.replace(report, message=words))
 
-    def _remember(self, message: InstallProgram) -> None:
+    def _remember(self, message: msg.InstallProgram) -> None:
         earlier = self.installed.pop(message.program, UNKNOWN)
         self.installed[message.program] = InstalledProgram(
             names_of(message),
@@ -106,8 +99,8 @@ class Programs(Part):
             self.members.epoch,
         )
 
-    @handles(Installed)
-    def _installed(self, sender: Address, message: Installed) -> None:
+    @handles(msg.Installed)
+    def _installed(self, sender: Address, message: msg.Installed) -> None:
         program = self[message.program]
         if not self.members.is_current(message.epoch, sender):
             return
@@ -130,16 +123,16 @@ class Programs(Part):
         self._answer(number, program.install, error)
 
     def _answer(self, program: int, install: int, error: ErrorReport | None) -> None:
-        self.env.send(CONTROL, ProgramInstalled(self.island, program, error, install))
+        self.env.send(CONTROL, msg.ProgramInstalled(self.island, program, error, install))
 
-    @handles(IslandLost)
-    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         self.queues.clear()
         for program in self.installed.values():
             program.compiling.clear()
 
-    @handles(RemoveClient)
-    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+    @handles(msg.RemoveClient)
+    def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         self.queues.forget(message.client)
         for number in [n for n in self.installed if client_of(n) == message.client]:
             del self.installed[number]

@@ -11,24 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of
-from pw.core.messages import (
-    CANCELLED,
-    AddClient,
-    Arguments,
-    CancelRun,
-    CopyArrays,
-    IslandLost,
-    Release,
-    RemoveClient,
-    RunRefused,
-    SegmentDone,
-    SegmentLaunched,
-    Submit,
-    UninstallProgram,
-    UploadEnded,
-)
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.launch_states import Event, RunHere, SegmentTask
@@ -58,13 +43,13 @@ class Queues(Part):
     _arrivals: int = field(default=0, init=False)
     # --- clients -------------------------------------------------------------------------------------
 
-    @handles(AddClient)
-    def _client_added(self, sender: Address, message: AddClient) -> None:
+    @handles(msg.AddClient)
+    def _client_added(self, sender: Address, message: msg.AddClient) -> None:
         stake = Stake(message.client, message.share, message.tenant, message.tenant_share)
         self.clients[message.client] = ClientQueue(stake, message.priority)
 
-    @handles(RemoveClient)
-    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+    @handles(msg.RemoveClient)
+    def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         queue = self.clients.pop(message.client, None)
         if queue is None:
             return
@@ -76,8 +61,8 @@ class Queues(Part):
         if self.members.hosts:
             self.members.drops[self.members.hosts].clients.append(message.client)
 
-    @handles(IslandLost)
-    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         """Nothing that is queued can be launched; the controller has told the clients."""
         for tasks in self.runs.values():
             for task in tasks:
@@ -94,8 +79,8 @@ class Queues(Part):
 
     # --- runs ----------------------------------------------------------------------------------------
 
-    @handles(Submit)
-    def _submit(self, sender: Address, message: Submit) -> None:
+    @handles(msg.Submit)
+    def _submit(self, sender: Address, message: msg.Submit) -> None:
         queue = self.clients.get(client_of(message.run))
         if queue is None or not all(map(self.members.include, message.hosts)):
             self.env.count("messages_stale")
@@ -106,19 +91,19 @@ class Queues(Part):
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
             tasks[0].happened(Event.REFUSE)
-            self.env.send(CONTROL, RunRefused(message.run, refusal))
+            self.env.send(CONTROL, msg.RunRefused(message.run, refusal))
         if self.policy.keeps_accounts:
             self._settle_accounts(queue, tasks, now_s)
         self.runs[message.run] = list(tasks)
         queue.submitted(tasks, now_s)
 
-    def _launches_of(self, message: Submit, stake: Stake, now_s: float) -> list[SegmentTask]:
+    def _launches_of(self, message: msg.Submit, stake: Stake, now_s: float) -> list[SegmentTask]:
         program = self.programs[message.program]
         here = RunHere(
             message.run,
             message.program,
             stake,
-            Arguments(message.args, message.results),
+            msg.Arguments(message.args, message.results),
             self.admission.reservation(message),
             now_s,
             message.is_timed,
@@ -167,18 +152,18 @@ class Queues(Part):
                 only = queue.stake.tenant not in wanted[group]
                 self.policy.rejoin(queue.stake, group.account, only_of_tenant=only)
 
-    @handles(SegmentLaunched)
-    def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:
+    @handles(msg.SegmentLaunched)
+    def _producer_launched(self, sender: Address, message: msg.SegmentLaunched) -> None:
         for task in self.runs.get(message.run, ()):
             task.producer_launched(message.segment)
 
-    @handles(SegmentDone)
-    def _producer_ended(self, sender: Address, message: SegmentDone) -> None:
+    @handles(msg.SegmentDone)
+    def _producer_ended(self, sender: Address, message: msg.SegmentDone) -> None:
         for task in self.runs.get(message.run, ()):
             task.producer_ended(message.segment)
 
-    @handles(UploadEnded)
-    def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+    @handles(msg.UploadEnded)
+    def _upload_ended(self, sender: Address, message: msg.UploadEnded) -> None:
         for task in self._uploads.pop(message.array, ()):
             task.upload_ended(message.array)
 
@@ -195,14 +180,14 @@ class Queues(Part):
         if not waiting:
             del self.runs[run]
 
-    @handles(CancelRun)
-    def _cancel(self, sender: Address, message: CancelRun) -> None:
+    @handles(msg.CancelRun)
+    def _cancel(self, sender: Address, message: msg.CancelRun) -> None:
         """Remove what is queued of a run; tell the hosts that wait for it that it will not come."""
         tasks = self.runs.pop(message.run, ())
         if not tasks:
             return
         hosts = dict.fromkeys(host for task in tasks for host in task.hosts)
-        self.members.send_launch(tasks[0].here, CANCELLED, hosts, reporters=0)
+        self.members.send_launch(tasks[0].here, msg.CANCELLED, hosts, reporters=0)
         for task in tasks:
             for array in task.awaits:
                 self._uploads[array].remove(task)
@@ -220,19 +205,19 @@ class Queues(Part):
 
     # --- discards and copies -------------------------------------------------------------------------
 
-    @handles(UninstallProgram)
-    def _uninstall(self, sender: Address, message: UninstallProgram) -> None:
+    @handles(msg.UninstallProgram)
+    def _uninstall(self, sender: Address, message: msg.UninstallProgram) -> None:
         number = message.program
         install = self.programs[number].install
         task = DiscardTask((), (message.hosts,), number, install, self._arrival())
         self._enqueue(client_of(number), task)
 
-    @handles(CopyArrays)
-    def _copy_arrays(self, sender: Address, message: CopyArrays) -> None:
+    @handles(msg.CopyArrays)
+    def _copy_arrays(self, sender: Address, message: msg.CopyArrays) -> None:
         self._enqueue(message.client, CopyTask(message.copies, message.files, self._arrival()))
 
-    @handles(Release)
-    def _release(self, sender: Address, message: Release) -> None:
+    @handles(msg.Release)
+    def _release(self, sender: Address, message: msg.Release) -> None:
         task = DiscardTask(message.arrays, message.hosts, 0, 0, self._arrival())
         if not message.late:
             self._enqueue(message.client, task)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import Look, Watchdog
 from pw.core.ids import CONTROL, Address, serial_of
-from pw.core.messages import ExplainIsland, InstallReport, IslandReport, Stalled, WorkReport
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import SegmentTask, State
 from pw.sched.island.members import Members
@@ -34,10 +34,10 @@ class Reports(Part):
     @handles(Look)
     def _look(self, sender: Address, timer: Look) -> None:
         if self.watchdog.stalled(bool(self.in_flight.launches or self.queues.runs)):
-            self.env.send(CONTROL, Stalled(self.island))
+            self.env.send(CONTROL, msg.Stalled(self.island))
 
-    @handles(ExplainIsland)
-    def _explain(self, sender: Address, message: ExplainIsland) -> None:
+    @handles(msg.ExplainIsland)
+    def _explain(self, sender: Address, message: msg.ExplainIsland) -> None:
         launched = [
             task
             for index, task in enumerate(self.in_flight.launches.values())
@@ -45,7 +45,7 @@ class Reports(Part):
         ]
         heads = [queue.tasks[0] for queue in self.queues.clients.values() if queue.tasks]
         waiting = [task for task in heads if isinstance(task, SegmentTask)]
-        report = IslandReport(
+        report = msg.IslandReport(
             message.request,
             self.island,
             self.members.hosts,
@@ -55,18 +55,18 @@ class Reports(Part):
             tuple(map(self._work, launched)),
             tuple(map(self._work, waiting[:WORK_TOLD])),
             tuple(
-                InstallReport(number, program.names.program, tuple(sorted(program.compiling)))
+                msg.InstallReport(number, program.names.program, tuple(sorted(program.compiling)))
                 for number, program in islice(self.programs.compiling(), WORK_TOLD)
             ),
         )
         self.env.send(sender, report)
 
-    def _work(self, task: SegmentTask) -> WorkReport:
+    def _work(self, task: SegmentTask) -> msg.WorkReport:
         """Report on a launch that is in flight, or next of its client."""
         names = task.here.installed.names
         shards = names.shards.get(task.segment, {})
         is_launched = task.state is State.IN_FLIGHT
-        return WorkReport(
+        return msg.WorkReport(
             task.here.run,
             task.segment,
             names.program,

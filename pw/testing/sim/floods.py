@@ -11,16 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, client_of
-from pw.core.messages import (
-    GetStats,
-    GetStatus,
-    Install,
-    Installed,
-    RegisterProgram,
-    ReleaseProgram,
-)
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Process, Violation
@@ -47,9 +40,9 @@ def flood(random: Random, node: Process) -> None:
         for number in range(random.randint(_REQUESTS // 2, _REQUESTS)):
             request = -1 - number  # the session never gave this number
             if peer == CONTROLLER:
-                network.send(CONTROL, sender, random.choice((GetStats, GetStatus))(request))
+                network.send(CONTROL, sender, random.choice((msg.GetStats, msg.GetStatus))(request))
             else:
-                network.send(Address(peer, "store"), sender, GetStats(request))
+                network.send(Address(peer, "store"), sender, msg.GetStats(request))
             if number % _IN_A_FRAME == 0:
                 network.flush()
     network.flush()
@@ -67,15 +60,15 @@ def flood_of_programs(random: Random, client: SimClient) -> None:
     for _ in range(random.randint(_PROGRAMS // 2, _PROGRAMS)):
         program = client_id(number, _FIRST_PROGRAM + random.getrandbits(32))
         draft = random.choice(drafts)
-        register = RegisterProgram(program, Compact.of(draft.body), draft.artifacts)
+        register = msg.RegisterProgram(program, Compact.of(draft.body), draft.artifacts)
         network.send(CONTROL, sender, register)
         kept.append(program)
         if random.random() < 0.5:
-            network.send(CONTROL, sender, ReleaseProgram(kept.pop(random.randrange(len(kept)))))
+            network.send(CONTROL, sender, msg.ReleaseProgram(kept.pop(random.randrange(len(kept)))))
         if random.random() < 1 / _IN_A_FRAME:
             network.flush()
     for program in kept:
-        network.send(CONTROL, sender, ReleaseProgram(program))
+        network.send(CONTROL, sender, msg.ReleaseProgram(program))
     network.flush()
 
 
@@ -89,10 +82,10 @@ class Fairness:
         """What hosts have to compile in an epoch for a client: programs, and their installations."""
         if self._world.profile.floods:
             self._world.waited = self._waited
-            self._world.watch_sent(Install, self._to_compile)
-            self._world.watch_sent(Installed, self._compiled)
+            self._world.watch_sent(msg.Install, self._to_compile)
+            self._world.watch_sent(msg.Installed, self._compiled)
 
-    def _to_compile(self, sender: Address, to: Address, message: Install) -> None:
+    def _to_compile(self, sender: Address, to: Address, message: msg.Install) -> None:
         client = client_of(message.program)
         compiling = self._compiling[to.node, message.epoch, client]
         compiling.add((message.program, message.install))
@@ -101,7 +94,7 @@ class Fairness:
             words = f"{to.node} has to compile {len(compiling)} programs of client {client} at once"
             raise Violation("fair", words)
 
-    def _compiled(self, sender: Address, to: Address, message: Installed) -> None:
+    def _compiled(self, sender: Address, to: Address, message: msg.Installed) -> None:
         what = sender.node, message.epoch, client_of(message.program)
         self._compiling[what].discard((message.program, message.install))
 

@@ -39,23 +39,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from pw.core import messages as msg
 from pw.core.ids import Address
-from pw.core.messages import (
-    CANCELLED,
-    AllocateSlice,
-    Answered,
-    Checkpoint,
-    Fetch,
-    Holdings,
-    IslandFormed,
-    IslandLost,
-    Launch,
-    Run,
-    RunsSettled,
-    SliceBound,
-    Submit,
-    Wait,
-)
 from pw.core.programs.guards import is_skipped
 from pw.core.programs.plan import Execute
 from pw.core.sharding import Box
@@ -86,23 +71,23 @@ class Monitors:
         self._spent: Counter[str] = Counter()
         self._settled: Counter[str] = Counter()
         watch_launches(cluster)
-        world.watch_sent(Submit, self._submitted)
-        world.watch_sent(Launch, self._launching)
-        world.watch_handled(Launch, self._launch_arrived)
-        world.watch_handled(Wait, self._asked)
-        world.watch_handled(Fetch, self._asked)
-        world.watch_sent(Run, self._run_sent)
-        world.watch_sent(RunsSettled, self._credits_back)
-        world.watch_sent(IslandLost, self._island_lost)
-        world.watch_handled(IslandFormed, self._island_formed)
+        world.watch_sent(msg.Submit, self._submitted)
+        world.watch_sent(msg.Launch, self._launching)
+        world.watch_handled(msg.Launch, self._launch_arrived)
+        world.watch_handled(msg.Wait, self._asked)
+        world.watch_handled(msg.Fetch, self._asked)
+        world.watch_sent(msg.Run, self._run_sent)
+        world.watch_sent(msg.RunsSettled, self._credits_back)
+        world.watch_sent(msg.IslandLost, self._island_lost)
+        world.watch_handled(msg.IslandFormed, self._island_formed)
         self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
-        world.watch_sent(Holdings, self._told_of_copies)
-        world.watch_sent(Checkpoint, self._checkpoint_asked)
-        world.watch_sent(Answered, self._answered)
-        self._named: dict[int, AllocateSlice] = {}
+        world.watch_sent(msg.Holdings, self._told_of_copies)
+        world.watch_sent(msg.Checkpoint, self._checkpoint_asked)
+        world.watch_sent(msg.Answered, self._answered)
+        self._named: dict[int, msg.AllocateSlice] = {}
         """Slices that name hosts."""
-        world.watch_sent(AllocateSlice, self._asked_for)
-        world.watch_sent(SliceBound, self._bound)
+        world.watch_sent(msg.AllocateSlice, self._asked_for)
+        world.watch_sent(msg.SliceBound, self._bound)
         cluster.on_start["host"].append(self._watch_order)
         self._taken: dict[tuple[int, int], bool] = {}
         """Whether the computation that makes a slot of a run was enqueued, or skipped."""
@@ -110,14 +95,14 @@ class Monitors:
 
     # --- launches ------------------------------------------------------------------------------------
 
-    def _submitted(self, sender: Address, to: Address, message: Submit) -> None:
+    def _submitted(self, sender: Address, to: Address, message: msg.Submit) -> None:
         for index, segment in enumerate(message.segments):
             self._depends[message.run, segment] = message.depends[index]
             self._gangs[message.run, segment] = message.hosts[index]
 
-    def _launching(self, sender: Address, to: Address, message: Launch) -> None:
+    def _launching(self, sender: Address, to: Address, message: msg.Launch) -> None:
         """A launch leaves the scheduler."""
-        if message.segment == CANCELLED:
+        if message.segment == msg.CANCELLED:
             return
         world, key = self._world, (message.run, message.segment)
         world.checked["G4"] += 1
@@ -137,7 +122,7 @@ class Monitors:
         order.append(serial)
 
     def _launch_arrived(
-        self, sender: Address, to: Address, message: Launch
+        self, sender: Address, to: Address, message: msg.Launch
     ) -> Callable[[], None] | None:
         """A launch comes to its host."""
         node = self._world.nodes[to.node]
@@ -146,7 +131,7 @@ class Monitors:
             return None
         if message.epoch != executor.order.epoch:
             return partial(self._not_taken, executor.order, executor.order.expected)
-        if message.segment == CANCELLED or message.sequence != executor.order.expected:
+        if message.segment == msg.CANCELLED or message.sequence != executor.order.expected:
             return None
         self._world.checked["once"] += 1
         seen = (f"{to.node}#{node.incarnation}", message.epoch, message.run, message.segment)
@@ -212,12 +197,12 @@ class Monitors:
     # --- answers -------------------------------------------------------------------------------------
 
     def _asked(
-        self, sender: Address, to: Address, message: Wait | Fetch
+        self, sender: Address, to: Address, message: msg.Wait | msg.Fetch
     ) -> Callable[[], None] | None:
         """A client asks a host about arrays; the promise does not cover the bulk plane."""
         node = self._world.nodes[to.node]
         store = node.unwatched.get(to.actor)
-        arrays = message.arrays if isinstance(message, Wait) else (message.array,)
+        arrays = message.arrays if isinstance(message, msg.Wait) else (message.array,)
         if not isinstance(store, ObjectStore) or getattr(message, "landing", None) is not None:
             return None
         entries = [store.arrays.get(array) for array in arrays]
@@ -248,17 +233,17 @@ class Monitors:
 
     # --- credits -------------------------------------------------------------------------------------
 
-    def _run_sent(self, sender: Address, to: Address, message: Run) -> None:
+    def _run_sent(self, sender: Address, to: Address, message: msg.Run) -> None:
         self._spent[sender.node] += 1
 
-    def _credits_back(self, sender: Address, to: Address, message: RunsSettled) -> None:
+    def _credits_back(self, sender: Address, to: Address, message: msg.RunsSettled) -> None:
         self._settled[to.node] += message.count
         if self._settled[to.node] > self._spent[to.node]:
             raise Violation("credits", f"{to.node} got more back than it has spent")
 
     # --- copies --------------------------------------------------------------------------------------
 
-    def _told_of_copies(self, sender: Address, to: Address, message: Holdings) -> None:
+    def _told_of_copies(self, sender: Address, to: Address, message: msg.Holdings) -> None:
         kept = self._kept(sender.node)
         for holding in message.holdings:
             for box in holding.boxes:
@@ -272,10 +257,10 @@ class Monitors:
         hosts = [host for host in self._cluster.hosts if not names or host.name in names]
         return {(one.array, one.box) for host in hosts for one in host.replicas}
 
-    def _checkpoint_asked(self, sender: Address, to: Address, message: Checkpoint) -> None:
+    def _checkpoint_asked(self, sender: Address, to: Address, message: msg.Checkpoint) -> None:
         self._checkpoints[sender.node, message.request] = message.arrays
 
-    def _answered(self, sender: Address, to: Address, message: Answered) -> None:
+    def _answered(self, sender: Address, to: Address, message: msg.Answered) -> None:
         arrays = self._checkpoints.pop((to.node, message.request), ())
         if message.error is not None or self._world.ledger.injected["machine crash"]:
             return
@@ -291,7 +276,7 @@ class Monitors:
 
     # --- epochs --------------------------------------------------------------------------------------
 
-    def _island_lost(self, sender: Address, to: Address, message: IslandLost) -> None:
+    def _island_lost(self, sender: Address, to: Address, message: msg.IslandLost) -> None:
         """An epoch ends: its fault has touched all hosts of the island."""
         ledger = self._world.ledger
         if not ledger.any:
@@ -300,7 +285,7 @@ class Monitors:
 
     # --- slices --------------------------------------------------------------------------------------
 
-    def _asked_for(self, sender: Address, to: Address, message: AllocateSlice) -> None:
+    def _asked_for(self, sender: Address, to: Address, message: msg.AllocateSlice) -> None:
         if message.hosts:
             self._named[message.slice] = message
 
@@ -320,7 +305,7 @@ class Monitors:
                 if piece.island == island.name:
                     self._world.ledger.injected["named host replaced"] += 1
 
-    def _bound(self, sender: Address, to: Address, message: SliceBound) -> None:
+    def _bound(self, sender: Address, to: Address, message: msg.SliceBound) -> None:
         """A slice has devices: of the hosts that it names, in their order."""
         request = self._named.get(message.slice)
         if request is None:
@@ -338,7 +323,7 @@ class Monitors:
     # --- memory --------------------------------------------------------------------------------------
 
     def _island_formed(
-        self, sender: Address, to: Address, message: IslandFormed
+        self, sender: Address, to: Address, message: msg.IslandFormed
     ) -> Callable[[], None]:
         if not to.actor.startswith("scheduler"):
             return self._check_parked

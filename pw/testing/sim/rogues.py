@@ -13,18 +13,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from pw.core import messages as msg
 from pw.core.ids import CONTROL, Address, client_id, store_of
-from pw.core.messages import (
-    ArraysLost,
-    Copied,
-    FetchReplica,
-    Holding,
-    Holdings,
-    OfferReplica,
-    ReplicaData,
-    Restore,
-    Uploaded,
-)
 from pw.testing.sim.node import INTRUDER
 from pw.testing.sim.world import Violation, World
 
@@ -48,14 +38,14 @@ class Rogues:
         """Hosts that have said truly, or were told, that they have replicas of an array."""
         self._asked = 0
         world = self._world
-        world.watch_sent(OfferReplica, self._offered)
-        world.watch_sent(Restore, self._restored)
-        world.watch_sent(Holdings, self._held)
-        world.watch_sent(Copied, self._copied)
-        world.watch_sent(FetchReplica, self._fetched)
-        world.watch_sent(ReplicaData, self._given)
-        world.watch_handled(ArraysLost, self._lost)
-        world.watch_handled(Uploaded, self._uploaded)
+        world.watch_sent(msg.OfferReplica, self._offered)
+        world.watch_sent(msg.Restore, self._restored)
+        world.watch_sent(msg.Holdings, self._held)
+        world.watch_sent(msg.Copied, self._copied)
+        world.watch_sent(msg.FetchReplica, self._fetched)
+        world.watch_sent(msg.ReplicaData, self._given)
+        world.watch_handled(msg.ArraysLost, self._lost)
+        world.watch_handled(msg.Uploaded, self._uploaded)
 
     def forge(self, random: Random, victim: SimClient) -> None:
         """Have a host ask for arrays of a client whose slices are on other islands."""
@@ -72,7 +62,7 @@ class Rogues:
         self._world.ledger.injected["rogue"] += 1
         rogue = random.choice(rogues)
         for to, message in self._messages(random, rogue.name, victim, sorted(at_work)):
-            actor = INTRUDER if isinstance(message, OfferReplica) else "store"
+            actor = INTRUDER if isinstance(message, msg.OfferReplica) else "store"
             rogue.network.send(to, Address(rogue.name, actor), message)
         rogue.request_turn()
 
@@ -81,29 +71,29 @@ class Rogues:
     ) -> list[tuple[Address, object]]:
         assert victim.attached is not None
         coming = client_id(victim.attached.client, victim.serial + random.randrange(1, 100))
-        found: list[tuple[Address, object]] = [(CONTROL, Uploaded(coming, None))]
+        found: list[tuple[Address, object]] = [(CONTROL, msg.Uploaded(coming, None))]
         arrays = sorted(victim.arrays)
         for array in random.sample(arrays, min(4, len(arrays))):
             spec = victim.arrays[array]
             boxes = tuple(box for box, _ in spec.distinct_boxes())
-            found += [(CONTROL, ArraysLost((array,))), (CONTROL, Uploaded(array, None))]
+            found += [(CONTROL, msg.ArraysLost((array,))), (CONTROL, msg.Uploaded(array, None))]
             if (rogue, array) not in self._keepers:
-                found.append((CONTROL, Holdings((Holding(array, boxes),))))
+                found.append((CONTROL, msg.Holdings((msg.Holding(array, boxes),))))
             for host in hosts:
                 self._asked += 1
                 request, permit = REQUESTS + self._asked, random.randbytes(16)
-                asked = FetchReplica(request, array, spec.dtype, boxes, None, permit)
-                offer = OfferReplica(array, spec.dtype, boxes, rogue, permit, permit)
+                asked = msg.FetchReplica(request, array, spec.dtype, boxes, None, permit)
+                offer = msg.OfferReplica(array, spec.dtype, boxes, rogue, permit, permit)
                 found += [(store_of(host), asked), (store_of(host), offer)]
         return found
 
     # --- what holds ------------------------------------------------------------------------------
 
-    def _offered(self, sender: Address, to: Address, message: OfferReplica) -> None:
+    def _offered(self, sender: Address, to: Address, message: msg.OfferReplica) -> None:
         self._name(to.node, message.host, message.array)
         self._keepers.add((to.node, message.array))
 
-    def _restored(self, sender: Address, to: Address, message: Restore) -> None:
+    def _restored(self, sender: Address, to: Address, message: msg.Restore) -> None:
         for source in message.sources:
             self._name(to.node, source.host, message.copied)
 
@@ -113,19 +103,19 @@ class Rogues:
         if (giver, array) not in self._keepers:
             raise Violation("replicas", f"{taker} is to get {array:x} from {giver}, which lied")
 
-    def _held(self, sender: Address, to: Address, message: Holdings) -> None:
+    def _held(self, sender: Address, to: Address, message: msg.Holdings) -> None:
         self._keepers.update((sender.node, holding.array) for holding in message.holdings)
 
-    def _copied(self, sender: Address, to: Address, message: Copied) -> None:
+    def _copied(self, sender: Address, to: Address, message: msg.Copied) -> None:
         self._keepers.add((sender.node, message.array))
 
-    def _fetched(self, sender: Address, to: Address, message: FetchReplica) -> None:
+    def _fetched(self, sender: Address, to: Address, message: msg.FetchReplica) -> None:
         self._world.checked["replicas"] += 1
         if (sender.node, to.node, message.array) not in self._told:
             words = f"{sender.node} asks {to.node} for {message.array:x}, as no controller has said"
             raise Violation("replicas", words)
 
-    def _given(self, sender: Address, to: Address, message: ReplicaData) -> None:
+    def _given(self, sender: Address, to: Address, message: msg.ReplicaData) -> None:
         if message.request > REQUESTS:
             raise Violation("replicas", f"{sender.node} gave {to.node} what was not permitted")
 
@@ -136,7 +126,7 @@ class Rogues:
         known = self._cluster.controller.sessions.get(client.attached.client)
         return set() if known is None else set().union(*known.slices.hosts.values())
 
-    def _lost(self, sender: Address, to: Address, message: ArraysLost) -> Callable[[], None]:
+    def _lost(self, sender: Address, to: Address, message: msg.ArraysLost) -> Callable[[], None]:
         before = self._states(message.arrays)
 
         def check() -> None:
@@ -161,7 +151,7 @@ class Rogues:
         ]
         return [*[array and array.state for array in found], *making]
 
-    def _uploaded(self, sender: Address, to: Address, message: Uploaded) -> Callable[[], None]:
+    def _uploaded(self, sender: Address, to: Address, message: msg.Uploaded) -> Callable[[], None]:
         def check() -> None:
             client = self._cluster.controller.sessions.owner(message.array)
             if client is None or not self._is_strange(sender, message.array):

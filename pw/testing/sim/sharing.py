@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from pw.client.session.thread_messages import Allocate, Tell
+from pw.core import messages as msg
 from pw.core.errors import ArrayLost, ErrorReport, InsufficientDevices
-from pw.core.messages import AllocateSlice, CreateArray, Offer, OfferSource, SliceBound
 from pw.core.sharding import ArraySpec, Placement
 
 User = Any
@@ -72,10 +72,10 @@ def give(giver: User, takers: list[User]) -> None:
         if life != giver.lives or giver.closing or not giver.node.alive:
             return
         if not giver.may_take or not all(array in giver.arrays for array in chosen):
-            giver._post(Tell(Offer(giver._id(), token, (), (), _WITHDRAWN)))
+            giver._post(Tell(msg.Offer(giver._id(), token, (), (), _WITHDRAWN)))
             return
         deal.is_offered = True
-        giver._post(Tell(Offer(giver._id(), token, tuple(chosen), given)))
+        giver._post(Tell(msg.Offer(giver._id(), token, tuple(chosen), given)))
         if giver.random.random() < 0.5:
             giver._delete(giver.random.choice(chosen))
 
@@ -87,7 +87,7 @@ def give(giver: User, takers: list[User]) -> None:
             taker.oracle.take(made, spec, giver.oracle, array, chosen)
             taker.arrays[made] = spec
             taker.cluster.deals[made] = deal
-            taker._post(Tell(CreateArray(made, spec, source=OfferSource(token, index))))
+            taker._post(Tell(msg.CreateArray(made, spec, source=msg.OfferSource(token, index))))
         taker.world.checked["taken"] += len(chosen)
 
     acts = [(offer, giver), (take, taker)]
@@ -108,11 +108,11 @@ def _like(spec: ArraySpec, slice: int) -> ArraySpec:
 
 def _ask_for_slice(giver: User, taker: User, number: int) -> None:
     taker.likes[number] = 0
-    request = AllocateSlice(
+    request = msg.AllocateSlice(
         taker._id(), len(giver.slices[number].devices), None, None, None, like=number
     )
 
-    def bound(answer: SliceBound | None, error: BaseException | None) -> None:
+    def bound(answer: msg.SliceBound | None, error: BaseException | None) -> None:
         if answer is not None:
             taker.slices[answer.slice] = answer
             taker.likes[number] = answer.slice

@@ -12,35 +12,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, CONTROLLER, Address, run_name, store_of
-from pw.core.messages import (
-    Answered,
-    Attach,
-    Attached,
-    Cancel,
-    CancelRuns,
-    Checkpoint,
-    Delete,
-    DrainHost,
-    Explain,
-    Explanation,
-    Fetch,
-    Fetched,
-    GetMemory,
-    GetPlan,
-    GetStatus,
-    Inquire,
-    Memory,
-    ProgramPlan,
-    ReadRecords,
-    Ready,
-    Records,
-    ReleaseProgram,
-    ReleaseSlice,
-    Status,
-    Wait,
-)
 from pw.core.messages.roles import CLIENT_PREFIX
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.rogues import Rogues
@@ -74,8 +48,17 @@ class Trespasses:
         self._asked = 0
         self._rogues = Rogues(cluster)
         world = self._world
-        world.watch_sent(Attached, self._attached)
-        for kind in (Answered, Fetched, Ready, Status, Explanation, Memory, ProgramPlan, Records):
+        world.watch_sent(msg.Attached, self._attached)
+        for kind in (
+            msg.Answered,
+            msg.Fetched,
+            msg.Ready,
+            msg.Status,
+            msg.Explanation,
+            msg.Memory,
+            msg.ProgramPlan,
+            msg.Records,
+        ):
             world.watch_sent(kind, self._answered)
 
     # --- what trespassers do ----------------------------------------------------------------------
@@ -112,31 +95,35 @@ class Trespasses:
         arrays = tuple(victim.arrays)[:4]
         hosts = [host.name for host in self._cluster.hosts if host.node is not None]
         asked: list[Any] = [
-            CancelRuns(request(), number),
-            Cancel(arrays),
-            GetStatus(request()),
-            Explain(request()),
-            GetMemory(request()),
-            GetPlan(request(), run_name(victim.serial)),
-            ReadRecords(TIMELINE, request()),
+            msg.CancelRuns(request(), number),
+            msg.Cancel(arrays),
+            msg.GetStatus(request()),
+            msg.Explain(request()),
+            msg.GetMemory(request()),
+            msg.GetPlan(request(), run_name(victim.serial)),
+            msg.ReadRecords(TIMELINE, request()),
         ]
         if hosts:
-            asked.append(DrainHost(request(), random.choice(hosts)))
+            asked.append(msg.DrainHost(request(), random.choice(hosts)))
         if arrays:
-            asked += [Delete(arrays), Checkpoint(request(), arrays), Inquire(request(), arrays)]
-        asked += [ReleaseProgram(program) for program in list(victim.programs)[:2]]
-        asked += [ReleaseSlice(slice_) for slice_ in victim.slices]
+            asked += [
+                msg.Delete(arrays),
+                msg.Checkpoint(request(), arrays),
+                msg.Inquire(request(), arrays),
+            ]
+        asked += [msg.ReleaseProgram(program) for program in list(victim.programs)[:2]]
+        asked += [msg.ReleaseSlice(slice_) for slice_ in victim.slices]
         for draft in list(victim.programs.values())[:2]:
-            asked.append(GetPlan(request(), draft.body.name))
+            asked.append(msg.GetPlan(request(), draft.body.name))
         found: list[tuple[Address, object]] = [(CONTROL, message) for message in asked]
-        found += [(store_of(host), ReadRecords(TIMELINE, request())) for host in hosts]
+        found += [(store_of(host), msg.ReadRecords(TIMELINE, request())) for host in hosts]
         for array in arrays:
             bound = victim.slices.get(victim.arrays[array].placement.slice)
             for host in dict.fromkeys(at.host for at in bound.devices) if bound else ():
                 store = store_of(host)
                 spec, devices = victim.arrays[array], bound.devices if bound else ()
-                found.append((store, Wait(request(), (array,))))
-                found.append((store, Fetch(request(), array, spec, devices, (0,), None)))
+                found.append((store, msg.Wait(request(), (array,))))
+                found.append((store, msg.Fetch(request(), array, spec, devices, (0,), None)))
         return found
 
     def _pose_as(self, random: Random, trespasser: SimClient, victim: SimClient) -> None:
@@ -148,7 +135,7 @@ class Trespasses:
         node.network.introduce(CONTROLLER, CONTROLLER)
         session = node.add("session", Stranger)
         claim = random.choice((b"", trespasser.attached.claim))
-        session.env.send(CONTROL, Attach(name, 1.0, 0, victim.attached.client, claim))
+        session.env.send(CONTROL, msg.Attach(name, 1.0, 0, victim.attached.client, claim))
         self._world.after(random.choice((0.1, 5.0)), self._gone, node)
 
     def _gone(self, node: SimNode) -> None:
@@ -157,7 +144,7 @@ class Trespasses:
 
     # --- what they may not get --------------------------------------------------------------------
 
-    def _attached(self, sender: Address, to: Address, message: Attached) -> None:
+    def _attached(self, sender: Address, to: Address, message: msg.Attached) -> None:
         """A number is always of one tenant."""
         tenant = tenant_of_user(to.node)
         if self._numbers.setdefault(message.client, tenant) != tenant:
@@ -168,22 +155,22 @@ class Trespasses:
 
     def _answered(self, sender: Address, to: Address, message: Any) -> None:
         """A trespasser gets errors, or reports that have nothing of the other tenant."""
-        request = message.question if isinstance(message, Records) else message.request
+        request = message.question if isinstance(message, msg.Records) else message.request
         if request <= REQUESTS:
             return
         self._world.checked["tenants"] += 1
         tenant = tenant_of_user(to.node)
         seen: set[int] = set()
-        if isinstance(message, Status):
+        if isinstance(message, msg.Status):
             seen = {client.number for client in message.clients}
-        elif isinstance(message, Explanation):
+        elif isinstance(message, msg.Explanation):
             seen = {client.client for client in message.clients}
-        elif isinstance(message, Memory):
+        elif isinstance(message, msg.Memory):
             owners = (owner for device in message.devices for owner in device.owners)
             seen = {owner.client for owner in owners if owner.client}
-        elif isinstance(message, ProgramPlan):
+        elif isinstance(message, msg.ProgramPlan):
             seen = {int(message.program.partition(".")[0])}
-        elif isinstance(message, Records):
+        elif isinstance(message, msg.Records):
             self._world.checked["names in records"] += len(message.names)
             users = [_user_in(name) for _, name in message.names]
             if any(user and tenant_of_user(user) != tenant for user in users):
@@ -206,4 +193,4 @@ def _user_in(name: str) -> str:
 
 def _is_refusal(message: Any) -> bool:
     """Whether an answer has an error and nothing else."""
-    return isinstance(message, Answered) and message.error is not None
+    return isinstance(message, msg.Answered) and message.error is not None

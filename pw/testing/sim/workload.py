@@ -14,17 +14,10 @@ from typing import Any
 import numpy as np
 
 from pw.client.session.thread_messages import Ask, Await, Forget, Get, Put, Tell
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
-from pw.core.messages import (
-    Checkpoint,
-    DrainHost,
-    RegisterProgram,
-    ReleaseProgram,
-    ReleaseSlice,
-    Run,
-)
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.drafts import random_draft
@@ -116,7 +109,7 @@ class SimClient(Life):
         elif draw < 0.98 and len(self.programs) > 2:
             number = self.random.choice(list(self.programs))
             del self.programs[number]
-            self._post(Tell(ReleaseProgram(number)))
+            self._post(Tell(msg.ReleaseProgram(number)))
         elif draw > 0.99:
             self._drain()
         elif self.world.profile.client_deaths:
@@ -148,7 +141,7 @@ class SimClient(Life):
 
     def _add_program(self, number: int, draft: Draft) -> None:
         self.programs[number] = draft
-        self._post(Tell(RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
+        self._post(Tell(msg.RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
     def _reduce(self) -> None:
         """Run a program that reduces between all slices; the results are its next arguments."""
@@ -254,7 +247,7 @@ class SimClient(Life):
         self.credits -= 1
         self.runs_left -= 1
         self.world.checked["runs"] += 1
-        self._post(Tell(Run(self._id(), number, given, results)))
+        self._post(Tell(msg.Run(self._id(), number, given, results)))
         return results
 
     def fetch(self, array: int | None = None) -> None:
@@ -337,7 +330,7 @@ class SimClient(Life):
         self.oracle.checkpoint(chosen)
         self.world.checked["checkpoints"] += 1
         promise = self._promise(f"checkpoint {len(chosen)}", copied)
-        self._post(Ask(lambda number: Checkpoint(number, chosen), promise, chosen))
+        self._post(Ask(lambda number: msg.Checkpoint(number, chosen), promise, chosen))
 
     def _drain(self) -> None:
         """Have a host emptied and sent away."""
@@ -352,7 +345,7 @@ class SimClient(Life):
 
         self.world.ledger.note("drain", node)
         promise = self._promise(f"drain {node}", answered)
-        self._post(Ask(lambda number: DrainHost(number, node), promise))
+        self._post(Ask(lambda number: msg.DrainHost(number, node), promise))
 
     def _delete(self, array: int | None = None) -> None:
         if array is None:
@@ -370,14 +363,14 @@ class SimClient(Life):
             self.stream = None
         for program in [n for n, draft in self.programs.items() if number in draft.body.slices()]:
             del self.programs[program]
-            self._post(Tell(ReleaseProgram(program)))
+            self._post(Tell(msg.ReleaseProgram(program)))
         lay = [array for array, spec in self.arrays.items() if spec.placement.slice == number]
         for array in lay:
             del self.arrays[array]
         self._post(Forget(tuple(lay)))
         self.kinds = [spec for spec in self.kinds if spec.placement.slice != number]
         self.given_back[number] = self.slices.pop(number)
-        self._post(Tell(ReleaseSlice(number)))
+        self._post(Tell(msg.ReleaseSlice(number)))
         self._allocate()
 
     def _finish(self) -> None:
@@ -393,7 +386,7 @@ class SimClient(Life):
         if not self.open and not self.cleared:
             self.cleared = True
             for number in list(self.programs):
-                self._post(Tell(ReleaseProgram(number)))
+                self._post(Tell(msg.ReleaseProgram(number)))
             self._post(Forget(tuple(self.arrays)))
             self.arrays.clear()
             self.runs_left = 0
@@ -434,5 +427,5 @@ class SimClient(Life):
                     "credits", f"{self.name} misses {missing}, and all its runs are over"
                 )
         for number in self.slices:
-            self._post(Tell(ReleaseSlice(number)))
+            self._post(Tell(msg.ReleaseSlice(number)))
         self.leave()

@@ -32,9 +32,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from pw.core import messages as msg
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
 from pw.core.ids import CONTROLLER, Address
-from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.transport.access.identity import Identity
 from pw.transport.links import codec
 from pw.transport.links.admission import Access
@@ -44,9 +44,9 @@ from pw.transport.log import Warnings, log
 
 UNNUMBERED = -1
 
-_LastWord = Goodbye | Refused | None
-_LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
-_HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
+_LastWord = msg.Goodbye | msg.Refused | None
+_LINK_KINDS = frozenset((msg.Hello, msg.Refused, msg.Heartbeat, msg.Goodbye))
+_HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(msg.Heartbeat())]
 
 
 class Links:
@@ -64,7 +64,7 @@ class Links:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: msg.Hello,
         access: Access,
         clock: Callable[[], float],
         *,
@@ -145,13 +145,13 @@ class Links:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
         self._endpoints[node] = endpoint
         if (link := self.links.get(node)) is not None and link.endpoint not in ("", endpoint):
-            self._lose(link, f"moved to {endpoint}", Goodbye())
+            self._lose(link, f"moved to {endpoint}", msg.Goodbye())
 
     def forget(self, node: str) -> None:
         """Drop the link to `node`, its endpoint, and its unsent messages."""
         self._endpoints.pop(node, None)
         if (link := self.links.get(node)) is not None:
-            self._drop(link, Goodbye())
+            self._drop(link, msg.Goodbye())
 
     def heard_s(self, node: str) -> float | None:
         """How many seconds ago something came from `node`; None without a link."""
@@ -176,7 +176,7 @@ class Links:
         self._closed = True
         until_s = self._clock() + linger_s
         for link in list(self.links.values()):
-            self._drop(link, Goodbye(), until_s)
+            self._drop(link, msg.Goodbye(), until_s)
         while self.connections:
             self.connections.popitem()[0].close()
 
@@ -190,7 +190,7 @@ class Links:
             connection = self.connect(node, endpoint)
         except ConnectionFailed as error:
             del self._endpoints[node]  # or every message would try again
-            self._node.tell_all(node, PeerLost(node, str(error)))
+            self._node.tell_all(node, msg.PeerLost(node, str(error)))
             return None
         link = Link(node, connection, endpoint, self._clock())
         self.links[node] = self.connections[connection] = link
@@ -213,7 +213,7 @@ class Links:
     def _end_revoked(self) -> None:
         """End the links of certificates that are revoked, if credentials have changed."""
         for link, error in self._access.revoked(self.links.values()):
-            self._lose(link, error.message, Refused(error))
+            self._lose(link, error.message, msg.Refused(error))
 
     def resume(self, node: str) -> None:
         """Read again from a peer that was held."""
@@ -252,7 +252,7 @@ class Links:
         if not link.out.send(frame):
             counters["sends_deferred"] += 1
 
-    def _answer(self, connection: Connection, message: Goodbye | Refused) -> None:
+    def _answer(self, connection: Connection, message: msg.Goodbye | msg.Refused) -> None:
         """Send the last message of a connection, with or without a link."""
         connection.send(codec.encode_frame(UNNUMBERED, [("", "", message)]))
 
@@ -275,12 +275,12 @@ class Links:
             link.took(len(parts[0]), self._node)
             return
         first = frame.envelopes[0][2] if frame.envelopes else None
-        hello = first if frame.sequence == 0 and isinstance(first, Hello) else None
+        hello = first if frame.sequence == 0 and isinstance(first, msg.Hello) else None
         if link is None:
             if hello is not None:
                 self._greeted(connection, hello)
             elif frame.sequence != UNNUMBERED and self._untimely(connection, "a stranger"):
-                self._answer(connection, Goodbye())
+                self._answer(connection, msg.Goodbye())
         elif frame.sequence == UNNUMBERED:
             self._from_peer(link, frame)
         elif link.source is None and hello is not None:
@@ -300,7 +300,7 @@ class Links:
         if numbered:
             if frame.sequence != link.received:
                 reason = f"frames lost (expected {link.received}, got {frame.sequence})"
-                self._lose(link, reason, Goodbye())
+                self._lose(link, reason, msg.Goodbye())
                 return
             link.received += 1
             link.heard_s = self._clock()
@@ -308,13 +308,13 @@ class Links:
         node.counters["messages_received"] += len(frame.envelopes)
         for to_actor, from_actor, message in frame.envelopes:
             if type(message) in _LINK_KINDS:
-                if isinstance(message, Goodbye):
+                if isinstance(message, msg.Goodbye):
                     self._lose(link, "closed")
                     return
-                if isinstance(message, Refused):
+                if isinstance(message, msg.Refused):
                     self._dismissed(link, message.error)
                     return
-                if isinstance(message, Hello):
+                if isinstance(message, msg.Hello):
                     node.counters["frames_malformed"] += 1
             elif numbered:
                 node.deliver(to_actor, message, link.address(from_actor))
@@ -330,13 +330,13 @@ class Links:
 
     # --- hellos --------------------------------------------------------------------------------
 
-    def _greeted(self, connection: Connection, hello: Hello) -> None:
+    def _greeted(self, connection: Connection, hello: msg.Hello) -> None:
         """A peer that has dialled us has sent its hello."""
         link = self.links.get(hello.node)
         denied = self._access.objection(hello, connection, link)
         error = denied or objection(self.name, self._versions, hello)
         if error is not None:
-            self._answer(connection, Refused(error))
+            self._answer(connection, msg.Refused(error))
             is_live = link is not None and link.incarnation is not None
             if denied or is_live or hello.node == self.name:
                 self.count("hellos_refused")
@@ -345,7 +345,7 @@ class Links:
             return
         if link is not None and link.incarnation is not None:
             taken = f"a newer process has taken the name {hello.node}"
-            refusal = Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
+            refusal = msg.Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
             if hello.incarnation < link.incarnation:
                 self.count("hellos_refused")
                 self._answer(connection, refusal)
@@ -368,7 +368,7 @@ class Links:
                 connection.send(frame)
         self._open(link, connection, hello)
 
-    def _answered(self, link: Link, hello: Hello) -> None:
+    def _answered(self, link: Link, hello: msg.Hello) -> None:
         """A hello has come on a connection that we have made."""
         error = objection(self.name, self._versions, hello)
         if error is None and hello.node != link.node:
@@ -377,10 +377,10 @@ class Links:
         if error is None:
             self._open(link, link.out, hello)
         else:
-            self._answer(link.out, Refused(error))
+            self._answer(link.out, msg.Refused(error))
             self._refuse(link.node, error, link)
 
-    def _open(self, link: Link, source: Connection, hello: Hello) -> None:
+    def _open(self, link: Link, source: Connection, hello: msg.Hello) -> None:
         link.open(source, hello, self._silence_s, self._clock())
         self.connections[source] = link
         self._access.opened(link, source)
@@ -405,14 +405,14 @@ class Links:
         self._drop(link, last_word)
         self._node.counters["peers_lost"] += 1
         log("info", "peer lost", self.name, peer=link.node, reason=reason)
-        self._node.tell_all(link.node, PeerLost(link.node, reason))
+        self._node.tell_all(link.node, msg.PeerLost(link.node, reason))
 
     def _refuse(self, node: str, error: ErrorReport, link: Link | None) -> None:
         if link is not None:
             self._drop(link)
         self._node.counters["peers_refused"] += 1
         log("warning", "peer refused", self.name, peer=node, error=error.message)
-        self._node.tell_all(node, PeerRefused(node, error))
+        self._node.tell_all(node, msg.PeerRefused(node, error))
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -432,6 +432,6 @@ class Links:
         now_s = self._clock()
         absent_s = self._absent_s if link.node == CONTROLLER else math.inf
         if reason := link.complaint(now_s, self._connect_s, absent_s):
-            self._lose(link, reason, Goodbye())
+            self._lose(link, reason, msg.Goodbye())
         elif link.is_idle(now_s, self._heartbeat_s):
             self._ship_pieces(link, _HEARTBEAT)

@@ -15,37 +15,11 @@ from unittest import mock
 import msgspec
 import numpy as np
 
+from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, store_of
 from pw.core.landing import Landing
-from pw.core.messages import (
-    CallLanding,
-    CallReturned,
-    Cancel,
-    CancelRequest,
-    CancelRuns,
-    Checkpoint,
-    Compile,
-    Describe,
-    Detail,
-    Explain,
-    GetMemory,
-    GetPlan,
-    GetStats,
-    GetStatus,
-    InputGone,
-    Inquire,
-    KnownArrays,
-    LinkLost,
-    Offer,
-    ReadRecords,
-    ReleaseSlice,
-    Resumed,
-    SaveArrays,
-    UploadAborted,
-    Wait,
-)
 from pw.core.messages.routes import permits
 from pw.transport.links import codec
 from tests.fuzz import mutation
@@ -113,34 +87,34 @@ class _Cluster:
         bad.value(result)
         devices = bad.devices(spec)
         for message in (
-            GetStatus(1),
-            GetStats(2),
-            Explain(3, (str(result),)),
-            GetMemory(4),
-            GetPlan(5, "chain", program),
-            ReadRecords(6, 60),
-            Checkpoint(7, (array, second)),
-            SaveArrays(8, "0123456789", "/tmp/pw-fuzz/none", False, (array,), ("a",), b"[]"),
-            Inquire(9, (array, late)),
-            Offer(bad.id(), bytes(16), (array,), (spec,)),
-            InputGone(array),
-            LinkLost("h0"),
-            Cancel((bad.id(),)),
-            CancelRuns(10, bad.number),
-            ReleaseSlice(bad.id()),
-            Resumed((), Compact.of(KnownArrays(())), (), ()),
+            msg.GetStatus(1),
+            msg.GetStats(2),
+            msg.Explain(3, (str(result),)),
+            msg.GetMemory(4),
+            msg.GetPlan(5, "chain", program),
+            msg.ReadRecords(6, 60),
+            msg.Checkpoint(7, (array, second)),
+            msg.SaveArrays(8, "0123456789", "/tmp/pw-fuzz/none", False, (array,), ("a",), b"[]"),
+            msg.Inquire(9, (array, late)),
+            msg.Offer(bad.id(), bytes(16), (array,), (spec,)),
+            msg.InputGone(array),
+            msg.LinkLost("h0"),
+            msg.Cancel((bad.id(),)),
+            msg.CancelRuns(10, bad.number),
+            msg.ReleaseSlice(bad.id()),
+            msg.Resumed((), Compact.of(msg.KnownArrays(())), (), ()),
         ):
             self._say(CONTROL, message)
         for message in (
-            Wait(11, (array, second)),
-            CancelRequest(11),
-            CallReturned(13, (), b"x"),
-            Compile(12, b"code", devices, "i", 1, Detail.FACTS),
-            CallLanding(13, Landing(77, SMALL, 0, "h0", "", "")),
-            GetStats(14),
-            Describe(15, "/tmp/pw-fuzz/none"),
-            ReadRecords(16, 60),
-            UploadAborted(late, 77, ErrorReport("Error", "lost")),
+            msg.Wait(11, (array, second)),
+            msg.CancelRequest(11),
+            msg.CallReturned(13, (), b"x"),
+            msg.Compile(12, b"code", devices, "i", 1, msg.Detail.FACTS),
+            msg.CallLanding(13, Landing(77, SMALL, 0, "h0", "", "")),
+            msg.GetStats(14),
+            msg.Describe(15, "/tmp/pw-fuzz/none"),
+            msg.ReadRecords(16, 60),
+            msg.UploadAborted(late, 77, ErrorReport("Error", "lost")),
         ):
             self._say(store_of("h0"), message)
         bad.delete(second)

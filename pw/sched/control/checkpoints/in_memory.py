@@ -11,20 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
 from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.messages import (
-    Answered,
-    Checkpoint,
-    Copied,
-    Copy,
-    CopyArrays,
-    Directory,
-    Holdings,
-    IslandLost,
-)
 from pw.core.sharding import Box
 from pw.sched.control.checkpoints.replicas import OFFER_S, Replicas
 from pw.sched.control.clients import Client
@@ -78,10 +69,10 @@ class Checkpoints(ControlPart):
         """Return how many checkpoints of a client are under way."""
         return sum(copying.client is client for copying in self._under_way)
 
-    def begin(self, client: Client, message: Checkpoint) -> None:
+    def begin(self, client: Client, message: msg.Checkpoint) -> None:
         """Have arrays copied to host memory, after the client's earlier work."""
         copying = _Copying(client, message.request)
-        by_island: dict[str, list[tuple[str, Copy]]] = {}
+        by_island: dict[str, list[tuple[str, msg.Copy]]] = {}
         for number in dict.fromkeys(message.arrays):
             array = client.arrays.get(number)
             origin = client.lineage.origins.get(number)
@@ -104,14 +95,14 @@ class Checkpoints(ControlPart):
             for host, at in chosen.items():
                 targets = self.replicas.targets(number, host, array.hosts)
                 copying.islands[host] = array.island
-                copy = Copy(number, array.spec, devices, tuple(at))
+                copy = msg.Copy(number, array.spec, devices, tuple(at))
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
                     box = array.spec.box(position)
                     copying.givers[number, box] = host
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
-            self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
+            self._env.send(scheduler_of(island), msg.CopyArrays(client.number, tuple(copies)))
         self._offers.start()
         self._under_way.append(copying)
         self._check(copying)
@@ -126,8 +117,8 @@ class Checkpoints(ControlPart):
                         self._offer(copying, array, giver, {box})
         return bool(self._under_way)
 
-    @handles_host(Copied)
-    def _copied(self, host: str, message: Copied) -> None:
+    @handles_host(msg.Copied)
+    def _copied(self, host: str, message: msg.Copied) -> None:
         for copying in self._under_way:
             self._offer(copying, message.array, host, frozenset(message.boxes))
 
@@ -142,8 +133,8 @@ class Checkpoints(ControlPart):
             if origin is not None:
                 self.replicas.offer(array, origin.spec, tuple(theirs), giver, keeper)
 
-    @handles_host(Holdings)
-    def _holds(self, host: str, message: Holdings) -> None:
+    @handles_host(msg.Holdings)
+    def _holds(self, host: str, message: msg.Holdings) -> None:
         """A host keeps what it was to keep, or refuses, and says why."""
         for copying in list(self._under_way):
             for holding in message.holdings:
@@ -156,15 +147,15 @@ class Checkpoints(ControlPart):
                     copying.error = copying.error or known or holding.error
             self._check(copying)
 
-    @handles(Directory)
-    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+    @handles(msg.Directory)
+    def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:
         before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
         gone = [host for host in before if host not in self._hosts]
         for copying in list(self._under_way):
             self._go_on_without(copying, gone)
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         for copying in list(self._under_way):
             leave = [host for host, island in copying.islands.items() if island == message.island]
             self._go_on_without(copying, leave)
@@ -206,7 +197,7 @@ class Checkpoints(ControlPart):
                 lineage.replicated(array)
         if not copying.missing and copying in self._under_way:
             self._under_way.remove(copying)
-            self._env.send(copying.client.address, Answered(copying.request, copying.error))
+            self._env.send(copying.client.address, msg.Answered(copying.request, copying.error))
 
 
 def objection(client: Client, number: int, islands: Islands) -> ErrorReport | None:

@@ -19,23 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, scheduler_of, store_of
-from pw.core.messages import (
-    AbandonFiles,
-    Answered,
-    CommitFiles,
-    Copy,
-    CopyArrays,
-    CopyFile,
-    Directory,
-    FilesCommitted,
-    FileWritten,
-    IslandFormed,
-    IslandLost,
-    SaveArrays,
-)
 from pw.core.messages.copying import OBJECTS, weight_of
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.sched.control.checkpoints.in_memory import objection
@@ -49,7 +36,7 @@ LEFTOVERS_KEPT = 1000
 @dataclass(slots=True, eq=False)
 class _Save:
     client: Client
-    message: SaveArrays
+    message: msg.SaveArrays
     files: dict[str, str]
     """The file of each host; empty if a host only looks whether the checkpoint is at its path."""
     islands: dict[str, str]
@@ -88,13 +75,13 @@ class Saves(ControlPart):
             save.committing and save.message.path == path for save in self.under_way.values()
         )
 
-    def begin(self, client: Client, message: SaveArrays) -> None:
+    def begin(self, client: Client, message: msg.SaveArrays) -> None:
         """Have each box of the arrays written once, after the client's earlier work."""
         if not self._makes_sense(message):
             refused = ErrorReport.of(
                 ProtocolError("this checkpoint has no arrays, or a bad id or path")
             )
-            self._env.send(client.address, Answered(message.request, refused))
+            self._env.send(client.address, msg.Answered(message.request, refused))
             return
         objections = (objection(client, number, self._islands) for number in message.arrays)
         error = next((error for error in objections if error is not None), None)
@@ -105,7 +92,7 @@ class Saves(ControlPart):
             self._proceed()
             return
         self.leftovers.pop(message.checkpoint, None)
-        parts: dict[str, tuple[list[str], list[Copy]]] = {}
+        parts: dict[str, tuple[list[str], list[msg.Copy]]] = {}
         sizes_bytes: dict[str, int] = {}
         islands: dict[str, str] = {}
         for number, name in zip(message.arrays, message.names, strict=True):
@@ -116,7 +103,7 @@ class Saves(ControlPart):
                 islands[host] = array.island
                 names, copies = parts.setdefault(host, ([], []))
                 names.append(name)
-                copies.append(Copy(number, spec, devices, positions))
+                copies.append(msg.Copy(number, spec, devices, positions))
         many = next(
             (names for names, copies in parts.values() if weight_of(copies) > OBJECTS), None
         )
@@ -124,24 +111,24 @@ class Saves(ControlPart):
             words = (
                 f"a host would have to write {len(many)} arrays at once; make several checkpoints"
             )
-            answer = Answered(message.request, ErrorReport.of(ArgumentError(words)))
+            answer = msg.Answered(message.request, ErrorReport.of(ArgumentError(words)))
             self._env.send(client.address, answer)
             return
         files = {
             host: f"{message.checkpoint}-{at:05d}.safetensors" for at, host in enumerate(parts)
         }
-        by_island: dict[str, list[tuple[str, CopyFile]]] = {}
+        by_island: dict[str, list[tuple[str, msg.CopyFile]]] = {}
         for host, (names, copies) in parts.items():
             where = (message.checkpoint, message.path, message.overwrite, files[host])
-            file = CopyFile(*where, tuple(names), tuple(copies))
+            file = msg.CopyFile(*where, tuple(names), tuple(copies))
             by_island.setdefault(islands[host], []).append((host, file))
         for island, theirs in by_island.items():
-            self._env.send(scheduler_of(island), CopyArrays(client.number, (), tuple(theirs)))
+            self._env.send(scheduler_of(island), msg.CopyArrays(client.number, (), tuple(theirs)))
         self.under_way[message.checkpoint] = _Save(
             client, message, files, islands, set(files), list(files)
         )
 
-    def _makes_sense(self, message: SaveArrays) -> bool:
+    def _makes_sense(self, message: msg.SaveArrays) -> bool:
         id_ = message.checkpoint
         return (
             8 <= len(id_) <= 64
@@ -166,19 +153,19 @@ class Saves(ControlPart):
 
     # --- what becomes of it -----------------------------------------------------------------------
 
-    @handles_host(FileWritten)
-    def _written(self, host: str, message: FileWritten) -> None:
+    @handles_host(msg.FileWritten)
+    def _written(self, host: str, message: msg.FileWritten) -> None:
         """A host has written its file, or cannot."""
         save = self.under_way.get(message.checkpoint)
         if save is None:
-            self._env.send(store_of(host), AbandonFiles(message.checkpoint, message.path))
+            self._env.send(store_of(host), msg.AbandonFiles(message.checkpoint, message.path))
             return
         save.error = save.error or message.error
         save.missing.discard(host)
         self._proceed()
 
-    @handles_host(FilesCommitted)
-    def _committed(self, host: str, message: FilesCommitted) -> None:
+    @handles_host(msg.FilesCommitted)
+    def _committed(self, host: str, message: msg.FilesCommitted) -> None:
         """A host has put a checkpoint in its place, or cannot."""
         save = self.under_way.pop(message.checkpoint, None)
         if save is None:
@@ -187,17 +174,17 @@ class Saves(ControlPart):
         self._answer(save, message.error)
         self._proceed()
 
-    @handles(Directory)
-    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+    @handles(msg.Directory)
+    def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:
         self._hosts = tuple(peer.node for peer in directory.peers)
 
-    @handles(IslandFormed)
-    def _island_formed(self, sender: Address, message: IslandFormed) -> None:
+    @handles(msg.IslandFormed)
+    def _island_formed(self, sender: Address, message: msg.IslandFormed) -> None:
         """Have an island remove what its hosts may have left when they were lost."""
         for id_, (path, islands) in list(self.leftovers.items()):
             if message.island in islands or not islands:
                 del self.leftovers[id_]
-                self._env.send(store_of(message.hosts[0]), AbandonFiles(id_, path))
+                self._env.send(store_of(message.hosts[0]), msg.AbandonFiles(id_, path))
 
     def host_lost(self, node: str) -> None:
         """A host does not write and does not commit any more."""
@@ -210,8 +197,8 @@ class Saves(ControlPart):
                 self._lose(save, node)
         self._proceed()
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         """The hosts of an island leave, and may not have heard what they were to write."""
         for save in self.under_way.values():
             for host in [host for host in save.missing if save.islands[host] == message.island]:
@@ -240,7 +227,7 @@ class Saves(ControlPart):
                 paths.add(message.path)
             elif save.error is not None and not save.files and save.present:
                 save.committing = True
-                look = AbandonFiles(id_, message.path, save.error)
+                look = msg.AbandonFiles(id_, message.path, save.error)
                 self._env.send(store_of(save.present[0]), look)
             elif save.error is not None:
                 del self.under_way[id_]
@@ -252,7 +239,7 @@ class Saves(ControlPart):
                 others = tuple(
                     other for other, s in self.under_way.items() if s.message.path == message.path
                 )
-                commit = CommitFiles(
+                commit = msg.CommitFiles(
                     id_,
                     message.path,
                     message.overwrite,
@@ -267,12 +254,12 @@ class Saves(ControlPart):
         if len(self.leftovers) > LEFTOVERS_KEPT:
             del self.leftovers[next(iter(self.leftovers))]
         if save.present:
-            self._env.send(store_of(save.present[0]), AbandonFiles(id_, save.message.path))
+            self._env.send(store_of(save.present[0]), msg.AbandonFiles(id_, save.message.path))
 
     def _answer(self, save: _Save, error: ErrorReport | None) -> None:
         self._env.count("checkpoints_written" if error is None else "checkpoints_not_written")
         if self.sessions.get(save.client.number) is save.client:
-            self._env.send(save.client.address, Answered(save.message.request, error))
+            self._env.send(save.client.address, msg.Answered(save.message.request, error))
 
 
 def _lost(host: str) -> ErrorReport:

@@ -16,20 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, store_of
-from pw.core.messages import (
-    Directory,
-    Draining,
-    DropReplicas,
-    Holding,
-    Holdings,
-    HoldsNoMore,
-    HostEmptied,
-    OfferReplica,
-    Source,
-)
 from pw.core.sharding import ArraySpec, Box
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Origin
@@ -52,11 +42,11 @@ ReplicaMap = Mapping[int, Mapping[str, frozenset[Box]]]
 
 def sources_of(
     spec: ArraySpec, replicas: Mapping[str, frozenset[Box]]
-) -> tuple[Source, ...] | None:
+) -> tuple[msg.Source, ...] | None:
     """Return which host has which box of an array in host memory; None if a box is missing."""
     sources = []
     for box, _ in spec.distinct_boxes():
-        there = [Source(box, host) for host, boxes in replicas.items() if box in boxes]
+        there = [msg.Source(box, host) for host, boxes in replicas.items() if box in boxes]
         if not there:
             return None
         sources += there
@@ -82,7 +72,7 @@ class Replicas(ControlPart):
         self._refusals: Counter[tuple[int, str]] = Counter()
         self._paused: dict[tuple[int, str], float] = {}
         """When hosts that refused are asked again."""
-        self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
+        self._unclaimed: dict[int, list[tuple[str, msg.Holding]]] = {}
         """By client."""
         self._offers = Ticker(self._env, OFFER_S, self._offer_again)
         self._drains = Ticker(self._env, EMPTIED_S, self._look_at_drained)
@@ -118,8 +108,8 @@ class Replicas(ControlPart):
 
     # --- hosts ------------------------------------------------------------------------------------
 
-    @handles(Directory)
-    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+    @handles(msg.Directory)
+    def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:
         before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
         self._expect(host for host in before if host not in self._hosts)
         for client in self.sessions.clients:
@@ -150,18 +140,18 @@ class Replicas(ControlPart):
             if any(node in replicas for replicas in self._replicas.values()):
                 self._expected[node] = until_s
 
-    @handles_host(HoldsNoMore)
-    def _is_back(self, host: str, message: HoldsNoMore) -> None:
+    @handles_host(msg.HoldsNoMore)
+    def _is_back(self, host: str, message: msg.HoldsNoMore) -> None:
         """A new incarnation has told all that it has: its other replicas are gone for good."""
         self._expected.pop(host, None)
 
-    @handles_host(Holdings)
-    def _holds(self, host: str, message: Holdings) -> None:
+    @handles_host(msg.Holdings)
+    def _holds(self, host: str, message: msg.Holdings) -> None:
         self._count(host, message.holdings)
         if self._unclaimed:
             self._disclaimer.start()
 
-    def _count(self, host: str, holdings: Iterable[Holding]) -> None:
+    def _count(self, host: str, holdings: Iterable[msg.Holding]) -> None:
         """A host has boxes in its memory, or refuses to take them."""
         useless = []
         for holding in holdings:
@@ -190,9 +180,9 @@ class Replicas(ControlPart):
             elif array in self._replicas:
                 self._refused(array, host)
         if useless:
-            self._env.send(store_of(host), DropReplicas(tuple(useless)))
+            self._env.send(store_of(host), msg.DropReplicas(tuple(useless)))
 
-    def _may_hold(self, client: Client, origin: Origin, host: str, holding: Holding) -> bool:
+    def _may_hold(self, client: Client, origin: Origin, host: str, holding: msg.Holding) -> bool:
         """Whether an array lay on a host, or a controller has offered it replicas."""
         if host in client.slices.hosts.get(origin.spec.placement.slice, ()):
             return True
@@ -229,7 +219,7 @@ class Replicas(ControlPart):
         claims = self.sessions.claims
         permit = claims.permit(array, giver, keeper)
         proof = claims.permit(array, CONTROLLER, keeper)
-        offer = OfferReplica(array, spec.dtype, boxes, giver, permit, proof)
+        offer = msg.OfferReplica(array, spec.dtype, boxes, giver, permit, proof)
         self._env.send(store_of(keeper), offer)
 
     def targets(self, array: int, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
@@ -268,8 +258,8 @@ class Replicas(ControlPart):
 
     # --- drained hosts ----------------------------------------------------------------------------
 
-    @handles(Draining)
-    def _drain(self, sender: Address, message: Draining) -> None:
+    @handles(msg.Draining)
+    def _drain(self, sender: Address, message: msg.Draining) -> None:
         self._draining = set(message.nodes)
         if message.nodes:
             self._drains.start()
@@ -278,7 +268,7 @@ class Replicas(ControlPart):
         """Report the drained hosts that are empty."""
         for node in sorted(self._draining):
             if self._is_empty(node):
-                self._env.send(RESOURCES, HostEmptied(node))
+                self._env.send(RESOURCES, msg.HostEmptied(node))
         return bool(self._draining)
 
     def _is_empty(self, host: str) -> bool:
@@ -324,7 +314,7 @@ class Replicas(ControlPart):
                 self._refusals.pop(key, None)
                 self._paused.pop(key, None)
         for host, dropped in by_host.items():
-            self._env.send(store_of(host), DropReplicas(tuple(dropped)))
+            self._env.send(store_of(host), msg.DropReplicas(tuple(dropped)))
 
     # --- clients of an earlier controller ---------------------------------------------------------
 
@@ -347,4 +337,4 @@ class Replicas(ControlPart):
 
     def _disclaim(self, number: int) -> None:
         for host, holding in self._unclaimed.pop(number, ()):
-            self._env.send(store_of(host), DropReplicas((holding.array,)))
+            self._env.send(store_of(host), msg.DropReplicas((holding.array,)))

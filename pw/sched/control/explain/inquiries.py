@@ -13,20 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import ErrorReport, ProtocolError
 from pw.core.ids import Address
-from pw.core.messages import (
-    Explain,
-    Explanation,
-    GetMemory,
-    HostMeasured,
-    HostReport,
-    IslandMeasured,
-    IslandReport,
-    Memory,
-    RequestFailed,
-)
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart
 
@@ -39,7 +29,7 @@ AT_ONCE = 4
 Questions = tuple[type, Mapping[Address, Callable[[int], object]]]
 """The type of the answers, and what makes the question for each actor from a number."""
 
-Inquiry = Generator[Questions, dict[Address, Any], Explanation | Memory]
+Inquiry = Generator[Questions, dict[Address, Any], msg.Explanation | msg.Memory]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +55,9 @@ class Inquiries(ControlPart):
         self._open: dict[int, _Open] = {}
         self._asked = 0
 
-    def answer(self, client: Client, request: Explain | GetMemory, inquiry: Inquiry) -> None:
+    def answer(
+        self, client: Client, request: msg.Explain | msg.GetMemory, inquiry: Inquiry
+    ) -> None:
         """Send a client the report of an inquiry, or an error if it has too many open."""
         asker = (client.number, type(request))
         if sum(one.asker == asker for one in self._open.values()) < AT_ONCE:
@@ -76,7 +68,7 @@ class Inquiries(ControlPart):
             f"client {client.number} has asked {AT_ONCE} times, and is not answered yet; wait for an "
             "answer, then ask again"
         )
-        self._env.send(client.address, RequestFailed(request.request, ErrorReport.of(error)))
+        self._env.send(client.address, msg.RequestFailed(request.request, ErrorReport.of(error)))
 
     def begin(
         self,
@@ -105,7 +97,7 @@ class Inquiries(ControlPart):
         else:
             self._go_on(number)
 
-    @handles(IslandReport, IslandMeasured, HostReport, HostMeasured)
+    @handles(msg.IslandReport, msg.IslandMeasured, msg.HostReport, msg.HostMeasured)
     def _answered(self, sender: Address, message: Any) -> None:
         number = message.request
         one = self._open.get(number)

@@ -16,22 +16,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id, client_of, scheduler_of, serial_of, store_of
-from pw.core.messages import (
-    ArrayMemory,
-    CountedMemory,
-    DeviceUse,
-    GetMemory,
-    HeldMemory,
-    HostMeasured,
-    IslandInfo,
-    IslandMeasured,
-    MeasureHost,
-    MeasureIsland,
-    Memory,
-    OwnerMemory,
-)
 from pw.core.messages.owners import Sees, visible
 from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
@@ -50,13 +37,13 @@ class MemoryReports(ControlPart):
     """Answers `GetMemory`; see the module."""
 
     inquiries: Inquiries
-    island_status: Callable[[], tuple[IslandInfo, ...]]
+    island_status: Callable[[], tuple[msg.IslandInfo, ...]]
 
-    @handles_client(GetMemory)
-    def _measure(self, client: Client, message: GetMemory) -> None:
+    @handles_client(msg.GetMemory)
+    def _measure(self, client: Client, message: msg.GetMemory) -> None:
         self.inquiries.answer(client, message, self._inquire(client, message))
 
-    def _inquire(self, client: Client, message: GetMemory) -> Inquiry:
+    def _inquire(self, client: Client, message: msg.GetMemory) -> Inquiry:
         islands = [
             island
             for island in self.island_status()
@@ -64,11 +51,11 @@ class MemoryReports(ControlPart):
         ]
         hosts = [(island.name, host) for island in islands for host in island.hosts]
         schedulers = [scheduler_of(island.name) for island in islands]
-        counts = yield IslandMeasured, dict.fromkeys(schedulers, MeasureIsland)
+        counts = yield msg.IslandMeasured, dict.fromkeys(schedulers, msg.MeasureIsland)
         answers = yield (
-            HostMeasured,
+            msg.HostMeasured,
             {
-                store_of(host.name): partial(MeasureHost, devices=host.devices, largest=LARGEST)
+                store_of(host.name): partial(msg.MeasureHost, devices=host.devices, largest=LARGEST)
                 for _, host in hosts
             },
         )
@@ -82,24 +69,24 @@ class MemoryReports(ControlPart):
             held = dict(enumerate(() if answer is None else answer.devices))
             for ordinal in range(host.devices):
                 at = DeviceAddress(host.name, ordinal)
-                known = counted.get(at) or CountedMemory(at, 0, (), 0)
+                known = counted.get(at) or msg.CountedMemory(at, 0, (), 0)
                 devices.append(
                     self._device(island, limits.get(island), known, held.get(ordinal), sees)
                 )
         silent = tuple(host.name for _, host in hosts if store_of(host.name) not in answers)
-        return visible(Memory(message.request, tuple(devices), silent), sees)
+        return visible(msg.Memory(message.request, tuple(devices), silent), sees)
 
     def _device(
         self,
         island: str,
         limit_bytes: int | None,
-        counted: CountedMemory,
-        held: HeldMemory | None,
+        counted: msg.CountedMemory,
+        held: msg.HeldMemory | None,
         sees: Sees,
-    ) -> DeviceUse:
+    ) -> msg.DeviceUse:
         reserved_bytes = sum(size_bytes for _, size_bytes in counted.reserved)
         taken = counted.arrays_bytes + reserved_bytes + counted.temporary_bytes
-        return DeviceUse(
+        return msg.DeviceUse(
             island,
             counted.device.host,
             counted.device.ordinal,
@@ -115,8 +102,8 @@ class MemoryReports(ControlPart):
         )
 
     def _owners(
-        self, counted: CountedMemory, held: HeldMemory | None, sees: Sees
-    ) -> tuple[OwnerMemory, ...]:
+        self, counted: msg.CountedMemory, held: msg.HeldMemory | None, sees: Sees
+    ) -> tuple[msg.OwnerMemory, ...]:
         """Return what each client has on a device, with one sum for all that the asker may not see."""
         owned: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         rows = [(client, 0, 0, size_bytes) for client, size_bytes in counted.reserved]
@@ -125,13 +112,13 @@ class MemoryReports(ControlPart):
             shown = client if sees(client) else 0
             owned[shown] = [a + b for a, b in zip(owned[shown], row, strict=True)]
         numbers = sorted(owned, key=lambda number: number or math.inf)
-        return tuple(OwnerMemory(n, self._name(n), *owned[n]) for n in numbers)
+        return tuple(msg.OwnerMemory(n, self._name(n), *owned[n]) for n in numbers)
 
     def _name(self, number: int) -> str:
         client = self.sessions.get(number)
         return OTHERS if not number else "(has left)" if client is None else client.name
 
-    def _named(self, held: ArrayMemory) -> ArrayMemory:
+    def _named(self, held: msg.ArrayMemory) -> msg.ArrayMemory:
         program = maker_of(self.sessions, client_id(held.client, held.array))
         return replace(held, program=program)
 

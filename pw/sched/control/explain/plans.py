@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from pw.core import messages as msg
 from pw.core.errors import ArgumentError, Error, ErrorReport
 from pw.core.ids import run_name, serial_of
-from pw.core.messages import (
-    Answered,
-    GetPlan,
-    PlannedBranch,
-    PlannedEdge,
-    PlannedSegment,
-    ProgramPlan,
-)
 from pw.core.programs.lower import lower
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import Execute, Plan
@@ -38,16 +31,16 @@ class Plans(ControlPart):
 
     runs: Runs
 
-    @handles_client(GetPlan)
-    def _get(self, client: Client, message: GetPlan) -> None:
-        answer: ProgramPlan | Answered
+    @handles_client(msg.GetPlan)
+    def _get(self, client: Client, message: msg.GetPlan) -> None:
+        answer: msg.ProgramPlan | msg.Answered
         try:
             answer = self._describe(message.request, self._found(client, message))
         except Error as error:
-            answer = Answered(message.request, ErrorReport.of(error))
+            answer = msg.Answered(message.request, ErrorReport.of(error))
         self._env.send(client.address, answer)
 
-    def _found(self, client: Client, message: GetPlan) -> RegisteredProgram:
+    def _found(self, client: Client, message: msg.GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
             return client.programs[message.program]
         sees = self.sessions.sight(client.number)
@@ -65,7 +58,7 @@ class Plans(ControlPart):
             f"there is no program, and no run in flight, called {message.name!r}. The newest programs: {there}"
         )
 
-    def _describe(self, request: int, program: RegisteredProgram) -> ProgramPlan:
+    def _describe(self, request: int, program: RegisteredProgram) -> msg.ProgramPlan:
         body, bindings = program.body, self._islands.bindings
         if program.error is not None:
             raise program.error.exception()
@@ -78,10 +71,10 @@ class Plans(ControlPart):
         whole = written(body, edges)
         segments = _segments(whole, lower(whole, bindings, physical))
         planned = segments, _edges(body, edges, physical), _branches(body)
-        return ProgramPlan(request, body.name, run_name(program.program), *planned)
+        return msg.ProgramPlan(request, body.name, run_name(program.program), *planned)
 
 
-def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
+def _segments(program: Program, plan: Plan) -> tuple[msg.PlannedSegment, ...]:
     calls: list[dict[Execute, None]] = [{} for _ in plan.segments]
     for host in plan.hosts:
         for part in host.segments:
@@ -89,7 +82,7 @@ def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
             calls[part.segment] |= dict.fromkeys(made)
     return tuple(
         [
-            PlannedSegment(
+            msg.PlannedSegment(
                 segment.island,
                 segment.hosts,
                 segment.depends,
@@ -100,7 +93,9 @@ def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
     )
 
 
-def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[PlannedEdge, ...]:
+def _edges(
+    program: Program, edges: list[EdgeWay], physical: Physical
+) -> tuple[msg.PlannedEdge, ...]:
     def called(node: int) -> str:
         return program.computations[program.nodes[node].computation].name
 
@@ -108,11 +103,11 @@ def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[
         island = physical.island(spec.placement)
         return f"slice {serial_of(spec.placement.slice)} on {island}, {_split(spec)}"
 
-    alike: Counter[PlannedEdge] = Counter()
+    alike: Counter[msg.PlannedEdge] = Counter()
     for edge in edges:
         value = edge.value
         ways = sorted(edge.estimates.items(), key=lambda one: (one[0] is not edge.way, one[1]))
-        described = PlannedEdge(
+        described = msg.PlannedEdge(
             f"argument {value.index}" if value.node < 0 else called(value.node),
             "the caller" if edge.consumer is None else called(edge.consumer),
             lies(edge.source),
@@ -127,7 +122,7 @@ def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[
     return tuple([replace(edge, count=count) for edge, count in alike.items()])
 
 
-def _branches(program: Program) -> tuple[PlannedBranch, ...]:
+def _branches(program: Program) -> tuple[msg.PlannedBranch, ...]:
     """Return the branches of a program in the order in which they begin."""
     guards = dict.fromkeys(
         (node.guard, node.unless) for node in program.nodes if node.guard is not None
@@ -153,7 +148,7 @@ def _branches(program: Program) -> tuple[PlannedBranch, ...]:
             for node in program.nodes
             if (node.guard, node.unless) == (guard, unless)
         )
-        found.append(PlannedBranch(maker, unless, outer, tuple(names.items())))
+        found.append(msg.PlannedBranch(maker, unless, outer, tuple(names.items())))
     return tuple(found)
 
 

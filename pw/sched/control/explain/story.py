@@ -11,16 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from pw.core import messages as msg
 from pw.core.ids import client_of, run_name
-from pw.core.messages import (
-    EdgeReport,
-    Explanation,
-    HostReport,
-    IslandInfo,
-    LaunchReport,
-    ThreadReport,
-    WorkReport,
-)
 
 BUSY_S = 1.0
 """Work that was launched so lately is not stalled."""
@@ -37,7 +29,7 @@ class Finding(NamedTuple):
 
 
 def story(
-    facts: Explanation,
+    facts: msg.Explanation,
     hosts_awaited: Sequence[str] = (),
     run: int = 0,
     run_name: Callable[[int], str] = run_name,
@@ -56,7 +48,7 @@ def story(
 
 
 class _Story:
-    def __init__(self, facts: Explanation, name: Callable[[int], str]) -> None:
+    def __init__(self, facts: msg.Explanation, name: Callable[[int], str]) -> None:
         self._facts = facts
         self._run_name = name
         self._hosts = {report.host: report for report in facts.hosts}
@@ -101,7 +93,7 @@ class _Story:
                 return f"{self._named(work)} waits for {' and '.join(work.waits_for)}"
         return absent
 
-    def _findings(self, work: WorkReport, host: str) -> list[Finding]:
+    def _findings(self, work: msg.WorkReport, host: str) -> list[Finding]:
         """Return what a launch waits for on one of its hosts."""
         who, what = _holder(work, host), _computed(work)
         report = self._hosts.get(host)
@@ -137,7 +129,7 @@ class _Story:
             return Finding(SILENT, host, f"{who} {self._silent[host]}")
         return Finding(BEHIND, host, f"{who} was not asked")
 
-    def _edge(self, host: str, edge: EdgeReport) -> Finding:
+    def _edge(self, host: str, edge: msg.EdgeReport) -> Finding:
         """Compare what both ends of an edge report."""
         peer, what = edge.peer, _edge(edge)
         there = self._hosts.get(peer)
@@ -206,7 +198,7 @@ class _Story:
                     f"{' and '.join(client.waits_for) or 'its turn'}"
                 )
 
-    def _state(self, work: WorkReport, host: str) -> str:
+    def _state(self, work: msg.WorkReport, host: str) -> str:
         """Return the state of a launch on one of its hosts, and what it waits for there."""
         report = self._hosts.get(host)
         if report is None:
@@ -218,7 +210,7 @@ class _Story:
         waits += [f"the end of {name!r}" for name in launch.unsettled]
         return f"waiting for {', '.join(waits) or 'its turn'}"
 
-    def _host(self, report: HostReport) -> Iterator[str]:
+    def _host(self, report: msg.HostReport) -> Iterator[str]:
         if not (report.state or report.queued or report.threads or report.edges):
             return
         yield (
@@ -239,11 +231,11 @@ class _Story:
 
     # --- names ------------------------------------------------------------------------------------
 
-    def _named(self, work: WorkReport) -> str:
+    def _named(self, work: msg.WorkReport) -> str:
         run, client = self._run_name(work.run), self._client(client_of(work.run))
         return f"{_computed(work)} (run {run} of {client}, program {work.program!r})"
 
-    def _launched(self, launch: LaunchReport) -> str:
+    def _launched(self, launch: msg.LaunchReport) -> str:
         names = ", ".join(map(repr, launch.computations)) or launch.program
         return f"{names} (run {self._run_name(launch.run)})"
 
@@ -252,12 +244,12 @@ class _Story:
         return f"client {number} ({name})" if name else f"client {number}"
 
 
-def _launch(report: HostReport, work: WorkReport) -> LaunchReport | None:
+def _launch(report: msg.HostReport, work: msg.WorkReport) -> msg.LaunchReport | None:
     key = (work.run, work.segment)
     return next((one for one in report.launches if (one.run, one.segment) == key), None)
 
 
-def _stage(report: HostReport, work: WorkReport, launch: LaunchReport | None) -> str:
+def _stage(report: msg.HostReport, work: msg.WorkReport, launch: msg.LaunchReport | None) -> str:
     """Return the state of a launch; it is entered when a thread is in one of its computations."""
     if launch is None:
         return "missing"
@@ -267,36 +259,36 @@ def _stage(report: HostReport, work: WorkReport, launch: LaunchReport | None) ->
     return "entered" if launch.state == "submitted" and is_entered else launch.state
 
 
-def _first_waiting(report: HostReport, run: int) -> LaunchReport:
+def _first_waiting(report: msg.HostReport, run: int) -> msg.LaunchReport:
     """Return the launch that holds up a run on a host: its client's, or any for a gang."""
     waiting = [launch for launch in report.launches if launch.state == "waiting"]
     own = [launch for launch in waiting if client_of(launch.run) == client_of(run)]
     return (own or waiting or list(report.launches))[0]
 
 
-def _awaited(report: HostReport, launch: LaunchReport) -> list[EdgeReport]:
+def _awaited(report: msg.HostReport, launch: msg.LaunchReport) -> list[msg.EdgeReport]:
     """Return the open edges that a launch waits for."""
     return [e for e in report.edges if e.incoming and (e.run, e.edge) in launch.waits_for]
 
 
-def _busy(threads: tuple[ThreadReport, ...]) -> str:
+def _busy(threads: tuple[msg.ThreadReport, ...]) -> str:
     """Return what keeps a host busy: a Python function, rather than what waits for it."""
     for thread in sorted(threads, key=lambda one: "Python function" not in one.doing):
         return f": it has been at {thread.doing} for {thread.busy_s:.1f} s"
     return ""
 
 
-def _computed(work: WorkReport) -> str:
+def _computed(work: msg.WorkReport) -> str:
     return ", ".join(map(repr, work.computations)) or f"the transfers of {work.program!r}"
 
 
-def _holder(work: WorkReport, host: str) -> str:
+def _holder(work: msg.WorkReport, host: str) -> str:
     """Return a host of a gang, with its shards."""
     shards = _shards(work.shards[work.hosts.index(host)])
     return f"{host} ({shards})" if shards else host
 
 
-def _edge(edge: EdgeReport) -> str:
+def _edge(edge: msg.EdgeReport) -> str:
     size = f"{edge.size_bytes} bytes" if edge.size_bytes else ""
     details = ", ".join(filter(None, (_shards(edge.shards), size)))
     return f"transfer {edge.edge} ({details})" if details else f"transfer {edge.edge}"
@@ -314,7 +306,7 @@ def _shards(shards: tuple[int, ...]) -> str:
     return words and f"shard{'s' if len(shards) > 1 else ''} {words}"
 
 
-def _island(island: IslandInfo) -> str:
+def _island(island: msg.IslandInfo) -> str:
     missing = f", missing are {', '.join(island.missing)}" if island.missing else ""
     late = [host.name for host in island.hosts if host.state == "joining"]
     joining = f", {', '.join(late)} has not joined" if island.state == "forming" and late else ""

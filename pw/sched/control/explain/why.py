@@ -18,20 +18,9 @@ from itertools import islice
 
 from msgspec.structs import replace
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.ids import Address, executor_of, run_name, scheduler_of, serial_of
-from pw.core.messages import (
-    ClientReport,
-    Explain,
-    ExplainHost,
-    ExplainIsland,
-    Explanation,
-    HostReport,
-    HostSilence,
-    IslandInfo,
-    IslandReport,
-    Stalled,
-)
 from pw.core.messages.owners import visible
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.inquiries import Inquiries, Inquiry
@@ -55,15 +44,15 @@ class Explainer(ControlPart):
     slices: Slices
     runs: Runs
     stream: Stream
-    island_status: Callable[[], tuple[IslandInfo, ...]]
+    island_status: Callable[[], tuple[msg.IslandInfo, ...]]
     heard_s: Callable[[str], float | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._logging = False
 
-    @handles_client(Explain)
-    def _explain(self, client: Client, message: Explain) -> None:
+    @handles_client(msg.Explain)
+    def _explain(self, client: Client, message: msg.Explain) -> None:
         inquiry = self._inquire(client.number, request=message.request, awaited=message.hosts)
         self.inquiries.answer(client, message, inquiry)
 
@@ -72,15 +61,15 @@ class Explainer(ControlPart):
         inquiry = self._inquire(self.runs.in_flight[run].client, run=run)
         self.inquiries.begin(inquiry, lambda explanation: tell(explanation.text))
 
-    @handles(Stalled)
-    def _stalled(self, sender: Address, message: Stalled) -> None:
+    @handles(msg.Stalled)
+    def _stalled(self, sender: Address, message: msg.Stalled) -> None:
         """Write to the log why work does not go on, unless that is under way."""
         self._env.count("stalls")
         if not self._logging:
             self._logging = True
             self.inquiries.begin(self._inquire(), self._write)
 
-    def _write(self, explanation: Explanation) -> None:
+    def _write(self, explanation: msg.Explanation) -> None:
         self._logging = False
         for line in explanation.text.splitlines():
             self._env.log("warning", "stalled", why=line)
@@ -96,9 +85,9 @@ class Explainer(ControlPart):
             awaited: hosts from which the asker waits for something.
             run: the run that the question is about; 0 for the oldest launch.
         """
-        ask = partial(ExplainIsland, run=run)
+        ask = partial(msg.ExplainIsland, run=run)
         schedulers = map(scheduler_of, sorted(self._islands.schedulers))
-        answers = yield IslandReport, dict.fromkeys(schedulers, ask)
+        answers = yield msg.IslandReport, dict.fromkeys(schedulers, ask)
         work = sorted(answers.values(), key=lambda report: report.island)
         launched = [
             (launch, host) for report in work for launch in report.oldest for host in launch.hosts
@@ -109,18 +98,18 @@ class Explainer(ControlPart):
         questions: dict[Address, Callable[[int], object]] = {}
         for host in list(dict.fromkeys([*first, *members]))[:HOSTS_ASKED]:
             theirs = tuple((one.run, one.segment) for one, other in launched if other == host)
-            questions[executor_of(host)] = partial(ExplainHost, work=theirs)
-        answers = yield HostReport, questions
+            questions[executor_of(host)] = partial(msg.ExplainHost, work=theirs)
+        answers = yield msg.HostReport, questions
         hosts = {at.node: report for at, report in answers.items() if report.host == at.node}
         silent = sorted({at.node for at in questions} - hosts.keys())
         used = self.runs.used_credits()
-        everything = Explanation(
+        everything = msg.Explanation(
             request,
             "",
             self.island_status(),
             tuple(work),
             tuple(hosts[host] for host in sorted(hosts)),
-            tuple(HostSilence(host, self._silent_s(host)) for host in silent),
+            tuple(msg.HostSilence(host, self._silent_s(host)) for host in silent),
             tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
         )
         sees = self.sessions.sight(asker) if asker else lambda number: True
@@ -143,8 +132,8 @@ class Explainer(ControlPart):
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def _about(self, client: Client, used_credits: int) -> ClientReport:
-        return ClientReport(
+    def _about(self, client: Client, used_credits: int) -> msg.ClientReport:
+        return msg.ClientReport(
             client.number,
             client.name,
             used_credits,

@@ -15,17 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address
-from pw.core.messages import (
-    IslandLost,
-    ProgramInstalled,
-    RunFailed,
-    SliceBound,
-    SliceRefused,
-)
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import said_of
@@ -58,19 +52,19 @@ class Rebuilder(ControlPart):
 
     # --- when it can go on ------------------------------------------------------------------------
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(msg.IslandLost)
+    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
         for client in list(self.sessions.clients):
             self.proceed(client)
 
-    @handles(SliceBound)
-    def _slice_bound(self, sender: Address, message: SliceBound) -> None:
+    @handles(msg.SliceBound)
+    def _slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
         client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices:
             self.proceed(client)
 
-    @handles(ProgramInstalled)
-    def _installed(self, sender: Address, message: ProgramInstalled) -> None:
+    @handles(msg.ProgramInstalled)
+    def _installed(self, sender: Address, message: msg.ProgramInstalled) -> None:
         client = self.sessions.owner(message.program)
         if client is not None and client.recovering:
             self.proceed(client)
@@ -150,7 +144,7 @@ class Rebuilder(ControlPart):
 
     def _fail(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
         for number in client.arrays.fail(arrays, error):
-            self._env.send(client.address, RunFailed(0, (number,), error))
+            self._env.send(client.address, msg.RunFailed(0, (number,), error))
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, timer: GiveUp) -> None:
@@ -170,8 +164,8 @@ class Rebuilder(ControlPart):
                     error = msgspec.structs.replace(timer.error, message=words)
                     self._abandon(client, slices, error)
 
-    @handles(SliceRefused)
-    def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
+    @handles(msg.SliceRefused)
+    def _slice_refused(self, sender: Address, message: msg.SliceRefused) -> None:
         client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices.unbound:
             self._abandon(client, {message.slice}, message.error)

@@ -10,17 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in, store_of
-from pw.core.messages import (
-    FileSource,
-    OfferSource,
-    ReadArray,
-    Restore,
-    RunFailed,
-    Source,
-    UploadAgain,
-)
 from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
@@ -56,16 +48,16 @@ class Replays(ControlPart):
             self._restore(client, number, sources, names)
         for number in plan.uploads:
             source = client.lineage.origins[number].source
-            is_taken = isinstance(source, OfferSource)
+            is_taken = isinstance(source, msg.OfferSource)
             name, array = self._bring(client, number, names, by_run=is_taken)
-            if isinstance(source, OfferSource):
+            if isinstance(source, msg.OfferSource):
                 self.shares.ask(number, name)
                 continue
             if source is not None:
                 self.read(name, array, source)
                 continue
             array.input = number
-            self._env.send(client.address, UploadAgain(number, name))
+            self._env.send(client.address, msg.UploadAgain(number, name))
         temporary: list[tuple[int, Array]] = []
         failed: dict[int, ErrorReport] = {}
         for record in plan.runs:
@@ -73,7 +65,7 @@ class Replays(ControlPart):
         for number, error in failed.items():
             if number in client.arrays.lost:
                 client.arrays.fail((number,), error)
-                self._env.send(client.address, RunFailed(0, (number,), error))
+                self._env.send(client.address, msg.RunFailed(0, (number,), error))
             self.shares.failed(client, number, error)
         self._islands.release(client.number, temporary)
         self.registry.uninstall_retired(client)
@@ -82,7 +74,7 @@ class Replays(ControlPart):
         self,
         client: Client,
         number: int,
-        sources: tuple[Source, ...],
+        sources: tuple[msg.Source, ...],
         names: dict[int, int],
     ) -> None:
         """Have the hosts of an array make it from replicas."""
@@ -99,7 +91,7 @@ class Replays(ControlPart):
             chosen = tuple(source for source in sources if source.box in boxes)
             givers = dict.fromkeys(source.host for source in chosen)
             permits = {giver: self.sessions.claims.permit(number, giver, host) for giver in givers}
-            restore = Restore(name, number, array.spec, devices, chosen, permits)
+            restore = msg.Restore(name, number, array.spec, devices, chosen, permits)
             self._env.send(store_of(host), restore)
         self._env.count("arrays_restored")
 
@@ -126,11 +118,11 @@ class Replays(ControlPart):
             self._islands.place(array.island, number, spec)
         return number, array
 
-    def read(self, number: int, array: Array, source: FileSource) -> None:
+    def read(self, number: int, array: Array, source: msg.FileSource) -> None:
         """Have the hosts of an array read it from files."""
         devices = self._islands.located(array.spec)
         for host in array.hosts:
-            self._env.send(store_of(host), ReadArray(number, source, array.spec, devices))
+            self._env.send(store_of(host), msg.ReadArray(number, source, array.spec, devices))
 
     def _repeat(
         self,

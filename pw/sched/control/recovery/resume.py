@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.errors import Error, ErrorReport, HostLost, NotOwner, ProtocolError
 from pw.core.ids import arrays_in, client_of
-from pw.core.messages import CreateArray, ForgetInputs, OfferSource, Resumed, Run
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec
 from pw.core.sharding import ArraySpec
@@ -41,7 +41,7 @@ class Resumptions(ControlPart):
     rebuilder: Rebuilder
     shares: Shares
 
-    def announced(self, client: Client, message: CreateArray) -> None:
+    def announced(self, client: Client, message: msg.CreateArray) -> None:
         """The client had uploaded this input."""
         if client_of(message.array) != client.number or is_repeat(message.array):
             self._env.count("messages_refused")
@@ -51,14 +51,14 @@ class Resumptions(ControlPart):
             check_source(message.source)
         except Error:
             self._env.count("messages_refused")
-            self._env.send(client.address, ForgetInputs((message.array,)))
+            self._env.send(client.address, msg.ForgetInputs((message.array,)))
             return
         client.lineage.add_input(message.array, message.spec, message.source)
         client.arrays.announced(message.array)
-        if isinstance(message.source, OfferSource):
+        if isinstance(message.source, msg.OfferSource):
             self.shares.taken_before(client, message.array, message.spec, message.source)
 
-    def ran(self, client: Client, message: Run) -> None:
+    def ran(self, client: Client, message: msg.Run) -> None:
         """The client had sent this run."""
         assert client.resuming is not None
         if client_of(message.run) != client.number or message.run <= client.last_run:
@@ -81,8 +81,8 @@ class Resumptions(ControlPart):
                 client.lineage.add_known(arg, spec)
         client.lineage.add_run(message.run, program, message.args, message.results)
 
-    @handles_client(Resumed)
-    def _resumed(self, client: Client, message: Resumed) -> None:
+    @handles_client(msg.Resumed)
+    def _resumed(self, client: Client, message: msg.Resumed) -> None:
         """The client has told everything: what it holds is lost, until it is rebuilt."""
         if client.resuming is None:
             self._env.count("messages_refused")
@@ -104,7 +104,7 @@ class Resumptions(ControlPart):
             raise NotOwner("the devices of an array were given back")
         check_spec(spec, devices)
 
-    def _take_over(self, client: Client, message: Resumed) -> None:
+    def _take_over(self, client: Client, message: msg.Resumed) -> None:
         lineage = client.lineage
         try:
             known_arrays = message.known.whole().arrays
