@@ -21,7 +21,7 @@ from pw.core import messages
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, store_of
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport.links.link import incarnation
 from pw.transport.links.network import StreamNetwork
@@ -103,8 +103,8 @@ class Flooder(Actor):
         artifact = b"no computation %d" % program
         digest = hashlib.sha256(artifact).digest()
         step = Computation("step", digest, spec.placement, (spec,), (spec,))
-        node = Node(0, (Value(-1, 0),))
-        body = Program("step", (step,), (node,), (spec,), (Output(Value(0, 0), spec),))
+        node = Node(0, (ValueRef(-1, 0),))
+        body = Program("step", (step,), (node,), (spec,), (Output(ValueRef(0, 0), spec),))
         artifacts = (messages.Artifact(digest, artifact),)
         self.env.send(CONTROL, messages.RegisterProgram(program, Compact.of(body), artifacts))
         self.env.send(CONTROL, messages.ReleaseProgram(program))

@@ -25,7 +25,7 @@ from pw.core import messages
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport.endpoints import parse
 from pw.transport.links import codec
@@ -192,8 +192,8 @@ class ModelledClient(Actor):
         """Register a program of one computation; returns its id."""
         digest = hashlib.sha256(ARTIFACT).digest()
         step = Computation("step", digest, placement, inputs, specs)
-        node = Node(0, tuple(Value(-1, index) for index in range(len(inputs))))
-        outputs = tuple(Output(Value(0, index), spec) for index, spec in enumerate(specs))
+        node = Node(0, tuple(ValueRef(-1, index) for index in range(len(inputs))))
+        outputs = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(specs))
         body = Compact.of(Program("step", (step,), (node,), inputs, outputs))
         program = self._id()
         artifacts = (messages.Artifact(digest, ARTIFACT),)

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from pw.client.trace.pmap import pmap
     from pw.client.trace.program import program
     from pw.client.transfer import block_until_ready, get, put, ready
-    from pw.core.functions.parts import Part
+    from pw.core.functions.parts import ResultPart
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -103,7 +103,7 @@ _LAZY = {
     "while_loop": "pw.client.loops.while_loop",
     "host_function": "pw.client.trace.host_function",
     "moe": "pw.client.moe.layer",
-    "Part": "pw.core.functions.parts",
+    "ResultPart": "pw.core.functions.parts",
     "stream": "pw.client.feeding.stream",
     "Stream": "pw.client.feeding.stream",
     "pipeline": "pw.client.pipeline.pipeline",
@@ -147,7 +147,7 @@ __all__ = [
     "while_loop",
     "host_function",
     "moe",
-    "Part",
+    "ResultPart",
     "stream",
     "Stream",
     "pipeline",

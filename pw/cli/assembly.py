@@ -26,7 +26,7 @@ from pw.transport.links.node import Node
 
 if TYPE_CHECKING:
     from pw.devices.host.backend import Backend
-    from pw.devices.host.checkpoint_files import Aside
+    from pw.devices.host.checkpoint_files import BlockingCalls
     from pw.devices.host.executor import HostExecutor
     from pw.devices.host.membership import HostProcess
     from pw.devices.host.output import Output
@@ -167,7 +167,7 @@ def add_host(
     bulk: CountedBulk,
     replicas: Sequence[Replica] = (),
     stall_s: float = STALL_S,
-    aside: Aside | None = None,
+    aside: BlockingCalls | None = None,
     reconnect_s: float = RECONNECT_S,
     output: Output | None = None,
     checkpoint_root: str = "",

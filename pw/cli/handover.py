@@ -36,7 +36,7 @@ FETCH_S = 20.0
 """How long one array may take to come from its device, before the beats stop."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaEntry(msgspec.Struct, frozen=True, array_like=True):
     """The place of a replica in the file."""
 
     array: int
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
-_decode = msgspec.msgpack.Decoder(list[Entry]).decode
+_decode = msgspec.msgpack.Decoder(list[ReplicaEntry]).decode
 
 
 def pack(replicas: Iterable[Replica]) -> Parcel:
@@ -86,7 +86,7 @@ def _packed(
     no_room: Callable[[OSError], None],
 ) -> Parcel:
     parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
-    index: list[Entry] = []
+    index: list[ReplicaEntry] = []
     try:
         for array, box, data, proof in replicas:
             (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
@@ -95,7 +95,7 @@ def _packed(
             except OSError as error:
                 no_room(error)
                 break
-            index.append(Entry(array, box, data.shape, data.dtype.name, start, proof))
+            index.append(ReplicaEntry(array, box, data.shape, data.dtype.name, start, proof))
             parcel.index_offset = start + data.nbytes
         os.ftruncate(parcel.descriptor, parcel.index_offset)
         os.pwrite(parcel.descriptor, msgspec.msgpack.encode(index), parcel.index_offset)

@@ -18,7 +18,7 @@ from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
-from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Node, Tree, encode, read
+from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.prefixes import spread
 from pw.client.trace.tracer import ProgramTracer
@@ -73,7 +73,7 @@ def save(tree: Any, leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -
         )
     arrays = {name: number for number, name in names.items()}
     future: Future[None] = session.ask.save(
-        where, overwrite, arrays, encode(Tree(described, Node.of(tree)))
+        where, overwrite, arrays, encode(Tree(described, TreeNode.of(tree)))
     )
     return future
 

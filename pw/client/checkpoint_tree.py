@@ -95,16 +95,16 @@ class Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
         return jax.random.wrap_key_data(value, impl=self.prng) if self.prng else value[()]
 
 
-class Node(msgspec.Struct, frozen=True, omit_defaults=True):
+class TreeNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """A container of a tree, or a leaf."""
 
     kind: Literal["leaf", "none", "dict", "list", "tuple"] = "leaf"
-    children: list[Node] = []
+    children: list[TreeNode] = []
     keys: list[str | int] = []
     """Of a dict, one for each child."""
 
     @classmethod
-    def of(cls, tree: Any) -> Node:
+    def of(cls, tree: Any) -> TreeNode:
         """Describe a tree. Containers of other classes are dicts of their fields."""
         if tree is None:
             return cls("none")
@@ -140,7 +140,7 @@ class Tree(msgspec.Struct, frozen=True):
     """The description of a tree on disk."""
 
     leaves: list[Leaf]
-    structure: Node = Node()
+    structure: TreeNode = TreeNode()
 
 
 encode = msgspec.json.Encoder().encode
@@ -160,7 +160,7 @@ def read(described: Described, where: str) -> Tree:
     """Return the description of a tree on disk. Raises CheckpointFailed if it is nothing that pw writes."""
     try:
         found: Tree | list[Leaf] = _decode(described.tree)
-        tree = Tree(found, Node("none")) if isinstance(found, list) else found
+        tree = Tree(found, TreeNode("none")) if isinstance(found, list) else found
         for leaf in tree.leaves:
             leaf.check()
         tree.structure.count()

@@ -22,7 +22,7 @@ from pw.client.show.live import Together
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ShardingError, TracerError
@@ -123,7 +123,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
             return Array(session, session.upload(value, type_.spec, keep), type_)
 
     def make() -> Launch:
-        move = Recorder("pw.put")
+        move = ProgramRecorder("pw.put")
         return move.finish([move.reshard(move.leaf(0, source), target)])
 
     return target.mesh.slice.compiled.made(("put", source, type_), make)([leaf])[0]
@@ -148,7 +148,7 @@ def _put_ragged(
     targets = types[0].with_sharding(target), types[1].with_sharding(counts_target)
 
     def make() -> Launch:
-        move, (pair, tree) = Recorder("pw.put"), tree_flatten(Ragged(*types))
+        move, (pair, tree) = ProgramRecorder("pw.put"), tree_flatten(Ragged(*types))
         check_pairs(pairs_of(tree), [type_.aval for type_ in types], "pw.put")
         made = [
             move.reshard(move.leaf(at, type_), to.sharding)

@@ -111,9 +111,9 @@ class Claims:
         """The key (32 bytes) with which a host checks the permits of others."""
         return blake2b(host.encode(), digest_size=32, key=self._key, person=b"pw permits").digest()
 
-    def permit(self, array: int, giver: str, taker: str) -> bytes:
-        """The permit (16 bytes) for the taker to get replicas of an array from the giver."""
-        return permit(self.key_of(giver), array, taker)
+    def permit(self, array: int, holder: str, receiver: str) -> bytes:
+        """The permit (16 bytes) for the receiver to get replicas of an array from the holder."""
+        return permit(self.key_of(holder), array, receiver)
 
     def may_keep(self, shown: bytes, array: int, host: str) -> bool:
         """Whether a host shows the permit of a controller to keep replicas of an array."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import cloudpickle
 
-from pw.core.functions.parts import Share
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.functions.parts import HostPart
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Sharding
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray
@@ -61,7 +61,7 @@ class Colocated:
             said.name, digest, placement, tuple(inputs), tuple(outputs), kind=Kind.PYTHON
         )
         layouts = [shardings.read(one.sharding, tuple(one.shape.dims)) for one in said.output_specs]
-        node = Node(0, tuple(Value(-1, at) for at in range(len(inputs))))
+        node = Node(0, tuple(ValueRef(-1, at) for at in range(len(inputs))))
         known: dict[tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]], int] = {}
 
         async def run(asked: Any, args: Sequence[ProxyArray]) -> Outcome:
@@ -87,7 +87,7 @@ class Colocated:
             given, wanted = tuple(one.spec for one in stored), tuple(spec for _, spec in targets)
             program = known.get((given, wanted))
             if program is None:
-                results = tuple(Output(Value(0, at), spec) for at, spec in enumerate(wanted))
+                results = tuple(Output(ValueRef(0, at), spec) for at, spec in enumerate(wanted))
                 body = Program(said.name, (computation,), (node,), given, results)
                 program = self._runs.runtime.register_program(body, {digest: artifact})
                 known[given, wanted] = program
@@ -105,7 +105,7 @@ class Colocated:
         return Plugin(said.name, None, numbers, run, release)
 
 
-def _several(name: str) -> statuses.Status:
+def _several(name: str) -> statuses.StatusError:
     return statuses.unsupported(
         f"the Python function {name} takes or returns an array over several islands; it runs on one"
     )
@@ -125,7 +125,7 @@ class Function:
         self._loaded: Any = None
         """Kept as long as the program: an object of `colocated_python_class` lives as long as its methods."""
 
-    def __call__(self, share: Share, *leaves: Any) -> list[Any]:
+    def __call__(self, share: HostPart, *leaves: Any) -> list[Any]:
         """Call the function with arrays on the host's CPU devices, in place of the client's devices."""
         import jax
         import numpy as np

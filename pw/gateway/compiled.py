@@ -14,7 +14,7 @@ from pw.gateway.arrays import DEFAULT_MEMORY, Stored, memory_of
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ResultFacts:
     """What every execution's result has in common."""
 
     dtype: str
@@ -27,7 +27,7 @@ class Result:
 
 
 @dataclass(slots=True, eq=False)
-class Executable:
+class GatewayExecutable:
     """A compiled program of the client."""
 
     name: str
@@ -37,7 +37,7 @@ class Executable:
     artifact: bytes
     facts: Facts
     inputs: tuple[ArraySpec, ...]
-    results: tuple[Result, ...]
+    results: tuple[ResultFacts, ...]
     has_completion: bool
     """It has no results; the runtime's computation has one more, which is ready when it has ended."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def describe(
     facts: Facts,
     *,
     has_completion: bool,
-) -> Executable:
+) -> GatewayExecutable:
     """Return an executable whose shapes and shardings are the compiler's."""
     is_divided = _is_divided(code, len(devices))
     replicated = partial(_is_replicated, devices=len(devices), is_divided=is_divided)
@@ -72,7 +72,7 @@ def describe(
             parts = shardings.partitions(sharding, len(one.shape))
         shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
         results.append(
-            Result(
+            ResultFacts(
                 _dtype(one),
                 shape,
                 one.shape,
@@ -83,7 +83,7 @@ def describe(
             )
         )
     artifact = encode(code)
-    return Executable(
+    return GatewayExecutable(
         facts.name,
         devices,
         placement,
@@ -96,7 +96,7 @@ def describe(
     )
 
 
-def write_metadata(made: Executable, said: Any) -> None:
+def write_metadata(made: GatewayExecutable, said: Any) -> None:
     """Fill a `LoadedExecutableMetadataResponse`."""
     facts = made.facts
     outputs = () if made.has_completion else facts.outputs

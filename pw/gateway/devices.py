@@ -9,7 +9,7 @@ from typing import Any
 from pw.client.arrays.devices import Slice
 from pw.core.platforms import platform_of
 from pw.core.sharding import Placement
-from pw.gateway.statuses import Status, unsupported
+from pw.gateway.statuses import StatusError, unsupported
 
 _MEMORIES_EACH = 8
 """The numbers of a device's memories begin at its own number times this."""
@@ -31,7 +31,7 @@ class Devices:
         slices: at least one.
 
     Raises:
-        Status: the slices are of several platforms.
+        StatusError: the slices are of several platforms.
     """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
@@ -66,7 +66,7 @@ class Devices:
         """Return the placement of devices of one island.
 
         Raises:
-            Status: they are not, or there is no such device.
+            StatusError: they are not, or there is no such device.
         """
         known = self._placements.get(numbers)
         if known is None:
@@ -91,7 +91,7 @@ class Devices:
 
     def _device(self, number: int) -> Device:
         if not 0 <= number < len(self.all):
-            raise Status(
+            raise StatusError(
                 "NOT_FOUND", f"there is no device {number}; jax.devices() shows {len(self.all)}"
             )
         return self.all[number]

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from pw.core.messages import Detail
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import Facts, Stablehlo
 from pw.core.sharding import Placement
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
-from pw.gateway.compiled import Executable, describe, write_metadata
+from pw.gateway.compiled import GatewayExecutable, describe, write_metadata
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import kind_of
@@ -45,7 +45,7 @@ class Executables:
         self._devices = devices
         self._runs = runs
         self._loaders = loaders
-        self._known: dict[int, Executable | Plugin] = {}
+        self._known: dict[int, GatewayExecutable | Plugin] = {}
         self._next = 1
         self._statuses: dict[int, Sequence[Stored | Future[Any]] | BaseException] = {}
         """What the ends of executions are known by, until the client asks for them."""
@@ -53,7 +53,7 @@ class Executables:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, handle: int) -> Executable:
+    def find(self, handle: int) -> GatewayExecutable:
         """Return a compiled executable. Raises Status if there is none."""
         found = self._known.get(handle)
         if found is None:
@@ -109,7 +109,7 @@ class Executables:
 
     def _add(
         self,
-        made: Executable | Plugin,
+        made: GatewayExecutable | Plugin,
         name: str,
         devices: tuple[int, ...],
         fingerprint: bytes,
@@ -132,7 +132,7 @@ class Executables:
         assert compiled.facts is not None
         return compiled.facts
 
-    def _program(self, made: Executable, donated: tuple[int, ...]) -> int:
+    def _program(self, made: GatewayExecutable, donated: tuple[int, ...]) -> int:
         """Return the program that donates these arguments; registers it the first time."""
         number = made.programs.get(donated)
         if number is None:
@@ -149,9 +149,9 @@ class Executables:
             body = Program(
                 made.name,
                 (computation,),
-                (Node(0, tuple(Value(-1, at) for at in range(len(made.inputs)))),),
+                (Node(0, tuple(ValueRef(-1, at) for at in range(len(made.inputs)))),),
                 made.inputs,
-                tuple(Output(Value(0, at), spec) for at, spec in enumerate(outputs)),
+                tuple(Output(ValueRef(0, at), spec) for at, spec in enumerate(outputs)),
                 donated,
             )
             number = self._runs.runtime.register_program(body, {made.digest: made.artifact})
@@ -175,7 +175,7 @@ class Executables:
         made = self.find(body.loaded_executable_handle)
         options = body.execute_options
         if len(args) != len(made.inputs):
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT",
                 f"{made.name} takes {len(made.inputs)} arrays, and was given {len(args)}",
             )
@@ -200,7 +200,7 @@ class Executables:
 
     async def _run_later(
         self,
-        made: Executable,
+        made: GatewayExecutable,
         args: Sequence[ProxyArray],
         arguments: list[int | bytes | None],
         given: Sequence[int],
@@ -218,7 +218,7 @@ class Executables:
 
     def _run(
         self,
-        made: Executable,
+        made: GatewayExecutable,
         args: Sequence[ProxyArray],
         arguments: Sequence[Any],
         given: Sequence[int],
@@ -331,7 +331,7 @@ class Executables:
             if made.code.callbacks:
                 self._forget_functions(made)
 
-    def _forget_functions(self, made: Executable) -> None:
+    def _forget_functions(self, made: GatewayExecutable) -> None:
         """Forget the functions that an executable calls, when its last run has ended."""
         last = made.last
 
@@ -383,7 +383,7 @@ def _check_donated(args: Sequence[ProxyArray], given: Sequence[int]) -> None:
         for root in _identities(array):
             other = roots.setdefault(root, at)
             if other != at and (at in given or other in given):
-                raise statuses.Status(
+                raise statuses.StatusError(
                     "INVALID_ARGUMENT",
                     f"Attempt to donate the same buffer twice in Execute() (arguments {other} and {at}); pass "
                     "a copy, or do not donate it",
@@ -395,11 +395,11 @@ def _identities(array: ProxyArray) -> Iterator[int]:
         yield id(root.stored or root)
 
 
-def _check_places(made: Executable, args: Sequence[ProxyArray]) -> None:
+def _check_places(made: GatewayExecutable, args: Sequence[ProxyArray]) -> None:
     """Raise Status unless all arguments lie on the devices of an executable."""
     for at, array in enumerate(args):
         if array.devices != made.devices:
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT",
                 f"{made.name} runs on the devices {list(made.devices)}, but its argument {at} lies on "
                 f"{list(array.devices)}; move it with jax.device_put",

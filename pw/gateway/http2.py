@@ -74,10 +74,10 @@ class ProtocolViolation(Exception):
         self.code = code
 
 
-class Stream:
+class Http2Stream:
     """One stream of a connection."""
 
-    def __init__(self, connection: Connection, number: int, window: int) -> None:
+    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
         self._connection = connection
         self.credit = 0
         """Bytes received since its window was opened last."""
@@ -100,7 +100,7 @@ class Stream:
         self._connection.end(self, headers, trailers)
 
 
-class Connection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol):
     """One client's connection.
 
     Args:
@@ -111,8 +111,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        opened: Callable[[Stream, list[tuple[bytes, bytes]]], None],
-        closed: Callable[[Connection], None],
+        opened: Callable[[Http2Stream, list[tuple[bytes, bytes]]], None],
+        closed: Callable[[Http2Connection], None],
         refuses: Callable[[Any], bool] = lambda transport: False,
     ) -> None:
         self._opened = opened
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._has_preface = False
         self._decoder = Decoder(HEADER_BYTES)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Http2Stream] = {}
         self._last = 0
         self._headers: tuple[int, int, bytearray] | None = None
         """The stream, flags and bytes of headers that CONTINUATION frames go on with."""
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         """Bytes received since the connection's window was opened last."""
         self._out: list[Any] = []
         self._is_paused = False
-        self._waiting: dict[int, Stream] = {}
+        self._waiting: dict[int, Http2Stream] = {}
         """Streams with pending bytes."""
 
     # --- the transport -------------------------------------------------------------------------------
@@ -347,14 +347,14 @@ class Connection(asyncio.Protocol):
                 self._frame(RST_STREAM, 0, number, struct.pack(">I", 7))
                 return
             self._last = number
-            stream = self._streams[number] = Stream(self, number, self._initial_window)
+            stream = self._streams[number] = Http2Stream(self, number, self._initial_window)
             self._opened(stream, headers)
         if flags & END_STREAM and stream.handler is not None:
             stream.handler.ended()
 
     # --- sending -------------------------------------------------------------------------------------
 
-    def write(self, stream: Stream, headers: bytes, data: bytes | memoryview) -> None:
+    def write(self, stream: Http2Stream, headers: bytes, data: bytes | memoryview) -> None:
         """Send bytes of a stream as far as the windows allow."""
         if stream.number not in self._streams:
             return
@@ -373,7 +373,7 @@ class Connection(asyncio.Protocol):
             self._waiting[stream.number] = stream
             self._pump()
 
-    def end(self, stream: Stream, headers: bytes, trailers: bytes) -> None:
+    def end(self, stream: Http2Stream, headers: bytes, trailers: bytes) -> None:
         """End a stream after all that was written."""
         if stream.number not in self._streams:
             return
@@ -384,7 +384,7 @@ class Connection(asyncio.Protocol):
         if not stream.pending:
             self._finish(stream)
 
-    def _finish(self, stream: Stream) -> None:
+    def _finish(self, stream: Http2Stream) -> None:
         assert stream.trailers is not None
         self._frame(HEADERS, END_HEADERS | END_STREAM, stream.number, stream.trailers)
         self._streams.pop(stream.number, None)

@@ -19,7 +19,7 @@ from pw.gateway.arrays import ProxyArray, Stored
 from pw.gateway.devices import Devices
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
-from pw.gateway.shardings import Layout
+from pw.gateway.shardings import ShardLayout
 
 
 class Persistence:
@@ -45,7 +45,7 @@ class Persistence:
         return saving
 
     async def read(
-        self, location: str, name: str, dtype: str, shape: tuple[int, ...], layout: Layout
+        self, location: str, name: str, dtype: str, shape: tuple[int, ...], layout: ShardLayout
     ) -> ProxyArray:
         """Have hosts read an array.
 
@@ -65,7 +65,7 @@ class Persistence:
         described = await self._runs.settled(runtime.ask.look(path, parts[0][1].placement))
         found = checkpoint_tree.single_in(described, path)
         if found != (shape, known):
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT",
                 f"the array {name} in {location} is {found[1]}{list(found[0])}, not {known}{list(shape)}",
             )
@@ -83,13 +83,13 @@ class Persistence:
 def _path(location: str, name: str) -> str:
     """Return the folder of an array. Raises ArgumentError, Status."""
     if not name or os.path.isabs(name) or ".." in name.split("/"):
-        raise statuses.Status(
+        raise statuses.StatusError(
             "INVALID_ARGUMENT", f"{name!r} cannot be the name of an array in files"
         )
     return os.path.join(checkpoint_files.normal_path(location), name)
 
 
-def _spread(name: str) -> statuses.Status:
+def _spread(name: str) -> statuses.StatusError:
     return statuses.unsupported(
         f"the array {name} is divided over several islands, and files are written and read by the hosts of "
         "one: move it to the devices of one island first, with jax.device_put or pathwaysutils' reshard"

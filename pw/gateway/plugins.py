@@ -10,7 +10,7 @@ package `pathwaysutils` sends them:
 | `reshardRequest` | arrays | the same arrays, divided otherwise |
 | `profileRequest` | none | an empty array if there are `xprofTraceOptions`; hosts write no trace |
 
-Those of pw's own scripts are in `pw.gateway.handing`.
+Those of pw's own scripts are in `pw.gateway.exchange`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pw.core.errors import Error
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, Stored
 from pw.gateway.devices import Devices
-from pw.gateway.handing import Handing
+from pw.gateway.exchange import ArrayExchange
 from pw.gateway.persistence import Persistence
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
@@ -85,7 +85,7 @@ class Plugins:
     def __init__(self, devices: Devices, runs: Runs, reshards: Reshards) -> None:
         self._devices = devices
         self._reshards = reshards
-        self._handing = Handing(devices, runs)
+        self._exchange = ArrayExchange(devices, runs)
         self._files = Persistence(devices, runs, reshards)
         self._known: dict[str, tuple[str | None, _Run]] = {
             "persistenceWriteRequest": (None, self._write),
@@ -104,7 +104,7 @@ class Plugins:
         try:
             ((name, asked),) = json.loads(text.removeprefix(_PREFIX)).items()
         except (ValueError, AttributeError) as error:
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT", f"a plugin program is a JSON object with one key: {error}"
             ) from error
         known = self._known.get(name)
@@ -118,7 +118,7 @@ class Plugins:
             first = each[0].get("devices") if each else None
             plugin = Plugin(name, asked, (0,) if first is None else _numbers(first), run)
             if name == "pw_offer":
-                failed = partial(self._handing.refuse, asked)
+                failed = partial(self._exchange.refuse, asked)
                 return replace(plugin, failed=failed)
             return plugin
         except _UNREADABLE as error:
@@ -127,14 +127,14 @@ class Plugins:
     # --- arrays between sessions ----------------------------------------------------------------------
 
     async def _offer(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
-        await self._handing.offer(asked, args)
+        await self._exchange.offer(asked, args)
         return Outcome()
 
     async def _take(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
-        return Outcome(await self._handing.take(asked))
+        return Outcome(await self._exchange.take(asked))
 
     async def _checkpoint(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
-        return Outcome((), [await self._handing.checkpoint(args)])
+        return Outcome((), [await self._exchange.checkpoint(args)])
 
     # --- files ----------------------------------------------------------------------------------------
 
@@ -181,13 +181,13 @@ class Plugins:
                 array.delete()
         return Outcome(arrays)
 
-    def _described(self, one: Any, shape: tuple[int, ...]) -> shardings.Layout:
+    def _described(self, one: Any, shape: tuple[int, ...]) -> shardings.ShardLayout:
         memory = one.get("memory_kind", "")
         return self._layout(one["devices"], one["xla_hlo_sharding"], memory, shape)
 
     def _layout(
         self, devices: Any, sharding: str, memory: str, shape: tuple[int, ...]
-    ) -> shardings.Layout:
+    ) -> shardings.ShardLayout:
         said = protos.message("xla.OpSharding").FromString(base64.b64decode(sharding))
         numbers = _numbers(devices)
         memory = memory or self._devices.memories[0]
@@ -208,14 +208,14 @@ class Plugins:
         return Outcome([empty])
 
 
-def _say_tiles(array: ProxyArray, layout: shardings.Layout) -> None:
+def _say_tiles(array: ProxyArray, layout: shardings.ShardLayout) -> None:
     """Let an array know which part of it each shard is, if only the JSON says so."""
     if array.sharding is None and array.devices == layout.devices:
         array.sharding = layout.sharding
 
 
-def _cannot_be_read(name: str, error: Exception) -> statuses.Status:
-    return statuses.Status(
+def _cannot_be_read(name: str, error: Exception) -> statuses.StatusError:
+    return statuses.StatusError(
         "INVALID_ARGUMENT", f"the plugin program {name} cannot be read: {error!r}"
     )
 

@@ -60,7 +60,7 @@ class Later:
         self.work = work
 
 
-class Client:
+class GatewayClient:
     """One client's state and its stream of requests.
 
     Args:
@@ -364,7 +364,7 @@ class Client:
         replicas, partitions = body.num_replicas, body.num_partitions
         devices = self._devices.default_assignment(replicas * partitions)
         if len(devices) < replicas * partitions:
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT",
                 f"{replicas * partitions} devices are asked for, and there are {len(self._devices)}",
             )

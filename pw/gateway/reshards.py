@@ -17,7 +17,7 @@ from pw.gateway import tiles
 from pw.gateway.arrays import ProxyArray, Stored, memory_of
 from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
-from pw.gateway.shardings import Layout
+from pw.gateway.shardings import ShardLayout
 from pw.gateway.tiles import Tiles
 from pw.gateway.transfers import Transfers
 
@@ -33,7 +33,7 @@ class Reshards:
         self._transfers = transfers
 
     async def reshard(
-        self, sources: Sequence[ProxyArray], layouts: Sequence[Layout]
+        self, sources: Sequence[ProxyArray], layouts: Sequence[ShardLayout]
     ) -> list[ProxyArray]:
         """Return copies of arrays, divided as the layouts say. Raises Status."""
         made, moves = [], []
@@ -88,7 +88,7 @@ class Reshards:
         return None
 
     def unfilled(
-        self, dtype: str, shape: tuple[int, ...], layout: Layout
+        self, dtype: str, shape: tuple[int, ...], layout: ShardLayout
     ) -> tuple[ProxyArray, list[_Part]] | None:
         """Return a new array without values, and its parts with their specs.
 
@@ -124,7 +124,7 @@ class Reshards:
             array.pieces = tuple(pieces[position] for position in range(len(layout.devices)))
         return array, parts
 
-    async def _through_here(self, source: ProxyArray, layout: Layout) -> ProxyArray:
+    async def _through_here(self, source: ProxyArray, layout: ShardLayout) -> ProxyArray:
         """Fetch an array's tiles, and make the new array of the whole."""
         known, shape = source.tiles, source.shape
         wanted = tiles.of(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
-from pw.gateway.http2 import Stream
+from pw.gateway.http2 import Http2Stream
 
 OK, CANCELLED, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 1, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 9, 12, 13, 14, 15
@@ -42,7 +42,7 @@ _HEADERS = header_block([(b":status", b"200"), (b"content-type", b"application/g
 _ENDED = header_block([(b"grpc-status", b"0")])
 
 
-class Call:
+class RpcCall:
     """One call of a client; subclasses take its messages.
 
     Args:
@@ -50,7 +50,7 @@ class Call:
         headers: the client's metadata, among others.
     """
 
-    def __init__(self, stream: Stream, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, stream: Http2Stream, headers: dict[bytes, bytes]) -> None:
         self._stream = stream
         self._headers = headers
         self._buffer = bytearray()
@@ -140,7 +140,7 @@ class Call:
         self._stream.end(_HEADERS, trailers)
 
 
-class Unary(Call):
+class Unary(RpcCall):
     """A call with one message and one reply.
 
     Args:
@@ -149,7 +149,7 @@ class Unary(Call):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Http2Stream,
         headers: dict[bytes, bytes],
         reply: Callable[[Unary, bytes], None],
     ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
-from pw.core.programs.program import Output, Program, Value
+from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.programs.stablehlo import spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.gateway import statuses
@@ -173,7 +173,7 @@ class Runs:
         key = (tuple(source.spec for source in sources), tuple(targets))
         program = self._moves.get(key)
         if program is None:
-            outputs = tuple(Output(Value(-1, at), spec) for at, spec in enumerate(targets))
+            outputs = tuple(Output(ValueRef(-1, at), spec) for at, spec in enumerate(targets))
             body = Program("device_put", (), (), key[0], outputs)
             program = self._moves[key] = self.runtime.register_program(body, {})
             if len(self._moves) > MOVES_KEPT:

@@ -20,8 +20,8 @@ from pw.core.errors import Error, TransferFailed
 from pw.gateway import protos, rpc
 from pw.gateway.devices import Devices
 from pw.gateway.functions import Script
-from pw.gateway.http2 import Connection, Stream
-from pw.gateway.requests import Client
+from pw.gateway.http2 import Http2Connection, Http2Stream
+from pw.gateway.requests import GatewayClient
 from pw.transport.access.unix import is_foreign
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class Server:
         self._connect = connect
         self._files = files
         self._script = script
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, GatewayClient] = {}
         self._next = 1
-        self._connections: set[Connection] = set()
+        self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
         self._requests = {
             name: protos.message(f"{_PROXY}Grpc{name}Request")
@@ -106,12 +106,12 @@ class Server:
         for client in list(self.clients.values()):
             client.close()
 
-    def _connection(self) -> Connection:
-        made = Connection(self._open, self._connections.discard, _refuses)
+    def _connection(self) -> Http2Connection:
+        made = Http2Connection(self._open, self._connections.discard, _refuses)
         self._connections.add(made)
         return made
 
-    def _open(self, stream: Stream, headers: list[tuple[bytes, bytes]]) -> None:
+    def _open(self, stream: Http2Stream, headers: list[tuple[bytes, bytes]]) -> None:
         known = dict(headers)
         name = known.get(b":path", b"").decode(errors="replace").removeprefix(_SERVICE)
         if name == "IfrtSession":
@@ -128,12 +128,12 @@ class Server:
 
     # --- sessions ------------------------------------------------------------------------------------
 
-    async def begin(self) -> tuple[Client, Callable[[], object]]:
+    async def begin(self) -> tuple[GatewayClient, Callable[[], object]]:
         """Begin a session for a client; returns the client, and what ends the session."""
         runtime, devices, end = await self._connect()
         number = self._next
         self._next += 1
-        client = self.clients[number] = Client(runtime, devices, number, self._script)
+        client = self.clients[number] = GatewayClient(runtime, devices, number, self._script)
         return client, end
 
     def _version(self, call: rpc.Unary, request: Any) -> None:
@@ -153,7 +153,7 @@ class Server:
 
     # --- host buffers --------------------------------------------------------------------------------
 
-    def client(self, number: int) -> Client | None:
+    def client(self, number: int) -> GatewayClient | None:
         """Return a client by the number of its session."""
         return self.clients.get(number)
 
@@ -200,13 +200,13 @@ class Server:
         call.answer(b"")
 
 
-class _Session(rpc.Call):
+class _Session(rpc.RpcCall):
     """The stream of one client's requests and their replies."""
 
-    def __init__(self, server: Server, stream: Stream, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, server: Server, stream: Http2Stream, headers: dict[bytes, bytes]) -> None:
         super().__init__(stream, headers)
         self._server = server
-        self._client: Client | None = None
+        self._client: GatewayClient | None = None
         self._early: list[bytes] = []
         self._request = protos.message(_PROXY + "IfrtRequest")
         self._end: Callable[[], object] = lambda: None
@@ -270,12 +270,12 @@ class _Session(rpc.Call):
             self._end()
 
 
-class _Store(rpc.Call):
+class _Store(rpc.RpcCall):
     """The stream of one host buffer."""
 
-    def __init__(self, server: Server, stream: Stream, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, server: Server, stream: Http2Stream, headers: dict[bytes, bytes]) -> None:
         super().__init__(stream, headers)
-        self._client: Client | None = None
+        self._client: GatewayClient | None = None
         self._at = 0
         self._left = 0
         """Bytes of the message that have not come yet."""

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from pw.gateway import protos
 from pw.gateway.dtypes import name_of
-from pw.gateway.statuses import Status, unsupported
+from pw.gateway.statuses import StatusError, unsupported
 
 _IFRT = "xla::ifrt::"
 _KINDS = frozenset(
@@ -26,7 +26,7 @@ _KINDS = frozenset(
 )
 
 
-class Layout(NamedTuple):
+class ShardLayout(NamedTuple):
     """Where the shards of an array lie."""
 
     devices: tuple[int, ...]
@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     """A serialized `xla.OpSharding`, if the protocol says which part of the array each shard is."""
 
 
-def read(proto: Any, shape: tuple[int, ...]) -> Layout:
-    """Return what a `ShardingProto` says of an array of this shape. Raises Status."""
+def read(proto: Any, shape: tuple[int, ...]) -> ShardLayout:
+    """Return what a `ShardingProto` says of an array of this shape. Raises StatusError."""
     serialized = proto.serialized_sharding
     kind = serialized.type_name.removeprefix(_IFRT)
     if kind not in _KINDS:
@@ -52,32 +52,32 @@ def read(proto: Any, shape: tuple[int, ...]) -> Layout:
         raise _damaged() from error
     memory = said.memory_kind if said.HasField("memory_kind") else ""
     if kind == "SingleDeviceSharding":
-        return Layout((said.device_id,), memory, True, shape)
+        return ShardLayout((said.device_id,), memory, True, shape)
     devices = tuple(said.devices.device_ids)
     if kind == "ConcreteEvenSharding":
         shard = tuple(said.shard_shape.dims)
-        return Layout(devices, memory, said.is_fully_replicated or len(devices) == 1, shard)
+        return ShardLayout(devices, memory, said.is_fully_replicated or len(devices) == 1, shard)
     if kind == "ConcreteSharding":
         shards = {tuple(one.dims) for one in said.shard_shapes}
         if len(shards) > 1:
             raise unsupported("arrays whose shards have different shapes are not supported")
-        return Layout(devices, memory, False, next(iter(shards), shape))
+        return ShardLayout(devices, memory, False, next(iter(shards), shape))
     if kind == "HloSharding":
         return of_op_sharding(said.xla_op_sharding, devices, memory, shape)
     if kind == "OpaqueSharding":
-        return Layout(devices, memory, len(devices) == 1, shape if len(devices) == 1 else None)
+        return ShardLayout(devices, memory, len(devices) == 1, shape if len(devices) == 1 else None)
     parts = tuple(said.sharding_param.dim_shards)
-    return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
+    return ShardLayout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
 
 
 def of_op_sharding(
     sharding: Any, devices: tuple[int, ...], memory: str, shape: tuple[int, ...]
-) -> Layout:
+) -> ShardLayout:
     """Return what an `xla.OpSharding` says of an array of this shape."""
     parts = partitions(sharding, len(shape))
     is_replicated = math.prod(parts) == 1
     shard = divided(shape, parts)
-    return Layout(devices, memory, is_replicated, shard, sharding.SerializeToString())
+    return ShardLayout(devices, memory, is_replicated, shard, sharding.SerializeToString())
 
 
 def write(
@@ -106,7 +106,7 @@ def write(
 
 
 def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
-    """Return into how many parts an `xla.OpSharding` divides each of `ndim` dimensions. Raises Status."""
+    """Return into how many parts an `xla.OpSharding` divides each of `ndim` dimensions. Raises StatusError."""
     if sharding.HasField("named_sharding"):
         named = sharding.named_sharding
         sizes = [axis.size for axis in named.mesh.axes]
@@ -125,14 +125,14 @@ def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
 
 
 def divided(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a shard. Raises Status."""
+    """Return the shape of a shard. Raises StatusError."""
     if min(parts, default=1) < 1:
         raise _damaged()
     return tuple(-(-size // count) for size, count in zip(shape, parts, strict=False))
 
 
-def _damaged() -> Status:
-    return Status("INVALID_ARGUMENT", "the sharding of an array cannot be read")
+def _damaged() -> StatusError:
+    return StatusError("INVALID_ARGUMENT", "the sharding of an array cannot be read")
 
 
 def dtype_and_shape(described: Any) -> tuple[str, tuple[int, ...]]:
@@ -152,7 +152,7 @@ def strided(
     """Return bytes as an array of this shape; `strides` are in bytes, None for C order.
 
     Raises:
-        Status: it does not lie in so many bytes.
+        StatusError: it does not lie in so many bytes.
     """
     try:
         if min(shape, default=0) < 0:
@@ -164,7 +164,7 @@ def strided(
         return np.ndarray(shape, dtype, data, 0, tuple(strides))
     except (ValueError, TypeError, OverflowError):  # TypeError: too few bytes for the strides
         laid = "" if strides is None else f" with strides of {list(strides)} bytes"
-        raise Status(
+        raise StatusError(
             "INVALID_ARGUMENT",
             f"a host buffer of {len(data)} bytes cannot be an array of {dtype} of the shape {shape}{laid}",
         ) from None

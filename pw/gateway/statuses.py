@@ -59,7 +59,7 @@ _XLA = re.compile(rf"\b(?:\w*Error: )?({'|'.join(CODES)}): ")
 """Where XLA's own words begin in the text of an error."""
 
 
-class Status(Exception):
+class StatusError(Exception):
     """An error with a status of its own.
 
     Args:
@@ -72,30 +72,30 @@ class Status(Exception):
         self.code = code
 
 
-def not_found(what: str) -> Status:
+def not_found(what: str) -> StatusError:
     """Return the error for a handle that this session does not have."""
-    return Status("NOT_FOUND", f"{what}; it was deleted, or belongs to another session")
+    return StatusError("NOT_FOUND", f"{what}; it was deleted, or belongs to another session")
 
 
-def deleted() -> Status:
+def deleted() -> StatusError:
     """Return the error for an array that was deleted or donated, in JAX's words."""
-    return Status("INVALID_ARGUMENT", "Array has been deleted or donated.")
+    return StatusError("INVALID_ARGUMENT", "Array has been deleted or donated.")
 
 
-def unsupported(words: str) -> Status:
+def unsupported(words: str) -> StatusError:
     """Return the error for what the gateway does not support."""
-    return Status("UNIMPLEMENTED", words)
+    return StatusError("UNIMPLEMENTED", words)
 
 
-def received(code: int, words: str) -> Status:
+def received(code: int, words: str) -> StatusError:
     """Return the error that a client has sent."""
-    return Status(_NAMES.get(code, "UNKNOWN"), words)
+    return StatusError(_NAMES.get(code, "UNKNOWN"), words)
 
 
 def status_of(error: BaseException) -> tuple[int, str]:
     """Return the code and the words of an error."""
     words = str(error)
-    if isinstance(error, Status):
+    if isinstance(error, StatusError):
         return CODES[error.code], words
     if (found := _XLA.search(words)) is not None:
         return CODES[found[1]], words[: found.start()] + words[found.end() :]

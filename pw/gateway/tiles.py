@@ -17,7 +17,7 @@ import numpy as np
 
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.gateway import protos
-from pw.gateway.statuses import Status, unsupported
+from pw.gateway.statuses import StatusError, unsupported
 
 
 class Tiles(NamedTuple):
@@ -91,7 +91,7 @@ def of(
         is_replicated: all shards are equal.
 
     Raises:
-        Status: nothing says which part each device has, or a dimension does not divide.
+        StatusError: nothing says which part each device has, or a dimension does not divide.
     """
     if is_replicated or devices == 1:
         return _replicated(len(shape), devices)
@@ -114,7 +114,7 @@ def _replicated(ndim: int, devices: int) -> Tiles:
 
 @lru_cache(4096)
 def _read(serialized: bytes, ndim: int, devices: int) -> Tiles:
-    """Return the tiles that a serialized `xla.OpSharding` describes. Raises Status."""
+    """Return the tiles that a serialized `xla.OpSharding` describes. Raises StatusError."""
     sharding = protos.message("xla.OpSharding").FromString(serialized)
     if sharding.HasField("named_sharding"):
         parts, grid = _named(sharding.named_sharding, ndim, devices)
@@ -135,7 +135,7 @@ def _read(serialized: bytes, ndim: int, devices: int) -> Tiles:
         parts = (*dims, *[1] * (ndim - len(dims)))[:ndim]
     order = tuple(map(int, grid.reshape(-1)))
     if sorted(order) != list(range(devices)) or devices % math.prod(parts):
-        raise Status(
+        raise StatusError(
             "INVALID_ARGUMENT", f"a sharding is not over the {devices} devices of its list"
         )
     return Tiles(parts, order)

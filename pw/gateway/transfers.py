@@ -14,7 +14,7 @@ from pw.gateway.buffers import HostBuffers
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import STRING, name_of
 from pw.gateway.runs import Runs
-from pw.gateway.shardings import Layout
+from pw.gateway.shardings import ShardLayout
 
 REUSE, DONATE = 2, 3
 """The protocol's numbers for copies that may share the source's buffers, and that take them over."""
@@ -61,7 +61,7 @@ class Transfers:
                 for index in indices.indices:
                     shards[index] = value
             if any(shard is None for shard in shards):
-                raise statuses.Status(
+                raise statuses.StatusError(
                     "INVALID_ARGUMENT",
                     f"an array of {len(shards)} shards has shards without a value",
                 )
@@ -81,7 +81,7 @@ class Transfers:
         self,
         dtype: str,
         shape: tuple[int, ...],
-        layout: Layout,
+        layout: ShardLayout,
         shards: Sequence[np.ndarray[Any, Any]],
     ) -> ProxyArray:
         """Return an array of host values, one for each device."""
@@ -138,7 +138,7 @@ class Transfers:
         if strides is None or not value.ndim or not value.size:
             return _bytes_of(value)
         if value.ndim != len(strides):
-            raise statuses.Status("INVALID_ARGUMENT", "strides do not fit the array's shape")
+            raise statuses.StatusError("INVALID_ARGUMENT", "strides do not fit the array's shape")
         extents = zip(value.shape, strides, strict=True)
         size = sum((count - 1) * stride for count, stride in extents) + value.dtype.itemsize
         laid_out = bytearray(size)
@@ -245,7 +245,7 @@ class Transfers:
     # --- views ---------------------------------------------------------------------------------------
 
     def _of_pieces(
-        self, dtype: str, shape: tuple[int, ...], layout: Layout, pieces: Sequence[Any]
+        self, dtype: str, shape: tuple[int, ...], layout: ShardLayout, pieces: Sequence[Any]
     ) -> ProxyArray:
         shard_shape = pieces[0][0].shard_shape
         if any(source.shard_shape != shard_shape for source, _ in pieces):
@@ -266,7 +266,7 @@ class Transfers:
         shape = tuple(body.shape.dims)
         layout = shardings.read(body.sharding, shape)
         if len(pieces) != len(layout.devices):
-            raise statuses.Status(
+            raise statuses.StatusError(
                 "INVALID_ARGUMENT",
                 f"an array over {len(layout.devices)} devices cannot have {len(pieces)} shards",
             )

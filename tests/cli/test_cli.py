@@ -23,7 +23,7 @@ from pw.client.connection.script import process_name
 from pw.client.connection.threads import remote
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import SliceBound
-from pw.core.programs.program import Node, Output, Value
+from pw.core.programs.program import Node, Output, ValueRef
 from pw.core.programs.program import Program as Graph
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from tests.devices.test_jax_backend import export
@@ -138,8 +138,8 @@ class AllReduce:
         sharding = Sharding(("x",), (2,), (("x",),))
         self.spec = spec = ArraySpec((2,), "float32", sharding, Placement(slice.slice, (0, 1)))
         computation, artifact = export(lambda x: (x + jnp.sum(x),), (spec,), (spec,))
-        output = Output(Value(0, 0), spec)
-        node = Node(0, (Value(-1, 0),))
+        output = Output(ValueRef(0, 0), spec)
+        node = Node(0, (ValueRef(-1, 0),))
         graph = Graph("all-reduce", (computation,), (node,), (spec,), (output,))
         self._number = session.register_program(graph, {computation.artifact: artifact})
 

@@ -436,7 +436,7 @@ def test_the_line_of_a_long_wait_stays_below(monkeypatch: pytest.MonkeyPatch) ->
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     terminal = live.Terminal(file=screen, force_terminal=True, width=40, color_system=None)
-    line = live.Line(live.About("the array"), terminal, 0.0, lambda: 4.0)
+    line = live.WaitLine(live.About("the array"), terminal, 0.0, lambda: 4.0)
     line.tick()
     output = WorkerOutput()
     output.show("a", out("one"))

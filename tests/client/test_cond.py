@@ -20,7 +20,7 @@ from pw.client.trace.branch import Branch
 from pw.client.trace.recording import recording
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
-from pw.core.programs.program import Node, Output, Program, Value
+from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.core.programs.program_checks import check_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.devices.host.backend import Build, Op
@@ -375,8 +375,8 @@ def test_merges_that_do_not_fit_are_refused() -> None:
 
     def choice(inputs: tuple[ArraySpec, ...]) -> Program:
         one = type(good)("choice", b"", placement, inputs, (spec,), kind=good.kind)
-        nodes = (Node(0, tuple(Value(-1, at) for at in range(len(inputs)))),)
-        return Program("p", (one,), nodes, inputs, (Output(Value(0, 0), spec),))
+        nodes = (Node(0, tuple(ValueRef(-1, at) for at in range(len(inputs)))),)
+        return Program("p", (one,), nodes, inputs, (Output(ValueRef(0, 0), spec),))
 
     check_program(choice(good.inputs))
     assert lower(choice(good.inputs), binding).hosts

@@ -19,7 +19,7 @@ from pw.client.trace import holding
 from pw.client.trace.holding import LEAST_BYTES
 from pw.core.programs.guards import hold, predicate_spec
 from pw.core.programs.lower import lower_with_memory
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.testing import InProcessCluster
 from tests.client import test_cond as conds
@@ -254,12 +254,12 @@ def test_the_memory_of_a_hold_is_that_of_its_value() -> None:
     """A computation of another slice on the same device reads the value behind the hold."""
     peaks = []
     for is_held in (False, True):
-        read, nodes = Value(0, 0), [Node(0, (Value(-1, 0),))]
+        read, nodes = ValueRef(0, 0), [Node(0, (ValueRef(-1, 0),))]
         if is_held:
-            nodes.append(Node(2, (Value(0, 1), Value(0, 0), Value(0, 0)), Value(0, 1)))
-            read = Value(1, 0)
-        nodes.append(Node(1, (read,), Value(0, 1)))
-        nodes.append(Node(0, (Value(0, 0),)))
+            nodes.append(Node(2, (ValueRef(0, 1), ValueRef(0, 0), ValueRef(0, 0)), ValueRef(0, 1)))
+            read = ValueRef(1, 0)
+        nodes.append(Node(1, (read,), ValueRef(0, 1)))
+        nodes.append(Node(0, (ValueRef(0, 0),)))
         first, second = (Placement(n, (0,)) for n in (1, 2))
         here, there = (ArraySpec((1 << 20,), "float32", WHOLE, at) for at in (first, second))
         program = Program(
@@ -271,7 +271,7 @@ def test_the_memory_of_a_hold_is_that_of_its_value() -> None:
             ),
             tuple(nodes),
             (here,),
-            (Output(Value(len(nodes) - 1, 0), here),),
+            (Output(ValueRef(len(nodes) - 1, 0), here),),
         )
         device = DeviceAddress("host", 0)
         bindings = {n: Binding(n, "island", (device,)) for n in (1, 2)}

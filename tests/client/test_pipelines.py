@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.pipeline.schedules import NAMES, named
 from pw.client.timeline.timeline import Timeline
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.testing import InProcessCluster
 from tests.stages.programs import ROOT
 from tests.stages.stage import mesh_on
@@ -431,7 +431,7 @@ def test_bad_input_is_refused_in_one_sentence(
 ) -> None:
     build, said = BAD[case]
     # Without a finished program there is nothing to launch.
-    monkeypatch.delattr(Recorder, "finish")
+    monkeypatch.delattr(ProgramRecorder, "finish")
     with pytest.raises(pw.ArgumentError, match=said) as refused:
         build(meshes).gradients(first_params(), *batch())
     assert "\n" not in str(refused.value)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.connection.script import process_name
-from pw.client.session.timelines import Source
+from pw.client.session.timelines import RecordedProcess
 from pw.client.timeline import chrome
 from pw.client.timeline.resolve import records_in, resolved
 from pw.client.timeline.timeline import Call, Launch, Timeline, letters
@@ -204,7 +204,7 @@ def test_a_client_that_is_gone_is_recorded_for_no_longer(how: str) -> None:
 
 
 def test_the_shortest_round_tells_the_difference_of_the_clocks() -> None:
-    source = Source("h0")
+    source = RecordedProcess("h0")
     source.ping(10.0, 1011.0, 12.0)
     assert (source.offset_s, source.error_s) == (1000.0, 1.0)
     source.ping(20.0, 1020.3, 20.2)
@@ -231,12 +231,12 @@ NAMES = {1: "0 f", 2: "0,1 f", 3: "h1", 4: "h0", 5: "island-0", 6: "program", 7:
 RUN = client_id(2, 9)
 
 
-def made_of(*records: tuple[Any, ...], node: str = "h0") -> Source:
+def made_of(*records: tuple[Any, ...], node: str = "h0") -> RecordedProcess:
     recorder = Recorder()
     for record in records:
         recorder.add(*record)
     data = msgspec.msgpack.encode(recorder.between(0, recorder.end))
-    return Source(node, 0.0, 0.0, [data], NAMES, 0.0, len(records))
+    return RecordedProcess(node, 0.0, 0.0, [data], NAMES, 0.0, len(records))
 
 
 def computed(

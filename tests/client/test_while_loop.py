@@ -357,7 +357,7 @@ def test_what_is_wrong_is_said_before_anything_runs(place: Place, name: str) -> 
 class _Portions:
     """A loop of so many iterations of so many seconds, without a cluster.
 
-    The client hears late of each fifth portion.
+    The client hears late of each fifth burst.
     """
 
     sizes = ()
@@ -368,7 +368,7 @@ class _Portions:
         self.now_s, self.lengths = 0.0, []
         self._left, self._each_s, self._busy_s = iterations, each_s, 0.0
 
-    def portion(self, count: int, state: Any) -> Any:
+    def burst(self, count: int, state: Any) -> Any:
         self.lengths.append(count)
         self._busy_s = (
             max(self._busy_s, self.now_s) + 0.0002 + self._each_s * min(count, self._left)
@@ -389,11 +389,11 @@ class _Portions:
 @pytest.mark.parametrize("late_s", [0.0, 0.008])
 @pytest.mark.parametrize("each_s", [1e-6, 50e-6, 1e-3, 0.1])
 def test_a_portion_takes_about_as_long_as_it_should(each_s: float, late_s: float) -> None:
-    portions: Any = _Portions(int(5 / each_s), each_s, late_s)
+    bursts: Any = _Portions(int(5 / each_s), each_s, late_s)
     driver.drive(
-        portions, [], max_iterations=None, timeout_s=0.0, name="", clock=lambda: portions.now_s
+        bursts, [], max_iterations=None, timeout_s=0.0, name="", clock=lambda: bursts.now_s
     )
-    later = portions.lengths[len(portions.lengths) // 2 : -driver.AHEAD]
+    later = bursts.lengths[len(bursts.lengths) // 2 : -driver.AHEAD]
     for length in later:
         assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
 
@@ -403,7 +403,7 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
     place: Place, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     period = 25
-    monkeypatch.setattr(driver, "_adapt", lambda *_: None)  # one iteration in each portion
+    monkeypatch.setattr(driver, "_adapt", lambda *_: None)  # one iteration in each burst
     monkeypatch.setattr(driver, "REPLICATED_PORTIONS", period)
     fixed = pw.put(ONES, sharding=pw.NamedSharding(place.here, P()))
     made = pw.while_loop(

@@ -15,8 +15,8 @@ from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, PlacementError, ProtocolError
 from pw.core.messages import Install, RegisterProgram
 from pw.core.programs.lower import lower
-from pw.core.programs.plan import Execute, Free, Instruction, Plan, Receive, Send
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.plan import BoundProgram, Execute, Free, Instruction, Receive, Send
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.program_checks import check_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.transport.links import codec
@@ -80,7 +80,7 @@ def computation(
     return Computation(name, b"", spec.placement, (spec,) * inputs, (spec,) * outputs, donated)
 
 
-def check_run(program: Program, plan: Plan, seed: int, strict: bool) -> None:
+def check_run(program: Program, plan: BoundProgram, seed: int, strict: bool) -> None:
     """Run `plan` and compare its outputs, and what is left in its slots, with what they must be."""
     random_values = np.random.default_rng(seed)
     inputs = [random_values.integers(0, 100, SHAPE).astype(float) for _ in program.inputs]
@@ -113,7 +113,7 @@ def check_run(program: Program, plan: Plan, seed: int, strict: bool) -> None:
         assert len({tuple(c for c in order if c in common) for order in orders}) <= 1
 
 
-def check_shape(plan: Plan) -> None:
+def check_shape(plan: BoundProgram) -> None:
     """What must hold of every plan, whatever it computes."""
     parts = {(h.host, s.segment): s.instructions for h in plan.hosts for s in h.segments}
     launched: set[int] = set()
@@ -149,7 +149,7 @@ def check_shape(plan: Plan) -> None:
                     assert producer in here.depends or there.island == here.island
 
 
-def check_reporters(program: Program, plan: Plan) -> None:
+def check_reporters(program: Program, plan: BoundProgram) -> None:
     """Who says that a segment has ended sees the end of all that is computed and received there."""
     outputs = {slot for host in plan.hosts for _, slot in host.outputs}
     parts = {(h.host, s.segment): s.instructions for h in plan.hosts for s in h.segments}
@@ -179,7 +179,7 @@ def programs(draw: st.DrawFn) -> Program:
                 draw(st.sampled_from(specs)), arity, draw(st.integers(1, 2)), tuple(sorted(donated))
             )
         )
-    values = [Value(-1, index) for index in range(len(inputs))]
+    values = [ValueRef(-1, index) for index in range(len(inputs))]
     nodes = []
     for number in range(draw(st.integers(0, 10))):
         chosen = draw(st.integers(0, len(computations) - 1))
@@ -190,7 +190,7 @@ def programs(draw: st.DrawFn) -> Program:
             for _ in range(arity)
         )
         nodes.append(Node(chosen, args))
-        values += [Value(number, index) for index in range(outputs)]
+        values += [ValueRef(number, index) for index in range(outputs)]
     donated_inputs = tuple(sorted(draw(st.sets(st.integers(0, len(inputs) - 1)))))
     program = Program("p", tuple(computations), tuple(nodes), inputs, (), donated_inputs)
     outputs = []
@@ -233,8 +233,8 @@ def test_a_thousand_arrays_on_two_thousand_devices_travel() -> None:
     place = Placement(0, tuple(range(2048)))
     specs = tuple(ArraySpec((2048, 1 + n), "float32", split, place) for n in range(1000))
     step = Computation("step", b"", place, specs, specs)
-    results = tuple(Output(Value(0, index), spec) for index, spec in enumerate(specs))
-    args = tuple(Value(-1, index) for index in range(1000))
+    results = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(specs))
+    args = tuple(ValueRef(-1, index) for index in range(1000))
     program = Program("p", (step,), (Node(0, args),), specs, results)
     plan = lower(program, {0: Binding(0, "a", devices)}).hosts[7]
     body = Compact.of(program)
@@ -250,7 +250,7 @@ def test_what_names_a_placement_that_was_not_said_cannot_be_whole(number: Placem
         Compact(Program("p", (), (), (spec,), ()), (Placement(0, (0, 1, 2, 3)),)).whole()
 
 
-def instructions(plan: Plan, host: str) -> list[list[Instruction]]:
+def instructions(plan: BoundProgram, host: str) -> list[list[Instruction]]:
     return [
         list(part.instructions)
         for each in plan.hosts
@@ -259,7 +259,7 @@ def instructions(plan: Plan, host: str) -> list[list[Instruction]]:
     ]
 
 
-def kinds(plan: Plan, host: str) -> list[str]:
+def kinds(plan: BoundProgram, host: str) -> list[str]:
     """One word for each segment of `host`: the initials of its instructions, Free left out."""
     initial = {Execute: "E", Send: "S", Receive: "R", Free: ""}
     return ["".join(initial[type(each)] for each in part) for part in instructions(plan, host)]
@@ -268,15 +268,15 @@ def kinds(plan: Plan, host: str) -> list[str]:
 def test_a_pipeline_of_two_islands_needs_three_segments() -> None:
     first, second = lies(ROWS, 0), lies(ROWS, 1)
     count = 4
-    forward = [Node(0, (Value(-1, i),)) for i in range(count)]
-    turn = [Node(1, (Value(i, 0),)) for i in range(count)]
-    backward = [Node(0, (Value(count + i, 0),)) for i in range(count)]
+    forward = [Node(0, (ValueRef(-1, i),)) for i in range(count)]
+    turn = [Node(1, (ValueRef(i, 0),)) for i in range(count)]
+    backward = [Node(0, (ValueRef(count + i, 0),)) for i in range(count)]
     program = Program(
         "pipeline",
         (computation(first), computation(second)),
         (*forward, *turn, *backward),
         (first,) * count,
-        tuple(Output(Value(2 * count + i, 0), first) for i in range(count)),
+        tuple(Output(ValueRef(2 * count + i, 0), first) for i in range(count)),
     )
     plan = lower(program, BINDINGS)
     assert [(s.island, s.hosts, s.depends) for s in plan.segments] == [
@@ -295,13 +295,13 @@ def test_inputs_from_two_islands_open_one_segment() -> None:
         "join",
         (computation(a), computation(b), computation(c, inputs=2)),
         (
-            Node(0, (Value(-1, 0),)),
-            Node(1, (Value(-1, 1),)),
-            Node(2, (Value(-1, 2), Value(-1, 2))),
-            Node(2, (Value(0, 0), Value(1, 0))),
+            Node(0, (ValueRef(-1, 0),)),
+            Node(1, (ValueRef(-1, 1),)),
+            Node(2, (ValueRef(-1, 2), ValueRef(-1, 2))),
+            Node(2, (ValueRef(0, 0), ValueRef(1, 0))),
         ),
         (a, b, c),
-        (Output(Value(3, 0), c),),
+        (Output(ValueRef(3, 0), c),),
     )
     plan = lower(program, BINDINGS)
     assert [(s.island, s.depends) for s in plan.segments] == [
@@ -317,9 +317,9 @@ def test_consumers_share_an_edge() -> None:
     program = Program(
         "fan out",
         (computation(a), computation(b)),
-        (Node(0, (Value(-1, 0),)), *(Node(1, (Value(0, 0),)) for _ in range(3))),
+        (Node(0, (ValueRef(-1, 0),)), *(Node(1, (ValueRef(0, 0),)) for _ in range(3))),
         (a,),
-        (Output(Value(0, 0), b),),
+        (Output(ValueRef(0, 0), b),),
     )
     plan = lower(program, BINDINGS)
     assert kinds(plan, "a0") == ["ESS"]
@@ -332,14 +332,14 @@ def test_inputs_are_sent_at_the_start_of_the_first_segment() -> None:
     program = Program(
         "late",
         (computation(a), computation(b)),
-        (Node(0, (Value(-1, 0),)), Node(1, (Value(-1, 1),))),
+        (Node(0, (ValueRef(-1, 0),)), Node(1, (ValueRef(-1, 1),))),
         (a, a),
-        (Output(Value(1, 0), b),),
+        (Output(ValueRef(1, 0), b),),
     )
     plan = lower(program, BINDINGS)
     assert kinds(plan, "a0") == ["SE"]
     assert [(s.island, s.depends) for s in plan.segments] == [("a", ()), ("b", (0,))]
-    only_sent = Program("only", program.computations[1:], (Node(0, (Value(-1, 0),)),), (a,), ())
+    only_sent = Program("only", program.computations[1:], (Node(0, (ValueRef(-1, 0),)),), (a,), ())
     plan = lower(only_sent, BINDINGS)
     assert kinds(plan, "a0") == ["S"]
 
@@ -356,9 +356,9 @@ def test_specs_that_lie_alike_need_no_edge(own: ArraySpec, wanted: ArraySpec) ->
     program = Program(
         "alike",
         (computation(wanted),),
-        (Node(0, (Value(-1, 0),)),),
+        (Node(0, (ValueRef(-1, 0),)),),
         (own,),
-        (Output(Value(0, 0), own),),
+        (Output(ValueRef(0, 0), own),),
     )
     plan = lower(program, BINDINGS)
     assert kinds(plan, "a0") == kinds(plan, "a1") == ["E"]
@@ -366,7 +366,7 @@ def test_specs_that_lie_alike_need_no_edge(own: ArraySpec, wanted: ArraySpec) ->
 
 def test_hosts_that_only_pass_arrays_through_hear_of_the_run() -> None:
     a, b = lies(ROWS, 0), lies(PAIR, 3)
-    program = Program("identity", (), (), (a, b, b), (Output(Value(-1, 0), a),), (1,))
+    program = Program("identity", (), (), (a, b, b), (Output(ValueRef(-1, 0), a),), (1,))
     plan = lower(program, BINDINGS)
     assert [(s.island, s.hosts, s.depends) for s in plan.segments] == [
         ("a", A_HOSTS, ()),
@@ -377,15 +377,17 @@ def test_hosts_that_only_pass_arrays_through_hear_of_the_run() -> None:
     assert instructions(plan, "b1") == [[Free((1,))]]
     assert plan.hosts[0].outputs == ((0, 0),)
     assert plan.hosts[2].inputs == (1, 2)
-    assert lower(Program("nothing", (), (), (a,), ()), BINDINGS) == Plan((), ())
+    assert lower(Program("nothing", (), (), (a,), ()), BINDINGS) == BoundProgram((), ())
 
 
 def test_what_may_be_taken_over() -> None:
     a = lies(ROWS, 0)
     two = computation(a, inputs=2, donated=(0, 1))
-    x, y, z = (Value(-1, i) for i in range(3))
+    x, y, z = (ValueRef(-1, i) for i in range(3))
 
-    def donated(*nodes: Node, outputs: tuple[Value, ...] = (), given: tuple[int, ...] = (0, 1, 2)):
+    def donated(
+        *nodes: Node, outputs: tuple[ValueRef, ...] = (), given: tuple[int, ...] = (0, 1, 2)
+    ):
         program = Program("p", (two,), nodes, (a,) * 3, tuple(Output(v, a) for v in outputs), given)
         first = instructions(lower(program, BINDINGS), "a0")[0]
         return [each.donated for each in first if isinstance(each, Execute)]
@@ -395,7 +397,7 @@ def test_what_may_be_taken_over() -> None:
     assert donated(Node(0, (x, x))) == [()]
     assert donated(Node(0, (x, y)), Node(0, (y, z))) == [(0,), (0, 1)]
     assert donated(Node(0, (x, y)), outputs=(x,)) == [(1,)]
-    assert donated(Node(0, (x, y)), Node(0, (Value(0, 0), z)), given=()) == [(), (0,)]
+    assert donated(Node(0, (x, y)), Node(0, (ValueRef(0, 0), z)), given=()) == [(), (0,)]
 
 
 def test_a_buffer_that_one_host_still_needs_is_donated_by_none() -> None:
@@ -404,9 +406,9 @@ def test_a_buffer_that_one_host_still_needs_is_donated_by_none() -> None:
     program = Program(
         "uneven",
         (taking, computation(on_one_host)),
-        (Node(0, (Value(-1, 0),)), Node(1, (Value(-1, 0),))),
+        (Node(0, (ValueRef(-1, 0),)), Node(1, (ValueRef(-1, 0),))),
         (everywhere,),
-        (Output(Value(0, 0), everywhere), Output(Value(1, 0), on_one_host)),
+        (Output(ValueRef(0, 0), everywhere), Output(ValueRef(1, 0), on_one_host)),
         (0,),
     )
     plan = lower(program, BINDINGS)
@@ -417,12 +419,12 @@ def test_a_buffer_that_one_host_still_needs_is_donated_by_none() -> None:
 
 def test_bindings_are_those_that_a_host_needs() -> None:
     a, b = lies(ROWS, 0), lies(PAIR, 3)
-    program = Program("p", (computation(b),), (Node(0, (Value(-1, 0),)),), (a,), ())
+    program = Program("p", (computation(b),), (Node(0, (ValueRef(-1, 0),)),), (a,), ())
     named = {h.host: [b.slice for b in h.bindings] for h in lower(program, BINDINGS).hosts}
     assert named == {"a0": [0], "a1": [0], "b1": [0, 3]}
 
 
-def rejected(called: Computation, *args: Value, inputs: tuple[ArraySpec, ...] = ()) -> Program:
+def rejected(called: Computation, *args: ValueRef, inputs: tuple[ArraySpec, ...] = ()) -> Program:
     return Program("wrong", (called,), (Node(0, args),), inputs, ())
 
 
@@ -443,7 +445,7 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
         (
             rejected(
                 Computation("f", b"", Placement(0, (0,)), (lies(ONE, 1),), ()),
-                Value(-1, 0),
+                ValueRef(-1, 0),
                 inputs=(lies(ONE, 1),),
             ),
             PlacementError,
@@ -465,17 +467,17 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
             "'f' takes 1 arguments, .* gives it 0",
         ),
         (
-            rejected(computation(lies(PAIR, 0)), Value(0, 0)),
+            rejected(computation(lies(PAIR, 0)), ValueRef(0, 0)),
             ArgumentError,
             "uses value 0.0 where it does not exist",
         ),
         (
-            rejected(computation(lies(ROWS, 0)), Value(-1, 0), inputs=(OTHER_SHAPE,)),
+            rejected(computation(lies(ROWS, 0)), ValueRef(-1, 0), inputs=(OTHER_SHAPE,)),
             ArgumentError,
             r"gets float64\[8, 8\] where it takes float64\[4, 8\]",
         ),
         (
-            rejected(computation(lies(ONE, 9)), Value(-1, 0), inputs=(lies(ONE, 9),)),
+            rejected(computation(lies(ONE, 9)), ValueRef(-1, 0), inputs=(lies(ONE, 9),)),
             KeyError,
             "9",
         ),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pw.core.errors import ShardingError
-from pw.core.programs.plan import Piece, Route
+from pw.core.programs.plan import BoxCopy, Route
 from pw.core.programs.reshard import plan_routes, route_layout
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, Placement, Sharding, dtype_of
 from tests.stages.layouts import divisible_shape, pack, shardings, shards, unpack
@@ -89,21 +89,21 @@ def test_the_nearest_replica_gives_and_nothing_crosses_twice(
     assert routes == plan_routes(source, destination, here, there)
     pairs = [(route.source_host, route.destination_host) for route in routes]
     assert len(set(pairs)) == len(pairs)
-    assert {taker for _, taker in pairs} == {device.host for device in there}
+    assert {receiver for _, receiver in pairs} == {device.host for device in there}
     holders = defaultdict(set)
     for position, device in enumerate(here):
         holders[source.box(position)].add(device)
     arrived = defaultdict(set)
     for route in routes:
         for piece in route.pieces:
-            giver = here[piece.source_device]
-            takers = {there[position] for position in piece.destination_devices}
+            sender = here[piece.source_device]
+            receivers = {there[position] for position in piece.destination_devices}
             replicas = holders[source.box(piece.source_device)]
-            assert giver.host == route.source_host
-            assert {taker.host for taker in takers} == {route.destination_host}
-            if giver not in takers:
-                assert not takers & replicas, "a device that holds the box must take its own"
-            if giver.host != route.destination_host:
+            assert sender.host == route.source_host
+            assert {receiver.host for receiver in receivers} == {route.destination_host}
+            if sender not in receivers:
+                assert not receivers & replicas, "a device that holds the box must take its own"
+            if sender.host != route.destination_host:
                 assert route.destination_host not in {device.host for device in replicas}
                 carried = part(source.box(piece.source_device), piece.source_box)
                 assert carried not in arrived[route.destination_host]
@@ -116,7 +116,7 @@ def test_equal_boxes_move_as_one_whole_shard() -> None:
     whole = ((0, 2), (0, 3))
     routes = plan_routes(spec, spec, here, there)
     assert [(r.source_host, r.destination_host) for r in routes] == [("a0", "b0"), ("a1", "b1")]
-    assert routes[0].pieces == (Piece(0, whole, (0,), whole), Piece(1, whole, (1,), whole))
+    assert routes[0].pieces == (BoxCopy(0, whole, (0,), whole), BoxCopy(1, whole, (1,), whole))
     assert route_layout(routes[0], spec) == ((0, 64), 64 + 24)
 
 
@@ -125,17 +125,17 @@ def test_one_copy_serves_all_devices_of_a_host() -> None:
         spec_of(SPLIT, (4,)), spec_of(REPLICATED, (4,)), machine(4, 1, "a"), machine(1, 4, "b")
     )
     assert [route.pieces for route in routes] == [
-        (Piece(index, ((0, 1),), (0, 1, 2, 3), ((index, index + 1),)),) for index in range(4)
+        (BoxCopy(index, ((0, 1),), (0, 1, 2, 3), ((index, index + 1),)),) for index in range(4)
     ]
 
 
 def test_replica_hosts_share_the_work() -> None:
-    takers = 8
+    receivers = 8
     routes = plan_routes(
-        spec_of(REPLICATED, (takers,)),
-        spec_of(Sharding(("x",), (takers,), (("x",),)), (takers,)),
+        spec_of(REPLICATED, (receivers,)),
+        spec_of(Sharding(("x",), (receivers,), (("x",),)), (receivers,)),
         machine(4, 1, "a"),
-        machine(takers, 1, "b"),
+        machine(receivers, 1, "b"),
     )
     assert sorted(r.source_host for r in routes) == [f"a{i}" for i in range(4) for _ in range(2)]
 

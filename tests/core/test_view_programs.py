@@ -11,7 +11,7 @@ import pytest
 from pw.client.connection.views import KEPT, Views
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
 from pw.core.programs.lower import lower, lower_with_memory
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.program_checks import check_program
 from pw.core.programs.views import view_program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
@@ -96,9 +96,9 @@ def test_a_view_is_a_program_of_its_own() -> None:
     mixed = Program(
         "mixed",
         (*view.computations, doubled),
-        (*view.nodes, Node(1, (Value(0, 0),))),
+        (*view.nodes, Node(1, (ValueRef(0, 0),))),
         (FOUR,),
-        (Output(Value(1, 0), FOUR),),
+        (Output(ValueRef(1, 0), FOUR),),
     )
     with pytest.raises(ArgumentError, match="'mixed' makes a view and does something else"):
         check_program(mixed)
@@ -132,8 +132,8 @@ class Counted:
 def computing(spec: ArraySpec, donates: bool = False) -> Program:
     taken = (0,) if donates else ()
     one = Computation("f", b"digest", spec.placement, (spec,), (spec,), taken)
-    output = Output(Value(0, 0), spec)
-    return Program("f", (one,), (Node(0, (Value(-1, 0),)),), (spec,), (output,), taken)
+    output = Output(ValueRef(0, 0), spec)
+    return Program("f", (one,), (Node(0, (ValueRef(-1, 0),)),), (spec,), (output,), taken)
 
 
 APART: Any = ([FOUR], PIECES, [[(0, at)] for at in range(4)])

@@ -17,7 +17,7 @@ from pw.core.errors import ArgumentError
 from pw.core.platforms import platform_of
 from pw.core.programs.lower import lower
 from pw.core.programs.physical import Physical
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.programs.program_checks import check_program
 from pw.core.programs.ways import EdgeWay, Way, edges_of, reshard, reshard_of, written
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
@@ -70,13 +70,13 @@ def chosen(program: Program, *bindings: Binding) -> tuple[list[EdgeWay], Program
 
 def edge(source: ArraySpec, destination: ArraySpec, *bindings: Binding) -> EdgeWay:
     """Return the way of a result of one computation to the next one."""
-    nodes = (Node(0, (Value(-1, 0),)), Node(1, (Value(0, 0),)))
+    nodes = (Node(0, (ValueRef(-1, 0),)), Node(1, (ValueRef(0, 0),)))
     program = Program(
         "p",
         (step(source), step(destination)),
         nodes,
         (source,),
-        (Output(Value(1, 0), destination),),
+        (Output(ValueRef(1, 0), destination),),
     )
     (found,), _ = chosen(program, *bindings)
     return found
@@ -112,7 +112,7 @@ def test_slices_of_the_same_devices_are_one_place() -> None:
 
 
 def test_a_move_is_worth_less_compiling_than_a_step() -> None:
-    moved = Program("pw.put", (), (), (lies(16, 0),), (Output(Value(-1, 0), lies(16, 0, 1)),))
+    moved = Program("pw.put", (), (), (lies(16, 0),), (Output(ValueRef(-1, 0), lies(16, 0, 1)),))
     (found,), _ = chosen(moved, binding(0))
     assert found.way is Way.TRANSFERS
     assert Way.SLICES in found.estimates
@@ -134,7 +134,7 @@ def test_a_large_value_for_all_hosts_of_an_island_is_spread(mib: float, way: Way
 def test_islands_pass_a_large_value_on(mib: float, machine: str, parents: list[int]) -> None:
     bindings = [binding(number, 1, "cpu", machine) for number in range(8)]
     specs = [lies(mib, number, hosts=1) for number in range(8)]
-    outputs = tuple(Output(Value(-1, 0), spec) for spec in specs[1:])
+    outputs = tuple(Output(ValueRef(-1, 0), spec) for spec in specs[1:])
     edges, whole = chosen(Program("p", (), (), (specs[0],), outputs), *bindings)
     assert [specs.index(one.via or specs[0]) for one in edges] == parents
     passing = [whole.computations[node.computation].placement.slice for node in whole.nodes]
@@ -143,7 +143,7 @@ def test_islands_pass_a_large_value_on(mib: float, machine: str, parents: list[i
 
 def test_only_transfers() -> None:
     source, destination = lies(256, 0), lies(256, 0, 0)
-    program = Program("p", (), (), (source,), (Output(Value(-1, 0), destination),))
+    program = Program("p", (), (), (source,), (Output(ValueRef(-1, 0), destination),))
     edges = edges_of(program, Physical(program, {0: binding(0)}), only_transfers=True)
     assert [one.way for one in edges] == [Way.TRANSFERS]
     assert written(program, edges) is program
@@ -171,18 +171,18 @@ def test_clients_make_no_re_shards() -> None:
 
 def test_guards_and_counts_must_exist() -> None:
     """Otherwise lowering would fail in the controller, and not only for this client."""
-    spec, nothing = lies(1, 0), Value(-1, 3)
+    spec, nothing = lies(1, 0), ValueRef(-1, 3)
     call = Computation("f", b"", spec.placement, (spec,), (spec,))
-    given = Value(-1, 0)
+    given = ValueRef(-1, 0)
 
-    def check(node: Node, counts: Value | None = None) -> None:
-        output = Output(Value(0, 0), spec, counts)
+    def check(node: Node, counts: ValueRef | None = None) -> None:
+        output = Output(ValueRef(0, 0), spec, counts)
         check_program(Program("p", (call,), (node,), (spec,), (output,)))
 
     check(Node(0, (given,)))
     for node, words in (
         (Node(0, (given,), nothing), "does not exist"),
-        (Node(0, (given,), Value(0, 0)), "does not exist"),
+        (Node(0, (given,), ValueRef(0, 0)), "does not exist"),
         (Node(0, (given,), given), "no scalar boolean"),
         (Node(0, (given,), counted=((0, nothing),)), "does not exist"),
         (Node(0, (given,), counted=((1, given),)), "an argument that it does not have"),
@@ -263,7 +263,7 @@ def test_arrays_are_re_sharded_by_xla() -> None:
 def test_a_program_goes_all_ways_and_gives_what_jax_gives() -> None:
     meshes = [mesh_of(island) for island in range(4)]
     first = pw.jit(lambda x: x * 2, mesh=meshes[0], out_shardings=P("x"))
-    takers = [
+    receivers = [
         pw.jit(lambda x: x + 1, mesh=mesh, in_shardings=(P(),), out_shardings=P("x"))
         for mesh in meshes
     ]
@@ -271,7 +271,7 @@ def test_a_program_goes_all_ways_and_gives_what_jax_gives() -> None:
     @pw.program
     def step(x: pw.Array) -> list[pw.Array]:
         y = first(x)
-        return [take(y) for take in takers]
+        return [take(y) for take in receivers]
 
     value = np.arange(32, dtype=np.float32)
     for result in step(value):

@@ -19,7 +19,7 @@ from pw.core.dtypes import DTYPES
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, store_of
 from pw.core.landing import Landing
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from pw.transport.links.node import Node as Process
@@ -201,8 +201,8 @@ def test_a_program_of_garbage_fails(attacker: Attacker, kind: Kind, blob: bytes)
         computation = Computation(
             "f", digest(blob), spec.placement, given.pop("inputs"), given.pop("outputs"), **given
         )
-        args = tuple([Value(-1, 0)] * len(computation.inputs))
-        last = Value(0, 0) if computation.outputs else Value(-1, 0)
+        args = tuple([ValueRef(-1, 0)] * len(computation.inputs))
+        last = ValueRef(0, 0) if computation.outputs else ValueRef(-1, 0)
         body = Program("f", (computation,), (Node(0, args),), (spec,), (Output(last, spec),))
         artifacts = (msg.Artifact(digest(blob), blob),)
         attacker.tell(msg.RegisterProgram(program, Compact.of(body), artifacts))
@@ -233,7 +233,7 @@ def test_arrays_come_from_nowhere(attacker: Attacker, tmp_path: Path) -> None:
     attacker.tell(
         msg.RegisterProgram(
             program := attacker.id(),
-            Compact.of(Program("copy", (), (), (spec,), (Output(Value(-1, 0), spec),))),
+            Compact.of(Program("copy", (), (), (spec,), (Output(ValueRef(-1, 0), spec),))),
             (),
         )
     )

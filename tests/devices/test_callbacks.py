@@ -20,7 +20,7 @@ from pw.client.connection.runtime import Runtime
 from pw.client.session.thread_messages import Called
 from pw.core.ids import client_id
 from pw.core.messages import INLINE_BYTES
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import Stablehlo, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.devices.host.backend import ClientCall
@@ -201,8 +201,8 @@ class Session:
 
     def register(self, code: Stablehlo, inputs: list[ArraySpec], outputs: list[ArraySpec]) -> int:
         computation, artifact = of(code, inputs, outputs)
-        node = Node(0, tuple(Value(-1, index) for index in range(len(inputs))))
-        results = tuple(Output(Value(0, index), spec) for index, spec in enumerate(outputs))
+        node = Node(0, tuple(ValueRef(-1, index) for index in range(len(inputs))))
+        results = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(outputs))
         body = Program("f", (computation,), (node,), tuple(inputs), results)
         return self.runtime.register_program(body, {computation.artifact: artifact})
 

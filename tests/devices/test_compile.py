@@ -14,7 +14,7 @@ import pw
 from pw.client.connection.current import runtime as current_runtime
 from pw.client.connection.runtime import Runtime
 from pw.core.messages import Detail
-from pw.core.programs.program import Node, Output, Program, Value
+from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import Stablehlo, decode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.testing import InProcessCluster
@@ -38,8 +38,8 @@ def register(
 ) -> int:
     """A program of one computation."""
     computation, artifact = computation_of(code, inputs, outputs, donated)
-    node = Node(0, tuple(Value(-1, index) for index in range(len(inputs))))
-    results = tuple(Output(Value(0, index), spec) for index, spec in enumerate(outputs))
+    node = Node(0, tuple(ValueRef(-1, index) for index in range(len(inputs))))
+    results = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(outputs))
     body = Program("f", (computation,), (node,), tuple(inputs), results, donated)
     return session.register_program(body, {computation.artifact: artifact})
 
@@ -115,7 +115,7 @@ def test_arrays_move_between_memories(cluster: InProcessCluster) -> None:
     here = spec_of_shards((4,), "float32", first, is_stacked=True)
     there = spec_of_shards((4,), "float32", second, is_stacked=True, memory="unpinned_host")
     results = (here, there, aside)
-    outputs = tuple(Output(Value(-1, 0), spec) for spec in results)
+    outputs = tuple(Output(ValueRef(-1, 0), spec) for spec in results)
     program = session.register_program(Program("move", (), (), (aside,), outputs), {})
     x = np.arange(8, dtype=np.float32)
     made = session.run(program, [session.upload(x, aside)], 3)

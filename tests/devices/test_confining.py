@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pw.core.compact import Compact
-from pw.core.functions.parts import Share
+from pw.core.functions.parts import HostPart
 from pw.core.programs.program import Kind
 from pw.devices.python.confining import Bounds, environment
 from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
@@ -35,7 +35,7 @@ def call() -> Iterator[Call]:
         process = PythonProcess(dict, np.empty, bounds)
         processes.append(process)
         artifact = cloudpickle.dumps(lambda share, *arrays: [np.asarray(function())])
-        process.load(Load(b"k", artifact, Share("f", 0, 1, (), (), ())))
+        process.load(Load(b"k", artifact, HostPart("f", 0, 1, (), (), ())))
         (made,) = process.call(b"k", (), lambda is_error, text: None)
         return made
 

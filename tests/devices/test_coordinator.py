@@ -66,9 +66,9 @@ class Edge:
         self.world = World(seed)
         self.ends = {name: End(self.world, name) for name in ("a0", "b0", "b1")}
         self.source, self.wanted = vector(elements, 2), vector(elements, 1)
-        self.givers = (DeviceAddress("b0", 0), DeviceAddress("b1", 0))
-        self.taker = (DeviceAddress("a0", 0),)
-        self.routes = plan_routes(self.source, self.wanted, self.givers, self.taker)
+        self.sources = (DeviceAddress("b0", 0), DeviceAddress("b1", 0))
+        self.receiver = (DeviceAddress("a0", 0),)
+        self.routes = plan_routes(self.source, self.wanted, self.sources, self.receiver)
         self.whole = np.arange(elements)
         self.value = Value()
 
@@ -80,7 +80,7 @@ class Edge:
         receive = Receive(0, 9, self.wanted, self.routes, 1, self.source)
 
         a = self.ends["a0"]
-        a.actor.receiving.expect(run, receive, self.value, self.taker, a.arrived)
+        a.actor.receiving.expect(run, receive, self.value, self.receiver, a.arrived)
 
     def decline(self) -> None:
         """The launch at a0 will not come."""
@@ -99,7 +99,7 @@ class Edge:
         end = self.ends[f"b{rank}"]
         send = Send(0, 1, self.source, self.routes[rank])
         began = end.actor.runs.begin(run)
-        op = end.actor.sending.send_op(run, began, send, value, self.givers)
+        op = end.actor.sending.send_op(run, began, send, value, self.sources)
         end.backend.submit([op])
 
     def arrives(self) -> None:

@@ -26,7 +26,7 @@ from pw.core.ids import (
 from pw.core.packing import pack
 from pw.core.programs.lower import lower
 from pw.core.programs.plan import Execute
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices.host import backend as ops
 from pw.devices.host.launch_end import PROGRESS_SHARE
@@ -326,9 +326,9 @@ def two_sources(bench: Bench) -> Program:
     return Program(
         "sum",
         (add,),
-        (Node(0, (Value(-1, 0), Value(-1, 1))),),
+        (Node(0, (ValueRef(-1, 0), ValueRef(-1, 1))),),
         (bench.there, bench.third),
-        (Output(Value(0, 0), bench.here),),
+        (Output(ValueRef(0, 0), bench.here),),
     )
 
 
@@ -599,7 +599,7 @@ def test_only_what_no_later_computation_of_the_gang_reads_is_guarded() -> None:
     """A failure goes through those that read, so that the last ones show it."""
     bench = Bench("a1")
     body = chain([bench.wide] * 3)
-    aside = Node(0, (Value(0, 0),))
+    aside = Node(0, (ValueRef(0, 0),))
     bench.install(replace(body, nodes=(*body.nodes, aside)))
     (program,) = bench.host.executor.programs.values()
     (segment,) = program.segments.values()
@@ -652,9 +652,9 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
         replace(
             body,
             computations=(*body.computations, aside),
-            nodes=(body.nodes[0], Node(2, (Value(-1, 1),)), Node(1, (Value(0, 0),))),
+            nodes=(body.nodes[0], Node(2, (ValueRef(-1, 1),)), Node(1, (ValueRef(0, 0),))),
             inputs=(one, other),
-            outputs=(Output(Value(2, 0), one), Output(Value(1, 0), other)),
+            outputs=(Output(ValueRef(2, 0), one), Output(ValueRef(1, 0), other)),
         )
     )
     how = {"results": (client_id(1, 800), client_id(1, 801))}
@@ -726,8 +726,8 @@ def test_what_a_cancelled_run_has_not_made_is_lost_on_all_hosts_alike() -> None:
 def test_what_a_cancelled_run_has_made_stays() -> None:
     bench = Bench()
     body = chain([bench.here, bench.there, bench.here])
-    early = Output(Value(0, 0), bench.here)
-    given = Output(Value(-1, 0), bench.here)
+    early = Output(ValueRef(0, 0), bench.here)
+    given = Output(ValueRef(-1, 0), bench.here)
     program = bench.install(replace(body, outputs=(*body.outputs, early, given)))
     first, _ = bench.segments
     late, made, passed = (client_id(1, serial) for serial in (600, 601, 602))

@@ -27,10 +27,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pw.client.trace.stablehlo import artifact_of
 from pw.core.errors import ErrorReport
-from pw.core.programs.plan import Piece
+from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation, Kind
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
-from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Watch
+from pw.devices.host.backend import Build, Execute, Move, Op, Read, RunFunction, Watch
 from pw.devices.host.value import Value
 from pw.devices.jax import answers as jax_answers
 from pw.devices.jax.backend import JaxBackend
@@ -269,7 +269,7 @@ class Gate:
 
     def __init__(self, host: Host) -> None:
         self._event = threading.Event()
-        host.backend.submit([Call(lambda: self._event.wait(BOUND_S) and None)])
+        host.backend.submit([RunFunction(lambda: self._event.wait(BOUND_S) and None)])
 
     def open(self) -> None:
         self._event.set()
@@ -478,7 +478,7 @@ async def test_what_a_chain_has_read_is_freed_before_its_end(host: Host) -> None
         chain.append(Execute(b"k", (taken,), (made,)))
     between = [weakref.ref(value) for value in values[1:-1]]
     left: list[int] = []
-    chain.append(Call(lambda: left.append(sum(ref() is not None for ref in between))))
+    chain.append(RunFunction(lambda: left.append(sum(ref() is not None for ref in between))))
     chain.append(Watch((), done))
     del values, taken, made
     host.backend.submit(chain)
@@ -1182,7 +1182,7 @@ def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(
 
 
 def move(
-    host: Host, value: Value, source: ArraySpec, spec: ArraySpec, pieces: Sequence[Piece]
+    host: Host, value: Value, source: ArraySpec, spec: ArraySpec, pieces: Sequence[BoxCopy]
 ) -> Value:
     result = Value()
     host.backend.submit(
@@ -1191,8 +1191,8 @@ def move(
     return result
 
 
-def same(position: int, *destinations: int, size: int = 2) -> Piece:
-    return Piece(position, ((0, size),), destinations, ((0, size),))
+def same(position: int, *destinations: int, size: int = 2) -> BoxCopy:
+    return BoxCopy(position, ((0, size),), destinations, ((0, size),))
 
 
 @pytest.mark.parametrize(
@@ -1229,20 +1229,20 @@ def same(position: int, *destinations: int, size: int = 2) -> Piece:
         pytest.param(
             spec_of(sharding=REPLICATED),
             spec_of(sharding=FOUR),
-            [Piece(i, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
+            [BoxCopy(i, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
             False,
             id="slices where they are",
         ),
         pytest.param(
             spec_of(devices=(5,)),
             spec_of(sharding=FOUR),
-            [Piece(0, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
+            [BoxCopy(0, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
             False,
             id="slices of one shard",
         ),
     ],
 )
-def test_moves(source: ArraySpec, spec: ArraySpec, pieces: list[Piece], aliased: bool) -> None:
+def test_moves(source: ArraySpec, spec: ArraySpec, pieces: list[BoxCopy], aliased: bool) -> None:
     @on_host
     async def run(host: Host) -> None:
         await host.install(b"k", export(slow_add, [source], [source]))
@@ -1262,9 +1262,9 @@ def test_moves(source: ArraySpec, spec: ArraySpec, pieces: list[Piece], aliased:
 async def test_moves_that_do_not_cover_a_shard_fail(host: Host) -> None:
     source, spec = spec_of(), spec_of(sharding=FOUR)
     value = host.build(source, np.arange(8))
-    wrong = move(host, value, source, spec, [Piece(0, ((0, 1),), (0,), ((0, 1),))])
+    wrong = move(host, value, source, spec, [BoxCopy(0, ((0, 1),), (0,), ((0, 1),))])
     assert (await host.watch(wrong)).kind == "InternalError"
-    missing = move(host, value, source, spec, [Piece(0, ((0, 2),), (0,), ((0, 2),))])
+    missing = move(host, value, source, spec, [BoxCopy(0, ((0, 2),), (0,), ((0, 2),))])
     assert (await host.watch(missing)).kind == "InternalError"
 
 
@@ -1327,7 +1327,7 @@ async def test_a_failing_call_is_raised_on_the_loop(host: Host) -> None:
         raise ValueError("in its turn")
 
     future, done = host.answer()
-    host.backend.submit([Call(fail), Watch((), done)])
+    host.backend.submit([RunFunction(fail), Watch((), done)])
     assert await asyncio.wait_for(future, BOUND_S) is None
     assert str(await asyncio.wait_for(told, BOUND_S)) == "in its turn"
     host.loop.set_exception_handler(handler)

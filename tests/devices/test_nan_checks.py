@@ -15,7 +15,7 @@ import pw
 from pw.client.trace.export import Traced
 from pw.core.errors import ErrorReport
 from pw.core.messages import CallEnded
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec
 from pw.testing import InProcessCluster
 from tests.sched.test_rebuild import Cluster, X
@@ -139,8 +139,8 @@ def judged(spec: ArraySpec, then: ArraySpec, *, python: bool = False) -> Program
         checks=() if python else ("result",),
     )
     second = Computation("second", digest(b"1"), then.placement, (then,), (then,))
-    nodes = (Node(0, (Value(-1, 0),)), Node(1, (Value(0, 0),)))
-    outputs = (Output(Value(0, 0), spec), Output(Value(1, 0), then))
+    nodes = (Node(0, (ValueRef(-1, 0),)), Node(1, (ValueRef(0, 0),)))
+    outputs = (Output(ValueRef(0, 0), spec), Output(ValueRef(1, 0), then))
     return Program("judged", (first, second), nodes, (spec,), outputs)
 
 

@@ -79,10 +79,10 @@ class Bench:
         permits = {host: NO_SECRET.permit(ARRAY, host, "a") for _, host in sources}
         self.say(msg.Restore(ARRAY, ARRAY, self.spec, HERE, named, permits), CONTROL)
 
-    def offer(self, boxes: tuple[Box, ...], giver: str, to: str = "a") -> None:
+    def offer(self, boxes: tuple[Box, ...], holder: str, to: str = "a") -> None:
         """The controller offers a host what another one has."""
-        permit, proof = NO_SECRET.permit(ARRAY, giver, to), NO_SECRET.permit(ARRAY, CONTROLLER, to)
-        self.say(msg.OfferReplica(ARRAY, "int64", boxes, giver, permit, proof), CONTROL, to)
+        permit, proof = NO_SECRET.permit(ARRAY, holder, to), NO_SECRET.permit(ARRAY, CONTROLLER, to)
+        self.say(msg.OfferReplica(ARRAY, "int64", boxes, holder, permit, proof), CONTROL, to)
 
     def ask(
         self, request: int, by: str, *boxes: Box, permit: bytes | None = None, **how: Any
@@ -305,7 +305,7 @@ def test_only_the_controller_restores_and_drops() -> None:
         NO_SECRET.permit(ARRAY, "b", "c"),
         NO_SECRET.permit(ARRAY, CONTROLLER, "c"),
     ],
-    ids=["none", "guessed", "other array", "other host", "other giver", "the controller's"],
+    ids=["none", "guessed", "other array", "other host", "other holder", "the controller's"],
 )
 def test_a_host_gets_only_the_replicas_that_the_controller_permits(
     permit: bytes, early: bool

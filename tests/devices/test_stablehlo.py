@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Detail
-from pw.core.programs.plan import Piece
+from pw.core.programs.plan import BoxCopy
 from pw.core.programs.stablehlo import Facts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import Placement
 from pw.devices.host.backend import Move
@@ -299,7 +299,7 @@ async def test_arrays_in_host_memory(host: Host) -> None:
     pieces = [whole(here)] * 4
     for source, source_spec, spec in ((given, there, here), (on_device, here, there)):
         moved = Value()
-        parts = tuple(Piece(at, box, (at,), box) for at, box in enumerate(pieces))
+        parts = tuple(BoxCopy(at, box, (at,), box) for at, box in enumerate(pieces))
         devices = addresses(spec)
         host.backend.submit([Move(source, source_spec, devices, moved, spec, devices, parts)])
         wanted = await host.read(source, source_spec)

@@ -104,7 +104,7 @@ def test_what_is_written_is_read(devices: tuple[int, ...], is_replicated: bool) 
 def test_a_sharding_that_is_not_supported_is_named() -> None:
     proto = protos.message("xla.ifrt.ShardingProto")()
     proto.serialized_sharding.type_name = "xla::ifrt::Moebius"
-    with pytest.raises((statuses.Status, errors.VersionMismatch), match="Moebius"):
+    with pytest.raises((statuses.StatusError, errors.VersionMismatch), match="Moebius"):
         shardings.read(proto, SHAPE)
 
 
@@ -121,7 +121,7 @@ def test_a_sharding_that_is_not_supported_is_named() -> None:
     ],
 )
 def test_bytes_that_are_no_array_are_refused(data: bytes, shape: Any, strides: Any) -> None:
-    with pytest.raises(statuses.Status, match=f"a host buffer of {len(data)} bytes cannot be"):
+    with pytest.raises(statuses.StatusError, match=f"a host buffer of {len(data)} bytes cannot be"):
         shardings.strided(data, np.dtype(np.float32), shape, strides)
 
 
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_array_are_refused(data: bytes, shape: Any, strides: A
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (statuses.Status("ABORTED", "words"), "ABORTED"),
+        (statuses.StatusError("ABORTED", "words"), "ABORTED"),
         (errors.ArrayLost("words"), "DATA_LOSS"),
         (errors.HostLost("words"), "DATA_LOSS"),
         (errors.Disconnected("words"), "UNAVAILABLE"),

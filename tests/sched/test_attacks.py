@@ -22,7 +22,7 @@ from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.landing import Landing
 from pw.core.messages.checks import beyond_bounds, check_landing
 from pw.core.programs.lower import lower, lower_with_memory
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.spec_checks import check_spec
 from pw.core.sharding import (
     ArraySpec,
@@ -215,9 +215,9 @@ def one_call(spec: ArraySpec, **changed: Any) -> Program:
     body = Program(
         "f",
         (msgspec.structs.replace(computation, **changed.pop("computation", {})),),
-        (Node(0, (Value(-1, 0),)),),
+        (Node(0, (ValueRef(-1, 0),)),),
         (spec,),
-        (Output(Value(0, 0), spec),),
+        (Output(ValueRef(0, 0), spec),),
     )
     return msgspec.structs.replace(body, **changed)
 
@@ -233,17 +233,19 @@ PROGRAMS: dict[str, Callable[[ArraySpec], Program]] = {
     "a timeout that is no number": lambda spec: one_call(spec, timeout_s=float("nan")),
     "an endless timeout": lambda spec: one_call(spec, timeout_s=float("inf")),
     "a negative timeout": lambda spec: one_call(spec, timeout_s=-1.0),
-    "an unknown function": lambda spec: one_call(spec, nodes=(Node(1, (Value(-1, 0),)),)),
-    "a function before the first": lambda spec: one_call(spec, nodes=(Node(-1, (Value(-1, 0),)),)),
-    "an unknown value": lambda spec: one_call(spec, nodes=(Node(0, (Value(0, 0),)),)),
+    "an unknown function": lambda spec: one_call(spec, nodes=(Node(1, (ValueRef(-1, 0),)),)),
+    "a function before the first": lambda spec: one_call(
+        spec, nodes=(Node(-1, (ValueRef(-1, 0),)),)
+    ),
+    "an unknown value": lambda spec: one_call(spec, nodes=(Node(0, (ValueRef(0, 0),)),)),
     "a donated input that is not there": lambda spec: one_call(spec, donated=(1,)),
     "an input donated before the first": lambda spec: one_call(spec, donated=(-1,)),
     "an input donated twice": lambda spec: one_call(spec, donated=(0,) * 100_000),
     "an argument donated twice": lambda spec: one_call(spec, computation={"donated": (0, 0)}),
-    "many calls": lambda spec: one_call(spec, nodes=(Node(0, (Value(-1, 0),)),) * 100_000),
+    "many calls": lambda spec: one_call(spec, nodes=(Node(0, (ValueRef(-1, 0),)),) * 100_000),
     "many inputs": lambda spec: one_call(spec, inputs=(spec,) * 300_000),
     "many counts": lambda spec: one_call(
-        spec, nodes=(Node(0, (Value(-1, 0),), counted=((0, Value(-1, 0)),) * 300_000),)
+        spec, nodes=(Node(0, (ValueRef(-1, 0),), counted=((0, ValueRef(-1, 0)),) * 300_000),)
     ),
     "checks without flags": lambda spec: one_call(spec, computation={"checks": ("x",)}),
     "checks with too few flags": lambda spec: one_call(
@@ -290,9 +292,9 @@ def wide(arguments: int, donated: bool = True) -> tuple[Program, dict[int, Bindi
     body = Program(
         "f",
         (computation,),
-        (Node(0, tuple([Value(-1, index) for index in range(arguments)])),),
+        (Node(0, tuple([ValueRef(-1, index) for index in range(arguments)])),),
         (spec,) * arguments,
-        tuple([Output(Value(0, index), spec) for index in range(arguments)]),
+        tuple([Output(ValueRef(0, index), spec) for index in range(arguments)]),
         every,
     )
     return body, {1: Binding(1, "i", devices)}

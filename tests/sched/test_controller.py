@@ -13,7 +13,7 @@ from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, executor_of
 from pw.core.messages.checks import beyond_bounds
-from pw.core.programs.program import Node, Output, Program, Value
+from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.sched.control import uploads
 from pw.sched.control.runs import CREDITS_S
 from tests.stages.actors import FakeHost, World
@@ -218,8 +218,8 @@ def test_a_donated_array_is_gone_and_may_be_given_twice() -> None:
     client = stage.client
     x = client.upload(X, stage.spec)
     body = chain([stage.spec], donated=(0,))
-    nodes = (Node(0, (Value(-1, 0),)), Node(0, (Value(-1, 1),)))
-    outputs = tuple(Output(Value(node, 0), stage.spec) for node in (0, 1))
+    nodes = (Node(0, (ValueRef(-1, 0),)), Node(0, (ValueRef(-1, 1),)))
+    outputs = tuple(Output(ValueRef(node, 0), stage.spec) for node in (0, 1))
     twice = Program("twice", body.computations, nodes, body.inputs * 2, outputs, (0,))
     program = client.program(body)
     both = client.program(twice)
@@ -238,7 +238,7 @@ def test_a_run_names_each_of_its_results_once() -> None:
     stage = Stage()
     client = stage.client
     both = chain([stage.spec])
-    outputs = (Output(Value(0, 0), stage.spec),) * 2
+    outputs = (Output(ValueRef(0, 0), stage.spec),) * 2
     program = client.program(Program("both", both.computations, both.nodes, both.inputs, outputs))
     array = client.id()
     client.sent_runs += 1
@@ -264,7 +264,7 @@ def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
     broken = chain([stage.spec], b"nocompile", donated=(0,))
     x, y = client.upload(X, stage.spec), client.upload(X, stage.spec)
     (z,) = client.run(client.program(broken, b"nocompile"), x)
-    both = Program("both", (), (), (stage.spec,) * 2, (Output(Value(-1, 1), stage.spec),), (0,))
+    both = Program("both", (), (), (stage.spec,) * 2, (Output(ValueRef(-1, 1), stage.spec),), (0,))
     (w,) = client.run(client.program(both), y, client.id())
     assert stage.failure(z).kind == "CompileError"
     assert stage.failure(w).kind == "ArrayDeleted"

@@ -10,27 +10,32 @@ from pw.core import messages as msg
 from pw.core.actors.lifecycle import ImpossibleTransition, Lifecycle
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id
-from pw.sched.island.launch_states import LAUNCH, Event, SegmentTask, State
+from pw.sched.island.launch_states import LAUNCH, LaunchEvent, LaunchState, SegmentTask
 from pw.testing.sim.profiles import PROFILES
 from pw.testing.sim.runner import simulate
 from tests.sched.test_scheduler import Bench
 
-FINAL = {State.ENDED, State.CANCELLED, State.LOST}
-QUEUED = {State.WAITING, State.ELIGIBLE, State.READY, State.REFUSED}
+FINAL = {LaunchState.ENDED, LaunchState.CANCELLED, LaunchState.LOST}
+QUEUED = {LaunchState.WAITING, LaunchState.ELIGIBLE, LaunchState.READY, LaunchState.REFUSED}
 
 
 def test_the_table_is_whole() -> None:
-    assert set(LAUNCH.table) == set(State)
-    assert {state for state in State if not LAUNCH.table[state]} == FINAL
+    assert set(LAUNCH.table) == set(LaunchState)
+    assert {state for state in LaunchState if not LAUNCH.table[state]} == FINAL
     for state in QUEUED:
-        assert LAUNCH.after(state, Event.CANCEL) is State.CANCELLED
-        assert LAUNCH.after(state, Event.LOSE) is State.LOST
+        assert LAUNCH.after(state, LaunchEvent.CANCEL) is LaunchState.CANCELLED
+        assert LAUNCH.after(state, LaunchEvent.LOSE) is LaunchState.LOST
 
 
-@pytest.mark.parametrize("state", sorted(State))
-def test_only_a_launch_that_may_go_is_launched_and_only_one_in_flight_ends(state: State) -> None:
-    may_go = {State.ELIGIBLE, State.READY}
-    for event, allowed in ((Event.LAUNCH, may_go), (Event.END, {State.IN_FLIGHT})):
+@pytest.mark.parametrize("state", sorted(LaunchState))
+def test_only_a_launch_that_may_go_is_launched_and_only_one_in_flight_ends(
+    state: LaunchState,
+) -> None:
+    may_go = {LaunchState.ELIGIBLE, LaunchState.READY}
+    for event, allowed in (
+        (LaunchEvent.LAUNCH, may_go),
+        (LaunchEvent.END, {LaunchState.IN_FLIGHT}),
+    ):
         if state not in allowed:
             with pytest.raises(ImpossibleTransition, match=event):
                 LAUNCH.after(state, event)
@@ -63,11 +68,11 @@ def test_a_launch_waits_until_uploads_and_producers_let_it_go() -> None:
     bench.tell(
         msg.SegmentLaunched(run, 3), msg.SegmentLaunched(run, 5), msg.SegmentDone(run, 3, 10)
     )
-    assert task.state is State.WAITING
+    assert task.state is LaunchState.WAITING
     bench.tell(msg.UploadEnded(watched.array))
-    assert task.state is State.IN_FLIGHT
+    assert task.state is LaunchState.IN_FLIGHT
     bench.end(bench.launches()[0])
-    assert task.state is State.ENDED
+    assert task.state is LaunchState.ENDED
 
 
 def test_a_launch_is_ready_when_its_producers_have_ended() -> None:
@@ -75,19 +80,19 @@ def test_a_launch_is_ready_when_its_producers_have_ended() -> None:
     for segment in (3, 5):
         task.producer_launched(segment)
         task.producer_ended(segment)
-    assert task.state is State.WAITING
+    assert task.state is LaunchState.WAITING
     (array,) = task.awaits
     task.upload_ended(array)
-    assert task.state is State.READY
+    assert task.state is LaunchState.READY
 
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_how_a_launch_is_taken_away(launched: bool) -> None:
     lost = msg.IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0")
     for message, queued, in_flight in (
-        (msg.CancelRun(Watched().submit.run), State.CANCELLED, State.IN_FLIGHT),
-        (msg.RemoveClient(1), State.CANCELLED, State.IN_FLIGHT),
-        (lost, State.LOST, State.LOST),
+        (msg.CancelRun(Watched().submit.run), LaunchState.CANCELLED, LaunchState.IN_FLIGHT),
+        (msg.RemoveClient(1), LaunchState.CANCELLED, LaunchState.IN_FLIGHT),
+        (lost, LaunchState.LOST, LaunchState.LOST),
     ):
         watched = Watched()
         task = watched.until_launched() if launched else watched.task
@@ -99,7 +104,9 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
     seen: Counter[tuple[str, str]] = Counter()
     after = Lifecycle.after
 
-    def watched(self: Lifecycle[State, Event], state: State, event: Event) -> State:
+    def watched(
+        self: Lifecycle[LaunchState, LaunchEvent], state: LaunchState, event: LaunchEvent
+    ) -> LaunchState:
         if self is LAUNCH:
             seen[state, event] += 1
         return after(self, state, event)
@@ -107,6 +114,6 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Lifecycle, "after", watched)
     for seed in range(3):
         assert simulate(seed, PROFILES["chaos"]).violation is None
-    possible = {(state, event) for state in State for event in LAUNCH.table[state]}
-    of_quarantine = {at for at in possible if State.REFUSED in (at[0], LAUNCH.after(*at))}
+    possible = {(state, event) for state in LaunchState for event in LAUNCH.table[state]}
+    of_quarantine = {at for at in possible if LaunchState.REFUSED in (at[0], LAUNCH.after(*at))}
     assert possible - of_quarantine <= seen.keys()

@@ -9,7 +9,7 @@ import pytest
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
-from pw.core.programs.program import Kind, Output, Program, Value
+from pw.core.programs.program import Kind, Output, Program, ValueRef
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
@@ -116,7 +116,7 @@ def test_what_was_on_a_slice_that_cannot_be_had_again_is_lost() -> None:
         body.computations,
         body.nodes,
         body.inputs,
-        (*body.outputs, Output(Value(0, 0), split(9, 2))),
+        (*body.outputs, Output(ValueRef(0, 0), split(9, 2))),
     )
     history.lineage.add_run(1, program(aside), (X,), (1, 2))
     history.lineage.release([2])

@@ -17,8 +17,8 @@ from pw.core.errors import ErrorReport, TransferFailed
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
 from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.peak import IslandMemory, OutputMemory
-from pw.core.programs.plan import Execute, Free, HostPlan, Plan, Receive
-from pw.core.programs.program import Node, Output, Program, Value
+from pw.core.programs.plan import BoundProgram, Execute, Free, HostPlan, Receive
+from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.island.admission import PATIENCE
@@ -63,7 +63,7 @@ def test_arguments_count_as_nothing_and_values_until_their_last_use() -> None:
     assert peaks(chain([here])) == {"a": SHARD}
     assert peaks(chain([here] * 2)) == {"a": 2 * SHARD}
     assert peaks(chain([here] * 9)) == {"a": 2 * SHARD}
-    every = tuple(Output(Value(node, 0), here) for node in range(9))
+    every = tuple(Output(ValueRef(node, 0), here) for node in range(9))
     all_kept = msgspec.structs.replace(chain([here] * 9), outputs=every)
     assert peaks(all_kept) == {"a": 9 * SHARD}
 
@@ -82,8 +82,8 @@ def test_what_arrives_from_another_island_counts_from_the_start_of_its_segment()
     assert peaks(chain([here, there])) == {"a": SHARD, "b": 2 * SHARD}
     assert peaks(copy(here, there)) == {"a": 0, "b": SHARD}
     stage = chain([there]).computations[0]
-    nodes = (Node(0, (Value(-1, 0),)), Node(0, (Value(0, 0),)), Node(0, (Value(-1, 1),)))
-    outputs = (Output(Value(1, 0), there), Output(Value(2, 0), there))
+    nodes = (Node(0, (ValueRef(-1, 0),)), Node(0, (ValueRef(0, 0),)), Node(0, (ValueRef(-1, 1),)))
+    outputs = (Output(ValueRef(1, 0), there), Output(ValueRef(2, 0), there))
     late = Program("late", (stage,), nodes, (here, here), outputs)
     assert peaks(late) == {"a": 0, "b": 3 * SHARD}, "the second arrives before the first is used"
 
@@ -117,7 +117,7 @@ def test_outputs_say_whose_buffer_they_are() -> None:
     here = split(1, 1)
     program = msgspec.structs.replace(
         chain([here]),
-        outputs=tuple(Output(Value(node, 0), here) for node in (0, -1, 0)),
+        outputs=tuple(Output(ValueRef(node, 0), here) for node in (0, -1, 0)),
     )
     (memory,) = lower_with_memory(program, ONE_HOST)[1]
     assert [output.shard_bytes for output in memory.outputs] == [SHARD] * 3
@@ -148,7 +148,7 @@ def test_islands_admit_a_run_together_if_any_of_several_has_a_limit(
         assert submit.islands == admitting
 
 
-def highest(program: Program, plan: Plan) -> dict[DeviceAddress, int]:
+def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
     """The most that each device holds if every host simply goes through its list, from the plan alone."""
     specs: dict[int, ArraySpec] = dict(enumerate(program.inputs))
     for node in program.nodes:
@@ -282,14 +282,14 @@ def test_bytes_come_back_when_no_run_in_flight_can_read_them() -> None:
     ledger = Ledger()
     ledger.memory.place(1, (DEVICE,), 30)
     reader = ledger.memory.reserve(ledger.program(needs(0, inputs=1)), (1,), ())
-    taker = ledger.memory.reserve(
+    receiver = ledger.memory.reserve(
         ledger.program(needs(0, inputs=1, donated=(0,), outputs=(30,))), (1,), (2,)
     )
     assert reader
-    assert taker
+    assert receiver
     ledger.memory.release(1)
     assert ledger.used == 30
-    ledger.memory.end(taker)
+    ledger.memory.end(receiver)
     assert ledger.used == 60, "the reader has not ended"
     ledger.memory.end(reader)
     assert ledger.used == 30

@@ -21,7 +21,7 @@ from pw.core.ids import (
     store_of,
 )
 from pw.core.packing import pack
-from pw.core.programs.program import Node, Output, Value
+from pw.core.programs.program import Node, Output, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.host.replica_memory import KEEP_S
 from pw.sched.control.lineage import AGAIN_S, DOUBLINGS
@@ -560,7 +560,7 @@ def test_a_run_waits_no_more_for_an_upload_that_went_with_another_island(
     cluster = Cluster()
     client, world = cluster.client, cluster.world
     reads_second = msgspec.structs.replace(
-        chain([cluster.a]), nodes=(Node(0, (Value(-1, 1),)),), inputs=(cluster.b, cluster.a)
+        chain([cluster.a]), nodes=(Node(0, (ValueRef(-1, 1),)),), inputs=(cluster.b, cluster.a)
     )
     program = client.program(reads_second)
     world.settle()
@@ -634,7 +634,7 @@ def given_back(kind: str, cluster: Cluster, given: ArraySpec) -> tuple[int, int,
         (y,) = client.run(program, X)
         value = X + 3
     elif kind == "second result":
-        two = (Output(Value(0, 0), cluster.b), Output(Value(0, 0), given))
+        two = (Output(ValueRef(0, 0), cluster.b), Output(ValueRef(0, 0), given))
         program = client.program(msgspec.structs.replace(chain([cluster.b]), outputs=two))
         y, aside = client.run(program, X)
         client.delete(aside)

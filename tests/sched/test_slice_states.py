@@ -8,29 +8,29 @@ import pytest
 
 from pw.core.actors.lifecycle import ImpossibleTransition, Lifecycle
 from pw.core.messages import AllocateSlice
-from pw.sched.cluster.slice_states import SLICE, Event, Slice, State
+from pw.sched.cluster.slice_states import SLICE, BoundSlice, SliceEvent, SliceState
 from pw.testing.sim.profiles import PROFILES
 from pw.testing.sim.runner import simulate
 
-FINAL = {State.REFUSED, State.RELEASED}
+FINAL = {SliceState.REFUSED, SliceState.RELEASED}
 
 
 def test_the_table_is_whole() -> None:
-    assert set(SLICE.table) == set(State)
-    assert {state for state in State if not SLICE.table[state]} == FINAL
+    assert set(SLICE.table) == set(SliceState)
+    assert {state for state in SliceState if not SLICE.table[state]} == FINAL
 
 
-@pytest.mark.parametrize("state", sorted(State))
-def test_what_can_happen_in_each_state(state: State) -> None:
+@pytest.mark.parametrize("state", sorted(SliceState))
+def test_what_can_happen_in_each_state(state: SliceState) -> None:
     allowed = {
-        Event.PARK: {State.REQUESTED, State.PARKED, State.BOUND},
-        Event.BIND: {State.REQUESTED, State.PARKED},
-        Event.REBIND: {State.BOUND},
-        Event.MOVE: {State.BOUND},
-        Event.REFUSE: {State.REQUESTED, State.PARKED, State.BOUND},
-        Event.RELEASE: {State.PARKED, State.BOUND},
+        SliceEvent.PARK: {SliceState.REQUESTED, SliceState.PARKED, SliceState.BOUND},
+        SliceEvent.BIND: {SliceState.REQUESTED, SliceState.PARKED},
+        SliceEvent.REBIND: {SliceState.BOUND},
+        SliceEvent.MOVE: {SliceState.BOUND},
+        SliceEvent.REFUSE: {SliceState.REQUESTED, SliceState.PARKED, SliceState.BOUND},
+        SliceEvent.RELEASE: {SliceState.PARKED, SliceState.BOUND},
     }
-    for event in Event:
+    for event in SliceEvent:
         if state in allowed[event]:
             assert SLICE.after(state, event)
         else:
@@ -39,11 +39,11 @@ def test_what_can_happen_in_each_state(state: State) -> None:
 
 
 def test_a_slice_keeps_its_positions_until_it_moves() -> None:
-    piece = Slice(AllocateSlice(1, 2, None, None, None))
-    piece.bound(Event.BIND, "a", ((0, 0), (0, 1)))
-    piece.bound(Event.REBIND, "a", piece.positions)
-    assert (piece.state, piece.island, piece.positions) == (State.BOUND, "a", ((0, 0), (0, 1)))
-    piece.bound(Event.MOVE, "b", ((1, 0), (1, 1)))
+    piece = BoundSlice(AllocateSlice(1, 2, None, None, None))
+    piece.bound(SliceEvent.BIND, "a", ((0, 0), (0, 1)))
+    piece.bound(SliceEvent.REBIND, "a", piece.positions)
+    assert (piece.state, piece.island, piece.positions) == (SliceState.BOUND, "a", ((0, 0), (0, 1)))
+    piece.bound(SliceEvent.MOVE, "b", ((1, 0), (1, 1)))
     assert (piece.island, piece.positions) == ("b", ((1, 0), (1, 1)))
 
 
@@ -51,18 +51,20 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
     seen: Counter[tuple[str, str]] = Counter()
     after = Lifecycle.after
 
-    def watched(self: Lifecycle[State, Event], state: State, event: Event) -> State:
+    def watched(
+        self: Lifecycle[SliceState, SliceEvent], state: SliceState, event: SliceEvent
+    ) -> SliceState:
         if self is SLICE:
             seen[state, event] += 1
         return after(self, state, event)
 
     monkeypatch.setattr(Lifecycle, "after", watched)
-    possible = {(state, event) for state in State for event in SLICE.table[state]}
+    possible = {(state, event) for state in SliceState for event in SLICE.table[state]}
     # Islands of the simulator do not come back smaller, nor stay away for good: see test_resources.
     elsewhere = {
-        (State.BOUND, Event.MOVE),
-        (State.BOUND, Event.REFUSE),
-        (State.PARKED, Event.REFUSE),
+        (SliceState.BOUND, SliceEvent.MOVE),
+        (SliceState.BOUND, SliceEvent.REFUSE),
+        (SliceState.PARKED, SliceEvent.REFUSE),
     }
     for seed in range(40):  # only some lose a host that a slice has named
         for profile in ("slices", "restarts"):

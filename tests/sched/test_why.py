@@ -22,7 +22,7 @@ import pw
 from pw.client.connection import current
 from pw.client.connection.waiting import POLL_S, Waiting
 from pw.core import messages as msg
-from pw.core.actors.watchdog import STALL_S, Look, Watchdog
+from pw.core.actors.watchdog import STALL_S, LookForStall, Watchdog
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
 from pw.core.programs.lower import lower
 from pw.core.sharding import Binding, DeviceAddress, Placement
@@ -311,7 +311,7 @@ def test_a_watchdog_counts_from_what_went_on_last() -> None:
             return self.now
 
         def call_later(self, delay_s: float, note: object) -> None:
-            assert isinstance(note, Look)
+            assert isinstance(note, LookForStall)
             self.alarms.append(Alarm(self.now + delay_s, None, note))  # type: ignore[arg-type]
 
     env = Env()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pw.cli.main import app
 from pw.cli.sim import replay
 from pw.core.actors.actor import Actor, Env
-from pw.core.actors.watchdog import Look
+from pw.core.actors.watchdog import LookForStall
 from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
 from pw.core.ids import Address
 from pw.core.messages import HoldsNoMore, PeerLost, Ready
@@ -243,7 +243,7 @@ def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) ->
 
 def test_a_trace_names_messages_that_say_nothing_more() -> None:
     assert describe(HoldsNoMore()) == "HoldsNoMore()"
-    assert describe(Look()) == "Look()"
+    assert describe(LookForStall()) == "LookForStall()"
 
 
 # --- values ------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class FakeBackend:
             error = ErrorReport.of(CompileError("no such thing"), self.name)
         else:  # behind what was forgotten before, as on a device thread
             entry = (computation, artifact, devices)
-            self.queue.append(ops.Call(lambda: self.installed.update({key: entry})))
+            self.queue.append(ops.RunFunction(lambda: self.installed.update({key: entry})))
         self.world.happenings[self.name].append(lambda: done(error))
 
     def compile(
@@ -128,16 +128,16 @@ class FakeBackend:
         told: Any
         try:
             told = examined(artifact, detail)
-            self.queue.append(ops.Call(lambda: self.kept.add(key)))
+            self.queue.append(ops.RunFunction(lambda: self.kept.add(key)))
         except CompileError as error:
             told = ErrorReport.of(error, self.name)
         self.world.happenings[self.name].append(lambda: done(told))
 
     def forget(self, key: bytes) -> None:
-        self.queue.append(ops.Call(lambda: self.kept.discard(key)))
-        self.queue.append(ops.Call(lambda: self.installed.pop(key, None) and None))
+        self.queue.append(ops.RunFunction(lambda: self.kept.discard(key)))
+        self.queue.append(ops.RunFunction(lambda: self.installed.pop(key, None) and None))
 
-    def take_calls(self, taker: Callable[[ops.ClientCall], None]) -> None:
+    def take_calls(self, handler: Callable[[ops.ClientCall], None]) -> None:
         """Take nothing: no computation calls its client."""
 
     def submit(self, batch: Sequence[ops.Op]) -> None:
@@ -225,7 +225,7 @@ class FakeBackend:
             return
         self.queue.popleft()
         post = self.world.happenings[self.name].append
-        if isinstance(head, ops.Call):
+        if isinstance(head, ops.RunFunction):
             head.function()
         elif isinstance(head, ops.Watch):
             error = next((e for e in map(_failure, head.values) if e is not None), None)

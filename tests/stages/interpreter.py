@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from pw.core.programs.plan import Execute, Free, Instruction, Plan, Receive, Send
+from pw.core.programs.plan import BoundProgram, Execute, Free, Instruction, Receive, Send
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from tests.stages.layouts import pack, shards, unpack
@@ -39,7 +39,12 @@ class Interpreter:
     """Runs one plan once, choosing at random what happens next."""
 
     def __init__(
-        self, program: Program, plan: Plan, inputs: list[np.ndarray], seed: int, strict: bool
+        self,
+        program: Program,
+        plan: BoundProgram,
+        inputs: list[np.ndarray],
+        seed: int,
+        strict: bool,
     ) -> None:
         self.program, self.plan, self.strict = program, plan, strict
         self.random = random.Random(seed)

@@ -21,7 +21,7 @@ from jaxlib import xla_client
 
 from pw.client.connection import current
 from pw.core.errors import Disconnected, InsufficientDevices
-from pw.core.programs.program import Computation, Program, Value
+from pw.core.programs.program import Computation, Program, ValueRef
 from pw.core.programs.stablehlo import Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
 from pw.devices.jax import making, modules
@@ -130,19 +130,19 @@ class LocalRuntime:
         assert len(args) == len(graph.inputs)
         assert len(graph.outputs) == results
         self.runs.append((program, list(args)))
-        values: dict[Value, np.ndarray[Any, Any]] = {}
+        values: dict[ValueRef, np.ndarray[Any, Any]] = {}
         for index, (arg, spec) in enumerate(zip(args, graph.inputs, strict=True)):
             if isinstance(arg, bytes):
                 value = np.frombuffer(arg, dtype_of(spec.dtype)).reshape(spec.shape)
             else:
                 value = self.arrays[arg]
             assert (value.shape, value.dtype) == (spec.shape, dtype_of(spec.dtype))
-            values[Value(-1, index)] = value
+            values[ValueRef(-1, index)] = value
         for number, node in enumerate(graph.nodes):
             computation = graph.computations[node.computation]
             made = self._execute(computation, [values[arg] for arg in node.args])
             for index, value in enumerate(made):
-                values[Value(number, index)] = value
+                values[ValueRef(number, index)] = value
         for index in graph.donated:
             if not isinstance(arg := args[index], bytes):
                 del self.arrays[arg]

@@ -12,7 +12,7 @@ from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.packing import pack
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import (
     ArraySpec,
     Placement,
@@ -51,14 +51,14 @@ def chain(specs: list[ArraySpec], blob: bytes = b"1", donated: tuple[int, ...] =
         Computation(f"stage {index}", digest(blob), spec.placement, (spec,), (spec,))
         for index, spec in enumerate(specs)
     )
-    nodes = tuple(Node(index, (Value(index - 1, 0),)) for index in range(len(specs)))
-    output = Output(Value(len(specs) - 1, 0), specs[-1])
+    nodes = tuple(Node(index, (ValueRef(index - 1, 0),)) for index in range(len(specs)))
+    output = Output(ValueRef(len(specs) - 1, 0), specs[-1])
     return Program("chain", computations, nodes, (specs[0],), (output,), donated)
 
 
 def copy(source: ArraySpec, destination: ArraySpec) -> Program:
     """No computation: an array as another spec wants it."""
-    return Program("copy", (), (), (source,), (Output(Value(-1, 0), destination),))
+    return Program("copy", (), (), (source,), (Output(ValueRef(-1, 0), destination),))
 
 
 class Client(Recorder):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.devices.host.backend import Call
+from pw.devices.host.backend import RunFunction
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 
@@ -42,7 +42,7 @@ def held(cluster: InProcessCluster, host: int = 0) -> Iterator[None]:
         reached.set()
         gate.wait(BOUND_S)
 
-    cluster.hosts[host].backend.submit((Call(wait),))
+    cluster.hosts[host].backend.submit((RunFunction(wait),))
     assert reached.wait(BOUND_S)
     try:
         yield

@@ -14,12 +14,12 @@ from pw.client.connection.waiting import Waiting
 from pw.client.session.thread_messages import (
     Ask,
     AskCompiler,
+    DescribeCheckpoint,
     Listen,
-    Look,
     StartTimeline,
     StopTimeline,
 )
-from pw.client.session.timelines import Source
+from pw.client.session.timelines import RecordedProcess
 from pw.client.show.live import About, patiently
 from pw.core import messages as msg
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
@@ -108,9 +108,11 @@ class Questions:
         self._answered(ready, timeout_s)
         return number
 
-    def stop_timeline(self, number: int, timeout_s: float = STATUS_S) -> tuple[Source, ...]:
+    def stop_timeline(
+        self, number: int, timeout_s: float = STATUS_S
+    ) -> tuple[RecordedProcess, ...]:
         """End a timeline, and return what each process has recorded. Raises ConnectionFailed."""
-        collected: Future[tuple[Source, ...]] = Future()
+        collected: Future[tuple[RecordedProcess, ...]] = Future()
         self._post(StopTimeline(number, collected))
         return self._answered(collected, timeout_s)
 
@@ -161,7 +163,9 @@ class Questions:
     def look(self, path: str, placement: Placement) -> Future[msg.Described]:
         """Ask for the description of the checkpoint at `path`, as the hosts of this placement see it."""
         answer: Future[msg.Described] = self.waiting(f"the description of {path}")
-        self._post(Look(path, ArraySpec((), "bool", Sharding((), ()), placement), answer))
+        self._post(
+            DescribeCheckpoint(path, ArraySpec((), "bool", Sharding((), ()), placement), answer)
+        )
         return answer
 
     def compile(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.feeding.source import Position, Source
+from pw.client.feeding.source import Position, StreamSource
 from pw.client.trace.host_function import structure
 from pw.client.transfer import put
 from pw.core.functions.feeding import Feeder, Note, note_of
@@ -24,7 +24,7 @@ _LOOK_S = 0.5
 class InClient:
     """Makes the elements of a stream in this process, from a position on."""
 
-    def __init__(self, source: Source, position: Position) -> None:
+    def __init__(self, source: StreamSource, position: Position) -> None:
         source.mesh.check_alive()
         self._source = source
         self.position = position = position.fitting(1, source.room)
@@ -59,7 +59,7 @@ class InClient:
 
 
 def _feed(
-    source: Source,
+    source: StreamSource,
     position: Position,
     made: queue.Queue[tuple[Any, Note] | BaseException],
     closed: threading.Event,

@@ -17,13 +17,13 @@ import numpy as np
 from pw.client.arrays.array import Array
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
-from pw.client.feeding.source import Position, Source, notes_of
+from pw.client.feeding.source import Position, StreamSource, notes_of
 from pw.client.trace.host_function import pickled, structure
 from pw.client.trace.launch import Feed, Launch
 from pw.core.errors import ResultMismatch
 from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, request
 from pw.core.functions.prefetch import Ahead
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 
 
 class _Begun(NamedTuple):
@@ -34,7 +34,7 @@ class _Begun(NamedTuple):
 class OnHosts:
     """Has hosts make the elements of a stream, from a position on."""
 
-    def __init__(self, source: Source, position: Position) -> None:
+    def __init__(self, source: StreamSource, position: Position) -> None:
         mesh = source.mesh
         mesh.check_alive()
         self._source = source
@@ -65,9 +65,9 @@ class OnHosts:
         program = Program(
             source.name,
             (computation,),
-            (Node(0, tuple(Value(-1, index) for index in range(len(inputs)))),),
+            (Node(0, tuple(ValueRef(-1, index) for index in range(len(inputs)))),),
             specs,
-            tuple(Output(Value(0, at), type_.spec) for at, type_ in enumerate(results)),
+            tuple(Output(ValueRef(0, at), type_.spec) for at, type_ in enumerate(results)),
             timeout_s=source.timeout_s,
         )
         session = source.mesh.runtime

@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<qqqq")
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class StreamSource:
     """A stream as the user described it."""
 
     name: str

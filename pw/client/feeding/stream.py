@@ -11,7 +11,7 @@ import jax
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.feeding.in_client import InClient
 from pw.client.feeding.on_hosts import OnHosts
-from pw.client.feeding.source import Position, Source
+from pw.client.feeding.source import Position, StreamSource
 from pw.client.trace.host_function import declared, output_types, takes_part
 from pw.client.trace.prefixes import mesh_in, spread
 from pw.core.errors import ArgumentError, PlacementError, PythonRefused
@@ -30,7 +30,7 @@ class Stream(Iterator[Any]):
     `pw.restore` with the stream in `like` returns another one that goes on from there.
     """
 
-    def __init__(self, source: Source, where: Where | None, start: Any = None) -> None:
+    def __init__(self, source: StreamSource, where: Where | None, start: Any = None) -> None:
         self._source = source
         self._where = where
         self._start = start
@@ -99,7 +99,7 @@ class Stream(Iterator[Any]):
     def __repr__(self) -> str:
         return f"<pw.Stream {self._source.name} on {self.where}>"
 
-    def _flat(self) -> tuple[tuple[Any], tuple[Source, Where | None]]:
+    def _flat(self) -> tuple[tuple[Any], tuple[StreamSource, Where | None]]:
         leaf = self._start
         if self._feed is not None or leaf is None:
             leaf = self._position().saved()
@@ -183,7 +183,7 @@ def stream(
                 f"like= of the stream {name!r} has typed PRNG keys, which have no numpy form; make "
                 "jax.random.key_data of them"
             )
-    source = Source(
+    source = StreamSource(
         name, begin, takes_part(begin), types, tree, mesh, prefetch, state_bytes, timeout or 0.0
     )
     return Stream(source, where)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pw.client.arrays.ragged import Ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.gradients.graph import Graph, Name, Piece, cut
+from pw.client.gradients.graph import Graph, Name, StagePiece, cut
 from pw.client.trace.export import jaxpr_of, tracing
 from pw.client.trace.function import Call, JitFunction
 from pw.core.errors import TracingError
@@ -204,7 +204,7 @@ class Derivative:
         return tree_unflatten(self._call.tree, values if chosen is None else _only(values, chosen))
 
     def _jit(
-        self, function: Any, piece: Piece, in_shardings: Any, out_shardings: Any
+        self, function: Any, piece: StagePiece, in_shardings: Any, out_shardings: Any
     ) -> JitFunction[..., Any]:
         function.__name__ = function.__qualname__ = piece.name
         return JitFunction(

@@ -13,10 +13,10 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.signature import describe_leaf
 from pw.client.gradients.derivative import is_inexact
 from pw.client.gradients.tape import Tape
+from pw.client.trace.argument_errors import in_words
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.in_words import in_words
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
@@ -89,7 +89,7 @@ def grad(
 
 
 def _recorded(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     fun: Callable[..., Any],
     name: str,
     numbers: Sequence[int],
@@ -144,7 +144,7 @@ def _watched(tape: Tape, name: str, args: tuple[Any, ...], at: int) -> tuple[lis
     return found, tree
 
 
-def _loss(recorder: Recorder, name: str, value: Any, has_aux: bool) -> Any:
+def _loss(recorder: ProgramRecorder, name: str, value: Any, has_aux: bool) -> Any:
     """Return the loss of what a function has returned. Raises ArgumentError."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise ArgumentError(

@@ -1,6 +1,6 @@
 """Parts of a jaxpr: what a stage, and each of its tasks, is made of.
 
-A `Piece` is a jaxpr whose arguments and results have names, such as ("param", 3). `Graph` takes a traced
+A `StagePiece` is a jaxpr whose arguments and results have names, such as ("param", 3). `Graph` takes a traced
 function apart: it returns the piece that computes some of its values from others.
 """
 
@@ -34,7 +34,7 @@ CHEAP = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StagePiece:
     """A function of named values: a part of a stage."""
 
     name: str
@@ -137,7 +137,7 @@ class Graph:
         gives: Mapping[Name, Any],
         names: Mapping[Any, Name],
         changed: Mapping[int, Any] | None = None,
-    ) -> Piece:
+    ) -> StagePiece:
         """Return the piece of these equations; it takes those variables of `names` that it uses.
 
         `changed` has other forms of some equations.
@@ -159,10 +159,10 @@ class Graph:
             debug_info=self.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
         )
         closed = jax.extend.core.ClosedJaxpr(jaxpr, list(constants.values()))
-        return Piece(name, closed, tuple(takes.values()), tuple(gives))
+        return StagePiece(name, closed, tuple(takes.values()), tuple(gives))
 
 
-def cut(graph: Graph, parts: Sequence[tuple[str, Sequence[Name]]], kind: str) -> list[Piece]:
+def cut(graph: Graph, parts: Sequence[tuple[str, Sequence[Name]]], kind: str) -> list[StagePiece]:
     """Cut a function into pieces, one after the other; each gives some of its results.
 
     An equation belongs to the first part that needs it. A later part that uses a value of an earlier one

@@ -35,7 +35,7 @@ from pw.client.trace.branch import Branch
 from pw.client.trace.cond import merged
 from pw.client.trace.jit import jit
 from pw.client.trace.joined.apart import apart, together
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.zeros import zeros
 from pw.core.errors import TracingError
@@ -65,10 +65,10 @@ class _Entry:
     branch: Branch | None
 
 
-class Tape(tapes.Tape):
+class Tape(tapes.CallTape):
     """The calls of one function that is differentiated."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self.outer = recorder.tape
         self._entries: list[_Entry] = []

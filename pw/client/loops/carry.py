@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
+from pw.client.trace.argument_errors import in_words
 from pw.client.trace.function import tree_flatten, tree_unflatten
-from pw.client.trace.in_words import in_words
 from pw.client.trace.predicate import checked_predicate
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.trial import Trial, trial
@@ -66,7 +66,7 @@ class Carry:
     """The leaves that the body does not return as they are."""
 
 
-def learn(recorder: Recorder, loop: Loop, signature: Sequence[Any]) -> Carry:
+def learn(recorder: ProgramRecorder, loop: Loop, signature: Sequence[Any]) -> Carry:
     """Trace a loop's functions, and return where the carry lies.
 
     Args:
@@ -113,7 +113,7 @@ def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
     return tuple(types)
 
 
-def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
+def _tried(recorder: ProgramRecorder, trying: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
     leaves = [trying.leaf(at, type_) for at, type_ in enumerate(given)]
     identities = [leaf.identity for leaf in leaves]
     carry = tree_unflatten(loop.tree, leaves)
@@ -158,7 +158,7 @@ def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) 
     )
 
 
-def _lifted(recorder: Recorder, loop: Loop, at: int, result: Any) -> ProgramTracer:
+def _lifted(recorder: ProgramRecorder, loop: Loop, at: int, result: Any) -> ProgramTracer:
     try:
         return recorder.lift(result)
     except ArgumentError:

@@ -1,7 +1,7 @@
-"""Drives a loop in portions: the hosts decide when it ends, and the client stays ahead of them.
+"""Drives a loop in bursts: the hosts decide when it ends, and the client stays ahead of them.
 
-Each portion takes the carry and the predicate of the one before, so it can be launched before that has ended.
-The client reads the predicate of each portion, and launches no more after a false one. The portions that are
+Each burst takes the carry and the predicate of the one before, so it can be launched before that has ended.
+The client reads the predicate of each burst, and launches no more after a false one. The bursts that are
 ahead then pass the carry on unchanged.
 
 After a loss the carry is computed again from the last of its replicas, or from the first carry. The controller
@@ -16,35 +16,35 @@ from collections.abc import Callable, Sequence
 
 from pw.client.arrays.array import Array
 from pw.client.checkpoint import checkpoint
-from pw.client.loops.iterations import Portions, State
+from pw.client.loops.iterations import Bursts, State
 from pw.core.errors import ComputationTimeout
 
 AHEAD = 3
-"""Portions in flight: one that runs, one that waits, and one on its way."""
+"""Bursts in flight: one that runs, one that waits, and one on its way."""
 
 PORTION_S = 0.050
-"""How long a portion should take. Other clients, `timeout=` and `pw.cancel` get their turn after it; a tenth
-of it is what a portion costs where client and hosts share two cores."""
+"""How long a burst should take. Other clients, `timeout=` and `pw.cancel` get their turn after it; a tenth
+of it is what a burst costs where client and hosts share two cores."""
 
 GROWTH = 4
-"""How much longer than an ended portion the next one may be."""
+"""How much longer than an ended burst the next one may be."""
 
 MOST = 1 << 20
-"""Iterations in a portion."""
+"""Iterations in a burst."""
 
 REPLICATED_PORTIONS = 1024
-"""After so many portions replicas of the carry are made; the controller keeps sixteen times as many runs."""
+"""After so many bursts replicas of the carry are made; the controller keeps sixteen times as many runs."""
 
 REPLICATED_VALUES = 1 << 18
-"""The same for arrays that portions have read and made together."""
+"""The same for arrays that bursts have read and made together."""
 
 PORTIONS_TIMED = 8
-"""The time of an iteration is that of the last so many portions: one alone may seem long, and the next one
+"""The time of an iteration is that of the last so many bursts: one alone may seem long, and the next one
 short, because the client or a host had to wait for a processor."""
 
 
 def drive(
-    portions: Portions,
+    bursts: Bursts,
     state: State,
     *,
     max_iterations: int | None,
@@ -55,7 +55,7 @@ def drive(
     """Return the last state of a loop, as soon as its arrays exist.
 
     Args:
-        portions: of the loop.
+        bursts: of the loop.
         state: the first one.
         max_iterations: the bound on iterations; None for none.
         timeout_s: seconds from now on; 0 for no limit.
@@ -79,10 +79,10 @@ def drive(
     try:
         while True:
             while len(ahead) < AHEAD and left != 0:
-                count = portions.iterations if left is None else min(portions.iterations, left)
-                if portions.sizes and count not in portions.sizes:
-                    count = max(size for size in portions.sizes if size <= count)
-                state = portions.portion(count, state)
+                count = bursts.iterations if left is None else min(bursts.iterations, left)
+                if bursts.sizes and count not in bursts.sizes:
+                    count = max(size for size in bursts.sizes if size <= count)
+                state = bursts.burst(count, state)
                 state[0].start_fetch()
                 ahead.append((state[0], count, clock()))
                 left = None if left is None else left - count
@@ -101,7 +101,7 @@ def drive(
             done += count
             if ended_s is not None:
                 timed.append((count, now_s - max(ended_s, launched_s)))
-                _adapt(portions, timed)
+                _adapt(bursts, timed)
             ended_s = now_s
         for leaf in state:
             leaf.start_wait()
@@ -118,15 +118,15 @@ def drive(
     return state
 
 
-def _adapt(portions: Portions, timed: Sequence[tuple[int, float]]) -> None:
-    """Choose the length of the next portions by the lengths and the times, in seconds, of the last ones."""
+def _adapt(bursts: Bursts, timed: Sequence[tuple[int, float]]) -> None:
+    """Choose the length of the next bursts by the lengths and the times, in seconds, of the last ones."""
     took_s = sum(seconds for _, seconds in timed)
     wanted = PORTION_S * sum(count for count, _ in timed) / max(took_s, 1e-6)
-    portions.iterations = int(max(1, min(wanted, timed[-1][0] * GROWTH, MOST)))
+    bursts.iterations = int(max(1, min(wanted, timed[-1][0] * GROWTH, MOST)))
 
 
 def _cancel(predicates: list[Array]) -> None:
-    """End the portions that are in flight."""
+    """End the bursts that are in flight."""
     session = predicates[0]._runtime
     if session.alive:
         session.cancel([member._id for more in predicates for member in more.members])

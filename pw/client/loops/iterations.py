@@ -18,7 +18,7 @@ from pw.client.loops.carry import Carry, Loop, as_type
 from pw.client.trace.cond import recorded
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArrayDeleted
@@ -74,40 +74,40 @@ def guarded(loop: Loop, carry: Carry, count: int, state: Sequence[Any]) -> State
     return [more, *leaves]
 
 
-def placed(recorder: Recorder, carry: Carry, leaves: Sequence[Any]) -> list[Any]:
+def placed(recorder: ProgramRecorder, carry: Carry, leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves of the first carry where the loop wants them."""
     pairs = zip(leaves, carry.types, strict=True)
     return [recorder.reshard(leaf, type_.sharding) for leaf, type_ in pairs]
 
 
-class Portions:
+class Bursts:
     """The computations or programs of a loop that the client drives."""
 
     def __init__(self, loop: Loop, carry: Carry, signature: Sequence[Any]) -> None:
         self._loop, self._carry = loop, carry
         self._taken = [at for at in sorted(carry.donated) if signature[at] is carry.types[at]]
-        """Leaves of a program that its first portion takes from the caller."""
+        """Leaves of a program that its first burst takes from the caller."""
         mesh = carry.mesh
         self.sizes = (1, 4, 16) if mesh is None else ()
-        """The possible numbers of iterations in a portion; empty if there may be any number."""
+        """The possible numbers of iterations in a burst; empty if there may be any number."""
         self.iterations = 1
-        """How many iterations the next portion has."""
+        """How many iterations the next burst has."""
         self._programs: dict[int, Callable[..., Any]] = {}
         self._start = self._start_of_program() if mesh is None else self._start_on(mesh)
-        self._portion = None if mesh is None else self._portion_on(mesh)
+        self._burst = None if mesh is None else self._portion_on(mesh)
 
     def start(self, leaves: Sequence[Any]) -> State:
         """Return arrays that are the loop's own, and the first predicate."""
         state: State = self._start(*leaves)
-        if self._portion is None:
+        if self._burst is None:
             for at in self._taken:
                 state.insert(1 + at, leaves[at])
         return state
 
-    def portion(self, count: int, state: State) -> State:
+    def burst(self, count: int, state: State) -> State:
         """Launch up to `count` iterations, which take over the carry."""
-        if self._portion is not None:
-            made: State = self._portion(count, *state)
+        if self._burst is not None:
+            made: State = self._burst(count, *state)
             return made
         run = self._programs.get(count)
         if run is None:
@@ -140,13 +140,13 @@ class Portions:
     def _portion_on(self, mesh: Mesh) -> Callable[..., Any]:
         loop, carry, types = self._loop, self._carry, self._carry.types
 
-        def portion(limit: Any, more: Any, *leaves: Any) -> State:
+        def burst(limit: Any, more: Any, *leaves: Any) -> State:
             return bounded(loop, carry, limit, more, leaves)
 
-        portion.__name__ = loop.name
+        burst.__name__ = loop.name
         shardings = [type_.sharding for type_ in types]
         return jit(
-            portion,
+            burst,
             mesh=mesh,
             in_shardings=(PartitionSpec(), PartitionSpec(), *shardings),
             out_shardings=[PartitionSpec(), *shardings],
@@ -171,23 +171,23 @@ class Portions:
     def _program(self, count: int) -> Callable[..., Any]:
         loop, carry = self._loop, self._carry
 
-        def portion(*state: Any) -> tuple[Any, list[Any]]:
+        def burst(*state: Any) -> tuple[Any, list[Any]]:
             more, *leaves = guarded(loop, carry, count, state)
             changed = [leaves[at] for at in carry.varying]
             _take_over(_recorder(), [state[1 + at] for at in carry.varying], loop.name)
             return more, changed
 
-        portion.__name__ = loop.name
-        return program(portion)
+        burst.__name__ = loop.name
+        return program(burst)
 
 
-def _recorder() -> Recorder:
+def _recorder() -> ProgramRecorder:
     recorder = recording()
     assert recorder is not None
     return recorder
 
 
-def _take_over(recorder: Recorder, leaves: Sequence[Any], name: str) -> None:
+def _take_over(recorder: ProgramRecorder, leaves: Sequence[Any], name: str) -> None:
     """Donate leaves, unless they are already donated."""
     for leaf in leaves:
         with suppress(ArrayDeleted):

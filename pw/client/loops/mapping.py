@@ -37,7 +37,7 @@ from pw.client.trace.function import (
 )
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
@@ -174,7 +174,7 @@ class _Places:
 
 
 def _tried(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     trying: Trial,
     fun: Callable[[Any], Any],
     tree: Any,
@@ -366,7 +366,7 @@ class _Alone:
         key = (tree, signature, current.runtime(), tracing_configuration())
         places = self._places.get(key)
         if places is None:
-            recorder = Recorder(f"map({name_of(self._fun)})")
+            recorder = ProgramRecorder(f"map({name_of(self._fun)})")
             with Recording(recorder), trial(recorder) as trying:
                 places = _tried(recorder, trying, self._fun, tree, signature)
             for stale in [known for known in self._places if not known[2].alive]:

@@ -2,7 +2,7 @@
 
 Its functions are traced to learn where they run (`pw.client.loops.carry`). On one mesh, iterations are one
 computation; on several, they are guarded computations of a program (`pw.client.loops.iterations`). A loop that
-is called alone runs in portions (`pw.client.loops.driver`).
+is called alone runs in bursts (`pw.client.loops.driver`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pw.client.arrays.signature import ArrayType, signature_of, tracing_configur
 from pw.client.connection import jax_backend
 from pw.client.loops.carry import Carry, Loop, as_type, learn
 from pw.client.loops.driver import drive
-from pw.client.loops.iterations import Portions, guarded, placed
+from pw.client.loops.iterations import Bursts, guarded, placed
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.jit import jit
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of, timeout_s_of
@@ -42,7 +42,7 @@ def while_loop(
 ) -> Any:
     """Return the first of `init_val`, `body_fun(init_val)`, ... for which `cond_fun` is false.
 
-    The functions call `pw.jit` functions on any devices. Called alone, the loop runs in portions of iterations,
+    The functions call `pw.jit` functions on any devices. Called alone, the loop runs in bursts of iterations,
     which its hosts run without waiting for the client, and returns when it has ended; it is kept for these two
     functions: define them once. In a `pw.program` it is a part of the program. In a `pw.jit` function it is
     `jax.lax.while_loop`.
@@ -123,7 +123,7 @@ def _in_jax(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Any:
 
 
 def _recorded(
-    recorder: Recorder, loop: Loop, limit: int | None, leaves: Sequence[Any]
+    recorder: ProgramRecorder, loop: Loop, limit: int | None, leaves: Sequence[Any]
 ) -> Sequence[Any]:
     """Record a loop in a program; returns the leaves of the last carry."""
     lifted = [_lifted(recorder, leaf) for leaf in leaves]
@@ -169,7 +169,7 @@ def _recorded(
     return guarded(loop, carry, limit, [more, *own])[1:]
 
 
-def _lifted(recorder: Recorder, leaf: Any) -> Any:
+def _lifted(recorder: ProgramRecorder, leaf: Any) -> Any:
     try:
         return recorder.lift(leaf)
     except ArgumentError:
@@ -185,14 +185,14 @@ def _no_carry(leaf: Any) -> ArgumentError:
 
 def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any]) -> Sequence[Any]:
     """Run a loop; returns the leaves of the last carry."""
-    portions = _portions(loop, leaves)
-    state = portions.start(leaves)
+    bursts = _bursts(loop, leaves)
+    state = bursts.start(leaves)
     name = f"pw.while_loop of {name_of(loop.body_fun)!r}"
-    return drive(portions, state, max_iterations=limit, timeout_s=timeout_s, name=name)[1:]
+    return drive(bursts, state, max_iterations=limit, timeout_s=timeout_s, name=name)[1:]
 
 
-def _portions(loop: Loop, leaves: Sequence[Any]) -> Portions:
-    """Return the portions of a loop for a carry of this kind, kept where the carry lies."""
+def _bursts(loop: Loop, leaves: Sequence[Any]) -> Bursts:
+    """Return the bursts of a loop for a carry of this kind, kept where the carry lies."""
     signature: list[Any] = []
     for leaf in leaves:
         try:
@@ -211,13 +211,13 @@ def _portions(loop: Loop, leaves: Sequence[Any]) -> Portions:
         tracing_configuration(),
     )
     try:
-        portions: Portions | None = table.get(key)
+        bursts: Bursts | None = table.get(key)
     except TypeError:  # a function cannot be hashed
-        return Portions(loop, _learned(loop, signature), signature)
-    if portions is None:
-        portions = table.add(key, Portions(loop, _learned(loop, signature), signature))
-    return portions
+        return Bursts(loop, _learned(loop, signature), signature)
+    if bursts is None:
+        bursts = table.add(key, Bursts(loop, _learned(loop, signature), signature))
+    return bursts
 
 
 def _learned(loop: Loop, signature: Sequence[Any]) -> Carry:
-    return learn(Recorder(loop.name), loop, signature)
+    return learn(ProgramRecorder(loop.name), loop, signature)

@@ -14,7 +14,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pw.client.gradients.graph import Graph, Name, Piece, cut, size_bytes
+from pw.client.gradients.graph import Graph, Name, StagePiece, cut, size_bytes
 from pw.client.pipeline.stages import Stage, is_float
 from pw.client.pipeline.table import Kind
 from pw.client.trace.export import tracing
@@ -24,7 +24,7 @@ from pw.client.trace.export import tracing
 class Tasks:
     """The pieces of a stage by kind of task; a kind that has nothing to do has none."""
 
-    pieces: dict[Kind, Piece]
+    pieces: dict[Kind, StagePiece]
 
     def kept_bytes(self) -> int:
         """Return the bytes that a microbatch keeps for its later tasks, on all devices of the stage."""

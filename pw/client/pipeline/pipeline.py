@@ -22,11 +22,11 @@ from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradient
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.step import Plan, Step, placed
+from pw.client.pipeline.step import Step, StepPlan, placed
 from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Timeline
+from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.function import tree_unflatten
-from pw.client.trace.in_words import naming_state
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
 from pw.client.trace.tracer import ProgramTracer
@@ -269,7 +269,7 @@ class Pipeline:
         return loss, self._form.whole(self._with_copies(plan, step, trees, found))
 
     def _with_copies(
-        self, plan: Plan, step: Step, trees: Sequence[Any], made: Sequence[dict[int, Any]]
+        self, plan: StepPlan, step: Step, trees: Sequence[Any], made: Sequence[dict[int, Any]]
     ) -> list[Any]:
         """Return a tree for each stage, with what the owners of tied parameters have made."""
         for (stage, index), (owner, at) in plan.owner.items():
@@ -281,7 +281,7 @@ class Pipeline:
 
     def _planned(
         self, trees: Sequence[Any], batch: Sequence[Any], key: Any
-    ) -> tuple[Plan, list[dict[int, Any]]]:
+    ) -> tuple[StepPlan, list[dict[int, Any]]]:
         """Trace the stages, and plan the step."""
         form = self._form
         numbered = form.numbered(trees)
@@ -301,7 +301,7 @@ class Pipeline:
         params, xs, parts = form.specs(trees, stages, micro)
         order = schedule.timetable(task_times(schedule)).order
         owners = form.owners(trees)
-        plan = Plan(stages, tasks, schedule, order, params, xs, parts, owners, form.folds_stage)
+        plan = StepPlan(stages, tasks, schedule, order, params, xs, parts, owners, form.folds_stage)
         return plan, numbered
 
     def _tasks(self, stage: Stage, schedule: Schedule) -> Tasks:

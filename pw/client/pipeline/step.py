@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.gradients.graph import Name, Piece
+from pw.client.gradients.graph import Name, StagePiece
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
 from pw.client.pipeline.stages import Stage
@@ -35,7 +35,7 @@ Slot = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """A traced model, its schedule, and where everything lies."""
 
     stages: Sequence[Stage]
@@ -60,7 +60,7 @@ class Step:
     """One step under construction."""
 
     def __init__(
-        self, plan: Plan, params: Sequence[Mapping[int, Any]], batch: Sequence[Any], key: Any
+        self, plan: StepPlan, params: Sequence[Mapping[int, Any]], batch: Sequence[Any], key: Any
     ) -> None:
         self._plan = plan
         self._params = params
@@ -191,7 +191,7 @@ class Step:
             return self._values[stage + 1, microbatch]["gx", index]
         return self._values[stage, microbatch][name]
 
-    def _compile(self, task: Task, piece: Piece, given: Sequence[Any]) -> Any:
+    def _compile(self, task: Task, piece: StagePiece, given: Sequence[Any]) -> Any:
         """Compile a piece for values that lie as `given`."""
         stage = task.stage
         mesh = self._plan.mesh(stage)

@@ -31,8 +31,8 @@ from pw.client.session.thread_messages import (
     Ask,
     AskCompiler,
     Await,
+    DescribeCheckpoint,
     Get,
-    Look,
     Settle,
     reject,
     resolve,
@@ -153,8 +153,8 @@ class Requests(Part):
                 self._hosts.send(host, msg.GetStats(self._request(_Request(opened, host))))
         self._check(opened)
 
-    @handles(Look)
-    def _on_look(self, sender: Address, note: Look) -> None:
+    @handles(DescribeCheckpoint)
+    def _on_look(self, sender: Address, note: DescribeCheckpoint) -> None:
         def describe(opened: _Open, located: list[Devices]) -> None:
             host = located[0][0].host
             self._hosts.send(host, msg.Describe(self._request(_Request(opened, host)), note.path))

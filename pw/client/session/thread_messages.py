@@ -146,7 +146,7 @@ class AskCompiler:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class DescribeCheckpoint:
     """Have a host describe the checkpoint at this path; settled with its `Described`.
 
     `spec` names the slice whose hosts are to be asked.

@@ -48,7 +48,7 @@ KEPT_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class RecordedProcess:
     """One process, and what it has recorded."""
 
     node: str
@@ -90,8 +90,8 @@ class _Timeline:
     number: int
     ready: Settle | None
     collected: Settle | None = None
-    sources: list[Source] = field(default_factory=list)
-    current: dict[str, Source] = field(default_factory=dict)
+    sources: list[RecordedProcess] = field(default_factory=list)
+    current: dict[str, RecordedProcess] = field(default_factory=dict)
     """The source of each process that lives."""
     asked: dict[str, _Asked] = field(default_factory=dict)
     """The open question to each process."""
@@ -187,7 +187,7 @@ class Timelines(Part):
             source.lost = "its recording was interrupted"
             source = None
         if source is None:
-            source = timeline.current[node] = Source(node, since_s=message.since_s)
+            source = timeline.current[node] = RecordedProcess(node, since_s=message.since_s)
             timeline.sources.append(source)
         source.ping(asked.sent_s, message.now_s, self._env.now_s())
         source.names.update(message.names)
@@ -216,7 +216,7 @@ class Timelines(Part):
         was_asked = timeline.asked.pop(node, None) is not None
         timeline.rounds.pop(node, None)
         if source is None and was_asked:
-            source = Source(node)
+            source = RecordedProcess(node)
             timeline.sources.append(source)
         if source is not None:
             source.lost = why

@@ -65,7 +65,7 @@ class Screen(Protocol):
 
 
 @dataclass(eq=False)
-class Line:
+class WaitLine:
     """One wait's line: its text, and its questions to the controller."""
 
     _about: About
@@ -136,7 +136,7 @@ _turn = threading.Lock()
 _writing = threading.RLock()
 """Held while something is written to the screen."""
 
-_lines: list[Line] = []
+_lines: list[WaitLine] = []
 """The shown line, if there is one."""
 
 _here = threading.local()
@@ -192,7 +192,7 @@ def patiently(
     if quiet_s > 0 and settles(quiet_s):
         return
     screen = (find_screen or screen_here)()
-    line: Line | None = None
+    line: WaitLine | None = None
     mine = False
     try:
         while True:
@@ -205,7 +205,7 @@ def patiently(
             try:
                 mine = mine or _turn.acquire(blocking=False)
                 if mine and line is None:
-                    line = Line(_grouped(about()), screen, began_s, clock)
+                    line = WaitLine(_grouped(about()), screen, began_s, clock)
                 if line is not None:
                     line.tick()
             except (Error, OSError, ValueError):  # the session or the screen is gone

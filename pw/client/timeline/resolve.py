@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pw.client.session.timelines import Source
+from pw.client.session.timelines import RecordedProcess
 from pw.client.timeline.timeline import (
     Call,
     Computation,
@@ -39,7 +39,7 @@ from pw.core.recorder import (
 
 
 def resolved(
-    sources: Sequence[Source], clients: dict[int, str], begin_s: float, end_s: float
+    sources: Sequence[RecordedProcess], clients: dict[int, str], begin_s: float, end_s: float
 ) -> Timeline:
     """Return the timeline of what was recorded between two moments on this process's clock."""
     timeline = Timeline(end_s - begin_s, clients=dict(clients))
@@ -61,7 +61,7 @@ def resolved(
     return timeline
 
 
-def _aligned(source: Source) -> tuple[float, float]:
+def _aligned(source: RecordedProcess) -> tuple[float, float]:
     """Return the offset of a clock, and its error.
 
     An offset within its error is none: processes of one machine have one clock.
@@ -94,7 +94,7 @@ class _Edge:
 class _Reader:
     """Reads the records of one process."""
 
-    def __init__(self, source: Source, begin_s: float, length_s: float) -> None:
+    def __init__(self, source: RecordedProcess, begin_s: float, length_s: float) -> None:
         self._source = source
         self._begin_s = begin_s
         self._length_s = length_s

@@ -21,20 +21,20 @@ from pw.client.arrays.operators import apply_built
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
+from pw.client.trace.argument_errors import in_words
 from pw.client.trace.branch import Branch
 from pw.client.trace.counted import counts_of
 from pw.client.trace.function import tree_unflatten, under_jax_trace
-from pw.client.trace.in_words import in_words
 from pw.client.trace.predicate import check_is_one_value, checked_predicate
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
-from pw.core.programs.program import Value
+from pw.core.programs.program import ValueRef
 
 PROGRAMS_KEPT = 128
 """Pairs of functions that were called outside of a program, and whose programs are kept."""
@@ -118,7 +118,7 @@ def _name(functions: Sequence[Callable[..., Any]]) -> str:
 
 
 def recorded(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     pred: Any,
     functions: tuple[Callable[..., Any], Callable[..., Any]],
     operands: Sequence[Any],
@@ -167,7 +167,7 @@ def recorded(
 
 
 def merged(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     name: str,
     branches: tuple[Branch, Branch],
     made: Sequence[Sequence[ProgramTracer]],
@@ -187,8 +187,8 @@ def merged(
     values, counted = [], []
     for branch, results, rows_of in zip(branches, made, counts, strict=True):
         with recorder.within(branch):
-            own: list[Value] = []
-            needed: list[Value | None] = []
+            own: list[ValueRef] = []
+            needed: list[ValueRef | None] = []
             for result, rows, type_ in zip(results, rows_of, types, strict=True):
                 for part, its in _parts(recorder, result, type_):
                     value = recorder.place(part, its, branch.name)
@@ -211,7 +211,7 @@ def merged(
     return outputs
 
 
-def _predicate(recorder: Recorder, pred: Any) -> ProgramTracer:
+def _predicate(recorder: ProgramRecorder, pred: Any) -> ProgramTracer:
     """Return the predicate of both branches."""
     tracer = checked_predicate(recorder, pred, _PREDICATE)
     if recorder.branch is None or recorder.is_of_branch(tracer):
@@ -224,7 +224,7 @@ def _copied(predicate: Any) -> Any:
     return jnp.copy(predicate)
 
 
-def _lifted(recorder: Recorder, leaf: Any, branch: Branch) -> ProgramTracer:
+def _lifted(recorder: ProgramRecorder, leaf: Any, branch: Branch) -> ProgramTracer:
     try:
         return recorder.lift(leaf)
     except ArgumentError:
@@ -235,7 +235,11 @@ def _lifted(recorder: Recorder, leaf: Any, branch: Branch) -> ProgramTracer:
 
 
 def _alike(
-    recorder: Recorder, true: ProgramTracer, false: ProgramTracer, names: Sequence[str], path: str
+    recorder: ProgramRecorder,
+    true: ProgramTracer,
+    false: ProgramTracer,
+    names: Sequence[str],
+    path: str,
 ) -> tuple[ProgramTracer, ProgramTracer]:
     """Return a result of both branches, a Python number with the dtype of the other one."""
     pair = [true, false]
@@ -273,7 +277,7 @@ def _type(
 
 
 def _parts(
-    recorder: Recorder, result: ProgramTracer, type_: ArrayType
+    recorder: ProgramRecorder, result: ProgramTracer, type_: ArrayType
 ) -> list[tuple[ProgramTracer, ArrayType]]:
     """Return a result as `type_` wants it: one value, or one for each island."""
     if result.sharding != type_.sharding:

@@ -11,11 +11,13 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.constant import Constant
 from pw.client.trace.joined.moving import applied
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.core.programs.program import Value
+from pw.core.programs.program import ValueRef
 from pw.core.sharding import ArraySpec
 
 
-def counts_of(recorder: Any, rows: Value, wanted: ArraySpec, counts: ProgramTracer) -> Value | None:
+def counts_of(
+    recorder: Any, rows: ValueRef, wanted: ArraySpec, counts: ProgramTracer
+) -> ValueRef | None:
     """Return the counts of rows that have to move, replicated where the rows are; None if they stay.
 
     Each host that sends rows needs all counts. A small computation replicates counts that lie elsewhere,
@@ -31,7 +33,7 @@ def counts_of(recorder: Any, rows: Value, wanted: ArraySpec, counts: ProgramTrac
     if made.spec == wanted or isinstance(counts, JoinedTracer):
         return None
     there = ArrayType.of(counts.aval, NamedSharding.replicated(made.sharding.mesh))
-    value: Value = recorder.place(counts, there, "counts")
+    value: ValueRef = recorder.place(counts, there, "counts")
     spec = recorder.made_as(value).spec
     is_whole = max(spec.sharding.partitions(len(spec.shape)), default=1) == 1
     if spec.placement == made.spec.placement and is_whole:

@@ -39,12 +39,12 @@ from pw.client.arrays.signature import (
 )
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
+from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.export import OutShardings, Traced, trace
-from pw.client.trace.in_words import naming_argument
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
@@ -216,7 +216,7 @@ class JitFunction(Wrapped[P, R]):
 
     def _recorded(self, key: Any) -> Any:
         _, signature, _, _, _ = key
-        recorder = Recorder(self._name, self._timeout_s)
+        recorder = ProgramRecorder(self._name, self._timeout_s)
         leaves = [recorder.leaf(index, leaf) for index, leaf in enumerate(signature)]
         traced = self._trace(key)
         return recorder.finish(recorder.call(traced, leaves), traced.tree)

@@ -18,7 +18,7 @@ import msgspec
 
 from pw.client.trace.branch import Branch
 from pw.core.programs.guards import hold
-from pw.core.programs.program import Computation, Node, Output, Value
+from pw.core.programs.program import Computation, Node, Output, ValueRef
 from pw.core.sharding import ArraySpec
 
 LEAST_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def held_back(
     outputs: Sequence[Output],
     branches: Sequence[Branch | None],
     halves: Mapping[int, tuple[Branch, Branch]],
-    predicate: Callable[[Branch, Value], Value],
+    predicate: Callable[[Branch, ValueRef], ValueRef],
 ) -> tuple[list[Node], list[Output]]:
     """Return the nodes and outputs of a program with holds for large operands of its branches.
 
@@ -66,15 +66,15 @@ def held_back(
     """
     computations = list(index_of)
 
-    def spec_of(value: Value) -> ArraySpec:
+    def spec_of(value: ValueRef) -> ArraySpec:
         if value.node < 0:
             return inputs[value.index]
         return computations[nodes[value.node].computation].outputs[value.index]
 
-    def made_in(value: Value) -> Branch | None:
+    def made_in(value: ValueRef) -> Branch | None:
         return None if value.node < 0 else branches[value.node]
 
-    edges: dict[tuple[Value, ArraySpec], _Edge] = {}
+    edges: dict[tuple[ValueRef, ArraySpec], _Edge] = {}
     for number, node in enumerate(nodes):
         taken = computations[node.computation].inputs
         counted = dict(node.counted)
@@ -92,9 +92,9 @@ def held_back(
     for output in outputs:
         edges.pop((output.value, output.spec), None)
 
-    holds: defaultdict[int, dict[tuple[Value, Branch], None]] = defaultdict(dict)
+    holds: defaultdict[int, dict[tuple[ValueRef, Branch], None]] = defaultdict(dict)
     """The holds before each node."""
-    held: dict[tuple[int, int], tuple[Value, Branch]] = {}
+    held: dict[tuple[int, int], tuple[ValueRef, Branch]] = {}
     for (value, _), edge in edges.items():
         holder = _holder(edge.branch, made_in(value))
         if holder is not None:
@@ -107,10 +107,10 @@ def held_back(
 
     made: list[Node] = []
     moved: list[int] = []
-    through: dict[tuple[Value, Branch], Value] = {}
+    through: dict[tuple[ValueRef, Branch], ValueRef] = {}
 
-    def renumbered(value: Value) -> Value:
-        return value if value.node < 0 else Value(moved[value.node], value.index)
+    def renumbered(value: ValueRef) -> ValueRef:
+        return value if value.node < 0 else ValueRef(moved[value.node], value.index)
 
     for number, node in enumerate(nodes):
         for value, holder in holds[number]:
@@ -118,7 +118,7 @@ def held_back(
                 continue
             index = index_of.setdefault(hold(spec_of(value)), len(index_of))
             source, chosen = renumbered(value), renumbered(predicate(holder, value))
-            through[value, holder] = Value(len(made), 0)
+            through[value, holder] = ValueRef(len(made), 0)
             made.append(Node(index, (chosen, source, source), chosen, holder.unless))
         moved.append(len(made))
         args = [

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.client.trace.in_words import in_words
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.argument_errors import in_words
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError
 
@@ -24,7 +24,7 @@ def check_is_one_value(pred: Any, said: str) -> None:
         raise ArgumentError(f"{said} {in_words(pred)}; compute one, as in x.sum() > 0")
 
 
-def checked_predicate(recorder: Recorder, pred: Any, said: str) -> ProgramTracer:
+def checked_predicate(recorder: ProgramRecorder, pred: Any, said: str) -> ProgramTracer:
     """Return a predicate as a value of the program.
 
     Raises:

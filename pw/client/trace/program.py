@@ -23,15 +23,15 @@ from pw.client.arrays.signature import (
     tracing_configuration,
 )
 from pw.client.connection import current, jax_backend
+from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.function import (
     parameters_of,
     tree_flatten,
     tree_unflatten,
     under_jax_trace,
 )
-from pw.client.trace.in_words import naming_argument
 from pw.client.trace.launch import Launch
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
@@ -112,7 +112,7 @@ class ProgramFunction(Wrapped[P, R]):
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
-        recorder = Recorder(self._name, self._timeout_s)
+        recorder = ProgramRecorder(self._name, self._timeout_s)
         arguments = tree_unflatten(tree, range(len(signature)))
         recorder.describe = partial(describe_leaf, arguments)
         leaves = [
@@ -126,7 +126,7 @@ class ProgramFunction(Wrapped[P, R]):
             outputs = [self._result(recorder, result) for result in results]
             return recorder.finish(outputs, out_tree)
 
-    def _result(self, recorder: Recorder, result: Any) -> ProgramTracer:
+    def _result(self, recorder: ProgramRecorder, result: Any) -> ProgramTracer:
         try:
             tracer = recorder.lift(result)
         except ArgumentError:

@@ -1,4 +1,4 @@
-"""`Recorder`: collects the calls of a traced function into a program.
+"""`ProgramRecorder`: collects the calls of a traced function into a program.
 
 Each call is one node, whatever the number of shards. A value lies where its producer leaves it; if
 a consumer needs it elsewhere, the edge between them is a transfer. A host value is placed by its
@@ -20,29 +20,29 @@ from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, signature_of
 from pw.client.connection import current
+from pw.client.trace.argument_errors import value_in_words
 from pw.client.trace.branch import Branch
 from pw.client.trace.constant import Constant
 from pw.client.trace.counted import GivenCounts, counts_of, given_counts
 from pw.client.trace.export import Traced
 from pw.client.trace.holding import held_back
-from pw.client.trace.in_words import value_in_words
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
-from pw.client.trace.tape import Tape
+from pw.client.trace.tape import CallTape
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.programs.guards import merge
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 
 
-class Recorder:
+class ProgramRecorder:
     """A program under construction."""
 
     def __init__(self, name: str, timeout_s: float = 0.0) -> None:
         self.name = name
         self.runtime: Any = None
-        self.tape: Tape | None = None
+        self.tape: CallTape | None = None
         """The innermost function of this program that is being differentiated."""
         self.describe: Callable[[int], str] | None = None
         """Names a leaf of the program's arguments, for errors."""
@@ -138,10 +138,10 @@ class Recorder:
     def _results(
         self,
         computation: Computation,
-        args: Sequence[Value],
+        args: Sequence[ValueRef],
         mesh: Mesh,
         types: Sequence[ArrayType],
-        counted: tuple[tuple[int, Value], ...] = (),
+        counted: tuple[tuple[int, ValueRef], ...] = (),
     ) -> list[ProgramTracer]:
         """Add a node of the current branch; returns its results."""
         index = self._index_of.setdefault(computation, len(self._index_of))
@@ -153,7 +153,7 @@ class Recorder:
         self._meshes[mesh] = None
         node = len(self._nodes) - 1
         return [
-            ProgramTracer(self, type_.aval, type_, Value(node, result), None)
+            ProgramTracer(self, type_.aval, type_, ValueRef(node, result), None)
             for result, type_ in enumerate(types)
         ]
 
@@ -161,8 +161,8 @@ class Recorder:
         self,
         traced: Traced,
         arguments: Sequence[ProgramTracer],
-        args: Sequence[Value],
-    ) -> Iterator[tuple[int, Value]]:
+        args: Sequence[ValueRef],
+    ) -> Iterator[tuple[int, ValueRef]]:
         """Yield the positions of arguments whose rows have to move, with their counts."""
         for rows, counts in traced.counted:
             if isinstance(arguments[rows], JoinedTracer):
@@ -172,13 +172,13 @@ class Recorder:
             if value is not None:
                 yield rows, value
 
-    def made_as(self, value: Value) -> ArrayType:
+    def made_as(self, value: ValueRef) -> ArrayType:
         """Return the type of a value as its producer makes it."""
         if value.node < 0:
             return self._feeds[value.index].type
         return self._made[value.node][0][value.index]
 
-    def tape_of(self, leaves: Sequence[Any]) -> Tape | None:
+    def tape_of(self, leaves: Sequence[Any]) -> CallTape | None:
         """Return the innermost tape that has to see a call with these arguments."""
         tape = self.tape
         while tape is not None and not tape.takes(leaves):
@@ -186,7 +186,7 @@ class Recorder:
         return tape
 
     @contextmanager
-    def taping(self, tape: Tape | None) -> Iterator[None]:
+    def taping(self, tape: CallTape | None) -> Iterator[None]:
         """In the block, `tape` is the innermost tape."""
         before, self.tape = self.tape, tape
         try:
@@ -216,9 +216,9 @@ class Recorder:
         self,
         name: str,
         branches: tuple[Branch, Branch],
-        values: Sequence[tuple[Value, Value]],
+        values: Sequence[tuple[ValueRef, ValueRef]],
         types: Sequence[ArrayType],
-        counts: Sequence[tuple[Value | None, Value | None]] = (),
+        counts: Sequence[tuple[ValueRef | None, ValueRef | None]] = (),
     ) -> list[ProgramTracer]:
         """Return what the taken one of two branches has made; what either has donated is gone.
 
@@ -249,7 +249,7 @@ class Recorder:
             merged.update(zip(positions, made, strict=True))
         return [merged[position] for position in range(len(types))]
 
-    def _predicate(self, tracer: ProgramTracer, mesh: Mesh) -> Value:
+    def _predicate(self, tracer: ProgramTracer, mesh: Mesh) -> ValueRef:
         """Return the predicate for hosts of a mesh; it may be donated to a computation meanwhile."""
         if tracer._value is not None:
             return tracer._value
@@ -287,7 +287,7 @@ class Recorder:
 
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
-    ) -> Value:
+    ) -> ValueRef:
         """Return the value for a consumer; a host value becomes an input of its own type, or `type_`."""
         self._check_not_given(tracer, consumer)
         if tracer._value is not None:
@@ -375,7 +375,7 @@ class Recorder:
         donated = {
             value.index: name
             for value, name in self._given.items()
-            if isinstance(value, Value) and value.node < 0
+            if isinstance(value, ValueRef) and value.node < 0
         }
         if not self._nodes and not delivered:
             return Launch(current.runtime(), self.name, None, (), (), {}, tree)
@@ -402,14 +402,14 @@ class Recorder:
         specs = [feed.type.spec for feed in self._feeds]
         branches = [branch for _, branch in self._made]
 
-        def predicate(branch: Branch, value: Value) -> Value:
+        def predicate(branch: Branch, value: ValueRef) -> ValueRef:
             return self._predicate(branch.predicate, self.made_as(value).sharding.mesh)
 
         return held_back(
             self._nodes, self._index_of, specs, outputs, branches, self._halves, predicate
         )
 
-    def _input(self, feed: Feed, own: bool = False) -> Value:
+    def _input(self, feed: Feed, own: bool = False) -> ValueRef:
         """Return an input of the program; one for each source and spec, unless its consumer donates it."""
         self._use(feed.type.sharding.mesh)
         fixed = feed.fixed if isinstance(feed.fixed, bytes) else id(feed.fixed)
@@ -420,7 +420,7 @@ class Recorder:
             self._feeds.append(feed)
             if not own:
                 self._feed_of[key] = index
-        return Value(-1, index)
+        return ValueRef(-1, index)
 
     def _use(self, mesh: Mesh) -> None:
         mesh.check_alive()

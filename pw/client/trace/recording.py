@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 
 _thread = threading.local()
 
 
-def recording() -> Recorder | None:
+def recording() -> ProgramRecorder | None:
     """The program that this thread is tracing, if any."""
     return getattr(_thread, "recorder", None)
 
@@ -17,11 +17,11 @@ def recording() -> Recorder | None:
 class Recording:
     """Makes a recorder this thread's current one for the length of a `with` block."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
-        self._before: Recorder | None = None
+        self._before: ProgramRecorder | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> ProgramRecorder:
         self._before = recording()
         _thread.recorder = self._recorder
         return self._recorder

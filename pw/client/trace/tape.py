@@ -1,4 +1,4 @@
-"""`Tape`: what a recorder tells of a function that is differentiated (`pw.client.gradients`)."""
+"""`CallTape`: what a recorder tells of a function that is differentiated (`pw.client.gradients`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pw.client.trace.branch import Branch
 from pw.client.trace.tracer import ProgramTracer
 
 
-class Tape(Protocol):
+class CallTape(Protocol):
     """Records the calls of a function that is differentiated."""
 
-    outer: Tape | None
+    outer: CallTape | None
     """The tape of the function around it."""
 
     def takes(self, leaves: Sequence[Any]) -> bool:

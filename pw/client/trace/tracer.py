@@ -12,7 +12,7 @@ from pw.client.arrays.methods import Methods
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import TracerError
-from pw.core.programs.program import Value
+from pw.core.programs.program import ValueRef
 
 
 class Named(Protocol):
@@ -28,7 +28,7 @@ class ProgramTracer(Methods):
     recorder: Named
     aval: Any
     _type: ArrayType | None
-    _value: Value | None
+    _value: ValueRef | None
     _leaf: Any
     _moved: object = None
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.launch import Feed
-from pw.client.trace.recorder import Recorder
+from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import ProgramTracer
-from pw.core.programs.program import Computation, Node, Value
+from pw.core.programs.program import Computation, Node, ValueRef
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class Trial:
     def donated(self) -> frozenset[int]:
         """Return the arguments that were donated."""
         inputs = [
-            value.index for value in self._given if isinstance(value, Value) and value.node < 0
+            value.index for value in self._given if isinstance(value, ValueRef) and value.node < 0
         ]
         return frozenset(-2 - self._feeds[at].leaf for at in inputs if self._feeds[at].leaf < -1)
 
@@ -74,7 +74,7 @@ class Trial:
 
 
 @contextmanager
-def trial(recorder: Recorder) -> Iterator[Trial]:
+def trial(recorder: ProgramRecorder) -> Iterator[Trial]:
     """Record in a block to learn what the calls would add; the program stays as it was."""
     own = vars(recorder)
     before = dict(own)

@@ -32,7 +32,7 @@ HELD_MESSAGES = 256
 """A peer of which more messages wait is held: nothing more is read from it."""
 FEW = 2
 """So many messages of peers, if no others wait, are put among a node's own at once."""
-_PORTION = 8
+_QUOTA = 8
 QUEUES_KEPT = 1024
 """When there are more queues, those without messages are dropped."""
 
@@ -100,7 +100,7 @@ class Mailbox:
         self.at_work: _Group | None = None
         """The group of the last message of `take`, until `end`."""
         self._since_s = 0.0
-        self._portion = 1
+        self._quota = 1
         self._kept = QUEUES_KEPT
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Mailbox:
         if last is not None:
             spent_s = now_s - self._since_s
             last.credit_s -= spent_s
-            self._portion = 1 if spent_s > CREDIT_S else min(2 * self._portion, _PORTION)
+            self._quota = 1 if spent_s > CREDIT_S else min(2 * self._quota, _QUOTA)
         self._since_s = now_s
         if not self.waiting:
             self.at_work = None
@@ -144,7 +144,7 @@ class Mailbox:
         queue = queues[0]
         entry = queue.popleft()
         if len(queue) + 1 == self.waiting:  # no others wait
-            for _ in range(min(self._portion - 1, len(queue))):
+            for _ in range(min(self._quota - 1, len(queue))):
                 self.own.append(queue.popleft())
             self.waiting = len(queue)
         else:

@@ -1,8 +1,8 @@
 """Notices that an actor's work in flight makes no progress.
 
 The actor reports progress (`went_on`) and that work is in flight (`watch`). One timer runs while work is
-in flight, whatever its amount; when it ends, the actor gets a `Look` and asks `stalled`. A message costs
-the reading of a clock, no more.
+in flight, whatever its amount; when it ends, the actor gets a `LookForStall` and asks `stalled`. A message
+costs the reading of a clock, no more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LookForStall:
     """Timer of a watchdog: look for a stall."""
 
 
@@ -26,7 +26,7 @@ class Watchdog:
     """Reports each stall once.
 
     Args:
-        env: of the actor that handles the `Look`s.
+        env: of the actor that handles the `LookForStall`s.
         stall_s: how long without progress is a stall, in seconds.
     """
 
@@ -54,10 +54,10 @@ class Watchdog:
     def _set(self, delay_s: float) -> None:
         if not self._is_set:
             self._is_set = True
-            self._env.call_later(delay_s, Look())
+            self._env.call_later(delay_s, LookForStall())
 
     def stalled(self, in_flight: bool) -> bool:
-        """Return whether there is a stall that was not reported; call it at every `Look`."""
+        """Return whether there is a stall that was not reported; call it at every `LookForStall`."""
         self._is_set = False
         if not in_flight:
             return False

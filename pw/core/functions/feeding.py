@@ -20,7 +20,7 @@ import numpy as np
 
 from pw.core.errors import ArgumentError
 from pw.core.functions.host_calls import Structure, part_of
-from pw.core.functions.parts import Share
+from pw.core.functions.parts import HostPart
 from pw.core.sharding import box_shape, dtype_of
 
 _NOTE = struct.Struct("<qqqq")
@@ -93,7 +93,10 @@ class Feeder:
         self._save: Callable[[], Any] | None = None
 
     def __call__(
-        self, share: Share, asked: np.ndarray[Any, Any], state: np.ndarray[Any, Any] | None = None
+        self,
+        share: HostPart,
+        asked: np.ndarray[Any, Any],
+        state: np.ndarray[Any, Any] | None = None,
     ) -> list[np.ndarray[Any, Any]]:
         """Return the leaves of an element, and for each device of the host a copy of the note."""
         number, base = _REQUEST.unpack(asked.tobytes())
@@ -106,7 +109,7 @@ class Feeder:
         return [*leaves, np.tile(told.row(self._room), (stop - start, 1))]
 
     def element(
-        self, share: Share, number: int, base: int = 0, note: Note | None = None
+        self, share: HostPart, number: int, base: int = 0, note: Note | None = None
     ) -> tuple[list[np.ndarray[Any, Any]], Note]:
         """Return the leaves of element `number` (zeros after the end), and the note.
 
@@ -141,7 +144,7 @@ class Feeder:
             self._iterator = None
             raise
 
-    def at(self, share: Share, number: int, base: int, note: Note | None) -> Iterator[Any]:
+    def at(self, share: HostPart, number: int, base: int, note: Note | None) -> Iterator[Any]:
         """Return the iterator before this element. Raises StopIteration if it ends earlier."""
         state = None if note is None else note.state
         if note is None or (note.part, note.parts) != (share.index, share.count):
@@ -156,7 +159,7 @@ class Feeder:
             self._position += 1
         return iterator
 
-    def _begun(self, share: Share, state: bytes | None) -> Iterator[Any]:
+    def _begun(self, share: HostPart, state: bytes | None) -> Iterator[Any]:
         """Return a new iterator, with this state."""
         self._save = None
         source = (
@@ -174,7 +177,7 @@ class Feeder:
             self._save = methods[0]
         return iterator
 
-    def _saved(self, share: Share) -> bytes | None:
+    def _saved(self, share: HostPart) -> bytes | None:
         if self._save is None:
             return None
         state = pickle.dumps(self._save())

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import ResultMismatch
-from pw.core.functions.parts import Share
+from pw.core.functions.parts import HostPart
 from pw.core.programs.counted import impossible
 from pw.core.sharding import dtype_of
 
 
-def filled(share: Share, results: Sequence[Any], ragged: Sequence[bool]) -> list[Any]:
+def filled(share: HostPart, results: Sequence[Any], ragged: Sequence[bool]) -> list[Any]:
     """Return the results with rows and counts in the place of each that is `ragged`.
 
     Such a result is an array with any number of rows; where there are several cells, a sequence with one

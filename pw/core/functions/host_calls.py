@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pw.core.functions.filling import filled
-from pw.core.functions.parts import Part, Share
+from pw.core.functions.parts import HostPart, ResultPart
 
 
 class Structure(Protocol):
@@ -47,7 +47,7 @@ class HostCall:
         self._makes_part = makes_part
         self._ragged = ragged
 
-    def __call__(self, share: Share, *leaves: Any) -> list[Any]:
+    def __call__(self, share: HostPart, *leaves: Any) -> list[Any]:
         """Return the leaves of the host's part. Raises what the function raises, and ResultMismatch."""
         args, kwargs = self._arguments.filled(leaves)
         if self._makes_part:
@@ -58,6 +58,6 @@ class HostCall:
         return share.taken(results, whole=not self._makes_part)
 
 
-def part_of(share: Share, results: Structure) -> Part:
+def part_of(share: HostPart, results: Structure) -> ResultPart:
     """Return what a function is told of its share of results with this structure."""
-    return Part(share.index, share.count, results.filled(share.slices))
+    return ResultPart(share.index, share.count, results.filled(share.slices))

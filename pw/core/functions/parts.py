@@ -18,7 +18,7 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slice
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ResultPart:
     """The part of its results that a function with the parameter `part` has to make.
 
     Args:
@@ -32,7 +32,7 @@ class Part:
     slices: Any
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class HostPart(msgspec.Struct, frozen=True, array_like=True):
     """What one host makes of the results of a function; all fields but the first three by result."""
 
     name: str
@@ -79,7 +79,7 @@ def share_of(
     devices: Sequence[DeviceAddress],
     host: str,
     counted: int | None = None,
-) -> Share:
+) -> HostPart:
     """Return what `host` makes of results with the devices at the positions of their mesh.
 
     Only the first `counted` results tell the parts of two hosts apart; None for all.
@@ -92,7 +92,7 @@ def share_of(
         for at, held in positions.items()
     }
     parts = sorted(set(regions.values()))
-    return Share(
+    return HostPart(
         name,
         parts.index(regions[host]),
         len(parts),
@@ -102,10 +102,10 @@ def share_of(
     )
 
 
-def whole_share(name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> Share:
+def whole_share(name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> HostPart:
     """Return the share of a process that makes whole results."""
     boxes = tuple(tuple((0, size) for size in shape) for shape in shapes)
-    return Share(name, 0, 1, boxes, tuple(shapes), tuple(dtypes))
+    return HostPart(name, 0, 1, boxes, tuple(shapes), tuple(dtypes))
 
 
 def _short(dtype: object, shape: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 
 from pw.core.errors import ErrorReport, ResultMismatch, ShardingError
 from pw.core.landing import Bytes
-from pw.core.programs.plan import Counts, Piece, Route
+from pw.core.programs.plan import BoxCopy, Counts, Route
 from pw.core.programs.reshard import LAYOUTS_KEPT, route_layout
 from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, dtype_of
 
@@ -108,7 +108,7 @@ def numbers_of(route: Route, source: ArraySpec, counts: Array) -> list[Array]:
     return found
 
 
-def filled(piece: Piece, numbers: Array) -> Iterator[Filled]:
+def filled(piece: BoxCopy, numbers: Array) -> Iterator[Filled]:
     """Yield the cells of a piece with rows that count, in their order."""
     lead, box = numbers.ndim, piece.destination_box
     below = box[lead][0]
@@ -165,7 +165,7 @@ def is_without_rows(buffer: bytes | Bytes, route: Route, lead: int) -> bool:
 
 def unpacked(
     buffer: bytes | Bytes, route: Route, source: ArraySpec, lead: int
-) -> tuple[list[tuple[Piece, Array, list[Array]]], int]:
+) -> tuple[list[tuple[BoxCopy, Array, list[Array]]], int]:
     """Return what came along a route: each piece with the numbers and the rows of its cells; and its size.
 
     The rows are those of the cells with rows that count, as `filled` yields them. They are spread if the
@@ -222,7 +222,7 @@ def _place(cell: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return place
 
 
-def _cells(piece: Piece, lead: int) -> int:
+def _cells(piece: BoxCopy, lead: int) -> int:
     return math.prod(box_shape(piece.source_box[:lead]))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pw.core.errors import SKIPPED, ErrorReport, ShardingError
-from pw.core.programs.program import Computation, Kind, Node, Value
+from pw.core.programs.program import Computation, Kind, Node, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 
 NOT_TAKEN = ErrorReport(SKIPPED, "it belongs to a branch that was not taken")
@@ -26,7 +26,7 @@ def predicate_spec(placement: Placement) -> ArraySpec:
     return ArraySpec((), "bool", Sharding(("devices",), (len(placement.devices),), ()), placement)
 
 
-def guard_of(node: Node, computation: Computation) -> Iterator[tuple[Value, ArraySpec]]:
+def guard_of(node: Node, computation: Computation) -> Iterator[tuple[ValueRef, ArraySpec]]:
     """Yield the guard of a node, if there is one, and the spec that its hosts need."""
     if node.guard is not None:
         yield node.guard, predicate_spec(computation.placement)

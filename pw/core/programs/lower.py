@@ -15,24 +15,24 @@ from collections.abc import Iterable, Mapping
 from pw.core.programs.peak import IslandMemory, island_memory
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import (
+    BoundProgram,
     Execute,
     Free,
     HostPlan,
     HostSegment,
     Instruction,
-    Plan,
     Receive,
     Segment,
     Send,
 )
 from pw.core.programs.program import Computation, Program
-from pw.core.programs.segments import Draft, Edge, Schedule
+from pw.core.programs.segments import Draft, Edge, SegmentSchedule
 from pw.core.sharding import Binding
 
 
 def lower(
     program: Program, bindings: Mapping[int, Binding], physical: Physical | None = None
-) -> Plan:
+) -> BoundProgram:
     """Give every host its part of `program`.
 
     Slots are numbered: program inputs, then the results of the nodes in order, then edges.
@@ -52,19 +52,19 @@ def lower(
             shape or dtype than its producer makes.
         ArgumentError: a node has the wrong number of arguments, or reads what is computed later.
     """
-    return _write(program, Schedule(program, physical or Physical(program, bindings)))[0]
+    return _write(program, SegmentSchedule(program, physical or Physical(program, bindings)))[0]
 
 
 def lower_with_memory(
     program: Program, bindings: Mapping[int, Binding], physical: Physical | None = None
-) -> tuple[Plan, tuple[IslandMemory, ...]]:
+) -> tuple[BoundProgram, tuple[IslandMemory, ...]]:
     """Lower a program as `lower` does, and return the memory of a run on each island too."""
-    schedule = Schedule(program, physical or Physical(program, bindings))
+    schedule = SegmentSchedule(program, physical or Physical(program, bindings))
     plan, executes = _write(program, schedule)
     return plan, island_memory(program, schedule, executes)
 
 
-def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execute]]:
+def _write(program: Program, schedule: SegmentSchedule) -> tuple[BoundProgram, dict[int, Execute]]:
     """Write the instructions of every host. Returns the plan, and the `Execute` of each node."""
     physical = schedule.physical
     kept = set(range(len(program.inputs))) - set(program.donated) | set(schedule.output_slots)
@@ -147,7 +147,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
         others = (host for host in hosts if host not in reporters)
         depends = tuple(sorted(draft.depends))
         segments.append(Segment(draft.island, (*reporters, *others), depends, len(reporters)))
-    return Plan(tuple(segments), tuple(plans)), executes
+    return BoundProgram(tuple(segments), tuple(plans)), executes
 
 
 def _hosts(physical: Physical, computation: Computation) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _hosts(physical: Physical, computation: Computation) -> tuple[str, ...]:
 
 
 def _reporters(
-    program: Program, schedule: Schedule, draft: Draft, first: str, results: frozenset[int]
+    program: Program, schedule: SegmentSchedule, draft: Draft, first: str, results: frozenset[int]
 ) -> dict[str, None]:
     """Return hosts of a segment that together see the end of all its computations and received outputs.
 
@@ -187,7 +187,7 @@ def _reporters(
     return reporters
 
 
-def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:
+def _execute(program: Program, schedule: SegmentSchedule, kept: set[int], number: int) -> Execute:
     """Return node `number` as an instruction, the same on all of its hosts.
 
     The hosts of a gang compile one executable, so no host donates a buffer that another one still

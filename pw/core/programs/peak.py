@@ -25,7 +25,7 @@ import msgspec
 
 from pw.core.programs.plan import Execute
 from pw.core.programs.program import Program
-from pw.core.programs.segments import Draft, Edge, Schedule
+from pw.core.programs.segments import Draft, Edge, SegmentSchedule
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 
 
@@ -72,7 +72,7 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 def island_memory(
-    program: Program, schedule: Schedule, executes: Mapping[int, Execute]
+    program: Program, schedule: SegmentSchedule, executes: Mapping[int, Execute]
 ) -> tuple[IslandMemory, ...]:
     """Return the memory of a run on each of its islands.
 
@@ -91,10 +91,10 @@ class _Slots:
     """The spec of the value in every slot."""
 
     program: Program
-    schedule: Schedule
+    schedule: SegmentSchedule
     specs: dict[int, ArraySpec]
 
-    def __init__(self, program: Program, schedule: Schedule) -> None:
+    def __init__(self, program: Program, schedule: SegmentSchedule) -> None:
         self.program, self.schedule = program, schedule
         self.specs = dict(enumerate(program.inputs))
         for node, results in zip(program.nodes, schedule.results, strict=True):

@@ -15,7 +15,7 @@ from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Binding, Box
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class BoxCopy(msgspec.Struct, frozen=True, array_like=True):
     """A box copied from one source shard into one or more destination shards.
 
     Devices are positions in the meshes of the source and destination specs; boxes are relative to
@@ -36,7 +36,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
     source_host: str
     destination_host: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxCopy, ...]
 
 
 class Execute(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -113,7 +113,7 @@ Instruction = Execute | Send | Receive | Free
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """One gang-scheduled unit; its index is its position in `Plan.segments`."""
+    """One gang-scheduled unit; its index is its position in `BoundProgram.segments`."""
 
     island: str
     hosts: tuple[str, ...]
@@ -170,7 +170,7 @@ class HostPlan(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, segments=tuple(segments))
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class BoundProgram(msgspec.Struct, frozen=True, array_like=True):
     """A program bound to physical devices."""
 
     segments: tuple[Segment, ...]

@@ -1,6 +1,6 @@
 """Programs: sharded dataflow graphs of compiled functions.
 
-A `Program` has one `Node` per call of a computation and one `Value` per edge, whatever the number
+A `Program` has one `Node` per call of a computation and one `ValueRef` per edge, whatever the number
 of shards. Where a value lies differently from what its consumer asks for, the edge implies a
 transfer; the client never writes one.
 """
@@ -107,7 +107,7 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
         return {self.placement.slice, *(spec.placement.slice for spec in specs)}
 
 
-class Value(msgspec.Struct, frozen=True, array_like=True):
+class ValueRef(msgspec.Struct, frozen=True, array_like=True):
     """Result `index` of node `node`; with `node` -1, the program's input `index`."""
 
     node: int
@@ -122,10 +122,10 @@ class Node(msgspec.Struct, frozen=True, array_like=True):
     """
 
     computation: int
-    args: tuple[Value, ...]
-    guard: Value | None = None
+    args: tuple[ValueRef, ...]
+    guard: ValueRef | None = None
     unless: bool = False
-    counted: tuple[tuple[int, Value], ...] = ()
+    counted: tuple[tuple[int, ValueRef], ...] = ()
     """Positions of arguments of which only the rows that count have to travel, each with its counts, which are
     replicated where the argument is made (`pw.core.programs.counted`)."""
 
@@ -133,9 +133,9 @@ class Node(msgspec.Struct, frozen=True, array_like=True):
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """One result of a program, delivered as `spec` (which may ask for a transfer)."""
 
-    value: Value
+    value: ValueRef
     spec: ArraySpec
-    counts: Value | None = None
+    counts: ValueRef | None = None
     """If only the rows that count have to travel: the counts, as in `Node.counted`."""
 
 
@@ -154,7 +154,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float = 0.0
     """How long a run may take from its first launch; 0 for no limit."""
 
-    def spec_of(self, value: Value) -> ArraySpec:
+    def spec_of(self, value: ValueRef) -> ArraySpec:
         """Return the spec of `value` as its producer makes it."""
         if value.node < 0:
             return self.inputs[value.index]

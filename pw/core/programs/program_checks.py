@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.programs.guards import check_merge
-from pw.core.programs.program import Computation, Program, Value
+from pw.core.programs.program import Computation, Program, ValueRef
 from pw.core.programs.spec_checks import VALUES, check_spec, shortened
 from pw.core.programs.views import check_view, check_view_program
 from pw.core.sharding import ArraySpec
@@ -155,7 +155,7 @@ def _check_graph(body: Program) -> None:
             _checked_spec(body, output.counts, len(body.nodes))
 
 
-def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
+def _checked_spec(body: Program, value: ValueRef, before: int) -> ArraySpec:
     """Return the spec of `value`, which must be made before call `before`."""
     if value.node < 0:
         if 0 <= value.index < len(body.inputs):

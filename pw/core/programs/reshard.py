@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from pw.core.errors import ShardingError
-from pw.core.programs.plan import Piece, Route
+from pw.core.programs.plan import BoxCopy, Route
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_bytes, packed_offsets
 
 LAYOUTS_KEPT = 1024
@@ -68,7 +68,7 @@ def plan_routes(
             first_on_host.setdefault(address.host, position)
 
     bytes_given: defaultdict[str, int] = defaultdict(int)
-    pieces: defaultdict[tuple[str, str], list[Piece]] = defaultdict(list)
+    pieces: defaultdict[tuple[str, str], list[BoxCopy]] = defaultdict(list)
     for box, positions in destination.distinct_boxes():
         wanting: defaultdict[str, list[int]] = defaultdict(list)
         holding: defaultdict[tuple[str, _Cell], dict[int, int]] = defaultdict(dict)
@@ -84,24 +84,26 @@ def plan_routes(
                 at_home = holding.get((host, cell), {})
                 for position, origin in at_home.items():
                     pieces[host, host].append(
-                        Piece(origin, source_box, (position,), destination_box)
+                        BoxCopy(origin, source_box, (position,), destination_box)
                     )
                 rest = tuple(position for position in wanted if position not in at_home)
                 if not rest:
                     continue
                 replicas = holders[cell]
-                giver = host
+                sender = host
                 if host not in replicas:
-                    giver = min(replicas, key=lambda replica: bytes_given[replica])
-                    bytes_given[giver] += size_bytes
-                pieces[host, giver].append(
-                    Piece(replicas[giver], source_box, rest, destination_box)
+                    sender = min(replicas, key=lambda replica: bytes_given[replica])
+                    bytes_given[sender] += size_bytes
+                pieces[host, sender].append(
+                    BoxCopy(replicas[sender], source_box, rest, destination_box)
                 )
 
-    givers = _ranks(source_devices)
-    takers = _ranks(destination_devices)
-    order = sorted(pieces, key=lambda pair: (takers[pair[0]], givers[pair[1]]))
-    return tuple(Route(giver, taker, tuple(pieces[taker, giver])) for taker, giver in order)
+    senders = _ranks(source_devices)
+    receivers = _ranks(destination_devices)
+    order = sorted(pieces, key=lambda pair: (receivers[pair[0]], senders[pair[1]]))
+    return tuple(
+        Route(sender, receiver, tuple(pieces[receiver, sender])) for receiver, sender in order
+    )
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

@@ -20,7 +20,7 @@ from pw.core.programs.counted import check_counts
 from pw.core.programs.guards import guard_of, is_hold
 from pw.core.programs.physical import Physical
 from pw.core.programs.plan import Counts, Route
-from pw.core.programs.program import Program, Value
+from pw.core.programs.program import Program, ValueRef
 from pw.core.sharding import ArraySpec
 
 
@@ -66,7 +66,7 @@ class Draft:
     steps: list[int | Edge] = field(default_factory=list)
 
 
-class Schedule:
+class SegmentSchedule:
     """Lays nodes and edges out in segments."""
 
     def __init__(self, program: Program, physical: Physical) -> None:
@@ -85,7 +85,7 @@ class Schedule:
         self._first: dict[str, Draft] = {}
         self._open: dict[str, Draft] = {}
         self._segment_of_node: list[int] = []
-        self._edges: dict[tuple[Value, ArraySpec, Value | None], Edge] = {}
+        self._edges: dict[tuple[ValueRef, ArraySpec, ValueRef | None], Edge] = {}
         end = len(program.inputs)
         for node in program.nodes:
             start, end = end, end + len(program.computations[node.computation].outputs)
@@ -149,10 +149,10 @@ class Schedule:
 
     def _slot(
         self,
-        value: Value,
+        value: ValueRef,
         wanted: ArraySpec,
         arriving: list[Edge],
-        counted: Value | None = None,
+        counted: ValueRef | None = None,
     ) -> int:
         """The slot of `value` with the spec `wanted`; a new edge is added to `arriving`.
 
@@ -179,10 +179,10 @@ class Schedule:
             arriving.append(edge)
         return edge.slot
 
-    def _made_in(self, value: Value) -> int:
+    def _made_in(self, value: ValueRef) -> int:
         return value.index if value.node < 0 else self.results[value.node][value.index]
 
-    def _counts(self, rows: ArraySpec, counted: Value) -> Counts:
+    def _counts(self, rows: ArraySpec, counted: ValueRef) -> Counts:
         program = self._program
         spec = program.spec_of(counted)
         check_counts(rows, spec)

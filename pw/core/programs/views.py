@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement
 
 Shards = Sequence[Sequence[tuple[int, int]]]
@@ -50,8 +50,8 @@ def view_program(
         NAME, b"", placement, tuple(inputs), tuple(outputs), kind=Kind.VIEW, shards=named
     )
     check_view(computation)
-    node = Node(0, tuple([Value(-1, number) for number in range(len(inputs))]))
-    made = tuple([Output(Value(0, number), spec) for number, spec in enumerate(outputs)])
+    node = Node(0, tuple([ValueRef(-1, number) for number in range(len(inputs))]))
+    made = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(outputs)])
     return Program(NAME, (computation,), (node,), tuple(inputs), made)
 
 
@@ -115,8 +115,8 @@ def check_view_program(program: Program) -> None:
     if not program.makes_views:
         return
     view = program.computations[0]
-    nodes = (Node(0, tuple([Value(-1, number) for number in range(len(program.inputs))])),)
-    made = tuple([Output(Value(0, number), spec) for number, spec in enumerate(view.outputs)])
+    nodes = (Node(0, tuple([ValueRef(-1, number) for number in range(len(program.inputs))])),)
+    made = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(view.outputs)])
     if (
         len(program.computations) > 1
         or (program.nodes, program.outputs) != (nodes, made)

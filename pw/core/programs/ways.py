@@ -28,7 +28,7 @@ from pw.core.costs import MOVES, RUNS, Costs
 from pw.core.dtypes import PACKED
 from pw.core.platforms import platform_of
 from pw.core.programs.physical import Physical
-from pw.core.programs.program import Computation, Kind, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Box, Sharding, box_bytes
 
 """Dtypes that are left to transfers: XLA keeps several elements in a byte."""
@@ -67,7 +67,7 @@ class EdgeWay:
         passes_on: other edges come from its destination.
     """
 
-    value: Value
+    value: ValueRef
     consumer: int | None
     source: ArraySpec
     destination: ArraySpec
@@ -88,10 +88,10 @@ def edges_of(
         physical: the devices of its specs.
         only_transfers: choose no other way.
     """
-    found: dict[tuple[Value, ArraySpec, Value | None], EdgeWay] = {}
+    found: dict[tuple[ValueRef, ArraySpec, ValueRef | None], EdgeWay] = {}
 
     def want(
-        value: Value, wanted: ArraySpec, consumer: int | None, counts: Value | None = None
+        value: ValueRef, wanted: ArraySpec, consumer: int | None, counts: ValueRef | None = None
     ) -> None:
         own, key = program.spec_of(value), (value, wanted, counts)
         if key in found or own == wanted:
@@ -229,7 +229,7 @@ class _Estimating:
 
     def relay(self, edges: list[EdgeWay]) -> None:
         """Have large values that go to several islands passed on, where that is faster."""
-        targets: dict[Value, dict[str, EdgeWay]] = {}
+        targets: dict[ValueRef, dict[str, EdgeWay]] = {}
         for edge in edges:
             island = self._physical.island(edge.destination.placement)
             if island != self._physical.island(edge.source.placement):
@@ -348,7 +348,7 @@ class _Writing:
         self._nodes: list[Node] = []
         self._number: list[int] = []
         """The new number of each node."""
-        self._arrived: dict[tuple[Value, ArraySpec], Value] = {}
+        self._arrived: dict[tuple[ValueRef, ArraySpec], ValueRef] = {}
 
     def result(self) -> Program:
         program = self._program
@@ -378,7 +378,7 @@ class _Writing:
             return Output(own, output.spec, counts)
         return Output(self._value(output.value, output.spec), output.spec)
 
-    def _value(self, value: Value, wanted: ArraySpec) -> Value:
+    def _value(self, value: ValueRef, wanted: ArraySpec) -> ValueRef:
         """Return the value that a consumer with this spec takes."""
         key = (value, wanted)
         if key not in self._arrived:
@@ -387,10 +387,10 @@ class _Writing:
             self._arrived[key] = own if edge is None else self._moved(edge, own)
         return self._arrived[key]
 
-    def _renumbered(self, value: Value) -> Value:
-        return value if value.node < 0 else Value(self._number[value.node], value.index)
+    def _renumbered(self, value: ValueRef) -> ValueRef:
+        return value if value.node < 0 else ValueRef(self._number[value.node], value.index)
 
-    def _moved(self, edge: EdgeWay, own: Value) -> Value:
+    def _moved(self, edge: EdgeWay, own: ValueRef) -> ValueRef:
         wanted = edge.destination
         match edge.way:
             case Way.SLICES | Way.COLLECTIVE:
@@ -404,12 +404,12 @@ class _Writing:
                 own = self._value(edge.value, edge.via)
         return self._reshard(own, wanted, wanted) if edge.passes_on else own
 
-    def _reshard(self, value: Value, source: ArraySpec, destination: ArraySpec) -> Value:
+    def _reshard(self, value: ValueRef, source: ArraySpec, destination: ArraySpec) -> ValueRef:
         index = self._index.get((source, destination))
         if index is None:
             index = self._index[source, destination] = len(self._computations)
             self._computations.append(reshard(source, destination))
-        return Value(self._add(Node(index, (value,))), 0)
+        return ValueRef(self._add(Node(index, (value,))), 0)
 
     def _add(self, node: Node) -> int:
         self._nodes.append(node)

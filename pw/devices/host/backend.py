@@ -25,7 +25,7 @@ import numpy as np
 from pw.core.errors import ErrorReport
 from pw.core.messages import Detail, ThreadReport
 from pw.core.packing import ArrayType
-from pw.core.programs.plan import Piece
+from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
@@ -90,7 +90,7 @@ class Move:
     result: Value
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxCopy, ...]
 
 
 class ViewSource(NamedTuple):
@@ -190,13 +190,13 @@ class ClientCall:
 
 
 @dataclass(slots=True)
-class Call:
-    """Call a function on the execute thread, in its turn."""
+class RunFunction:
+    """RunFunction a function on the execute thread, in its turn."""
 
     function: Callable[[], None]
 
 
-Op = Execute | Move | View | Build | Watch | Read | Call
+Op = Execute | Move | View | Build | Watch | Read | RunFunction
 
 
 class Backend(Protocol):
@@ -232,8 +232,8 @@ class Backend(Protocol):
     def forget(self, key: bytes) -> None:
         """Drop an installed or kept computation, after all ops submitted so far."""
 
-    def take_calls(self, taker: Callable[[ClientCall], None]) -> None:
-        """Have `taker` called for each call of a client's function, on the loop thread."""
+    def take_calls(self, handler: Callable[[ClientCall], None]) -> None:
+        """Have `handler` called for each call of a client's function, on the loop thread."""
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all ops submitted before; one wake-up for all."""

@@ -3,7 +3,7 @@
 Shards are read from the devices in launch order, after the launches that make them and before those
 that they are donated to. The file is written when all of them are in host memory. The controller
 hears when the file is on disk, and has one host commit when all files are. The disk itself is
-`pw.devices.host.checkpoint_format`; its calls block, so the process lends threads for them (`Aside`).
+`pw.devices.host.checkpoint_format`; its calls block, so the process lends threads for them (`BlockingCalls`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READERS = 4
 """Arrays that are read at the same time, so that the disk is busy."""
 
 
-class Aside(Protocol):
+class BlockingCalls(Protocol):
     """Threads for calls that block; a call may overtake others."""
 
     def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
@@ -60,7 +60,9 @@ class Files(Part):
         root: the folder in which checkpoints must lie, without symbolic links; empty if they may be anywhere.
     """
 
-    def __init__(self, env: Env, aside: Aside | None, clients: Clients, root: str = "") -> None:
+    def __init__(
+        self, env: Env, aside: BlockingCalls | None, clients: Clients, root: str = ""
+    ) -> None:
         self._root = root
         self._env = env
         self._aside = aside

@@ -82,7 +82,7 @@ def parts_of(route: Route, spec: ArraySpec, views: Sequence[Array], counts: Arra
     return parts
 
 
-class Taken(NamedTuple):
+class ArrivedRows(NamedTuple):
     """What came along a route."""
 
     parts: list[Part]
@@ -91,7 +91,7 @@ class Taken(NamedTuple):
     size_bytes: int
 
 
-def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
+def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> ArrivedRows:
     """Return the parts of the destination's shards that came along a route.
 
     A piece that is a whole shard is used where it landed, if a quarter of its rows count: to clear its
@@ -101,7 +101,7 @@ def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
     assert receive.counts is not None
     spec, lead = receive.source, len(receive.counts.spec.shape)
     if is_without_rows(buffer, route, lead):
-        return Taken([], [], len(buffer))
+        return ArrivedRows([], [], len(buffer))
     shard = tuple((0, size) for size in receive.spec.sharding.shard_shape(receive.spec.shape))
     found, size_bytes = unpacked(buffer, route, spec, lead)
     parts: list[Part] = []
@@ -117,4 +117,4 @@ def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
             continue
         for (_, _, box), own in zip(filled(piece, numbers), rows, strict=True):
             parts.append((piece.destination_devices, box, own.reshape(box_shape(box))))
-    return Taken(parts, padding, size_bytes)
+    return ArrivedRows(parts, padding, size_bytes)

@@ -26,7 +26,7 @@ from pw.devices.host.backend import Backend, Build, Read, relative
 from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.value import Value
 from pw.devices.host.views import ViewPart, view_op
-from pw.devices.host.work import Arriving, HostLaunch, HostRun, OpQueue, Taken
+from pw.devices.host.work import Arriving, GuardedResults, HostLaunch, HostRun, OpQueue
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +51,7 @@ class Guards:
         """Do an instruction of a segment with guards or merges; return False if it must wait."""
         run = launch.run
         if launch.taken is None:
-            launch.taken = Taken()
+            launch.taken = GuardedResults()
         computation = run.program.body.computations[instruction.computation]
         if instruction.guard >= 0:
             taken = self.decision(run, instruction.guard, computation)
@@ -96,7 +96,7 @@ class Guards:
 
     def end(self, launch: HostLaunch) -> list[Value]:
         """Watch the last results of a launch on each device; return those that merges have made."""
-        taken, launch.taken = launch.taken or Taken(), None
+        taken, launch.taken = launch.taken or GuardedResults(), None
         latest, merged = tuple(taken.latest.values()), taken.merged
         launch.last = tuple([ref(value) for value in (*latest, *merged)])
         if launch.message.report and latest:

@@ -27,7 +27,7 @@ from pw.devices.host.views import ViewPart, view_parts
 
 
 @dataclass(slots=True)
-class Segment:
+class SegmentSteps:
     """What one launch of a program does on this host."""
 
     instructions: tuple[Instruction, ...] = ()
@@ -56,7 +56,7 @@ class Segment:
         body: Program,
         gangs: set[int],
         own: Callable[[Computation], frozenset[int]],
-    ) -> Segment:
+    ) -> SegmentSteps:
         """Index the instructions of one segment of a program.
 
         Args:
@@ -126,7 +126,7 @@ def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset
 
 
 _PYTHON = frozenset((-1,))
-NO_SEGMENT = Segment()
+NO_SEGMENT = SegmentSteps()
 """A segment without work for this host."""
 
 
@@ -140,7 +140,7 @@ class Inline(NamedTuple):
     """Positions of devices, the whole of a shard there, and its place in the value."""
 
 
-class Result(NamedTuple):
+class HostResult(NamedTuple):
     """A result of a program on this host."""
 
     output: int
@@ -205,11 +205,11 @@ class HostProgram:
     keys: tuple[bytes | None, ...]
     """The backend's key of each computation, None for those that do not run here. Each installation
     has its own keys, so that forgetting one does not harm the next."""
-    segments: dict[int, Segment]
+    segments: dict[int, SegmentSteps]
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
     inlines: dict[int, Inline] = field(default_factory=dict)
-    results: tuple[Result, ...] = ()
+    results: tuple[HostResult, ...] = ()
     outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
     """Slots of arguments that are also results."""
@@ -253,7 +253,7 @@ class HostProgram:
             program.outputs_of_slot.setdefault(slot, []).append(output)
         specs = [output.spec for output in body.outputs]
         program.results = tuple(
-            Result(output, slot, specs[output], program.devices(specs[output]))
+            HostResult(output, slot, specs[output], program.devices(specs[output]))
             for output, slot in plan.outputs
         )
         program.told, program.held = _of_branches(instructions, body, set(program.outputs_of_slot))
@@ -279,7 +279,7 @@ class HostProgram:
             if computation.checks or computation.calls_back or may_differ:
                 program.unsettled.add(index)
         program.segments = {
-            part.segment: Segment.of(part.instructions, body, program.gangs, program._own)
+            part.segment: SegmentSteps.of(part.instructions, body, program.gangs, program._own)
             for part in plan.segments
         }
         return program

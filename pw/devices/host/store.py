@@ -18,7 +18,7 @@ from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend
 from pw.devices.host.callbacks import Callbacks
-from pw.devices.host.checkpoint_files import Aside, Files
+from pw.devices.host.checkpoint_files import BlockingCalls, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
 from pw.devices.host.measuring import Measuring
@@ -40,7 +40,7 @@ class ObjectStore(Actor):
         bulk: Bulk,
         counters: Callable[[], dict[str, int]],
         replicas: Sequence[Replica] = (),
-        aside: Aside | None = None,
+        aside: BlockingCalls | None = None,
         keep: Keeping | None = None,
         output: Lines | None = None,
         checkpoint_root: str = "",

@@ -21,7 +21,7 @@ from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
 
 
-class State(StrEnum):
+class ValueState(StrEnum):
     """What a value has."""
 
     UNMADE = "unmade"
@@ -32,7 +32,7 @@ class State(StrEnum):
     """An error in place of an array; also that its array was donated."""
 
 
-class Event(StrEnum):
+class ValueEvent(StrEnum):
     """What happens to a value."""
 
     FILL = "fill"
@@ -44,9 +44,9 @@ class Event(StrEnum):
 LIFECYCLE = Lifecycle(
     "value",
     {
-        State.UNMADE: {Event.FILL: State.MADE, Event.FAIL: State.FAILED},
-        State.MADE: {Event.FAIL: State.FAILED},
-        State.FAILED: {Event.FILL: State.FAILED, Event.FAIL: State.FAILED},
+        ValueState.UNMADE: {ValueEvent.FILL: ValueState.MADE, ValueEvent.FAIL: ValueState.FAILED},
+        ValueState.MADE: {ValueEvent.FAIL: ValueState.FAILED},
+        ValueState.FAILED: {ValueEvent.FILL: ValueState.FAILED, ValueEvent.FAIL: ValueState.FAILED},
     },
 )
 
@@ -121,11 +121,11 @@ class Value:
         """The first result of the computation that its buffers were donated to."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> ValueState:
         """Its row in the table."""
         if self.error is not None:
-            return State.FAILED
-        return State.UNMADE if self.payload is None else State.MADE
+            return ValueState.FAILED
+        return ValueState.UNMADE if self.payload is None else ValueState.MADE
 
     @property
     def may_be_elsewhere(self) -> bool:

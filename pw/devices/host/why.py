@@ -14,7 +14,7 @@ from weakref import ReferenceType
 from msgspec.structs import replace
 
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.actors.watchdog import Look, Watchdog
+from pw.core.actors.watchdog import LookForStall, Watchdog
 from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
 from pw.core.programs.plan import Execute, Free
@@ -44,8 +44,8 @@ class Explanations(Part):
     def _explain(self, sender: Address, message: ExplainHost) -> None:
         self.env.send(sender, self.describe(message.request, frozenset(message.work)))
 
-    @handles(Look)
-    def _look(self, sender: Address, timer: Look) -> None:
+    @handles(LookForStall)
+    def _look(self, sender: Address, timer: LookForStall) -> None:
         if self.watchdog.stalled(bool(self.interpreter.lanes)):
             self.env.count("stalls")
             for line in _lines(self.describe(0, frozenset())):

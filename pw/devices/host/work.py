@@ -10,7 +10,7 @@ from weakref import ReferenceType
 from pw.core.errors import ErrorReport
 from pw.core.messages import Copy, CopyFile, Launch
 from pw.devices.host.backend import Backend, Build, Op
-from pw.devices.host.program import HostProgram, Segment
+from pw.devices.host.program import HostProgram, SegmentSteps
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
 
@@ -36,7 +36,7 @@ class HostRun:
 
 
 @dataclass(slots=True)
-class Taken:
+class GuardedResults:
     """What a launch with guards or merges has made so far (`pw.devices.host.guards`)."""
 
     latest: dict[frozenset[int], Value] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class HostLaunch:
 
     message: Launch
     run: HostRun
-    segment: Segment
+    segment: SegmentSteps
     position: int = 0
     """The next instruction."""
     last: tuple[ReferenceType[Value], ...] = ()
@@ -68,7 +68,7 @@ class HostLaunch:
     """When its first computation was enqueued whose results wait for their outcome."""
     busy_s: float = 0.0
     """The device time that it is charged with."""
-    taken: Taken | None = None
+    taken: GuardedResults | None = None
     """Of a segment with guards or merges: what it has not skipped."""
 
     @property

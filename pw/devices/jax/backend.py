@@ -4,7 +4,7 @@
 
 | part | ops | thread |
 |---|---|---|
-| `execution.py`, `enqueue.py` | `Execute`, `Move`, `View`, `Call` | `pw-execute`, or the loop (`quick.py`) |
+| `execution.py`, `enqueue.py` | `Execute`, `Move`, `View`, `RunFunction` | `pw-execute`, or the loop |
 | `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
@@ -41,7 +41,17 @@ import numpy as np
 from pw.core.messages import ThreadReport
 from pw.core.recorder import Recorder
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
-from pw.devices.host.backend import Build, Call, ClientCall, Execute, Move, Op, Read, View, Watch
+from pw.devices.host.backend import (
+    Build,
+    ClientCall,
+    Execute,
+    Move,
+    Op,
+    Read,
+    RunFunction,
+    View,
+    Watch,
+)
 from pw.devices.host.output import Output
 from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers, in_host_memory
@@ -139,16 +149,16 @@ class JaxBackend:
             View: self.enqueuer.view,
             Build: self._builds.finish,
             Watch: answers.look,
-            Call: lambda op: op.function(),
+            RunFunction: lambda op: op.function(),
         }
         self.execution = Execution(handlers, quick, completions.fail)
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         self.execution.append(partial(self.enqueuer.publish, key, executable))
 
-    def take_calls(self, taker: Callable[[ClientCall], None]) -> None:
-        """Have `taker` called for each call of a client's function, on the loop."""
-        self._calls.taken_by(taker)
+    def take_calls(self, handler: Callable[[ClientCall], None]) -> None:
+        """Have `handler` called for each call of a client's function, on the loop."""
+        self._calls.handled_by(handler)
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run computations in order; build arrays and answer questions at once."""

@@ -94,14 +94,14 @@ class Calls:
 
     def __init__(self, completions: Completions) -> None:
         self._completions = completions
-        self._taker: Callable[[ClientCall], None] | None = None
+        self._handler: Callable[[ClientCall], None] | None = None
         self._waiting: set[_Wait] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def taken_by(self, taker: Callable[[ClientCall], None]) -> None:
-        """Have calls go to `taker`, on the loop."""
-        self._taker = taker
+    def handled_by(self, handler: Callable[[ClientCall], None]) -> None:
+        """Have calls go to `handler`, on the loop."""
+        self._handler = handler
 
     def functions(
         self, client: int, artifact: bytes, declared: int, called: Mapping[int, Results]
@@ -136,10 +136,10 @@ class Calls:
     def _begin(self, wait: _Wait, call: ClientCall) -> None:
         with self._lock:
             self._waiting.add(wait)
-            if self._closed or self._taker is None:
+            if self._closed or self._handler is None:
                 wait.raised("the host ends")
-        if self._taker is not None:
-            self._completions.post(self._taker, call)
+        if self._handler is not None:
+            self._completions.post(self._handler, call)
 
     def close(self) -> None:
         """End all calls."""

@@ -30,7 +30,7 @@ from pw.devices.jax.compile_process import Job
 from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.executables import Executables, key_of
 from pw.devices.jax.layouts import Layouts
-from pw.devices.jax.making import Made, Order
+from pw.devices.jax.making import ExecutableFacts, Order
 from pw.devices.jax.modules import Module
 from pw.devices.jax.python_functions import PythonFunctions
 from pw.devices.jax.threads import Completions, QueueThread
@@ -290,7 +290,7 @@ class Compiler:
         return self._make(place, key, wanted, loaded)
 
     def _make(self, place: Any, key: bytes, wanted: _Wanted, then: Callable[[Any], None]) -> None:
-        """Load or make an executable, and call `then` with a `Made` and XLA's executable, or an
+        """Load or make an executable, and call `then` with a `ExecutableFacts` and XLA's executable, or an
         exception."""
         if wanted.kept_as is not None:
             place = wanted.kept_as  # one executable serves several devices
@@ -340,7 +340,7 @@ class Compiler:
 
     def _made_here(
         self, wanted: _Wanted, platform: Platform, *, is_vetted: bool
-    ) -> tuple[Made, Any] | Exception:
+    ) -> tuple[ExecutableFacts, Any] | Exception:
         try:
             if not is_vetted and self._processes is not None:
                 self._processes.wait_for(wanted.client, wanted.name, wanted.digest, wanted.order)

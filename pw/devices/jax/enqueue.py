@@ -29,7 +29,7 @@ from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.compile import Executable
 from pw.devices.jax.layouts import Layouts, local_shards
-from pw.devices.jax.modules import Aside
+from pw.devices.jax.modules import ClientCalling
 from pw.devices.jax.moves import moved, viewed
 from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
@@ -118,7 +118,7 @@ class Enqueuer:
             if donated:
                 donated = self._donate(op, arrays, donated)
             called_s = time.monotonic() if op.origin else 0.0
-            if type(call) is Aside:
+            if type(call) is ClientCalling:
                 return self._call_aside(op, call.call, arrays, donated, name)
             if op.key in self._quick.trials:
                 outputs = self._try(op.key, call, arrays)

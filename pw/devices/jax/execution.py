@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from pw.devices.host.backend import Call, Execute, Op, View, Watch
+from pw.devices.host.backend import Execute, Op, RunFunction, View, Watch
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import QueueThread
 from pw.devices.jax.values import is_made
@@ -65,10 +65,10 @@ class Execution:
                 self.thread.put(ops)
 
     def append(self, function: Callable[[], None]) -> None:
-        """Call `function` on the execute thread after all ops before; from any thread."""
+        """RunFunction `function` on the execute thread after all ops before; from any thread."""
         with self._submitting:
             self._submitted += 1
-            self.thread.put(deque([Call(function)]))
+            self.thread.put(deque([RunFunction(function)]))
 
     def close(self) -> None:
         """Run no more ops."""

@@ -20,7 +20,8 @@ Call = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class FileThreads:
-    """Runs work aside (see `pw.devices.host.checkpoint_files.Aside`); threads start when first needed."""
+    """Runs work aside (see `pw.devices.host.checkpoint_files.BlockingCalls`); threads start when first
+    needed."""
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self._completions = Completions(loop)

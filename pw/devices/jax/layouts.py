@@ -35,7 +35,7 @@ _LAYOUTS_KEPT = 4096
 _AVALS_KEPT = 16384
 
 
-class Layout(NamedTuple):
+class DeviceLayout(NamedTuple):
     """A sharding over real devices. `local` maps the positions on this host to their devices."""
 
     sharding: NamedSharding
@@ -48,15 +48,15 @@ class Layouts:
     def __init__(self, host: str, device: Callable[[DeviceAddress], jax.Device]) -> None:
         self._host = host
         self._device = device
-        self._layouts: dict[tuple[Sharding, tuple[DeviceAddress, ...], str], Layout] = {}
+        self._layouts: dict[tuple[Sharding, tuple[DeviceAddress, ...], str], DeviceLayout] = {}
 
-    def of(self, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Layout:
+    def of(self, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> DeviceLayout:
         """The layout of an array with shards on `devices`; from any thread."""
         return self(spec.sharding, devices, spec.memory)
 
     def __call__(
         self, sharding: Sharding, devices: tuple[DeviceAddress, ...], memory: str = ""
-    ) -> Layout:
+    ) -> DeviceLayout:
         """The layout of `sharding` with `devices` at the positions of its mesh; from any thread.
 
         Raises ValueError if the devices have no such memory.
@@ -70,7 +70,9 @@ class Layouts:
             layout = self._layouts.setdefault(key, self._make(*key))
         return layout
 
-    def _make(self, sharding: Sharding, devices: tuple[DeviceAddress, ...], memory: str) -> Layout:
+    def _make(
+        self, sharding: Sharding, devices: tuple[DeviceAddress, ...], memory: str
+    ) -> DeviceLayout:
         physical = np.empty(len(devices), object)
         physical[:] = [self._device(address) for address in devices]
         # A mesh without axes is one device here, but an error to `jax.jit`.
@@ -84,7 +86,7 @@ class Layouts:
             if address.host == self._host
         }
         kind = memory or None
-        return Layout(NamedSharding(mesh, PartitionSpec(*axes), memory_kind=kind), local)
+        return DeviceLayout(NamedSharding(mesh, PartitionSpec(*axes), memory_kind=kind), local)
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
@@ -95,7 +97,7 @@ def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
-def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> jax.Array:
+def assemble(spec: ArraySpec, layout: DeviceLayout, shards: dict[int, jax.Array]) -> jax.Array:
     """The array whose shards on this host are `shards`, by position.
 
     Raises InternalError when one is missing.
@@ -109,7 +111,7 @@ def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> j
     )
 
 
-def assemble_view(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> jax.Array:
+def assemble_view(spec: ArraySpec, layout: DeviceLayout, shards: dict[int, jax.Array]) -> jax.Array:
     """The array whose shards on this host are `shards`, which have its shape, dtype and devices.
 
     Raises InternalError when one is missing.
@@ -121,12 +123,14 @@ def assemble_view(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array])
     return ArrayImpl(aval, layout.sharding, placed, committed=True, _skip_checks=True)
 
 
-def _check_complete(layout: Layout, shards: Mapping[int, object]) -> None:
+def _check_complete(layout: DeviceLayout, shards: Mapping[int, object]) -> None:
     if missing := layout.local.keys() - shards.keys():
         raise InternalError(f"the shards at positions {sorted(missing)} are missing")
 
 
-def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, Any]]) -> jax.Array:
+def put(
+    spec: ArraySpec, layout: DeviceLayout, shards: Mapping[int, np.ndarray[Any, Any]]
+) -> jax.Array:
     """The array whose shards on this host are `shards`, by position, in host memory.
 
     Raises InternalError when one is missing. On CPU, aligned memory is aliased.

@@ -40,7 +40,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     devices: tuple[DeviceAddress, ...]
 
 
-class Made(msgspec.Struct, frozen=True, array_like=True):
+class ExecutableFacts(msgspec.Struct, frozen=True, array_like=True):
     """What is known of an executable besides itself."""
 
     is_straight: bool
@@ -54,7 +54,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 class Saved(msgspec.Struct, frozen=True, array_like=True):
     """An executable that another process can load."""
 
-    made: Made
+    made: ExecutableFacts
     data: bytes
 
 
@@ -76,7 +76,7 @@ def make(
     order: Order,
     physical: Sequence[jax.Device],
     functions: Functions = lambda calls: (),
-) -> tuple[Made, Any]:
+) -> tuple[ExecutableFacts, Any]:
     """Parse, vet and compile an artifact for these devices; return XLA's executable as well.
 
     Raises CompileError, or what JAX raises.
@@ -89,7 +89,7 @@ def make(
         options = options_of(code.options, physical)
         executable = compiled(module, options, physical, functions(calls))
     facts = facts_of(executable, physical)
-    made = Made(
+    made = ExecutableFacts(
         vetted.is_straight,
         vetted.needs_lapack,
         options.num_partitions,
@@ -108,14 +108,14 @@ def reshard_of(spec: ArraySpec, source: NamedSharding, destination: NamedShardin
     return encode(Stablehlo(exported.mlir_module_serialized))
 
 
-def saved(made: Made, executable: Any) -> bytes:
+def saved(made: ExecutableFacts, executable: Any) -> bytes:
     """Return bytes for `load`. Raises if the platform cannot serialize executables."""
     return _encode(Saved(made, executable.serialize()))
 
 
 def load(
     data: bytes, physical: Sequence[jax.Device], functions: Functions = lambda calls: ()
-) -> tuple[Made, Any]:
+) -> tuple[ExecutableFacts, Any]:
     """Return what `saved` was given, for these devices. Raises if it is something else."""
     found = _decode(data)
     made = found.made
@@ -129,7 +129,7 @@ def load(
     return made, client.deserialize_executable(found.data, devices, options, calls)
 
 
-def _placement_of(made: Made, physical: Sequence[jax.Device]) -> Any:
+def _placement_of(made: ExecutableFacts, physical: Sequence[jax.Device]) -> Any:
     """Options that say no more than on which devices an executable is loaded."""
     options = xla_client.CompileOptions()
     build = options.executable_build_options

@@ -94,7 +94,7 @@ class Module:
         return self.facts
 
 
-class Aside(NamedTuple):
+class ClientCalling(NamedTuple):
     """A call that may take long, and must not run on the execute thread: it calls the client."""
 
     call: Call
@@ -105,7 +105,7 @@ def call_of(
     computation: Computation,
     devices: tuple[DeviceAddress, ...],
     layouts: Layouts,
-) -> Call | Aside:
+) -> Call | ClientCalling:
     """A function that takes a `jax.Array` for each argument, and returns one for each result.
 
     Raises CompileError unless the module is what `computation` says.
@@ -131,7 +131,7 @@ def call_of(
         results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
         return results
 
-    return Aside(call) if module.calls_back else call
+    return ClientCalling(call) if module.calls_back else call
 
 
 def parsed(code: Stablehlo, context: Any) -> Any:

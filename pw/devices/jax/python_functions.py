@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport, PythonRefused
-from pw.core.functions.parts import Share, share_of
+from pw.core.functions.parts import HostPart, share_of
 from pw.core.messages import ThreadReport
 from pw.core.programs.program import Computation, Kind
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
@@ -51,7 +51,7 @@ class PythonFunction:
     """A function that a process knows, and the layout of its results on this host."""
 
     key: bytes
-    share: Share
+    share: HostPart
     outputs: tuple[ArraySpec, ...]
     devices: tuple[DeviceAddress, ...]
     is_repeatable: bool

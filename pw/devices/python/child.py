@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
-from pw.core.functions.parts import Share
+from pw.core.functions.parts import HostPart
 from pw.devices.python.wire import (
     Begin,
     Call,
@@ -104,7 +104,7 @@ class _Functions:
             else:
                 self._host.send(Returned(), made)
 
-    def _load(self, key: bytes, share: Share) -> Any:
+    def _load(self, key: bytes, share: HostPart) -> Any:
         # Equal code is one object: a stream's position is in it.
         artifact = self._loads[key].artifact
         for other, loaded in self._loaded.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.core.functions.parts import Share
+from pw.core.functions.parts import HostPart
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -21,7 +21,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     key: bytes
     artifact: bytes
-    share: Share
+    share: HostPart
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):

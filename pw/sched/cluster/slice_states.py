@@ -25,7 +25,7 @@ from pw.core.messages import AllocateSlice
 from pw.sched.cluster.inventory import Position
 
 
-class State(StrEnum):
+class SliceState(StrEnum):
     """Where a slice is in its life."""
 
     REQUESTED = "requested"
@@ -40,7 +40,7 @@ class State(StrEnum):
     """Its client does not need it any more."""
 
 
-class Event(StrEnum):
+class SliceEvent(StrEnum):
     """What happens to a slice."""
 
     PARK = "park"
@@ -51,48 +51,50 @@ class Event(StrEnum):
     RELEASE = "release"
 
 
-SLICE = Lifecycle[State, Event](
+SLICE = Lifecycle[
+    SliceState, SliceEvent
+](
     "slice",
     {
-        State.REQUESTED: {
-            Event.PARK: State.PARKED,
-            Event.BIND: State.BOUND,
-            Event.REFUSE: State.REFUSED,
+        SliceState.REQUESTED: {
+            SliceEvent.PARK: SliceState.PARKED,
+            SliceEvent.BIND: SliceState.BOUND,
+            SliceEvent.REFUSE: SliceState.REFUSED,
         },
-        State.PARKED: {
-            Event.PARK: State.PARKED,  # the island that became ready does not fit
-            Event.BIND: State.BOUND,
-            Event.REFUSE: State.REFUSED,
-            Event.RELEASE: State.RELEASED,
+        SliceState.PARKED: {
+            SliceEvent.PARK: SliceState.PARKED,  # the island that became ready does not fit
+            SliceEvent.BIND: SliceState.BOUND,
+            SliceEvent.REFUSE: SliceState.REFUSED,
+            SliceEvent.RELEASE: SliceState.RELEASED,
         },
-        State.BOUND: {
-            Event.REBIND: State.BOUND,
-            Event.MOVE: State.BOUND,
-            Event.PARK: State.PARKED,  # its island has a spare in place of a host that it names
-            Event.REFUSE: State.REFUSED,
-            Event.RELEASE: State.RELEASED,
+        SliceState.BOUND: {
+            SliceEvent.REBIND: SliceState.BOUND,
+            SliceEvent.MOVE: SliceState.BOUND,
+            SliceEvent.PARK: SliceState.PARKED,  # its island has a spare in place of a host that it names
+            SliceEvent.REFUSE: SliceState.REFUSED,
+            SliceEvent.RELEASE: SliceState.RELEASED,
         },
-        State.REFUSED: {},
-        State.RELEASED: {},
+        SliceState.REFUSED: {},
+        SliceState.RELEASED: {},
     },
 )
 
 
 @dataclass(slots=True, eq=False)
-class Slice:
+class BoundSlice:
     """One slice."""
 
     request: AllocateSlice
-    state: State = State.REQUESTED
+    state: SliceState = SliceState.REQUESTED
     island: str = ""
     """Where it is bound, or was last."""
     positions: tuple[Position, ...] = ()
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: SliceEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""
         self.state = SLICE.after(self.state, event)
 
-    def bound(self, event: Event, island: str, positions: tuple[Position, ...]) -> None:
+    def bound(self, event: SliceEvent, island: str, positions: tuple[Position, ...]) -> None:
         """It has these positions from now on."""
         self.happened(event)
         self.island, self.positions = island, positions

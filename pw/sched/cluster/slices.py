@@ -19,7 +19,7 @@ from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
 from pw.sched.cluster.fitting import choose, fits, refusal, suits
 from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
-from pw.sched.cluster.slice_states import Event, Slice, State
+from pw.sched.cluster.slice_states import BoundSlice, SliceEvent, SliceState
 
 MOVE_S = 30.0
 """How long slices wait for their island before they move to another one."""
@@ -42,7 +42,7 @@ class Slices(Part):
 
     env: Env
     inventory: Inventory
-    _slices: dict[int, Slice] = field(default_factory=dict, init=False)
+    _slices: dict[int, BoundSlice] = field(default_factory=dict, init=False)
     """Parked slices in the order in which they were parked, bound ones in that of their binding."""
 
     @handles(AllocateSlice)
@@ -51,24 +51,24 @@ class Slices(Part):
             self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
             self.env.call_later(MOVE_S, WaitedEnough(request.slice, False))
             self.env.call_later(RESUME_S, WaitedEnough(request.slice, True))
-        piece = Slice(request, island=request.formerly)
+        piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
-        if not request.resumed and piece.state is State.PARKED:
+        if not request.resumed and piece.state is SliceState.PARKED:
             self.env.call_later(MOVE_S, WaitedEnough(request.slice, True))
 
     @handles(ReleaseSlice)
     def _release(self, sender: Address, message: ReleaseSlice) -> None:
         piece = self._slices.pop(message.slice, None)
         if piece is not None:
-            if piece.state is State.BOUND:
+            if piece.state is SliceState.BOUND:
                 self.inventory.islands[piece.island].load.subtract(piece.positions)
-            piece.happened(Event.RELEASE)
+            piece.happened(SliceEvent.RELEASE)
 
     @handles(WaitedEnough)
     def _waited_enough(self, sender: Address, timer: WaitedEnough) -> None:
         """The slice's former island does not come back, or no island has had room for it."""
         piece = self._slices.get(timer.slice)
-        if piece is None or piece.state is not State.PARKED:
+        if piece is None or piece.state is not SliceState.PARKED:
             return
         piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
         may_end = timer.is_over and not self._waits_for_hosts(piece)
@@ -78,13 +78,13 @@ class Slices(Part):
             self._place(piece)
 
     @property
-    def parked(self) -> list[Slice]:
+    def parked(self) -> list[BoundSlice]:
         """The slices that wait for an island, in the order in which they were parked."""
-        return [one for one in self._slices.values() if one.state is State.PARKED]
+        return [one for one in self._slices.values() if one.state is SliceState.PARKED]
 
     def counts(self) -> Counter[str]:
         """Return how many slices each island has."""
-        return Counter(one.island for one in self._slices.values() if one.state is State.BOUND)
+        return Counter(one.island for one in self._slices.values() if one.state is SliceState.BOUND)
 
     # --- changes of islands -----------------------------------------------------------------------
 
@@ -93,16 +93,16 @@ class Slices(Part):
         island.load.clear()
         for piece in self._on(island):
             if fits(island, piece.request):
-                self._bind(piece, Event.REBIND, island)
+                self._bind(piece, SliceEvent.REBIND, island)
             elif set(piece.request.hosts) - set(island.ranks):
-                piece.happened(Event.PARK)
+                piece.happened(SliceEvent.PARK)
             else:  # the island came back smaller, or as another platform
                 self._refuse(piece)
 
     def retry_parked(self) -> None:
         """An island is ready: place the slices that wait."""
         for piece in self.parked:
-            if piece.state is State.PARKED:  # it is bound already if it is like another one
+            if piece.state is SliceState.PARKED:  # it is bound already if it is like another one
                 self._place(piece)
 
     def move(self, island: Island) -> None:
@@ -112,7 +112,7 @@ class Slices(Part):
             if target is not None and not (piece.request.like and target is island):
                 island.load.subtract(piece.positions)
                 piece.positions = ()
-                self._bind(piece, Event.MOVE, target)
+                self._bind(piece, SliceEvent.MOVE, target)
 
     def stuck_on(self, island: Island) -> int:
         """Return how many slices of an island no other island has room for."""
@@ -123,16 +123,16 @@ class Slices(Part):
         """Return how many slices name a host."""
         return sum(node in one.request.hosts for one in self._slices.values())
 
-    def _on(self, island: Island) -> list[Slice]:
+    def _on(self, island: Island) -> list[BoundSlice]:
         return [
             one
             for one in self._slices.values()
-            if one.state is State.BOUND and one.island == island.name
+            if one.state is SliceState.BOUND and one.island == island.name
         ]
 
     # --- placing ----------------------------------------------------------------------------------
 
-    def _place(self, piece: Slice) -> None:
+    def _place(self, piece: BoundSlice) -> None:
         """Bind, park or refuse a slice."""
         request, islands = piece.request, self.inventory.islands
         self._slices.pop(request.slice, None)
@@ -144,14 +144,14 @@ class Slices(Part):
         if island is not None:
             piece.request = msgspec.structs.replace(request, resumed=False, formerly="")
             self._slices[request.slice] = piece
-            self._bind(piece, Event.BIND, island)
+            self._bind(piece, SliceEvent.BIND, island)
         elif (
             request.resumed
             or self._waits_for_hosts(piece)
             or any(i.formed and i.state != "ready" and fits(i, request) for i in islands.values())
         ):
             self._slices[request.slice] = piece
-            piece.happened(Event.PARK)
+            piece.happened(SliceEvent.PARK)
         else:
             self._refuse(piece)
 
@@ -184,10 +184,10 @@ class Slices(Part):
     def _home_of(self, number: int) -> Island | None:
         """Return the island that a slice is bound to."""
         known = self._slices.get(number)
-        is_bound = known is not None and known.state is State.BOUND
+        is_bound = known is not None and known.state is SliceState.BOUND
         return self.inventory.islands.get(known.island) if known and is_bound else None
 
-    def _waits_for_hosts(self, piece: Slice) -> bool:
+    def _waits_for_hosts(self, piece: BoundSlice) -> bool:
         """Whether a slice that had its place waits, however long, for an island with its named hosts."""
         request = piece.request
         are_there = any(
@@ -198,7 +198,7 @@ class Slices(Part):
         )
         return bool(piece.island and request.hosts and not are_there)
 
-    def _bind(self, piece: Slice, event: Event, island: Island) -> None:
+    def _bind(self, piece: BoundSlice, event: SliceEvent, island: Island) -> None:
         """Bind a slice, to the positions that it had in this island if it had any."""
         positions = piece.positions
         model = self._slices.get(piece.request.like)
@@ -219,12 +219,12 @@ class Slices(Part):
         )
         self.env.send(CONTROL, bound)
         for one in self.parked:
-            if one.request.like == piece.request.slice and one.state is State.PARKED:
+            if one.request.like == piece.request.slice and one.state is SliceState.PARKED:
                 self._place(one)
 
-    def _refuse(self, piece: Slice) -> None:
+    def _refuse(self, piece: BoundSlice) -> None:
         request = piece.request
         self._slices.pop(request.slice, None)
-        piece.happened(Event.REFUSE)
+        piece.happened(SliceEvent.REFUSE)
         error = refusal(self.inventory, request)
         self.env.send(CONTROL, SliceRefused(request.slice, ErrorReport.of(error)))

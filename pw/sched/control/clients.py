@@ -104,7 +104,7 @@ class Client:
     offered: Counter[int] = field(default_factory=Counter)
     """Its arrays that stay until another client has taken them (`pw.sched.control.shares`)."""
     backlog: deque[Ordered] = field(default_factory=deque)
-    """Messages that wait for what the first of them needs (`pw.sched.control.stream`)."""
+    """Messages that wait for what the first of them needs (`pw.sched.control.client_order`)."""
     last_run: int = 0
     """The newest run that it sent."""
     resuming: Resumption | None = None

@@ -25,6 +25,7 @@ from pw.core.waits import RECOVERY_S
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
@@ -42,7 +43,6 @@ from pw.sched.control.runs import CREDITS_AT_ONCE, Runs
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.shares import Shares
 from pw.sched.control.slices import Slices
-from pw.sched.control.stream import Handlers, Stream
 from pw.sched.control.uploads import Uploads
 
 
@@ -86,7 +86,7 @@ class Controller(Actor):
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
         saves = self.saves = Saves(sessions)
         shares = self.shares = Shares(sessions, registry, runs)
-        stream = self._stream = Stream(sessions, checkpoints, saves, shares)
+        stream = self._stream = ClientOrder(sessions, checkpoints, saves, shares)
         losses = Losses(sessions, runs)
         replays = Replays(sessions, registry, runs, shares)
         rebuilder = self._rebuilder = Rebuilder(
@@ -172,7 +172,7 @@ class Controller(Actor):
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
         self._uploads.settle_taken()
         self._go_on()
-        while (asked := self.shares.givers_asked()) or any(
+        while (asked := self.shares.exporters_asked()) or any(
             client.lineage.has_unneeded for client in self.sessions.clients
         ):
             for client in asked:

@@ -17,7 +17,7 @@ from pw.core.messages import Artifact, InstallProgram, Submit
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.physical import Physical
-from pw.core.programs.plan import HostPlan, Plan
+from pw.core.programs.plan import BoundProgram, HostPlan
 from pw.core.programs.program import Program
 from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
@@ -120,7 +120,7 @@ class RegisteredProgram:
             for island, plans in by_island.items()
         ]
 
-    def _parts(self, plan: Plan, with_memory: bool) -> dict[str, Submit]:
+    def _parts(self, plan: BoundProgram, with_memory: bool) -> dict[str, Submit]:
         island_of = [segment.island for segment in plan.segments]
         indices: dict[str, list[int]] = {}
         waiters: dict[int, set[str]] = {}

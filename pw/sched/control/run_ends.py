@@ -19,6 +19,7 @@ from pw.core import messages as msg
 from pw.core.actors.actor import Timer, handles
 from pw.core.errors import ArgumentError, Cancelled, ComputationTimeout, Error, ErrorReport
 from pw.core.ids import Address, arrays_in, client_of, run_name
+from pw.sched.control.client_order import ClientOrder
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.memory import with_holders
 from pw.sched.control.explain.why import Explainer
@@ -27,7 +28,6 @@ from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_client
-from pw.sched.control.stream import Stream
 
 GRACE_S = 1.0
 """How long a launched run that is cancelled may take to end by itself."""
@@ -45,7 +45,7 @@ class RunEnds(ControlPart):
     runs: Runs
     losses: Losses
     rebuilder: Rebuilder
-    stream: Stream
+    stream: ClientOrder
     explainer: Explainer
 
     def __post_init__(self) -> None:

@@ -1,18 +1,18 @@
 """Arrays that one client hands to another, without moving bytes: offers, and what is taken of them.
 
-Theory of operation. The *giver* offers arrays under a token (`Offer`). The *taker* announces an array of
+Theory of operation. The *exporter* offers arrays under a token (`Offer`). The *importer* announces an array of
 its own for each of them (`CreateArray` with an `OfferSource`). Either may come first. A taken array
-*arrives*, like an upload: the giver runs a view of the offered arrays (`pw.core.programs.views`), in the
-order of its stream, and the results of that run are arrays of the taker. So the order with the giver's runs and
-deletes, the memory of shards that several arrays name, and donation are those of every view.
+*arrives*, like an upload: the exporter runs a view of the offered arrays (`pw.core.programs.views`), in the
+order of its stream, and the results of that run are arrays of the importer. So the order with the exporter's
+runs and deletes, the memory of shards that several arrays name, and donation are those of every view.
 
-The giver's lineage keeps a record of that run until the taker needs none of the arrays any more. When the
-taker has lost one, its recovery asks for it (`ask`), and the giver's recovery runs the record again. If the
-giver has left, only replicas bring such an array back.
+The exporter's lineage keeps a record of that run until the importer needs none of the arrays any more. When the
+importer has lost one, its recovery asks for it (`ask`), and the exporter's recovery runs the record again.
+If the exporter has left, only replicas bring such an array back.
 
-Until the first of these runs is submitted, offered arrays that the giver deletes stay, and its runs that
-donate one wait (`pw.sched.control.stream`), but not for long. An offer or an array that waits alone for too
-long ends.
+Until the first of these runs is submitted, offered arrays that the exporter deletes stay, and its runs that
+donate one wait (`pw.sched.control.client_order`), but not for long. An offer or an array that waits alone
+for too long ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart
 
 ALONE_S = 240.0
-"""How long an offer waits for its taker, and a taken array for its offer: the other client may have to wait
+"""How long an offer waits for its importer, and a taken array for its offer: the other client may have to wait
 for its runs in flight first."""
 GUARDED_S = 30.0
 """How long an offer keeps its arrays from being donated and deleted meanwhile."""
@@ -45,7 +45,7 @@ LOOK_S = 1.0
 """How often to look for those that have waited too long."""
 TOKEN_BYTES = 16
 VIEWS_KEPT = 64
-"""Programs of each giver that stay installed."""
+"""Programs of each exporter that stay installed."""
 
 _ENDED = ErrorReport.of(
     ArrayLost(
@@ -67,31 +67,31 @@ _REUSED = ErrorReport.of(
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class SharedArrays:
     """An offer, or what is taken of one, or both."""
 
     token: bytes
     until_s: float
     """When it ends if only one side has come."""
-    giver: Client | None = None
+    exporter: Client | None = None
     offer: Offer | None = None
-    taker: int = 0
-    """The taker's number."""
+    importer: int = 0
+    """The importer's number."""
     taken: dict[int, tuple[int, ArraySpec]] = field(default_factory=dict)
-    """The taker's arrays by their place in the offer."""
+    """The importer's arrays by their place in the offer."""
     asked: dict[int, int] = field(default_factory=dict)
-    """The taker's arrays that it waits for before the offer has come, and the names under which."""
+    """The importer's arrays that it waits for before the offer has come, and the names under which."""
     error: ErrorReport | None = None
     """Why there is nothing to take."""
     untaken: int = 0
     """How many arrays have still to hear it; negative if that is not known."""
     record: Record | None = None
-    """The run that makes the taker's arrays."""
+    """The run that makes the importer's arrays."""
     guarded: dict[int, None] = field(default_factory=dict)
     """Offered arrays that stay until that run is submitted."""
     guarded_until_s: float = 0.0
     deleted: list[int] = field(default_factory=list)
-    """Those of them that the giver has deleted."""
+    """Those of them that the exporter has deleted."""
 
     @property
     def is_complete(self) -> bool:
@@ -108,11 +108,11 @@ class Shares(ControlPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._shares: dict[bytes, Share] = {}
-        self._of: dict[int, Share] = {}
-        """By the taker's arrays."""
+        self._shares: dict[bytes, SharedArrays] = {}
+        self._of: dict[int, SharedArrays] = {}
+        """By the importer's arrays."""
         self._asked_of: dict[int, None] = {}
-        """Givers that have something new to do, by number."""
+        """Exporters that have something new to do, by number."""
         self._timer = Ticker(self._env, LOOK_S, self._end_lonely)
 
     def __len__(self) -> int:
@@ -152,15 +152,21 @@ class Shares(ControlPart):
         if share is not None:
             self._match(share)
 
-    def _offered(self, client: Client, message: Offer, error: ErrorReport | None) -> Share | None:
+    def _offered(
+        self, client: Client, message: Offer, error: ErrorReport | None
+    ) -> SharedArrays | None:
         share = self._share(message.token)
-        if share.giver is not None or share.error is not None or len(message.token) != TOKEN_BYTES:
+        if (
+            share.exporter is not None
+            or share.error is not None
+            or len(message.token) != TOKEN_BYTES
+        ):
             self._env.count("messages_refused")
             client.lineage.refuse_run(message.run)
             return None
         if error is None and any(index >= len(message.arrays) for index in share.taken):
             error = _REUSED
-        share.giver, share.offer = client, message
+        share.exporter, share.offer = client, message
         client.lineage.hold(message.arrays)
         if error is not None:
             self._end(share, error)
@@ -168,17 +174,17 @@ class Shares(ControlPart):
             return None
         return share
 
-    def _refuse(self, share: Share, message: Offer, error: ErrorReport) -> None:
+    def _refuse(self, share: SharedArrays, message: Offer, error: ErrorReport) -> None:
         """Have those who take an offer that cannot be made hear why."""
         untaken = len(message.arrays) - len(share.taken) if message.arrays else -1
         if untaken > 0 or (untaken < 0 and not share.taken):
-            self._shares[share.token] = refused = Share(share.token, share.until_s)
+            self._shares[share.token] = refused = SharedArrays(share.token, share.until_s)
             refused.error, refused.untaken = error, untaken
 
-    def _share(self, token: bytes) -> Share:
+    def _share(self, token: bytes) -> SharedArrays:
         share = self._shares.get(token)
         if share is None:
-            share = Share(token, self._env.now_s() + ALONE_S)
+            share = SharedArrays(token, self._env.now_s() + ALONE_S)
             self._shares[token] = share
             self._timer.start()
         return share
@@ -191,7 +197,7 @@ class Shares(ControlPart):
             return arrays
         left = dict.fromkeys(arrays)
         for share in self._shares.values():
-            if share.giver is client and share.guarded and left:
+            if share.exporter is client and share.guarded and left:
                 guarded = left.keys() & share.guarded.keys()
                 share.deleted += [array for array in left if array in guarded]
                 for array in guarded:
@@ -217,8 +223,8 @@ class Shares(ControlPart):
         offer = share.offer
         if (
             len(source.token) != TOKEN_BYTES
-            or share.taker not in (0, client.number)
-            or share.giver is client
+            or share.importer not in (0, client.number)
+            or share.exporter is client
             or source.index < 0
             or source.index in share.taken
             or (offer is not None and source.index >= len(offer.arrays))
@@ -226,7 +232,7 @@ class Shares(ControlPart):
             if share.offer is None and not share.taken:
                 del self._shares[source.token]
             return
-        share.taker = client.number
+        share.importer = client.number
         share.taken[source.index] = number, spec
         self._of[number] = share
 
@@ -247,49 +253,49 @@ class Shares(ControlPart):
         self._match(share)
 
     def can_bring(self, number: int) -> bool:
-        """Return whether the giver of a taken array can make it again."""
+        """Return whether the exporter of a taken array can make it again."""
         share = self._of.get(number)
         return share is not None and share.is_complete
 
     def forgotten(self, arrays: list[int]) -> None:
-        """The taker does not need these arrays any more."""
+        """The importer does not need these arrays any more."""
         for number in arrays:
             share = self._of.pop(number, None)
             if share is None:
                 continue
             self._fail(share, number, _ENDED)
-            if share.record is not None and share.giver is not None:
-                share.giver.lineage.release((number,))
+            if share.record is not None and share.exporter is not None:
+                share.exporter.lineage.release((number,))
             self._match(share)
 
     # --- both sides have come -------------------------------------------------------------------------
 
-    def _match(self, share: Share) -> None:
-        giver = share.giver
-        if giver is None or not share.is_complete:
+    def _match(self, share: SharedArrays) -> None:
+        exporter = share.exporter
+        if exporter is None or not share.is_complete:
             return
         if not any(self._of.get(number) is share for number, _ in share.taken.values()):
             self._end(share, _ENDED)
         elif share.asked:
-            giver.wanted.update(share.asked)
+            exporter.wanted.update(share.asked)
             share.asked.clear()
-            self._asked_of[giver.number] = None
+            self._asked_of[exporter.number] = None
 
-    def givers_asked(self) -> list[Client]:
-        """Return the givers that have something new to do, once."""
+    def exporters_asked(self) -> list[Client]:
+        """Return the exporters that have something new to do, once."""
         asked, self._asked_of = self._asked_of, {}
         found = [self.sessions.get(number) for number in asked]
         return [client for client in found if client is not None]
 
-    def prepare(self, giver: Client) -> None:
-        """Write records for what takers ask of a giver, whose slices are bound."""
-        for number, name in list(giver.wanted.items()):
+    def prepare(self, exporter: Client) -> None:
+        """Write records for what importers ask of a exporter, whose slices are bound."""
+        for number, name in list(exporter.wanted.items()):
             share = self._of.get(number)
             if share is None or not self._is_awaited(name):
-                giver.wanted.pop(number, None)
-            elif share.record is None and number in giver.wanted:
+                exporter.wanted.pop(number, None)
+            elif share.record is None and number in exporter.wanted:
                 try:
-                    self._record(share, giver)
+                    self._record(share, exporter)
                 except Error as error:
                     self._end(share, ErrorReport.of(error))
 
@@ -297,22 +303,22 @@ class Shares(ControlPart):
         return self._awaited(name) is not None
 
     def _awaited(self, name: int) -> Array | None:
-        taker = self.sessions.owner(name)
-        array = None if taker is None else taker.arrays.find(name)
+        importer = self.sessions.owner(name)
+        array = None if importer is None else importer.arrays.find(name)
         return array if array is not None and array.awaited else None
 
-    def _record(self, share: Share, giver: Client) -> None:
+    def _record(self, share: SharedArrays, exporter: Client) -> None:
         offer = share.offer
         assert offer is not None
-        program = self.registry.own(giver, self._view(share, offer), VIEWS_KEPT)
+        program = self.registry.own(exporter, self._view(share, offer), VIEWS_KEPT)
         results = tuple([share.taken[index][0] for index in range(len(offer.arrays))])
-        share.record = giver.lineage.add_run(offer.run, program, offer.arrays, results)
-        giver.lineage.let_go(offer.arrays)
+        share.record = exporter.lineage.add_run(offer.run, program, offer.arrays, results)
+        exporter.lineage.let_go(offer.arrays)
         gone = [number for number in results if self._of.get(number) is not share]
-        giver.lineage.release(gone)
+        exporter.lineage.release(gone)
 
-    def _view(self, share: Share, offer: Offer) -> Program:
-        """Return the program that makes the taker's arrays, in terms of the giver's slice."""
+    def _view(self, share: SharedArrays, offer: Offer) -> Program:
+        """Return the program that makes the importer's arrays, in terms of the exporter's slice."""
         bindings = self._islands.bindings
         outputs, shards = [], []
         for index, given in enumerate(offer.specs):
@@ -337,15 +343,15 @@ class Shares(ControlPart):
             shards.append([(index, at[device]) for device in there])
         return view_program(offer.specs, outputs, shards)
 
-    def results(self, giver: Client, record: Record) -> dict[int, int]:
-        """Return the names under which takers await results of a record that is about to run."""
+    def results(self, exporter: Client, record: Record) -> dict[int, int]:
+        """Return the names under which importers await results of a record that is about to run."""
         names = {}
         for number, output in zip(record.results, record.program.body.outputs, strict=True):
-            name = giver.wanted.get(number)
+            name = exporter.wanted.get(number)
             array = None if name is None else self._awaited(name)
             if name is None or array is None:
                 continue
-            del giver.wanted[number]
+            del exporter.wanted[number]
             if (
                 self._islands.is_bound(array.spec)
                 and self._islands.is_bound(output.spec)
@@ -357,50 +363,50 @@ class Shares(ControlPart):
         return names
 
     def submitted(self, record: Record) -> None:
-        """A record of a giver runs: its offered arrays need not stay any more."""
+        """A record of a exporter runs: its offered arrays need not stay any more."""
         for number in record.results:
             if (share := self._of.get(number)) is not None:
                 self._unguard(share)
 
-    def failed(self, giver: Client, number: int, error: ErrorReport) -> None:
-        """A giver cannot make what a taker asks for."""
-        if (name := giver.wanted.pop(number, None)) is not None:
+    def failed(self, exporter: Client, number: int, error: ErrorReport) -> None:
+        """A exporter cannot make what a importer asks for."""
+        if (name := exporter.wanted.pop(number, None)) is not None:
             self.runs.handed.append((name, error))
             if (share := self._of.get(number)) is not None:
                 self._unguard(share)
 
     # --- ends -----------------------------------------------------------------------------------------
 
-    def _fail(self, share: Share, number: int, error: ErrorReport) -> None:
+    def _fail(self, share: SharedArrays, number: int, error: ErrorReport) -> None:
         name = share.asked.pop(number, None)
-        if share.giver is not None and name is None:
-            name = share.giver.wanted.pop(number, None)
+        if share.exporter is not None and name is None:
+            name = share.exporter.wanted.pop(number, None)
         if name is not None:
             self.runs.handed.append((name, error))
 
-    def _unguard(self, share: Share) -> None:
-        """Let the giver delete and donate what it offered."""
-        giver, guarded = share.giver, share.guarded
-        if giver is None or not guarded:
+    def _unguard(self, share: SharedArrays) -> None:
+        """Let the exporter delete and donate what it offered."""
+        exporter, guarded = share.exporter, share.guarded
+        if exporter is None or not guarded:
             return
         share.guarded = {}
-        giver.offered.subtract(guarded.keys())
-        giver.offered = +giver.offered
-        if deleted := self.keep(giver, tuple(share.deleted)):
-            giver.backlog.appendleft(Delete(deleted))  # in order with recovery
+        exporter.offered.subtract(guarded.keys())
+        exporter.offered = +exporter.offered
+        if deleted := self.keep(exporter, tuple(share.deleted)):
+            exporter.backlog.appendleft(Delete(deleted))  # in order with recovery
         share.deleted.clear()
 
-    def _end(self, share: Share, error: ErrorReport) -> None:
-        """Forget a share; what the taker still waits for fails."""
+    def _end(self, share: SharedArrays, error: ErrorReport) -> None:
+        """Forget a share; what the importer still waits for fails."""
         self._shares.pop(share.token, None)
         for number, _ in share.taken.values():
             self._fail(share, number, error)
             if self._of.pop(number, None) is not None and share.record is not None:
-                assert share.giver is not None
-                share.giver.lineage.release((number,))
-        if share.giver is not None and share.offer is not None and share.record is None:
-            share.giver.lineage.let_go(share.offer.arrays)
-            share.giver.lineage.refuse_run(share.offer.run)
+                assert share.exporter is not None
+                share.exporter.lineage.release((number,))
+        if share.exporter is not None and share.offer is not None and share.record is None:
+            share.exporter.lineage.let_go(share.offer.arrays)
+            share.exporter.lineage.refuse_run(share.offer.run)
         self._unguard(share)
 
     def _end_lonely(self) -> bool:
@@ -417,10 +423,10 @@ class Shares(ControlPart):
     def client_left(self, client: Client) -> None:
         """End what a client has offered, and forget what it has taken."""
         for share in list(self._shares.values()):
-            if share.giver is client:
+            if share.exporter is client:
                 share.guarded = {}  # the client's arrays leave with it
                 self._end(share, _ENDED)
-            elif share.taker == client.number:
+            elif share.importer == client.number:
                 self.forgotten([number for number, _ in share.taken.values()])
 
 

@@ -17,7 +17,7 @@ from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
-from pw.sched.island.launch_states import Event, SegmentTask
+from pw.sched.island.launch_states import LaunchEvent, SegmentTask
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine
@@ -160,7 +160,7 @@ class InFlight(Part):
     @handles(msg.IslandLost)
     def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         for task in self.launches.values():
-            task.happened(Event.LOSE)
+            task.happened(LaunchEvent.LOSE)
             if self.env.recorder.on:
                 self.members.record(task)
         self.launches.clear()

@@ -32,7 +32,7 @@ from pw.sched.island.installed_program import InstalledProgram
 from pw.sched.island.window import Footprint, Stake
 
 
-class State(StrEnum):
+class LaunchState(StrEnum):
     """Where a launch is in its life."""
 
     WAITING = "waiting"
@@ -53,7 +53,7 @@ class State(StrEnum):
     """The island left its epoch first."""
 
 
-class Event(StrEnum):
+class LaunchEvent(StrEnum):
     """What happens to a launch."""
 
     PRODUCERS_LAUNCHED = "uploads ended and producers launched"
@@ -65,33 +65,42 @@ class Event(StrEnum):
     LOSE = "lose"
 
 
-_QUEUED = {Event.CANCEL: State.CANCELLED, Event.LOSE: State.LOST}
+_QUEUED = {LaunchEvent.CANCEL: LaunchState.CANCELLED, LaunchEvent.LOSE: LaunchState.LOST}
 
-LAUNCH = Lifecycle[State, Event](
+LAUNCH = Lifecycle[
+    LaunchState, LaunchEvent
+](
     "launch",
     {
-        State.WAITING: {
-            Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,
-            Event.PRODUCERS_ENDED: State.READY,
-            Event.REFUSE: State.REFUSED,
+        LaunchState.WAITING: {
+            LaunchEvent.PRODUCERS_LAUNCHED: LaunchState.ELIGIBLE,
+            LaunchEvent.PRODUCERS_ENDED: LaunchState.READY,
+            LaunchEvent.REFUSE: LaunchState.REFUSED,
         }
         | _QUEUED,
-        State.ELIGIBLE: {
-            Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,  # one of several producers has ended
-            Event.PRODUCERS_ENDED: State.READY,
-            Event.LAUNCH: State.IN_FLIGHT,
+        LaunchState.ELIGIBLE: {
+            LaunchEvent.PRODUCERS_LAUNCHED: LaunchState.ELIGIBLE,  # one of several producers has ended
+            LaunchEvent.PRODUCERS_ENDED: LaunchState.READY,
+            LaunchEvent.LAUNCH: LaunchState.IN_FLIGHT,
         }
         | _QUEUED,
-        State.READY: {Event.REFUSE: State.REFUSED, Event.LAUNCH: State.IN_FLIGHT} | _QUEUED,
-        State.REFUSED: {
-            Event.PRODUCERS_LAUNCHED: State.REFUSED,
-            Event.PRODUCERS_ENDED: State.REFUSED,
+        LaunchState.READY: {
+            LaunchEvent.REFUSE: LaunchState.REFUSED,
+            LaunchEvent.LAUNCH: LaunchState.IN_FLIGHT,
         }
         | _QUEUED,
-        State.IN_FLIGHT: {Event.END: State.ENDED, Event.LOSE: State.LOST},
-        State.ENDED: {},
-        State.CANCELLED: {},
-        State.LOST: {},
+        LaunchState.REFUSED: {
+            LaunchEvent.PRODUCERS_LAUNCHED: LaunchState.REFUSED,
+            LaunchEvent.PRODUCERS_ENDED: LaunchState.REFUSED,
+        }
+        | _QUEUED,
+        LaunchState.IN_FLIGHT: {
+            LaunchEvent.END: LaunchState.ENDED,
+            LaunchEvent.LOSE: LaunchState.LOST,
+        },
+        LaunchState.ENDED: {},
+        LaunchState.CANCELLED: {},
+        LaunchState.LOST: {},
     },
 )
 
@@ -139,7 +148,7 @@ class SegmentTask:
     """Its place in the order in which the island's work arrived."""
     reporters: int
     """How many hosts of the gang, from its first on, have yet to report the end."""
-    state: State = State.WAITING
+    state: LaunchState = LaunchState.WAITING
     estimate_us: float = 0.0
     device_time_us: int = 0
     """The longest that a host has reported."""
@@ -172,12 +181,14 @@ class SegmentTask:
 
     def _inputs_changed(self) -> None:
         if not (self.awaits or self.unlaunched):
-            event = Event.PRODUCERS_LAUNCHED if self.unfinished else Event.PRODUCERS_ENDED
+            event = (
+                LaunchEvent.PRODUCERS_LAUNCHED if self.unfinished else LaunchEvent.PRODUCERS_ENDED
+            )
             self.state = LAUNCH.after(self.state, event)
 
     def launch(self, now_s: float) -> None:
         """Its hosts have been sent it."""
-        self.state = LAUNCH.after(self.state, Event.LAUNCH)
+        self.state = LAUNCH.after(self.state, LaunchEvent.LAUNCH)
         self.launched_s = now_s
 
     def reported(self, host: str, device_time_us: int, lost: ErrorReport | None) -> bool:
@@ -188,10 +199,10 @@ class SegmentTask:
         if self.reporters:
             self.ended_on += (host,)
             return False
-        self.state = LAUNCH.after(self.state, Event.END)
+        self.state = LAUNCH.after(self.state, LaunchEvent.END)
         return True
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: LaunchEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""
         self.state = LAUNCH.after(self.state, event)
 

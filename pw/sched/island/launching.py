@@ -23,7 +23,7 @@ from pw.core.messages.copying import orders
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.in_flight import InFlight
-from pw.sched.island.launch_states import SegmentTask, State
+from pw.sched.island.launch_states import LaunchState, SegmentTask
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
@@ -93,9 +93,9 @@ class Launcher(Part):
             reservation = None if head.awaits else head.here.reservation
             if reservation is not None and not admission.may_be_chosen(reservation):
                 continue
-            if head.state is State.READY:
+            if head.state is LaunchState.READY:
                 ready.append(queue)
-            elif head.state is State.ELIGIBLE:
+            elif head.state is LaunchState.ELIGIBLE:
                 eligible.append(queue)
             else:
                 absent.append(queue)

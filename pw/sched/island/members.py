@@ -20,7 +20,7 @@ from pw.sched.island.launch_states import RunHere, SegmentTask
 
 
 @dataclass(slots=True)
-class Drop:
+class GangDiscard:
     """What all hosts of a gang may drop."""
 
     arrays: list[int] = field(default_factory=list)
@@ -41,8 +41,8 @@ class Members(Part):
     _number: int = field(default=-1, init=False)
     """The recorder's number for the name of the island; -1 before it is needed."""
     _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
-    drops: defaultdict[tuple[str, ...], Drop] = field(
-        default_factory=lambda: defaultdict(Drop), init=False
+    drops: defaultdict[tuple[str, ...], GangDiscard] = field(
+        default_factory=lambda: defaultdict(GangDiscard), init=False
     )
     """What each gang may drop, collected during a turn."""
 
@@ -117,7 +117,7 @@ class Members(Part):
 
     def send_drops(self) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once."""
-        of_hosts: defaultdict[str, list[Drop]] = defaultdict(list)
+        of_hosts: defaultdict[str, list[GangDiscard]] = defaultdict(list)
         for gang, drop in self.drops.items():
             for host in gang:
                 of_hosts[host].append(drop)

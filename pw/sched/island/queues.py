@@ -16,7 +16,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
-from pw.sched.island.launch_states import Event, RunHere, SegmentTask
+from pw.sched.island.launch_states import LaunchEvent, RunHere, SegmentTask
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
@@ -66,7 +66,7 @@ class Queues(Part):
         """Nothing that is queued can be launched; the controller has told the clients."""
         for tasks in self.runs.values():
             for task in tasks:
-                task.happened(Event.LOSE)
+                task.happened(LaunchEvent.LOSE)
                 if self.env.recorder.on:
                     self.members.record(task)
         self.runs.clear()
@@ -90,7 +90,7 @@ class Queues(Part):
         for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
-            tasks[0].happened(Event.REFUSE)
+            tasks[0].happened(LaunchEvent.REFUSE)
             self.env.send(CONTROL, msg.RunRefused(message.run, refusal))
         if self.policy.keeps_accounts:
             self._settle_accounts(queue, tasks, now_s)
@@ -197,7 +197,7 @@ class Queues(Part):
     def _withdraw(self, tasks: Sequence[SegmentTask]) -> None:
         """Cancel the launches that are left of a run here."""
         for task in tasks:
-            task.happened(Event.CANCEL)
+            task.happened(LaunchEvent.CANCEL)
             if self.env.recorder.on:
                 self.members.record(task)
         if (reservation := tasks[0].here.reservation) is not None:

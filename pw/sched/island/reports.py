@@ -7,10 +7,10 @@ from itertools import islice
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.actors.watchdog import Look, Watchdog
+from pw.core.actors.watchdog import LookForStall, Watchdog
 from pw.core.ids import CONTROL, Address, serial_of
 from pw.sched.island.in_flight import InFlight
-from pw.sched.island.launch_states import SegmentTask, State
+from pw.sched.island.launch_states import LaunchState, SegmentTask
 from pw.sched.island.members import Members
 from pw.sched.island.programs import Programs
 from pw.sched.island.queues import Queues
@@ -31,8 +31,8 @@ class Reports(Part):
     queues: Queues
     watchdog: Watchdog
 
-    @handles(Look)
-    def _look(self, sender: Address, timer: Look) -> None:
+    @handles(LookForStall)
+    def _look(self, sender: Address, timer: LookForStall) -> None:
         if self.watchdog.stalled(bool(self.in_flight.launches or self.queues.runs)):
             self.env.send(CONTROL, msg.Stalled(self.island))
 
@@ -65,7 +65,7 @@ class Reports(Part):
         """Report on a launch that is in flight, or next of its client."""
         names = task.here.installed.names
         shards = names.shards.get(task.segment, {})
-        is_launched = task.state is State.IN_FLIGHT
+        is_launched = task.state is LaunchState.IN_FLIGHT
         return msg.WorkReport(
             task.here.run,
             task.segment,
@@ -89,7 +89,7 @@ def waits_for(head: SegmentTask) -> tuple[str, ...]:
     if head.unlaunched:
         producers = ", ".join(map(str, sorted(head.unlaunched)))
         reasons.append(f"part {producers} of the same program to be launched on another island")
-    if head.state is State.REFUSED:
+    if head.state is LaunchState.REFUSED:
         reasons.append("its end: its program is in quarantine")
     if reservation is not None and not reservation.is_admitted:
         if reservation.tried_at >= 0:

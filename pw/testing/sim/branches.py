@@ -12,23 +12,23 @@ from random import Random
 from typing import Any
 
 from pw.core.programs.guards import hold, merge, predicate_spec
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement
 from pw.testing.sim.digests import RAISES
-from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
+from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
-_Guard = tuple[Value, bool]
+_Guard = tuple[ValueRef, bool]
 """A predicate, and whether it must be false."""
 
 
 def random_branches(
     random: Random,
-    slices: Sequence[Slice],
+    slices: Sequence[SimSlice],
     kinds: Sequence[ArraySpec],
     name: str,
     *,
     broken: bool = False,
-) -> Draft:
+) -> ProgramDraft:
     """A program with branches that takes an array of one kind, and returns one or two of them.
 
     Args:
@@ -39,7 +39,7 @@ def random_branches(
         broken: one of its computations always fails, if it is not skipped.
     """
     step = _Step(random, slices, random.choice(kinds), name, broken)
-    value: Value = Value(-1, 0)
+    value: ValueRef = ValueRef(-1, 0)
     for _ in range(random.choice((1, 1, 2))):
         value = step.loop(value) if random.random() < 0.4 else step.choice(value, None)
     outputs = [Output(value, step.kind)]
@@ -50,21 +50,21 @@ def random_branches(
     return step.draft((step.kind,), outputs, gone)
 
 
-def random_portion(
+def random_burst(
     random: Random,
-    slices: Sequence[Slice],
+    slices: Sequence[SimSlice],
     kinds: Sequence[ArraySpec],
     name: str,
     *,
     broken: bool = False,
-) -> Draft:
-    """A portion of a loop: a program that takes and returns a predicate and a carry, which it takes over.
+) -> ProgramDraft:
+    """A burst of a loop: a program that takes and returns a predicate and a carry, which it takes over.
 
     The arguments are those of `random_branches`. Its iterations are all skipped if the predicate is false.
     """
     step = _Step(random, slices, random.choice(kinds), name, broken)
     spec = predicate_spec(step.kind.placement)
-    predicate, carry = Value(-1, 0), Value(-1, 1)
+    predicate, carry = ValueRef(-1, 0), ValueRef(-1, 1)
     for _ in range(random.randint(1, 4)):
         guard = (predicate, False)
         made = step.do([carry], [step.kind], guard)[0]
@@ -84,13 +84,13 @@ class _Step(Drafting):
     """A program under construction; all its values but the predicates have the shape of one kind."""
 
     def __init__(
-        self, random: Random, slices: Sequence[Slice], kind: ArraySpec, name: str, broken: bool
+        self, random: Random, slices: Sequence[SimSlice], kind: ArraySpec, name: str, broken: bool
     ) -> None:
         super().__init__(name)
         self._random, self._slices, self.kind = random, slices, kind
         self._bad = random.randrange(4) if broken else -1
 
-    def choice(self, value: Value, guard: _Guard | None, depth: int = 0) -> Value:
+    def choice(self, value: ValueRef, guard: _Guard | None, depth: int = 0) -> ValueRef:
         """Add a choice between two branches; returns what they make of a value."""
         predicate = self._predicate([value], guard)
         results = []
@@ -105,7 +105,7 @@ class _Step(Drafting):
             results.append(own)
         return self.merge(predicate, results, self.kind, guard)
 
-    def loop(self, value: Value) -> Value:
+    def loop(self, value: ValueRef) -> ValueRef:
         """Add guarded iterations; each makes the predicate of the next one."""
         predicate = self._predicate([value], None)
         for _ in range(self._random.randint(2, 5)):
@@ -118,11 +118,11 @@ class _Step(Drafting):
 
     def do(
         self,
-        given: Sequence[Value],
+        given: Sequence[ValueRef],
         makes: Sequence[ArraySpec],
         guard: _Guard | None,
         placement: Placement | None = None,
-    ) -> list[Value]:
+    ) -> list[ValueRef]:
         """Add a computation on the devices of its first result."""
         random, number = self._random, len(self.nodes)
         placement = placement or makes[0].placement
@@ -139,7 +139,7 @@ class _Step(Drafting):
             **_guarded(guard),
         )
 
-    def _hold(self, value: Value, guard: _Guard) -> Value:
+    def _hold(self, value: ValueRef, guard: _Guard) -> ValueRef:
         """Hold a value back where it lies until a branch is chosen."""
         spec = self.kind
         if value.node >= 0:
@@ -147,16 +147,16 @@ class _Step(Drafting):
             spec = made_by.outputs[value.index]
         return self.add(hold(spec), [guard[0], value, value], **_guarded(guard))[0]
 
-    def _predicate(self, given: Sequence[Value], guard: _Guard | None) -> Value:
+    def _predicate(self, given: Sequence[ValueRef], guard: _Guard | None) -> ValueRef:
         return self.do(given, [predicate_spec(self.spec().placement)], guard)[0]
 
     def merge(
         self,
-        predicate: Value,
-        results: Sequence[Value],
+        predicate: ValueRef,
+        results: Sequence[ValueRef],
         spec: ArraySpec,
         guard: _Guard | None = None,
-    ) -> Value:
+    ) -> ValueRef:
         """Add a merge of two values of a spec."""
         made = merge(f"{self.name}/merge", [spec])
         return self.add(made, [predicate, *results], **_guarded(guard))[0]
@@ -167,7 +167,7 @@ class _Step(Drafting):
         if placement is not None:
             if placement == kind.placement and random.random() < 0.7:
                 return kind
-            part = Slice(placement.slice, len(placement.devices))
+            part = SimSlice(placement.slice, len(placement.devices))
             return random_spec(random, part, kind.shape, kind.dtype, placement.devices)
         if random.random() < 0.3:
             return kind

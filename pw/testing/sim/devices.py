@@ -27,7 +27,7 @@ from pw.testing.sim.compilers import Compilers
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.ledger import A_READ
 from pw.testing.sim.node import SimNode
-from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, empty, write_parts
+from pw.testing.sim.shards import Buffers, Shards, SimInstalled, SimLayout, empty, write_parts
 from pw.testing.sim.world import Violation
 
 OP_S = 4e-6
@@ -40,10 +40,10 @@ _DONATED = Shards()
 class Gangs(Protocol):
     """Brings the hosts of a computation together (`pw.testing.sim.gangs`)."""
 
-    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> Layout:
+    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> SimLayout:
         """Return where a computation's shards lie."""
 
-    def reach(self, backend: SimBackend, installed: Installed, op: ops.Execute) -> None:
+    def reach(self, backend: SimBackend, installed: SimInstalled, op: ops.Execute) -> None:
         """Start a computation when all its hosts have reached it."""
 
     def left(self, backend: SimBackend) -> None:
@@ -75,7 +75,7 @@ class SimBackend:
         self.host = node.name
         self.epoch = 0
         """Of the group that the host has joined."""
-        self.meeting: Installed | None = None
+        self.meeting: SimInstalled | None = None
         """The computation of several hosts that waits for other hosts."""
         self.closed = False
         self.feeds: Any = None  # the Python processes of the host (`pw.testing.sim.feeding`)
@@ -84,7 +84,7 @@ class SimBackend:
         self._gangs = gangs
         self._random = node.world.streams(f"devices/{node.name}")
         self._queue: deque[ops.Op] = deque()
-        self.programs: dict[bytes, Installed] = {}
+        self.programs: dict[bytes, SimInstalled] = {}
         self._kept: set[bytes] = set()
         """Artifacts that were compiled for programs which may come."""
         self.broken: ErrorReport | None = None
@@ -105,17 +105,17 @@ class SimBackend:
     ) -> None:
         """Compile a computation."""
 
-        def make() -> Installed:
+        def make() -> SimInstalled:
             if artifact.startswith(DOES_NOT_COMPILE):
                 raise CompileError(f"the computation {computation.name!r} does not compile")
             layout = self._gangs.layout(computation, devices)
-            return Installed(computation.name, artifact, computation, layout, lasts_s(artifact))
+            return SimInstalled(computation.name, artifact, computation, layout, lasts_s(artifact))
 
-        def compiled(made: Installed | ErrorReport) -> None:
+        def compiled(made: SimInstalled | ErrorReport) -> None:
             if isinstance(made, ErrorReport):
                 done(made)
                 return
-            self.submit([ops.Call(lambda: self.programs.update({key: made}))])
+            self.submit([ops.RunFunction(lambda: self.programs.update({key: made}))])
             done(None)
 
         self.compilers.put(key, artifact, make, compiled)
@@ -141,13 +141,13 @@ class SimBackend:
     def forget(self, key: bytes) -> None:
         """Drop an installed computation after everything submitted so far, or end its compilation."""
         if not self.compilers.fail(lambda other: other == key, "it was released"):
-            self.submit([ops.Call(lambda: self._forget(key))])
+            self.submit([ops.RunFunction(lambda: self._forget(key))])
 
     def _forget(self, key: bytes) -> None:
         self.programs.pop(key, None)
         self._kept.discard(key)
 
-    def take_calls(self, taker: Callable[[ops.ClientCall], None]) -> None:
+    def take_calls(self, handler: Callable[[ops.ClientCall], None]) -> None:
         """Take nothing: no computation calls its client."""
 
     def submit(self, batch: Sequence[ops.Op]) -> None:
@@ -263,7 +263,7 @@ class SimBackend:
                 self._view(op)
             else:
                 queue.popleft()
-                if isinstance(op, ops.Call):
+                if isinstance(op, ops.RunFunction):
                     op.function()
                 else:
                     assert isinstance(op, ops.Watch)
@@ -338,7 +338,7 @@ class SimBackend:
                 return failure
         return None
 
-    def arguments(self, installed: Installed, op: ops.Execute) -> list[Shards]:
+    def arguments(self, installed: SimInstalled, op: ops.Execute) -> list[Shards]:
         """The buffers that a computation reads; those that it takes over are gone afterwards."""
         found: list[Shards] = [value.payload for value in op.args]
         computation = installed.computation

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from random import Random
 
 from pw.core.sharding import ArraySpec
-from pw.testing.sim.branches import random_branches, random_portion
+from pw.testing.sim.branches import random_branches, random_burst
 from pw.testing.sim.moving import random_moves
 from pw.testing.sim.pipelines import random_pipeline
 from pw.testing.sim.profiles import Profile
-from pw.testing.sim.programs import Draft, Slice, random_program
+from pw.testing.sim.programs import ProgramDraft, SimSlice, random_program
 
 
 def random_draft(
     random: Random,
     profile: Profile,
-    slices: Sequence[Slice],
+    slices: Sequence[SimSlice],
     kinds: Sequence[ArraySpec],
     name: str,
-) -> Draft:
+) -> ProgramDraft:
     """Return a program of a form that the profile has."""
     if profile.moves and random.random() < profile.moves:
         return random_moves(random, slices, kinds, name)
@@ -28,5 +28,5 @@ def random_draft(
     broken = profile.broken_programs and random.random() < 0.05
     make = random_program
     if random.random() < profile.branches:
-        make = random_portion if random.random() < 0.3 else random_branches
+        make = random_burst if random.random() < 0.3 else random_branches
     return make(random, slices, kinds, name, broken=broken)

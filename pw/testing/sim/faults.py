@@ -19,7 +19,7 @@ from pw.testing.sim.network import HEARTBEAT_S
 from pw.testing.sim.node import INTRUDER
 from pw.testing.sim.trespasses import Trespasses
 from pw.testing.sim.workload import SimClient
-from pw.testing.sim.world import Process
+from pw.testing.sim.world import SimProcess
 
 WATCHDOG_S = 3.0
 """When a supervisor kills a runtime that does not answer."""
@@ -101,7 +101,7 @@ class Faults:
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
                 self._world.after(WATCHDOG_S, self._watched, node)
 
-    def _stop(self, node: Process, length_s: float) -> None:
+    def _stop(self, node: SimProcess, length_s: float) -> None:
         world = self._world
         node.paused_until_s = max(node.paused_until_s, world.now_s + length_s)
         for peer in node.network.links:
@@ -109,14 +109,14 @@ class Faults:
             if other is not None:
                 world.after(HEARTBEAT_S, other.network.probe, node.name)
 
-    def _watched(self, node: Process) -> None:
+    def _watched(self, node: SimProcess) -> None:
         for host in self._cluster.hosts:
             if host.node is node and node.paused:
                 self._world.ledger.note("hung runtime killed", host.name)
                 host.crash(machine=False)
                 host.restart_later(0.1)
 
-    def _random_node(self, random: Random) -> Process | None:
+    def _random_node(self, random: Random) -> SimProcess | None:
         names = [name for name in sorted(self._world.nodes) if name != CONTROLLER]
         return self._world.nodes[random.choice(names)] if names else None
 

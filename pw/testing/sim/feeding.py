@@ -20,14 +20,14 @@ from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, note_of
 from pw.core.functions.parts import whole_share
 from pw.core.functions.prefetch import Ahead
 from pw.core.messages import RegisterProgram, ReleaseProgram, Run
-from pw.core.programs.program import Computation, Kind, Output, Value
+from pw.core.programs.program import Computation, Kind, Output, ValueRef
 from pw.core.programs.trees import PlainTree
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import STATE_ROOM, element_of, feeds, feeds_for
-from pw.testing.sim.programs import Draft, Drafting
-from pw.testing.sim.shards import Installed, Shards, cut
+from pw.testing.sim.programs import Drafting, ProgramDraft
+from pw.testing.sim.shards import Shards, SimInstalled, cut
 from pw.testing.sim.world import Violation
 
 MOST = 3
@@ -75,7 +75,7 @@ class Feeds:
         self._free_s: dict[bytes, float] = {}
         self._random = self._world.streams(f"feeds/{backend.host}")
 
-    def make(self, installed: Installed, op: ops.Execute) -> None:
+    def make(self, installed: SimInstalled, op: ops.Execute) -> None:
         """Make the element that an op asks for, after those before it."""
         world, backend = self._world, self._backend
         artifact, outputs = installed.artifact, installed.computation.outputs
@@ -100,7 +100,7 @@ class Feeds:
         backend.fill_after(at_s - world.now_s, op.results, made, failure)
         op.args = op.results = ()  # callers may still refer to the op
 
-    def _made(self, feeder: Feeder, installed: Installed, args: list[Shards]) -> list[Shards]:
+    def _made(self, feeder: Feeder, installed: SimInstalled, args: list[Shards]) -> list[Shards]:
         computation = installed.computation
         asked, *states = (next(iter(shards.values())) for shards in args)
         number = int.from_bytes(asked.tobytes()[:8], "little")
@@ -159,12 +159,12 @@ class SimStream:
         """The slice of its elements."""
         return self._spec.placement.slice
 
-    def _draft(self, name: str, devices: Placement, inputs: tuple[ArraySpec, ...]) -> Draft:
+    def _draft(self, name: str, devices: Placement, inputs: tuple[ArraySpec, ...]) -> ProgramDraft:
         outputs = (self._spec, self._note)
         program = Drafting(name)
         digest = program.artifact(self._artifact)
         element = Computation(name, digest, devices, inputs, outputs, kind=Kind.STREAM)
-        results = program.add(element, [Value(-1, index) for index in range(len(inputs))])
+        results = program.add(element, [ValueRef(-1, index) for index in range(len(inputs))])
         return program.draft(inputs, list(map(Output, results, outputs)))
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, client_of
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.workload import SimClient
-from pw.testing.sim.world import Process, Violation
+from pw.testing.sim.world import SimProcess, Violation
 
 FAIR_S = 5e-3
 """How long a message of a peer that does not flood waits at most, times the node's slowness.
@@ -32,7 +32,7 @@ _REQUESTS = 3000
 _IN_A_FRAME = 40
 
 
-def flood(random: Random, node: Process) -> None:
+def flood(random: Random, node: SimProcess) -> None:
     """Send some thousand requests to each peer, as fast as the client can."""
     node.world.floods.add(node.name)
     sender, network = Address(node.name, "session"), node.network
@@ -98,7 +98,7 @@ class Fairness:
         what = sender.node, message.epoch, client_of(message.program)
         self._compiling[what].discard((message.program, message.install))
 
-    def _waited(self, node: Process, peer: str, arrived_s: float, now_s: float) -> None:
+    def _waited(self, node: SimProcess, peer: str, arrived_s: float, now_s: float) -> None:
         world = self._world
         flooded = peer in world.floods or node.name in world.floods  # by its answers
         if flooded or node.paused_until_s >= arrived_s:

@@ -17,14 +17,14 @@ from pw.core.sharding import DeviceAddress, dtype_of
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import RAISES, compute
-from pw.testing.sim.shards import Installed, Layout, Shards, cut
+from pw.testing.sim.shards import Shards, SimInstalled, SimLayout, cut
 from pw.testing.sim.world import Violation, World
 
 
 @dataclass(slots=True)
 class _Member:
     backend: SimBackend
-    installed: Installed
+    installed: SimInstalled
     op: ops.Execute
 
 
@@ -36,15 +36,17 @@ class Gangs:
         self._groups: dict[tuple[str, int], SimBackend] = {}
         """Members of groups by host and epoch; epochs of different islands do not mix."""
         self._waiting: dict[tuple[str, int], _Member] = {}
-        self._layouts: dict[tuple[int, tuple[DeviceAddress, ...]], tuple[Computation, Layout]] = {}
+        self._layouts: dict[
+            tuple[int, tuple[DeviceAddress, ...]], tuple[Computation, SimLayout]
+        ] = {}
         self._random = world.streams("gangs")
 
-    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> Layout:
+    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> SimLayout:
         """The layout of a computation on these devices."""
         key = (id(computation), devices)
         known = self._layouts.get(key)
         if known is None:  # the computation is kept as well, so that its id stays its own
-            known = self._layouts[key] = (computation, Layout(computation, devices))
+            known = self._layouts[key] = (computation, SimLayout(computation, devices))
         return known[1]
 
     # --- members -------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class Gangs:
 
     # --- meetings ------------------------------------------------------------------------------------
 
-    def reach(self, backend: SimBackend, installed: Installed, op: ops.Execute) -> None:
+    def reach(self, backend: SimBackend, installed: SimInstalled, op: ops.Execute) -> None:
         """Start a computation if all its hosts have reached it."""
         member = _Member(backend, installed, op)
         hosts = installed.layout.hosts
@@ -179,7 +181,7 @@ class Gangs:
             world.after(delay_s + spread_s, member.backend.executed, member.op, failure, results)
 
     def _inputs(
-        self, first: Installed, members: list[_Member], held: list[list[Shards]]
+        self, first: SimInstalled, members: list[_Member], held: list[list[Shards]]
     ) -> list[bytes]:
         """The bytes of each whole argument, put together from the shards on all hosts."""
         by_host = {m.backend.host: args for m, args in zip(members, held, strict=True)}

@@ -20,7 +20,7 @@ from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
-from pw.testing.sim.programs import Draft
+from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.world import Violation
 
 RUNS_AHEAD = 12
@@ -93,7 +93,7 @@ class Life:
         """Its slices on the devices of other users' slices, by those; 0 while it asks for one."""
         self.refused = 0
         self.kinds: list[ArraySpec] = []
-        self.programs: dict[int, Draft] = {}
+        self.programs: dict[int, ProgramDraft] = {}
         self.arrays: dict[int, ArraySpec] = {}
         self.stream: Any = None
         """The stream that it is fed from (`pw.testing.sim.feeding`)."""
@@ -119,8 +119,8 @@ class Life:
     def _nodes_of(self, number: int) -> tuple[str, ...]:
         bound = self.slices.get(number) or self.given_back.get(number)
         hosts = () if bound is None else self.cluster.hosts_of(bound.island)
-        givers = {deal.giver.name for deal in self.cluster.deals.values()}
-        return (self.name, CONTROLLER, *givers, *hosts)
+        exporters = {deal.exporter.name for deal in self.cluster.deals.values()}
+        return (self.name, CONTROLLER, *exporters, *hosts)
 
     def _promise(self, what: str, then: Callable[[Any, BaseException | None], None]) -> Promise:
         life = self.lives

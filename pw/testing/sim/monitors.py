@@ -50,7 +50,7 @@ from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.timelines import check_idle, watch_launches
-from pw.testing.sim.world import Process, Violation
+from pw.testing.sim.world import SimProcess, Violation
 
 PROMPT_S = 2e-3
 """A host answers within this time: a busy one has some hundred messages to handle first."""
@@ -214,7 +214,7 @@ class Monitors:
             return None
         return partial(self._promise, node, store, (sender.node, message.request))
 
-    def _promise(self, node: Process, store: Any, key: tuple[str, int]) -> None:
+    def _promise(self, node: SimProcess, store: Any, key: tuple[str, int]) -> None:
         request = store.requests.find(*key)
         if request is not None:
             within_s = PROMPT_S * node.slowness
@@ -222,7 +222,7 @@ class Monitors:
             self._world.after(within_s, self._check_answered, *args)
 
     def _check_answered(
-        self, node: Process, store: Any, key: tuple[str, int], request: Any, asked_s: float
+        self, node: SimProcess, store: Any, key: tuple[str, int], request: Any, asked_s: float
     ) -> None:
         self._world.checked["prompt"] += 1
         if node.alive and node.paused_until_s < asked_s and store.requests.find(*key) is request:

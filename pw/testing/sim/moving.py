@@ -7,14 +7,14 @@ from random import Random
 
 import msgspec
 
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
+from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 
 def random_moves(
-    random: Random, slices: Sequence[Slice], kinds: Sequence[ArraySpec], name: str
-) -> Draft:
+    random: Random, slices: Sequence[SimSlice], kinds: Sequence[ArraySpec], name: str
+) -> ProgramDraft:
     """Return a program whose argument goes to each slice, and there from one sharding to others."""
     given = random.choice(kinds)
     program = Drafting(name)
@@ -25,7 +25,7 @@ def random_moves(
         )
         place = Placement(part.number, devices)
         whole = ArraySpec(given.shape, given.dtype, Sharding(("x",), (len(devices),)), place)
-        value = Value(-1, 0)
+        value = ValueRef(-1, 0)
         takes = whole if random.random() < 0.7 else _other(random, part, whole)
         for step in range(random.choice((1, 2, 3))):
             makes = _other(random, part, whole)
@@ -36,7 +36,7 @@ def random_moves(
     return program.draft([given], outputs, (0,) if random.random() < 0.2 else ())
 
 
-def _other(random: Random, part: Slice, whole: ArraySpec) -> ArraySpec:
+def _other(random: Random, part: SimSlice, whole: ArraySpec) -> ArraySpec:
     """Return another sharding over the same devices, mostly in the same order."""
     spec = random_spec(random, part, whole.shape, whole.dtype, whole.placement.devices)
     return (

@@ -15,7 +15,7 @@ from pw.core.actors.actor import Actor, Env, Timer
 from pw.core.ids import Address
 from pw.testing.sim.network import SimNetwork
 from pw.testing.sim.recording import LoggedRecorder
-from pw.testing.sim.world import Event, Violation, World
+from pw.testing.sim.world import PlannedEvent, Violation, World
 from pw.transport.links.node import ActorEnv, Node
 
 A = TypeVar("A", bound=Actor)
@@ -115,7 +115,7 @@ class _Turns:
         elif self._node.alive:
             action(*args)
 
-    def call_later(self, delay_s: float, action: Callable[..., Any], /, *args: Any) -> Event:
+    def call_later(self, delay_s: float, action: Callable[..., Any], /, *args: Any) -> PlannedEvent:
         """Call it later."""
         return self._node.world.after(delay_s, action, *args)
 

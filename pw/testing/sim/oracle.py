@@ -19,12 +19,12 @@ import numpy as np
 
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
-from pw.core.programs.program import Program, Value
+from pw.core.programs.program import Program, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import A_READ, Ledger
-from pw.testing.sim.programs import Draft
+from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
 
@@ -77,12 +77,12 @@ class Oracle:
         self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps, made_of)
 
     def take(
-        self, array: int, spec: ArraySpec, giver: Oracle, given: int, together: list[int]
+        self, array: int, spec: ArraySpec, exporter: Oracle, given: int, together: list[int]
     ) -> None:
         """An array of another client, which it has offered `together` with others."""
-        truth = giver.arrays[given]
-        kinds = frozenset[str]().union(*(giver.arrays[one].kinds for one in together))
-        made_of = frozenset[int]().union(*(giver.arrays[one].made_of for one in together))
+        truth = exporter.arrays[given]
+        kinds = frozenset[str]().union(*(exporter.arrays[one].kinds for one in together))
+        made_of = frozenset[int]().union(*(exporter.arrays[one].made_of for one in together))
         slices = truth.slices | {spec.placement.slice}
         self.arrays[array] = Truth(
             spec, truth.data, kinds, truth.computations, slices, False, made_of | {array}
@@ -92,7 +92,9 @@ class Oracle:
         """Count a checkpoint: from now on only replicas may restore these arrays."""
         self._copied.update(arrays)
 
-    def run(self, draft: Draft, args: tuple[int | bytes, ...], results: tuple[int, ...]) -> None:
+    def run(
+        self, draft: ProgramDraft, args: tuple[int | bytes, ...], results: tuple[int, ...]
+    ) -> None:
         """A run, in the client's order."""
         body = draft.body
         values: dict[tuple[int, int], bytes | None] = {}
@@ -209,9 +211,9 @@ class Oracle:
 
 def _moved(
     body: Program,
-    rows: Value,
+    rows: ValueRef,
     wanted: ArraySpec,
-    counts: Value,
+    counts: ValueRef,
     values: dict[tuple[int, int], bytes | None],
 ) -> tuple[bytes | None, frozenset[str]]:
     """Return rows as a consumer gets them, and the errors that impossible counts ask for."""

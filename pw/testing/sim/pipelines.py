@@ -7,16 +7,16 @@ from random import Random
 
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.table import Task
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec
-from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
+from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 _ACTIVATIONS = ((8, 4), (16,), (8, 512))
 
 
 def random_pipeline(
-    random: Random, slices: Sequence[Slice], kinds: Sequence[ArraySpec], name: str
-) -> Draft:
+    random: Random, slices: Sequence[SimSlice], kinds: Sequence[ArraySpec], name: str
+) -> ProgramDraft:
     """A step of a pipeline whose stages lie on these slices in turn.
 
     It takes an array of parameters for each stage and a batch, donates the parameters, and returns new ones and
@@ -36,24 +36,24 @@ def random_pipeline(
         params.append(spec)
         flows.append(random_spec(random, part, shape, "uint8", spec.placement.devices))
     step = _Step(name, params)
-    batch = Value(-1, stages)
-    totals = [step.do(f"{s}/begin", s, [Value(-1, s)], [params[s]])[0] for s in range(stages)]
-    results: dict[tuple[Task, str], Value] = {}
+    batch = ValueRef(-1, stages)
+    totals = [step.do(f"{s}/begin", s, [ValueRef(-1, s)], [params[s]])[0] for s in range(stages)]
+    results: dict[tuple[Task, str], ValueRef] = {}
     new = list(totals)
     last = stages - 1
-    given: list[Value | tuple[Value, ArraySpec]]
+    given: list[ValueRef | tuple[ValueRef, ArraySpec]]
     for task in schedule.timetable().order:
         stage, each, kind = task
         flow = flows[stage]
         if kind == "F":
             x = results[Task(stage - 1, each, "F"), "y"] if stage else batch
-            y, saved = step.do(f"{stage}/F", stage, [Value(-1, stage), (x, flow)], [flow, flow])
+            y, saved = step.do(f"{stage}/F", stage, [ValueRef(-1, stage), (x, flow)], [flow, flow])
             results |= {(task, "y"): y, (task, "saved"): saved}
         elif kind == "B":
             saved = results[Task(stage, each, "F"), "saved"]
             above = Task(stage + 1, each, "B") if stage < last else Task(stage, each, "F")
             gradient = results[above, "x" if stage < last else "y"]
-            given = [Value(-1, stage), saved, (gradient, flow)]
+            given = [ValueRef(-1, stage), saved, (gradient, flow)]
             if stage in schedule.split:
                 x, kept = step.do(f"{stage}/B", stage, given, [flow, flow])
                 results[task, "kept"] = kept
@@ -67,7 +67,7 @@ def random_pipeline(
             given = [results[Task(stage, each, "B"), "kept"], totals[stage]]
             (totals[stage],) = step.do(f"{stage}/W", stage, given, [params[stage]], donated=(1,))
         else:
-            given = [Value(-1, stage), totals[stage]]
+            given = [ValueRef(-1, stage), totals[stage]]
             (new[stage],) = step.do(f"{stage}/U", stage, given, [params[stage]], donated=(0, 1))
     losses = [results[Task(last, each, "F"), "y"] for each in range(microbatches)]
     (loss,) = step.do("loss", last, losses, [flows[last]])
@@ -84,16 +84,16 @@ class _Step(Drafting):
         self._params = params
         self._numbers: dict[str, int] = {}
         """Number of each computation, by what it does."""
-        self._specs: dict[Value, ArraySpec] = {}
+        self._specs: dict[ValueRef, ArraySpec] = {}
 
     def do(
         self,
         what: str,
         stage: int,
-        given: Sequence[Value | tuple[Value, ArraySpec]],
+        given: Sequence[ValueRef | tuple[ValueRef, ArraySpec]],
         makes: Sequence[ArraySpec],
         donated: tuple[int, ...] = (),
-    ) -> list[Value]:
+    ) -> list[ValueRef]:
         """Add a call; an argument comes with the spec in which it is taken, if that may be another one."""
         pairs = [one if isinstance(one, tuple) else (one, self._spec(one)) for one in given]
         args = [value for value, _ in pairs]
@@ -107,5 +107,5 @@ class _Step(Drafting):
         self._specs |= dict(zip(values, makes, strict=True))
         return values
 
-    def _spec(self, value: Value) -> ArraySpec:
+    def _spec(self, value: ValueRef) -> ArraySpec:
         return self._specs[value] if value.node >= 0 else self._params[value.index]

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from pw.core.messages import Artifact
-from pw.core.programs.program import Computation, Node, Output, Program, Value
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.digests import DOES_NOT_COMPILE, RAISES
 
@@ -24,7 +24,7 @@ _DTYPES = ("uint8", "uint8", "uint16", "uint32")
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class SimSlice:
     """A slice of a client."""
 
     number: int
@@ -32,7 +32,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ProgramDraft:
     """A program before it is registered."""
 
     body: Program
@@ -60,51 +60,55 @@ class Drafting:
         name: str,
         takes: Sequence[ArraySpec],
         makes: Sequence[ArraySpec],
-        args: Sequence[Value],
+        args: Sequence[ValueRef],
         *,
         blob: bytes = b"",
         placement: Placement | None = None,
         donated: tuple[int, ...] = (),
         **how: Any,
-    ) -> list[Value]:
+    ) -> list[ValueRef]:
         """Add a computation, by default on the devices of its first result, and a call of it."""
         digest = self.artifact(blob or f"computes {name}".encode())
         on = placement or makes[0].placement
         made = Computation(name, digest, on, tuple(takes), tuple(makes), donated)
         return self.add(made, args, **how)
 
-    def add(self, computation: Computation, args: Sequence[Value], **how: Any) -> list[Value]:
+    def add(self, computation: Computation, args: Sequence[ValueRef], **how: Any) -> list[ValueRef]:
         """Add a computation and a call of it; return its results."""
         self.computations.append(computation)
         return self.call(len(self.computations) - 1, args, **how)
 
-    def call(self, computation: int, args: Sequence[Value], **how: Any) -> list[Value]:
+    def call(self, computation: int, args: Sequence[ValueRef], **how: Any) -> list[ValueRef]:
         """Add a call (see `Node`); return its results."""
         self.nodes.append(Node(computation, tuple(args), **how))
         count = len(self.computations[computation].outputs)
-        return [Value(len(self.nodes) - 1, index) for index in range(count)]
+        return [ValueRef(len(self.nodes) - 1, index) for index in range(count)]
 
     def draft(
         self,
         inputs: Sequence[ArraySpec],
         outputs: Sequence[Output],
         donated: tuple[int, ...] = (),
-    ) -> Draft:
+    ) -> ProgramDraft:
         """Return the program."""
         computations, nodes = tuple(self.computations), tuple(self.nodes)
         body = Program(self.name, computations, nodes, tuple(inputs), tuple(outputs), donated)
         artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(self.blobs.items()))
-        return Draft(body, artifacts, self.blobs)
+        return ProgramDraft(body, artifacts, self.blobs)
 
 
-def _some_devices(random: Random, part: Slice) -> tuple[int, ...]:
+def _some_devices(random: Random, part: SimSlice) -> tuple[int, ...]:
     size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
     start = random.randrange(part.size - size + 1)
     return tuple(range(start, start + size))
 
 
 def random_spec(
-    random: Random, part: Slice, shape: tuple[int, ...], dtype: str, devices: tuple[int, ...] = ()
+    random: Random,
+    part: SimSlice,
+    shape: tuple[int, ...],
+    dtype: str,
+    devices: tuple[int, ...] = (),
 ) -> ArraySpec:
     """Return a random spec of this shape on a slice."""
     devices = devices or _some_devices(random, part)
@@ -130,7 +134,7 @@ def random_spec(
     return ArraySpec(shape, dtype, Sharding(("x",), (count,)), Placement(part.number, devices))
 
 
-def random_kinds(random: Random, slices: Sequence[Slice]) -> list[ArraySpec]:
+def random_kinds(random: Random, slices: Sequence[SimSlice]) -> list[ArraySpec]:
     """The kinds of arrays that a client works with."""
     shapes = [random.choice(_SHAPES), random.choice(_SHAPES)]
     if random.random() < 0.6:
@@ -145,12 +149,12 @@ def random_kinds(random: Random, slices: Sequence[Slice]) -> list[ArraySpec]:
 
 def random_program(
     random: Random,
-    slices: Sequence[Slice],
+    slices: Sequence[SimSlice],
     kinds: Sequence[ArraySpec],
     name: str,
     *,
     broken: bool = False,
-) -> Draft:
+) -> ProgramDraft:
     """A program over these slices that takes and returns arrays of these kinds.
 
     Args:
@@ -162,7 +166,7 @@ def random_program(
     """
     form = random.choice(("chain", "chain", "pipeline", "fan", "diamond", "copy", "any"))
     inputs = [random.choice(kinds) for _ in range(random.choice((1, 1, 2)))]
-    values = [Value(-1, index) for index in range(len(inputs))]
+    values = [ValueRef(-1, index) for index in range(len(inputs))]
     specs = list(inputs)
     step = Drafting(name)
     wanted = {"copy": 0, "chain": random.randint(1, 5), "pipeline": random.randint(2, 6)}
@@ -219,7 +223,7 @@ def random_program(
 def _outputs(
     random: Random,
     kinds: Sequence[ArraySpec],
-    values: Sequence[Value],
+    values: Sequence[ValueRef],
     specs: Sequence[ArraySpec],
     inputs: int,
 ) -> tuple[Output, ...]:

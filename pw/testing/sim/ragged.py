@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from pw.core.programs.guards import merge, predicate_spec
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
 from pw.testing.sim.digests import counts_up_to
-from pw.testing.sim.programs import Draft, Drafting, Slice, random_spec
+from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 _SHAPES = (
     ((), (16,)),
@@ -31,8 +31,13 @@ _SHAPES = (
 
 
 def random_ragged(
-    random: Random, slices: Sequence[Slice], kinds: Sequence[ArraySpec], name: str, *, broken: bool
-) -> Draft:
+    random: Random,
+    slices: Sequence[SimSlice],
+    kinds: Sequence[ArraySpec],
+    name: str,
+    *,
+    broken: bool,
+) -> ProgramDraft:
     """Return a program that takes one array, makes rows of it, and moves those that count.
 
     Args:
@@ -47,7 +52,7 @@ def random_ragged(
     made = _on(random, first, (*lead, *rest), "uint8")
     program = Drafting(name)
 
-    def exchange(part: Slice, unless: bool) -> Output:
+    def exchange(part: SimSlice, unless: bool) -> Output:
         one = f"{name}/{len(program.nodes)}"
         there = _on(random, part, made.shape)
         own = _replicated(lead, there.placement)
@@ -70,7 +75,7 @@ def random_ragged(
     given = _on(random, first, source.shape, source.dtype, made.placement.devices)
     blob = counts_up_to(rest[0], name.encode(), impossible=broken)
     first_makes = [made, _replicated(lead, made.placement), predicate_spec(made.placement)]
-    arg = Value(-1, 0)
+    arg = ValueRef(-1, 0)
     rows, counts, is_used = program.compute(f"{name}/0", [given], first_makes, [arg], blob=blob)
     outputs = []
     for _ in range(random.choice((1, 2, 3))):
@@ -114,7 +119,7 @@ def travelled(data: bytes, spec: ArraySpec, counts: np.ndarray[Any, Any]) -> byt
 
 def _on(
     random: Random,
-    part: Slice,
+    part: SimSlice,
     shape: tuple[int, ...],
     dtype: str = "uint8",
     devices: tuple[int, ...] = (),

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.testing.sim.programs import Draft, Drafting, Slice
+from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice
 
 ADDS = "/sum"
 """In the names of computations that add the parts of all slices."""
 
 
-def reduction(random: Random, slices: Sequence[Slice], name: str) -> Draft:
+def reduction(random: Random, slices: Sequence[SimSlice], name: str) -> ProgramDraft:
     """Return a program that takes and gives one array on each slice, and reduces between them."""
     width = random.choice([n for n in (1, 2, 4) if n <= min(part.size for part in slices)])
     length = random.choice((16, 64, 4096))
@@ -31,9 +31,9 @@ def reduction(random: Random, slices: Sequence[Slice], name: str) -> Draft:
     parts = [whole(place, True) for place in places]
     islands = range(len(slices))
     program = Drafting(name)  # with the same code on every slice
-    carried = [Value(-1, at) for at in islands]
-    filled: list[list[list[Value]]] = []
-    sums: list[Value] = []
+    carried = [ValueRef(-1, at) for at in islands]
+    filled: list[list[list[ValueRef]]] = []
+    sums: list[ValueRef] = []
 
     def add(number: int) -> None:
         for at in islands:
@@ -60,6 +60,6 @@ def reduction(random: Random, slices: Sequence[Slice], name: str) -> Draft:
     outputs = []
     for at in islands:
         takes = [states[at], *([parts[at]] * len(sums))]
-        (last,) = program.compute(f"{name}/last", takes, [states[at]], [Value(-1, at), *sums])
+        (last,) = program.compute(f"{name}/last", takes, [states[at]], [ValueRef(-1, at), *sums])
         outputs.append(Output(last, states[at]))
     return program.draft(states, outputs, tuple(islands) if random.random() < 0.3 else ())

@@ -97,11 +97,13 @@ class Rogues:
         for source in message.sources:
             self._name(to.node, source.host, message.copied)
 
-    def _name(self, taker: str, giver: str, array: int) -> None:
+    def _name(self, importer: str, exporter: str, array: int) -> None:
         """The controller names a host that has replicas of an array to another one."""
-        self._told.add((taker, giver, array))
-        if (giver, array) not in self._keepers:
-            raise Violation("replicas", f"{taker} is to get {array:x} from {giver}, which lied")
+        self._told.add((importer, exporter, array))
+        if (exporter, array) not in self._keepers:
+            raise Violation(
+                "replicas", f"{importer} is to get {array:x} from {exporter}, which lied"
+            )
 
     def _held(self, sender: Address, to: Address, message: msg.Holdings) -> None:
         self._keepers.update((sender.node, holding.array) for holding in message.holdings)

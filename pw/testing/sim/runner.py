@@ -124,7 +124,7 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     faults.heal()
     for client in clients:
         client.final = True
-    # A client whose recovery waited for one giver that is gone may then wait for another.
+    # A client whose recovery waited for one exporter that is gone may then wait for another.
     patience_s = LIVENESS_S + (2 * ALONE_S if profile.shares else 0.0)
     if not world.run(world.now_s + patience_s, budget, done):
         raise Violation("liveness", _stuck(cluster, clients))

@@ -114,7 +114,7 @@ class _Place:
     replicated: bool
 
 
-class Layout:
+class SimLayout:
     """Where a computation's shards lie, worked out once for all hosts."""
 
     def __init__(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> None:
@@ -138,13 +138,13 @@ def _place(spec: ArraySpec, virtual: dict[int, DeviceAddress]) -> _Place:
 
 
 @dataclass(slots=True)
-class Installed:
+class SimInstalled:
     """A computation as this host runs it."""
 
     name: str
     artifact: bytes
     computation: Computation
-    layout: Layout
+    layout: SimLayout
     lasts_s: float | None
     """How long it takes, if that is always the same."""
 

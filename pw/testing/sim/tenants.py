@@ -24,7 +24,7 @@ from typing import Any
 
 from pw.client.session.thread_messages import Await, Forget, Tell
 from pw.core.messages import Run, SliceBound
-from pw.core.programs.program import Output, Value
+from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.island.policy import AGE_S
 from pw.sched.island.window import CONTENDED_TIME_US
@@ -107,7 +107,7 @@ class Tenant(SimClient):
         name = f"{self.name}/call"
         blob = lasting(name.encode(), self.takes_s)
         program = Drafting(name)
-        (result,) = program.compute(name, [spec], [spec], [Value(-1, 0)], blob=blob)
+        (result,) = program.compute(name, [spec], [spec], [ValueRef(-1, 0)], blob=blob)
         self.program = self._id()
         self.draft = program.draft([spec], [Output(result, spec)])
         self._add_program(self.program, self.draft)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from pw.client.session.thread_messages import StartTimeline, StopTimeline
-from pw.client.session.timelines import Source
+from pw.client.session.timelines import RecordedProcess
 from pw.client.timeline.resolve import records_in
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import CANCELLED, Launch
@@ -58,7 +58,7 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
         return
     ended_s = user.world.now_s
 
-    def collected(sources: tuple[Source, ...] | None, error: BaseException | None) -> None:
+    def collected(sources: tuple[RecordedProcess, ...] | None, error: BaseException | None) -> None:
         if sources is None:
             return  # the session has ended; other monitors say whether it may
         for source in sources:
@@ -74,7 +74,7 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
     user._post(StopTimeline(number, user._promise("stop a timeline", collected)))
 
 
-def _check(user: Life, source: Source, began_s: float, ended_s: float) -> None:
+def _check(user: Life, source: RecordedProcess, began_s: float, ended_s: float) -> None:
     world = user.world
     world.checked["timelines"] += 1
     found = [tuple(map(_plain, each)) for part in source.parts for each in records_in(part)]
@@ -110,7 +110,7 @@ def _check(user: Life, source: Source, began_s: float, ended_s: float) -> None:
         raise Violation("timelines", f"{source.node} has not recorded what it has sent")
 
 
-def _check_clock(user: Life, source: Source, asked_s: float) -> None:
+def _check_clock(user: Life, source: RecordedProcess, asked_s: float) -> None:
     own, world = user.node, user.world
     node: Any = world.nodes.get(source.node)
     if node is None or node.incarnation_began_s > asked_s:

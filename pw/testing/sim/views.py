@@ -11,16 +11,16 @@ from random import Random
 
 import numpy as np
 
-from pw.core.programs.program import Computation, Output, Value
+from pw.core.programs.program import Computation, Output, ValueRef
 from pw.core.programs.views import Shards, view_program
 from pw.core.sharding import ArraySpec, Placement, Sharding, box_slices, dtype_of
 from pw.testing.sim.digests import RAISES
-from pw.testing.sim.programs import Draft, Drafting
+from pw.testing.sim.programs import Drafting, ProgramDraft
 
 
 def random_view(
     random: Random, kinds: Sequence[ArraySpec], held: Sequence[ArraySpec]
-) -> Draft | None:
+) -> ProgramDraft | None:
     """Return a program that makes views; None if the chosen arrays have no place for one.
 
     Args:
@@ -31,7 +31,7 @@ def random_view(
     model = random.choice([*kinds, *held])
     form = random.choice((_apart, _mixed, _together, _together))
     inputs, outputs, shards = form(random, model, [*kinds, *held])
-    return Draft(view_program(inputs, outputs, shards), (), {}) if outputs else None
+    return ProgramDraft(view_program(inputs, outputs, shards), (), {}) if outputs else None
 
 
 _Plan = tuple[list[ArraySpec], list[ArraySpec], Shards]
@@ -94,7 +94,7 @@ def _stacked(model: ArraySpec, shape: tuple[int, ...], devices: Sequence[int]) -
     return ArraySpec((count * shape[0], *shape[1:]), model.dtype, sharding, place)
 
 
-def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[Draft]:
+def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[ProgramDraft]:
     """Yield programs that take an array apart, fail on one part, put the parts together, and compute on them.
 
     One host of the last computation has an error in its argument, the others have none.
@@ -103,17 +103,17 @@ def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[Dra
     shape = model.sharding.shard_shape(model.shape)
     parts = [_stacked(model, shape, [model.placement.devices[at]]) for at in places]
     whole = _stacked(model, shape, model.placement.devices)
-    yield Draft(view_program([model], parts, [[(0, at)] for at in places]), (), {})
+    yield ProgramDraft(view_program([model], parts, [[(0, at)] for at in places]), (), {})
     yield overwriting(random.choice(parts), f"{name}/part", fails=True)
-    yield Draft(view_program(parts, [whole], [[(at, 0) for at in places]]), (), {})
+    yield ProgramDraft(view_program(parts, [whole], [[(at, 0) for at in places]]), (), {})
     yield overwriting(whole, f"{name}/whole")
 
 
-def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> Draft:
+def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> ProgramDraft:
     """Return a program that overwrites an array, or fails and takes it all the same."""
     prefix = RAISES if fails else b"overwrites"
     program, blob = Drafting(name), prefix + f" {name}".encode()
-    (result,) = program.compute(name, [spec], [spec], [Value(-1, 0)], blob=blob, donated=(0,))
+    (result,) = program.compute(name, [spec], [spec], [ValueRef(-1, 0)], blob=blob, donated=(0,))
     return program.draft([spec], [Output(result, spec)], (0,))
 
 

@@ -19,14 +19,14 @@ from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
 from pw.core.sharding import ArraySpec, dtype_of
+from pw.testing.sim.bursts import is_burst, run_ahead
 from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
-from pw.testing.sim.portions import is_portion, run_ahead
-from pw.testing.sim.programs import Draft, Slice, random_kinds
+from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
@@ -127,9 +127,9 @@ class SimClient(Life):
         )
 
     @property
-    def parts(self) -> list[Slice]:
+    def parts(self) -> list[SimSlice]:
         """Its slices, for programs."""
-        return [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
+        return [SimSlice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
 
     def _register(self) -> None:
         if not self.kinds:
@@ -139,7 +139,7 @@ class SimClient(Life):
         draft = random_draft(self.random, profile, self.parts, self.kinds, name)
         self._add_program(number, draft)
 
-    def _add_program(self, number: int, draft: Draft) -> None:
+    def _add_program(self, number: int, draft: ProgramDraft) -> None:
         self.programs[number] = draft
         self._post(Tell(msg.RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
@@ -208,7 +208,7 @@ class SimClient(Life):
         if number is None:
             number = self.random.choice(list(self.programs))
         draft = self.programs[number]
-        if is_portion(draft):
+        if is_burst(draft):
             run_ahead(self, self.random, number, draft)
             return []
         given = tuple(self.arguments(draft.body.inputs))
@@ -234,7 +234,9 @@ class SimClient(Life):
                 args.append(self._put(spec))
         return args
 
-    def launch(self, number: int, draft: Draft, given: tuple[int | bytes, ...]) -> tuple[int, ...]:
+    def launch(
+        self, number: int, draft: ProgramDraft, given: tuple[int | bytes, ...]
+    ) -> tuple[int, ...]:
         """Run a program; returns its results."""
         results = tuple(self._id() for _ in draft.body.outputs)
         self.oracle.run(draft, given, results)

@@ -29,7 +29,7 @@ Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
 """Returns the messages to send instead; None for the message itself."""
 
 
-class Process(Protocol):
+class SimProcess(Protocol):
     """One incarnation of a simulated process, as its network and the world see it (`SimNode`)."""
 
     name: str
@@ -67,7 +67,7 @@ class Violation(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class PlannedEvent:
     """A planned event, which can be cancelled."""
 
     action: Callable[..., None] | None
@@ -108,8 +108,8 @@ class World:
         self.ledger = Ledger()
         self.now_s = 0.0
         self.events = 0
-        self.nodes: dict[str, Process] = {}
-        self.listeners: dict[str, Process] = {}
+        self.nodes: dict[str, SimProcess] = {}
+        self.listeners: dict[str, SimProcess] = {}
         """The processes that accept connections, by endpoint."""
         self.blocked: dict[tuple[str, str], float] = {}
         """Blocked directions, and the time when each ends."""
@@ -126,12 +126,12 @@ class World:
         self.permits: Callable[[str, str, type], bool] = permits
         self.floods: set[str] = set()
         """Clients that have sent more than their peers can handle."""
-        self.waited: Callable[[Process, str, float, float], None] | None = None
+        self.waited: Callable[[SimProcess, str, float, float], None] | None = None
         """Called with a process, its peer, and when the peer's message came and is handled."""
         self.tamper: Tamper | None = None
         self.checked: Counter[str] = Counter()
         """How often each monitor has checked."""
-        self._queue: list[tuple[float, int, Event]] = []
+        self._queue: list[tuple[float, int, PlannedEvent]] = []
         self._serial = 0
 
     def tenant_of(self, node: str) -> str:
@@ -147,14 +147,14 @@ class World:
         """No node has a certificate here: every host may join all islands."""
         return ()
 
-    def at(self, time_s: float, action: Callable[..., None], *args: Any) -> Event:
+    def at(self, time_s: float, action: Callable[..., None], *args: Any) -> PlannedEvent:
         """Plan `action(*args)` for a moment, which must not have passed."""
-        event = Event(action, args)
+        event = PlannedEvent(action, args)
         self._serial += 1
         heapq.heappush(self._queue, (time_s, self._serial, event))
         return event
 
-    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> Event:
+    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> PlannedEvent:
         """Plan `action(*args)` for `delay_s` seconds from now."""
         return self.at(self.now_s + delay_s, action, *args)
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pw.client import checkpoint_tree
-from pw.client.checkpoint_tree import Leaf, Node, Tree
+from pw.client.checkpoint_tree import Leaf, Tree, TreeNode
 from pw.core.errors import ArgumentError, CheckpointFailed, OutOfHostMemory
 from pw.core.messages import CommitFiles, CopyFile, Described, FileSource
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -123,12 +123,14 @@ def _trees() -> list[bytes]:
             Leaf("['x']", "", (2,), "float32", data=bytes(8)),
         ],
     ]
-    node = Node(
-        "dict", [Node(), Node("tuple", [Node("none"), Node()]), Node("list")], ["w", 1, "l"]
+    node = TreeNode(
+        "dict",
+        [TreeNode(), TreeNode("tuple", [TreeNode("none"), TreeNode()]), TreeNode("list")],
+        ["w", 1, "l"],
     )
     trees = [
         *leaves,
-        *(Tree(one, Node("list", [Node() for _ in one])) for one in leaves),
+        *(Tree(one, TreeNode("list", [TreeNode() for _ in one])) for one in leaves),
         Tree(leaves[1], node),
     ]
     return [msgspec.json.encode(one) for one in trees]

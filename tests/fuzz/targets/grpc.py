@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from pw.core.errors import Disconnected
 from pw.gateway import http2, protos, rpc, shardings
 from pw.gateway.server import Server
-from pw.gateway.statuses import Status
+from pw.gateway.statuses import StatusError
 from tests.fuzz.target import Run, Target
 
 _PROXY = "xla.ifrt.proxy."
@@ -242,5 +242,7 @@ def _read_sharding(data: bytes) -> None:
 TARGETS = [
     Target("http2", http2_seeds, opened=_served, weight=1),
     Target("protos", _messages, _parse, allowed=(DecodeError,), weight=15),
-    Target("shardings", _sharding_seeds, _read_sharding, allowed=(DecodeError, Status), weight=4),
+    Target(
+        "shardings", _sharding_seeds, _read_sharding, allowed=(DecodeError, StatusError), weight=4
+    ),
 ]

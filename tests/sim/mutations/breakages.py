@@ -130,7 +130,7 @@ def bind_anywhere(bind_again: Any, island: Any) -> None:
 
 
 def arrived_when_asked(ask: Any, number: int, name: int) -> None:
-    """Hand an array over that the giver has not made."""
+    """Hand an array over that the exporter has not made."""
     ask(number, name)
     ask.__self__.runs.handed.append((name, None))
 
@@ -256,7 +256,7 @@ def in_line(backend: Any, op: Any) -> Any:
     """Ask for values when all that was submitted before is done."""
     submit = type(backend).submit
     is_question = isinstance(op, ops.Watch | ops.Read)
-    return ops.Call(partial(submit, backend, [op])) if is_question else op
+    return ops.RunFunction(partial(submit, backend, [op])) if is_question else op
 
 
 def unshared(backend: Any, op: Any) -> Any:

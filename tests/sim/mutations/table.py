@@ -539,7 +539,7 @@ row(
     ),
     seen("views-lost", 7, "memory"),
 )
-# The giver may delete and donate what it has offered before the taker has it.
+# The exporter may delete and donate what it has offered before the importer has it.
 row(
     "offers-not-guarded",
     after(
@@ -555,7 +555,7 @@ row(
     wrap("controller.shares.keep", lambda keep, client, arrays: arrays),
     seen("shares", 32, "oracle"),
 )
-# The controller counts a taken array as arrived before the giver has made it.
+# The controller counts a taken array as arrived before the exporter has made it.
 row(
     "arrived-when-taken",
     wrap("controller.shares.ask", breakages.arrived_when_asked),

@@ -24,7 +24,7 @@ from pw.client.trace.joined.cutting import Cut, Piece
 from pw.client.trace.joined.local import Localizer
 from pw.client.trace.joined.module import CannotCut, Flat, prepare
 from pw.client.trace.joined.moving import divided
-from pw.client.trace.joined.sums import Sums
+from pw.client.trace.joined.partial_sums import Sums
 from pw.client.trace.joined.writing import Parts, Writer, Written
 from pw.client.trace.stablehlo import parsed
 from pw.client.trace.tracer import ProgramTracer

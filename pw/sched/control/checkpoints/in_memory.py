@@ -31,10 +31,10 @@ class _Copying:
     request: int
     missing: dict[int, set[tuple[str, Box]]] = field(default_factory=dict)
     """By array: which host is to keep which box."""
-    givers: dict[tuple[int, Box], str] = field(default_factory=dict)
+    holders: dict[tuple[int, Box], str] = field(default_factory=dict)
     """The host that has a box on a device, and gives it to the others."""
     islands: dict[str, str] = field(default_factory=dict)
-    """The islands of the givers."""
+    """The islands of the holders."""
     incomplete: set[int] = field(default_factory=set)
     """Arrays of which a replica has not been made: their lineage is still needed."""
     error: ErrorReport | None = None
@@ -45,7 +45,7 @@ class _Copying:
         left = {
             (keeper, box)
             for keeper, box in missing
-            if node not in (keeper, self.givers[array, box])
+            if node not in (keeper, self.holders[array, box])
         }
         self.missing[array] = left
         if left != missing:
@@ -99,7 +99,7 @@ class Checkpoints(ControlPart):
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
                     box = array.spec.box(position)
-                    copying.givers[number, box] = host
+                    copying.holders[number, box] = host
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, tuple(copies)))
@@ -112,9 +112,9 @@ class Checkpoints(ControlPart):
         for copying in self._under_way:
             for array, missing in copying.missing.items():
                 for _, box in missing:
-                    giver = copying.givers[array, box]
-                    if self.replicas.has(giver, array, box):
-                        self._offer(copying, array, giver, {box})
+                    holder = copying.holders[array, box]
+                    if self.replicas.has(holder, array, box):
+                        self._offer(copying, array, holder, {box})
         return bool(self._under_way)
 
     @handles_host(msg.Copied)
@@ -122,16 +122,16 @@ class Checkpoints(ControlPart):
         for copying in self._under_way:
             self._offer(copying, message.array, host, frozenset(message.boxes))
 
-    def _offer(self, copying: _Copying, array: int, giver: str, boxes: Collection[Box]) -> None:
+    def _offer(self, copying: _Copying, array: int, holder: str, boxes: Collection[Box]) -> None:
         """Offer boxes to the hosts that are to keep them, if this host is to give them."""
         origin = copying.client.lineage.origins.get(array)
         missing: dict[str, list[Box]] = {}
         for keeper, box in sorted(copying.missing.get(array, ())):
-            if keeper != giver and box in boxes and copying.givers[array, box] == giver:
+            if keeper != holder and box in boxes and copying.holders[array, box] == holder:
                 missing.setdefault(keeper, []).append(box)
         for keeper, theirs in missing.items():
             if origin is not None:
-                self.replicas.offer(array, origin.spec, tuple(theirs), giver, keeper)
+                self.replicas.offer(array, origin.spec, tuple(theirs), holder, keeper)
 
     @handles_host(msg.Holdings)
     def _holds(self, host: str, message: msg.Holdings) -> None:

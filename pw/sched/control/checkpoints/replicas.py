@@ -213,13 +213,13 @@ class Replicas(ControlPart):
             self.offer(array, spec, (box,), there[0], host)
 
     def offer(
-        self, array: int, spec: ArraySpec, boxes: tuple[Box, ...], giver: str, keeper: str
+        self, array: int, spec: ArraySpec, boxes: tuple[Box, ...], holder: str, keeper: str
     ) -> None:
         """Have a host take boxes of an array from another one, and keep them."""
         claims = self.sessions.claims
-        permit = claims.permit(array, giver, keeper)
+        permit = claims.permit(array, holder, keeper)
         proof = claims.permit(array, CONTROLLER, keeper)
-        offer = msg.OfferReplica(array, spec.dtype, boxes, giver, permit, proof)
+        offer = msg.OfferReplica(array, spec.dtype, boxes, holder, permit, proof)
         self._env.send(store_of(keeper), offer)
 
     def targets(self, array: int, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:

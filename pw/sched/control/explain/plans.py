@@ -12,7 +12,7 @@ from pw.core.errors import ArgumentError, Error, ErrorReport
 from pw.core.ids import run_name, serial_of
 from pw.core.programs.lower import lower
 from pw.core.programs.physical import Physical
-from pw.core.programs.plan import Execute, Plan
+from pw.core.programs.plan import BoundProgram, Execute
 from pw.core.programs.program import Program
 from pw.core.programs.ways import EdgeWay, edges_of, written
 from pw.core.sharding import ArraySpec
@@ -74,7 +74,7 @@ class Plans(ControlPart):
         return msg.ProgramPlan(request, body.name, run_name(program.program), *planned)
 
 
-def _segments(program: Program, plan: Plan) -> tuple[msg.PlannedSegment, ...]:
+def _segments(program: Program, plan: BoundProgram) -> tuple[msg.PlannedSegment, ...]:
     calls: list[dict[Execute, None]] = [{} for _ in plan.segments]
     for host in plan.hosts:
         for part in host.segments:

@@ -22,13 +22,13 @@ from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.ids import Address, executor_of, run_name, scheduler_of, serial_of
 from pw.core.messages.owners import visible
+from pw.sched.control.client_order import ClientOrder
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.inquiries import Inquiries, Inquiry
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.slices import Slices
-from pw.sched.control.stream import Stream
 from pw.sched.island.reports import WORK_TOLD
 
 HOSTS_ASKED = 128
@@ -43,7 +43,7 @@ class Explainer(ControlPart):
     inquiries: Inquiries
     slices: Slices
     runs: Runs
-    stream: Stream
+    stream: ClientOrder
     island_status: Callable[[], tuple[msg.IslandInfo, ...]]
     heard_s: Callable[[str], float | None]
 

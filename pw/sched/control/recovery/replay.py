@@ -89,8 +89,10 @@ class Replays(ControlPart):
                 if device.host == host
             }
             chosen = tuple(source for source in sources if source.box in boxes)
-            givers = dict.fromkeys(source.host for source in chosen)
-            permits = {giver: self.sessions.claims.permit(number, giver, host) for giver in givers}
+            holders = dict.fromkeys(source.host for source in chosen)
+            permits = {
+                holder: self.sessions.claims.permit(number, holder, host) for holder in holders
+            }
             restore = msg.Restore(name, number, array.spec, devices, chosen, permits)
             self._env.send(store_of(host), restore)
         self._env.count("arrays_restored")

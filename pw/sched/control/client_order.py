@@ -29,7 +29,7 @@ Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
 @dataclass(eq=False)
-class Stream(ControlPart):
+class ClientOrder(ControlPart):
     """Has the messages of clients handled in their order; see the module."""
 
     checkpoints: Checkpoints

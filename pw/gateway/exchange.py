@@ -22,7 +22,7 @@ from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
 
 
-class Handing:
+class ArrayExchange:
     """The programs for one client."""
 
     def __init__(self, devices: Devices, runs: Runs) -> None:
