@@ -72,3 +72,16 @@ def test_parts_handle_their_messages_in_the_order_in_which_they_were_added() -> 
     for message in (1, "a", b"b"):
         whole.receive(Address("n", "a"), message)
     assert heard == [("first", 1), ("second", 1), ("second", "a"), ("whole", b"b")]
+
+
+def test_parts_handle_a_message_in_the_order_that_is_stated() -> None:
+    heard: list[tuple[str, object]] = []
+    env: Any = SimpleNamespace(address=Address("n", "a"))
+    whole = Actor(env)
+    whole.compose(
+        Heard("second", heard), Words("first", heard), Heard("third", heard), order={int: (Words,)}
+    )
+    whole.receive(Address("n", "a"), 1)
+    assert heard == [("first", 1), ("second", 1), ("third", 1)]
+    with pytest.raises(ValueError, match="do not handle str"):
+        Actor(env).compose(Heard("first", heard), order={str: (Words,)})

@@ -10,7 +10,7 @@ messages; the actor dispatches to all of them through one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -139,11 +139,27 @@ class Actor(Part):
         self.env = env
         self._handlers = self.handlers()
 
-    def compose(self, *parts: Part) -> None:
-        """Add the handlers of `parts`. A message that several handle goes to each, in this order."""
-        for part in parts:
-            for kind, handler in part.handlers().items():
-                earlier = self._handlers.get(kind)
+    def compose(
+        self, *parts: Part, order: Mapping[type, Sequence[type[Part]]] | None = None
+    ) -> None:
+        """Add the handlers of `parts`; a message that several handle goes to each.
+
+        Args:
+            parts: the parts of this actor.
+            order: for messages that parts must handle one after the other, the classes of these parts. Other
+                parts come after them.
+
+        Raises:
+            ValueError: a part that `order` names does not handle the message.
+        """
+        for kind in dict.fromkeys(kind for part in parts for kind in part.handlers()):
+            first = list((order or {}).get(kind, ()))
+            concerned = [part for part in parts if kind in part.handlers()]
+            if missing := set(first) - {type(part) for part in concerned}:
+                raise ValueError(f"{missing} do not handle {kind.__name__}")
+            concerned.sort(key=lambda part: (*first, type(part)).index(type(part)))
+            for part in concerned:
+                handler, earlier = part.handlers()[kind], self._handlers.get(kind)
                 self._handlers[kind] = handler if earlier is None else _both(earlier, handler)
 
     def receive(self, sender: Address, message: object) -> None:

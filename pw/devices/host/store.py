@@ -13,7 +13,7 @@ from itertools import chain
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
-from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats
+from pw.core.messages import DropUploads, GetStats, PeerLost, RequestFailed, Stats
 from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend
@@ -68,7 +68,6 @@ class ObjectStore(Actor):
         self.compilations = Compilations(env, backend, self.clients)
         self.callbacks = Callbacks(env, backend, bulk, self.clients)
         self.recordings = Recordings(env, lambda sender: self.clients.at(sender.node) is not None)
-        # Uploads come before requests: the latter forget the client of a lost node.
         self.compose(
             self.clients,
             self.uploads,
@@ -81,6 +80,7 @@ class ObjectStore(Actor):
             self.printing,
             Measuring(env, backend, self.arrays),
             self.recordings,
+            order={PeerLost: (Uploads, Requests)},  # which forget the client of the lost node
         )
 
     def joins(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pw.core.actors.actor import Actor, Env
-from pw.core.messages import HostInfo, IslandInfo
+from pw.core.messages import HostInfo, IslandInfo, PeerLost
 from pw.core.tenants import NO_SECRET, Claims
 from pw.sched.cluster.draining import Drains
-from pw.sched.cluster.epochs import Epochs
+from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
-from pw.sched.cluster.slices import Slices
+from pw.sched.cluster.slices import Slices, WaitedEnough
 
 
 class ResourceManager(Actor):
@@ -21,10 +21,17 @@ class ResourceManager(Actor):
         self.inventory = Inventory()
         self.slices = Slices(env, self.inventory)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
-        # Drained hosts are given up before their islands go on without them, and a parked slice's
-        # former island gets spares before the slice is placed.
         drains = Drains(env, self.inventory, self.slices, epochs)
-        self.compose(drains, epochs, self.slices)
+        self.compose(
+            *(drains, epochs, self.slices),
+            order={
+                # Drained hosts are given up before their islands go on without them.
+                PeerLost: (Drains, Epochs),
+                Overdue: (Drains, Epochs),
+                # A parked slice's former island gets spares before the slice is placed.
+                WaitedEnough: (Epochs, Slices),
+            },
+        )
 
     def status(self, queued: Mapping[str, tuple[int, int]]) -> tuple[IslandInfo, ...]:
         """Return the status of all islands; `queued` has the (queued, launched) segments of each."""

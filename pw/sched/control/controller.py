@@ -114,12 +114,19 @@ class Controller(Actor):
             msg.Offer: shares.offered_before,
         }
         stream.set_handlers(in_order, resuming)
-        # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
-        # it back.
-        self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
-        self.compose(sessions, resumptions, inquiries, explainer, measured, plans)
-        self.compose(ends, uploads, stream, shares, self.recordings)
+        self.compose(
+            *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
+            *(sessions, resumptions, inquiries, explainer, measured, plans),
+            *(ends, uploads, stream, shares, self.recordings),
+            order={
+                # Losses marks what is lost before the rebuilder brings it back.
+                msg.IslandLost: (
+                    *(Slices, ProgramRegistry, Losses),
+                    *(Checkpoints, Rebuilder, Saves),
+                ),
+            },
+        )
         self._publishing: Publishing | None = None
         if events is not None:
             self._publishing = Publishing(sessions, events, counters)

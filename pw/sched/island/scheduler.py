@@ -17,7 +17,7 @@ from __future__ import annotations
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import IslandLost
+from pw.core.messages import CancelRun, IslandLost, RemoveClient
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
@@ -52,10 +52,13 @@ class IslandScheduler(Actor):
             env, members, policy, window, admission, programs, in_flight, queues, watchdog
         )
         reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
-        # The order matters: `in_flight` sees `CancelRun` before `queues` removes the launches, and
-        # `queues` sees `RemoveClient` before `admission` does.
-        self.compose(members, in_flight, queues, admission, programs, quarantine)
-        self.compose(self._launcher, reports)
+        self.compose(
+            *(members, in_flight, queues, admission, programs, quarantine, self._launcher, reports),
+            order={
+                CancelRun: (InFlight, Queues),  # which removes the launches
+                RemoveClient: (Queues, Admission),  # which forgets what they have reserved
+            },
+        )
         env.recorder.unfinished[env.address.actor] = self._record_unfinished
 
     @property
