@@ -165,6 +165,7 @@ def test_no_byte_of_an_array_travels_in_clear(tmp_path: Path) -> None:
     assert MARKER[::-1] not in seen
 
 
+@pytest.mark.long
 def test_the_demo_runs_encrypted(tmp_path: Path) -> None:
     sent = [leaf for leaf in parameters() if leaf.any()]
     capture = Capture()

@@ -396,6 +396,7 @@ def test_the_example_reaches_the_same_losses(tmp_path: Path) -> None:
         example.kill()
 
 
+@pytest.mark.long
 def test_packets_that_get_lost_between_hosts_cost_time_only(tmp_path: Path) -> None:
     """One way between two hosts, and from a host to the controller, in network namespaces."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:

@@ -219,6 +219,7 @@ print("ok")
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_gangs_of_two_islands_skip_alike() -> None:
     with two_gangs() as cluster:

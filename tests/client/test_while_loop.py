@@ -560,6 +560,7 @@ print("ok")
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_gangs_of_two_islands_and_two_clients() -> None:
     with two_gangs() as cluster:

@@ -19,6 +19,7 @@ FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
 """The parts that differ from run to run."""
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_script_prints_the_output_in_the_guide() -> None:
     assert SHOWN is not None

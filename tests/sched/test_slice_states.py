@@ -66,9 +66,10 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
         (SliceState.BOUND, SliceEvent.REFUSE),
         (SliceState.PARKED, SliceEvent.REFUSE),
     }
-    for seed in range(40):  # only some lose a host that a slice has named
-        for profile in ("slices", "restarts"):
-            assert simulate(seed, PROFILES[profile]).violation is None
+    remembered = [("slices", 17)]  # only some seeds lose a host that a slice has named
+    others = [(profile, seed) for seed in range(40) for profile in ("slices", "restarts")]
+    for profile, seed in (*remembered, *others):
+        assert simulate(seed, PROFILES[profile]).violation is None
         if possible - elsewhere <= seen.keys():
             return
     pytest.fail(f"never seen: {possible - elsewhere - seen.keys()}")
