@@ -152,8 +152,9 @@ class Actor(Part):
         Raises:
             ValueError: a part that `order` names does not handle the message.
         """
-        for kind in dict.fromkeys(kind for part in parts for kind in part.handlers()):
-            first = list((order or {}).get(kind, ()))
+        order = order or {}
+        for kind in dict.fromkeys((*order, *(kind for part in parts for kind in part.handlers()))):
+            first = list(order.get(kind, ()))
             concerned = [part for part in parts if kind in part.handlers()]
             if missing := set(first) - {type(part) for part in concerned}:
                 raise ValueError(f"{missing} do not handle {kind.__name__}")
