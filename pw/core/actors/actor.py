@@ -153,14 +153,15 @@ class Actor(Part):
             ValueError: a part that `order` names does not handle the message.
         """
         order = order or {}
-        for kind in dict.fromkeys((*order, *(kind for part in parts for kind in part.handlers()))):
+        tables = [(type(part), part.handlers()) for part in parts]
+        for kind in dict.fromkeys((*order, *(kind for _, table in tables for kind in table))):
             first = list(order.get(kind, ()))
-            concerned = [part for part in parts if kind in part.handlers()]
-            if missing := set(first) - {type(part) for part in concerned}:
+            concerned = [(part, table[kind]) for part, table in tables if kind in table]
+            if missing := set(first) - {part for part, _ in concerned}:
                 raise ValueError(f"{missing} do not handle {kind.__name__}")
-            concerned.sort(key=lambda part: (*first, type(part)).index(type(part)))
-            for part in concerned:
-                handler, earlier = part.handlers()[kind], self._handlers.get(kind)
+            concerned.sort(key=lambda one: (*first, one[0]).index(one[0]))
+            for _, handler in concerned:
+                earlier = self._handlers.get(kind)
                 self._handlers[kind] = handler if earlier is None else _both(earlier, handler)
 
     def receive(self, sender: Address, message: object) -> None:

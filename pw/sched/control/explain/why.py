@@ -5,7 +5,7 @@ that has not ended holds up everything: a host of its gang has not got it, waits
 not enqueued it, or runs it. The schedulers report that launch and what the next ones wait for; then
 hosts report how far they are. A host that waits for an edge names the host at the other end. The
 reports of both ends are compared, which shows a handshake that only one side knows. That a host
-does not answer in time is an answer by itself. What the controller itself waits for is in the
+does not answer in time is itself the answer. What the controller itself waits for is in the
 states of its arrays and clients.
 """
 
