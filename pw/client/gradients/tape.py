@@ -32,7 +32,7 @@ from pw.client.arrays.signature import ArrayType, Statics
 from pw.client.gradients.derivative import Derivative, is_inexact
 from pw.client.trace import tape as tapes
 from pw.client.trace.branch import Branch
-from pw.client.trace.cond import merged
+from pw.client.trace.branches import merged
 from pw.client.trace.jit import jit
 from pw.client.trace.joined.apart import apart, together
 from pw.client.trace.recorder import ProgramRecorder

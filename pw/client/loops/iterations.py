@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.loops.carry import Carry, Loop, as_type
-from pw.client.trace.cond import recorded
+from pw.client.trace.branches import recorded
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.trace.recorder import ProgramRecorder

@@ -40,6 +40,7 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.argument_errors import naming_argument
+from pw.client.trace.equations import CallKind, ProgramTrace, bound, program_trace
 from pw.client.trace.export import OutShardings, Traced, trace
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.lowered import Lowered
@@ -130,6 +131,7 @@ class JitFunction(Wrapped[P, R]):
         self._by_call: dict[Any, Traced | JoinedTraced] = {}
         self._by_types: dict[Any, Traced | JoinedTraced] = {}
         self._derivatives: dict[Any, Any] = {}
+        self._by_equation: dict[Any, Any] = {}
         self._tracing = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -142,6 +144,9 @@ class JitFunction(Wrapped[P, R]):
             leaves, tree = tree_flatten((given, named))
             if under_jax_trace(leaves):
                 if traces_for_hosts() is None:
+                    program = program_trace()
+                    if program is not None:
+                        return cast(R, self._bound(program, tree, leaves, statics))
                     leaves = only_shapes(leaves, self._transformed())
                     given, named = tree_unflatten(tree, leaves)
                     given, named = Statics.restore(given, named, statics)
@@ -192,6 +197,46 @@ class JitFunction(Wrapped[P, R]):
         except Exception as error:
             leave_out_runtime(error)
             raise
+
+    def _bound(
+        self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        """Add an equation to a program that JAX traces; returns the results in their tree."""
+        signature = tuple([_signature(leaf) for leaf in leaves])
+        mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
+        key = (tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration())
+        call = self._by_equation.get(key)
+        if call is None:
+            with self._tracing:
+                self._forget_closed()
+                call = self._by_equation[key] = self._equation(key)
+        return call(*leaves)
+
+    def _mesh_in(
+        self, program: ProgramTrace, tree: Any, signature: Sequence[Any], leaves: Sequence[Any]
+    ) -> Mesh:
+        """Return the mesh for a call in a program: that of its arguments."""
+        types = [
+            signature_
+            if mesh is None
+            else ArrayType.of(aval_of(signature_), NamedSharding.replicated(mesh))
+            for leaf, signature_ in zip(leaves, signature, strict=True)
+            for mesh in [program.mesh_of(leaf)]
+        ]
+        return self._mesh_of_call(tree, types)
+
+    def _equation(self, key: Any) -> Callable[..., Any]:
+        call = self.call_of(key)
+        tree, signature, _, mesh, _ = key
+        kind = CallKind(self._name, mesh, call.check_nans, tree)
+        wanted = self._input_shardings(tree, [aval_of(one) for one in signature], mesh)
+        out_shardings = self._out_shardings_in(mesh)
+        donated = tuple(self._donated_leaves(tree))
+        return bound(kind, call.function, wanted, out_shardings, donated)
+
+    def _out_shardings_in(self, mesh: Mesh) -> Any:
+        """Return the shardings that the user asks for, a tree prefix of the results."""
+        return self._out_shardings
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
@@ -299,6 +344,8 @@ class JitFunction(Wrapped[P, R]):
         for cache in (self._by_call, self._by_types, self._derivatives):
             for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
                 del cache[stale]
+        for stale in [k for k in self._by_equation if not k[3].runtime.alive]:
+            del self._by_equation[stale]
 
     def _flat(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the user's function as a function of leaves."""

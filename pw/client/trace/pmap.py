@@ -130,6 +130,11 @@ class _PmapFunction(JitFunction[P, R]):
             check_vma=False,
         )
 
+    def _out_shardings_in(self, mesh: Mesh) -> Any:
+        return jax.tree_util.tree_map(
+            lambda axis: self._split(axis, 1 + (axis or 0)), self._out_axes, is_leaf=_is_none
+        )
+
     def _output_shardings(
         self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
     ) -> list[NamedSharding]:

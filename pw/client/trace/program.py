@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast, overload
 
+import jax
+
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
@@ -18,12 +20,14 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import (
     ArrayType,
     Statics,
+    aval_of,
     describe_leaf,
     signature_of,
     tracing_configuration,
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
+from pw.client.trace.equations import ProgramTrace, tracing_program
 from pw.client.trace.function import (
     parameters_of,
     tree_flatten,
@@ -31,12 +35,16 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.launch import Launch
+from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
+
+import os
+BY_JAX = bool(os.environ.get("BY_JAX"))
 
 
 class _StaticLeaf:
@@ -121,10 +129,48 @@ class ProgramFunction(Wrapped[P, R]):
         ]
         given, named = tree_unflatten(tree, leaves)
         args, kwargs = Statics.restore(given, named, statics)
+        if BY_JAX:
+            return self._trace_by_jax(recorder, tree, signature, statics)
         with Recording(recorder):
             results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             outputs = [self._result(recorder, result) for result in results]
             return recorder.finish(outputs, out_tree)
+
+    def _trace_by_jax(
+        self, recorder: ProgramRecorder, tree: Any, signature: Sequence[Any], statics: Any
+    ) -> Launch:
+        program = ProgramTrace(self._name)
+        out_tree = None
+
+        def flat(*values: Any) -> list[Any]:
+            nonlocal out_tree
+            given_values = iter(values)
+            leaves = []
+            for leaf in signature:
+                if isinstance(leaf, _StaticLeaf):
+                    leaves.append(leaf.value)
+                    continue
+                value = next(given_values)
+                if isinstance(leaf, ArrayType):
+                    program.say(value, leaf)
+                leaves.append(value)
+            given, named = tree_unflatten(tree, leaves)
+            args, kwargs = Statics.restore(given, named, statics)
+            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            return results
+
+        arrays = [one for one in signature if not isinstance(one, _StaticLeaf)]
+        with tracing_program(program):
+            closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
+        placement = Placement(recorder)
+        leaves = [
+            recorder.leaf(index, leaf)
+            for index, leaf in enumerate(signature)
+            if not isinstance(leaf, _StaticLeaf)
+        ]
+        made = placement.add(closed.jaxpr, closed.consts, leaves)
+        outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
+        return recorder.finish(outputs, out_tree)
 
     def _result(self, recorder: ProgramRecorder, result: Any) -> ProgramTracer:
         try:

@@ -1,0 +1,178 @@
+"""Calls of `pw.jit` functions as equations: what a program looks like while JAX traces it.
+
+JAX traces the function of a program as any other one. A call in it is JAX's own `jit` equation, which
+`jax.grad`, `jax.vmap`, `jax.lax.cond` and the others know how to transform. What an equation of JAX has no
+place for, such as the mesh, travels in its name: JAX hands names on to the equations that it derives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import ad, batching, partial_eval
+
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.signature import ArrayType
+from pw.client.trace.export import tracing
+
+_thread = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class CallKind:
+    """A kind of calls of one function: what its equations do not say."""
+
+    name: str
+    mesh: Mesh
+    check_nans: bool
+    arguments: Any
+    """The tree of the arguments."""
+    traced: dict[Any, Any] = field(default_factory=dict)
+    """What was made of its equations, by `pw.client.trace.place`."""
+
+
+class EquationName(str):
+    """The name of an equation that is a call."""
+
+    kind: CallKind
+
+
+def equation_name(kind: CallKind) -> EquationName:
+    """Return the name of equations for calls of a kind."""
+    name = EquationName(kind.name)
+    name.kind = kind
+    return name
+
+
+def kind_of(equation: Any) -> CallKind | None:
+    """Return what an equation calls; None if it is no call of a `pw.jit` function."""
+    if equation.primitive.name != "jit":
+        return None
+    return getattr(equation.params["name"], "kind", None)
+
+
+def bound(
+    kind: CallKind,
+    function: Callable[..., Any],
+    shardings: Sequence[NamedSharding | PartitionSpec | None],
+    out_shardings: Any,
+    donated: Sequence[int],
+) -> Callable[..., Any]:
+    """Return a function of leaves whose calls under a trace are equations of this kind.
+
+    Args:
+        kind: of the calls.
+        function: what is called, of the arguments in their tree.
+        shardings: for each leaf the one that the user asks for.
+        out_shardings: those that the user asks for, a tree prefix of the results.
+        donated: the numbers of leaves whose memory may be reused.
+    """
+
+    def flat(*leaves: Any) -> Any:
+        args, kwargs = jax.tree_util.tree_unflatten(kind.arguments, leaves)
+        with tracing(kind.mesh):
+            return function(*args, **kwargs)
+
+    def abstract(wanted: Any) -> Any:
+        if isinstance(wanted, PartitionSpec):
+            wanted = NamedSharding(kind.mesh, wanted)
+        return None if wanted is None else wanted.abstract()
+
+    flat.__name__ = equation_name(kind)
+    return jax.jit(
+        flat,
+        in_shardings=tuple(map(abstract, shardings)),
+        out_shardings=jax.tree_util.tree_map(
+            abstract, out_shardings, is_leaf=lambda entry: isinstance(entry, PartitionSpec)
+        ),
+        donate_argnums=tuple(donated),
+    )
+
+
+class ProgramTrace:
+    """A program while JAX traces it: where its values lie, as far as that is known by then."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
+        """The shardings of values by their identity, and the values, which have to stay."""
+        self._meshes: dict[int, tuple[Mesh | None, Any]] = {}
+
+    def say(self, value: Any, type_: ArrayType) -> None:
+        """Say where an argument of the program lies."""
+        self._lies[id(_innermost(value))] = type_.sharding, value
+
+    def sharding_of(self, value: Any) -> NamedSharding | None:
+        """Return the sharding of an argument of the program; None for other values."""
+        if isinstance(value, Array):
+            return value.sharding
+        return self._lies.get(id(_innermost(value)), (None, None))[0]
+
+    def mesh_of(self, value: Any) -> Mesh | None:
+        """Return the mesh of a value; None for a host value."""
+        if isinstance(value, Array):
+            return value.sharding.mesh
+        value = _innermost(value)
+        known = self._lies.get(id(value))
+        if known is not None and known[0] is not None:
+            return known[0].mesh
+        return self._mesh_of_result(getattr(value, "parent", None))
+
+    def _mesh_of_result(self, equation: Any) -> Mesh | None:
+        if equation is None:
+            return None
+        known = self._meshes.get(id(equation))
+        if known is None:
+            known = self._meshes[id(equation)] = self._find(equation), equation
+        return known[0]
+
+    def _find(self, equation: Any) -> Mesh | None:
+        kind = kind_of(equation)
+        if kind is not None:
+            return kind.mesh
+        if equation.primitive.name == "device_put":
+            (target, *_) = equation.params["devices"]
+            if isinstance(target, NamedSharding):
+                return target.mesh
+        meshes = (self.mesh_of(operand) for operand in equation.in_tracers)
+        return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def _innermost(value: Any) -> Any:
+    """Return the value that transformations of JAX have wrapped."""
+    while True:
+        if isinstance(value, (ad.JVPTracer, ad.LinearizeTracer)):
+            value = value.primal
+        elif isinstance(value, batching.BatchTracer):
+            value = value.val
+        elif isinstance(value, partial_eval.JaxprTracer) and value.is_known():
+            value = value.pval.get_known()
+        elif isinstance(value, partial_eval.DynamicJaxprTracer):
+            atom = value.val
+            return value if isinstance(atom, core.Literal) or value.parent else atom
+        else:
+            return value
+
+
+def program_trace() -> ProgramTrace | None:
+    """Return the program that JAX traces in this thread, if any."""
+    return getattr(_thread, "trace", None)
+
+
+@contextlib.contextmanager
+def tracing_program(trace: ProgramTrace) -> Iterator[None]:
+    """In the block, JAX traces this program."""
+    before = program_trace()
+    _thread.trace = trace
+    try:
+        yield
+    finally:
+        _thread.trace = before

@@ -1,0 +1,145 @@
+"""Ordinary JAX between the calls of a program: connected equations on one mesh become one computation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.signature import ArrayType
+from pw.client.trace.export import trace
+from pw.client.trace.joined.traced import trace_joined
+from pw.client.trace.tracer import ProgramTracer
+
+jex = jax.extend.core
+
+
+class Pending:
+    """A result of ordinary equations that no computation makes yet."""
+
+    __slots__ = ("__weakref__", "aval", "group", "made", "variable")
+
+    def __init__(self, group: Group, variable: Any) -> None:
+        self.group = group
+        self.variable = variable
+        self.aval = variable.aval
+        self.made: ProgramTracer | None = None
+
+
+class Group:
+    """Equations on one mesh that become one computation."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._inputs: dict[int, tuple[Any, ProgramTracer]] = {}
+        self._equations: list[Any] = []
+        self._key: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        self._results: list[weakref.ref[Pending]] = []
+
+    def add(self, equation: Any, operands: Sequence[Any]) -> list[Pending]:
+        """Add an equation on values of this group, and on values of the program."""
+        atoms = [
+            atom if isinstance(atom, jex.Literal) else self._variable(value)
+            for atom, value in zip(equation.invars, operands, strict=True)
+        ]
+        results = [jex.Var(variable.aval) for variable in equation.outvars]
+        self._equations.append(equation.replace(invars=atoms, outvars=results))
+        pending = [Pending(self, variable) for variable in results]
+        self._results += map(weakref.ref, pending)
+        self._key.append(
+            (
+                equation.primitive,
+                tuple(sorted(equation.params.items(), key=lambda item: item[0])),
+                tuple(_key_of(atom, self._numbers) for atom in atoms),
+            )
+        )
+        for variable in results:
+            self._numbers[variable] = len(self._numbers)
+        return pending
+
+    def _variable(self, value: Any) -> Any:
+        if isinstance(value, Pending) and value.made is not None:
+            value = value.made
+        if isinstance(value, Pending):
+            return value.variable
+        known = self._inputs.get(id(value))
+        if known is None:
+            known = self._inputs[id(value)] = jex.Var(value.aval), value
+            self._numbers[known[0]] = len(self._numbers)
+        return known[0]
+
+    def finish(
+        self,
+        type_of: Callable[[ProgramTracer, Mesh], ArrayType],
+        call: Callable[[Any, Sequence[ProgramTracer]], list[ProgramTracer]],
+    ) -> None:
+        """Make one computation of the equations; of its results those that somebody may still want."""
+        wanted = [one for ref in self._results if (one := ref()) is not None]
+        if not wanted:
+            return
+        values = [value for _, value in self._inputs.values()]
+        types = tuple(type_of(value, self.mesh) for value in values)
+        outputs = [one.variable for one in wanted]
+        key = (
+            "ordinary",
+            self.mesh,
+            types,
+            tuple(self._key),
+            tuple(self._numbers[variable] for variable in outputs),
+        )
+
+        def traced_now() -> Any:
+            inputs = [variable for variable, _ in self._inputs.values()]
+            used = _used(self._equations, outputs)
+            jaxpr = jex.Jaxpr([], inputs, outputs, used)
+            evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
+            name = _name(used)
+            tree = jax.tree_util.tree_structure((tuple(types), {}))
+            make = trace_joined if self.mesh.parts else trace
+            return make(
+                lambda *leaves: evaluate(*leaves),
+                tree,
+                name,
+                self.mesh,
+                types,
+                lambda _, results: [None] * len(results),
+                (),
+            )
+
+        try:
+            traced = self.mesh.slice.compiled.made(key, traced_now)
+        except TypeError:  # a parameter of an equation cannot be hashed
+            traced = traced_now()
+        for one, made in zip(wanted, call(traced, values), strict=True):
+            one.made = made
+
+
+def _key_of(atom: Any, numbers: dict[Any, int]) -> Any:
+    if isinstance(atom, jex.Literal):
+        return type(atom.val), str(atom.val), atom.aval
+    return numbers[atom]
+
+
+def _used(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Return the equations on which the outputs depend."""
+    wanted = set(outputs)
+    used = []
+    for equation in reversed(equations):
+        if any(variable in wanted for variable in equation.outvars):
+            used.append(equation)
+            wanted.update(atom for atom in equation.invars if not isinstance(atom, jex.Literal))
+    return used[::-1]
+
+
+def _name(equations: Sequence[Any]) -> str:
+    names = list(dict.fromkeys(_name_of(equation) for equation in equations))
+    return "_".join(names[:3]) + ("_and_more" if len(names) > 3 else "")
+
+
+def _name_of(equation: Any) -> str:
+    return str(equation.params.get("name") or equation.primitive.name).strip("_")
