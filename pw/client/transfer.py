@@ -19,6 +19,7 @@ from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
+from pw.client.trace.equations import program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
@@ -52,7 +53,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
         ArrayDeleted: an array was deleted or donated.
     """
     leaves, structure = tree_flatten(tree)
-    if under_jax_trace(leaves):
+    program = program_trace()
+    if under_jax_trace(leaves) and program is None:
         raise TracerError(
             "pw.put was called in a function that JAX traces; there, "
             "jax.lax.with_sharding_constraint says how a value is to lie"
@@ -74,6 +76,9 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
+    if program is not None:
+        moved = [_moved(leaf, target) for leaf, target in zip(leaves, wanted, strict=True)]
+        return tree_unflatten(structure, moved)
     leaves = jax_arrays.taken(leaves)
     for rows, counts in pairs_of(structure):
         check_counts(leaves[counts], leaves[rows], "pw.put")
@@ -88,6 +93,15 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
         for at, (leaf, target) in enumerate(zip(leaves, wanted, strict=True))
     ]
     return tree_unflatten(structure, moved)
+
+
+def _moved(leaf: Any, target: NamedSharding | None) -> Any:
+    """Put a value of a program that JAX traces; host values that nobody places go to a default slice."""
+    if target is None:
+        if isinstance(leaf, (Array, jax.core.Tracer)):
+            return leaf
+        target = NamedSharding.replicated(default_mesh())
+    return jax.device_put(leaf, target)
 
 
 def _are_shardings(devices: Any) -> bool:

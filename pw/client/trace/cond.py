@@ -8,18 +8,28 @@ skipped with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import signature_of
+from pw.client.trace.argument_errors import in_words
 from pw.client.trace.branches import PREDICATE, name_of_both, recorded
+from pw.client.trace.equations import ProgramTrace, program_trace
 from pw.client.trace.function import tree_unflatten, under_jax_trace
-from pw.client.trace.predicate import check_is_one_value
+from pw.client.trace.predicate import boolean, check_is_one_value
+from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
 from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 PROGRAMS_KEPT = 128
@@ -58,6 +68,9 @@ def cond(
             if not callable(fun):
                 raise TypeError(f"pw.cond takes two functions, and was given {fun!r}")
         check_is_one_value(pred, PREDICATE)
+        trace = program_trace()
+        if trace is not None:
+            return _in_program(trace, pred, (true_fun, false_fun), operands, out_shardings)
         if under_jax_trace(jax.tree_util.tree_leaves((pred, operands))):
             if out_shardings is not None:
                 raise ArgumentError(
@@ -94,3 +107,95 @@ def _program(
 
 
 _kept = lru_cache(PROGRAMS_KEPT)(_program)
+
+
+def _in_program(
+    trace: ProgramTrace,
+    pred: Any,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    operands: Sequence[Any],
+    out_shardings: Any,
+) -> Any:
+    """Return the `jax.lax.cond` in a program that JAX traces, with the errors of `pw.cond`."""
+    predicate = boolean(pred, PREDICATE)
+    true, false = (_Side(trace, fun, out_shardings) for fun in functions)
+    true.other, false.other = "true", "false"
+    try:
+        return jax.lax.cond(predicate, true, false, *operands)
+    except TypeError:
+        if not (true.is_traced and false.is_traced) or not _made_alike(true, false):
+            raise
+    return jax.lax.cond(predicate, true, false, *operands)
+
+
+class _Side:
+    """One of the functions of a `cond`, and what it returned when it was traced."""
+
+    def __init__(self, trace: ProgramTrace, fun: Callable[..., Any], out_shardings: Any) -> None:
+        functools.update_wrapper(self, fun)
+        self.__name__ = self.name = name_of(fun)
+        self.other = ""
+        self.is_traced = False
+        self.dtypes: dict[int, Any] = {}
+        """Those that Python numbers among the results get."""
+        self._trace = trace
+        self._fun = fun
+        self._out_shardings = out_shardings
+
+    def __call__(self, *operands: Any) -> Any:
+        results = self._fun(*operands)
+        pairs, self.tree = jax.tree_util.tree_flatten_with_path(results)
+        self.returned = in_words(results)
+        self.paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in pairs]
+        self.leaves = [self._array(leaf) for _, leaf in pairs]
+        self.is_traced = True
+        made = [
+            leaf if at not in self.dtypes else jnp.asarray(leaf, self.dtypes[at])
+            for at, leaf in enumerate(self.leaves)
+        ]
+        whole = tree_unflatten(self.tree, range(len(made)))
+        wanted = spread(self._out_shardings, whole, "out_shardings of pw.cond")
+        return tree_unflatten(self.tree, list(map(self._placed, made, wanted)))
+
+    def _array(self, leaf: Any) -> Any:
+        try:
+            signature_of(leaf) if not isinstance(leaf, Array) else None
+        except ArgumentError:
+            raise ArgumentError(
+                f"{self.name!r}, the {self.other} branch of a pw.cond, returns {leaf!r} of type "
+                f"{type(leaf).__name__}; branches return trees of arrays and numbers"
+            ) from None
+        return leaf
+
+    def _placed(self, leaf: Any, wanted: Any) -> Any:
+        if wanted is None:
+            return leaf
+        if not isinstance(wanted, NamedSharding):
+            wanted = on_mesh(self._trace.mesh_of(leaf) or default_mesh(), wanted)
+        return jax.device_put(leaf, wanted)
+
+
+def _made_alike(true: _Side, false: _Side) -> bool:
+    """Let Python numbers have the dtype of the other side. Raises ArgumentError if the results differ."""
+    if true.tree != false.tree:
+        raise ArgumentError(
+            f"the branches of a pw.cond must return the same tree: the true branch {true.name!r} returns "
+            f"{true.returned}, and the false branch {false.name!r} returns {false.returned}"
+        )
+    for at, path in enumerate(true.paths):
+        pair = [jax.typeof(side.leaves[at]) for side in (true, false)]
+        for side, own, other in ((true, *pair), (false, *reversed(pair))):
+            number = side.leaves[at]
+            is_number = isinstance(number, (int, float, complex))
+            if is_number and own.dtype != other.dtype == jnp.result_type(number, other.dtype):
+                side.dtypes[at] = other.dtype
+        dtypes = [
+            side.dtypes.get(at, one.dtype) for side, one in zip((true, false), pair, strict=True)
+        ]
+        if pair[0].shape != pair[1].shape or dtypes[0] != dtypes[1]:
+            raise ArgumentError(
+                f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
+                f"{pair[0].str_short()} from the true branch {true.name!r}, and {pair[1].str_short()} "
+                f"from the false branch {false.name!r}; convert one of them there, as with astype or reshape"
+            )
+    return bool(true.dtypes or false.dtypes)

@@ -21,7 +21,9 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
+from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
+from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 _thread = threading.local()
 
@@ -138,6 +140,8 @@ class ProgramTrace:
         kind = kind_of(equation)
         if kind is not None:
             return kind.mesh
+        if is_python_call(equation):
+            return mesh_of_python_call(equation)
         if equation.primitive.name == "device_put":
             (target, *_) = equation.params["devices"]
             if isinstance(target, NamedSharding):
@@ -163,8 +167,8 @@ def _innermost(value: Any) -> Any:
 
 
 def program_trace() -> ProgramTrace | None:
-    """Return the program that JAX traces in this thread, if any."""
-    return getattr(_thread, "trace", None)
+    """Return the program that JAX traces in this thread, if any, and outside of its `pw.jit` functions."""
+    return getattr(_thread, "trace", None) if traces_for_hosts() is None else None
 
 
 @contextlib.contextmanager

@@ -143,10 +143,10 @@ class JitFunction(Wrapped[P, R]):
                 given, named, statics = self._statics.split(args, kwargs)
             leaves, tree = tree_flatten((given, named))
             if under_jax_trace(leaves):
+                program = program_trace()
+                if program is not None:
+                    return cast(R, self._bound(program, tree, leaves, statics))
                 if traces_for_hosts() is None:
-                    program = program_trace()
-                    if program is not None:
-                        return cast(R, self._bound(program, tree, leaves, statics))
                     leaves = only_shapes(leaves, self._transformed())
                     given, named = tree_unflatten(tree, leaves)
                     given, named = Statics.restore(given, named, statics)
@@ -202,15 +202,21 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Add an equation to a program that JAX traces; returns the results in their tree."""
-        signature = tuple([_signature(leaf) for leaf in leaves])
-        mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
-        key = (tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration())
+        key = self._key_in(program, tree, leaves, statics)
         call = self._by_equation.get(key)
         if call is None:
             with self._tracing:
                 self._forget_closed()
                 call = self._by_equation[key] = self._equation(key)
         return call(*leaves)
+
+    def _key_in(
+        self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        """Return the kind of a call in a program that JAX traces; values have shapes, and no shardings."""
+        signature = tuple([_signature(leaf) for leaf in leaves])
+        mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
+        return tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration()
 
     def _mesh_in(
         self, program: ProgramTrace, tree: Any, signature: Sequence[Any], leaves: Sequence[Any]

@@ -22,9 +22,11 @@ from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.ragged import check_pairs, is_ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
+from pw.client.trace.equations import ProgramTrace
 from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
+from pw.client.trace.python_calls import call_python
 from pw.core.errors import ArgumentError, PlacementError, ResultMismatch, TracingError
 from pw.core.functions.host_calls import HostCall, Structure
 from pw.core.programs.program import Computation, Kind
@@ -66,6 +68,14 @@ class _HostFunction(JitFunction[..., Any]):
             f"the host function {self._name!r} was called while JAX traces another function; compiled "
             "functions cannot call Python. Call it beside them, in a pw.program"
         )
+
+    def _bound(
+        self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        key = self._key_in(program, tree, leaves, statics)
+        results = self._trace(key).outputs
+        made = call_python(self, key, leaves, [type_.aval for type_ in results])
+        return tree_unflatten(self._results_tree, made)
 
     def _trace(self, key: Any) -> Traced:
         """Pickle the function; there is nothing to trace."""

@@ -25,6 +25,7 @@ from pw.client.trace.equations import CallKind, kind_of
 from pw.client.trace.export import trace
 from pw.client.trace.joined.traced import trace_joined
 from pw.client.trace.ordinary import Group, Pending
+from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
@@ -103,6 +104,10 @@ class Placement:
         kind = kind_of(equation)
         if kind is not None:
             return self._call(kind, equation, operands)
+        if is_python_call(equation):
+            function, key = equation.params["function"], equation.params["key"]
+            own = [self.on(operand, mesh_of_python_call(equation)) for operand in operands]
+            return self._recorder.call(function._trace(key), own)
         name = equation.primitive.name
         if name == "device_put":
             return self._moved(equation, operands)
@@ -131,13 +136,23 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        key = (params["jaxpr"], types, params["out_shardings"], params["donated_invars"])
+        is_backward = "transpose(" in str(equation.source_info.name_stack)
+        key = (
+            params["jaxpr"],
+            types,
+            params["out_shardings"],
+            params["donated_invars"],
+            is_backward,
+        )
         traced = kind.traced.get(key)
         if traced is None:
-            traced = kind.traced[key] = self._traced(kind, equation, types)
+            traced = kind.traced[key] = self._traced(kind, equation, types, is_backward)
         return self._recorder.call(traced, own)
 
-    def _traced(self, kind: CallKind, equation: Any, types: Sequence[ArrayType]) -> Any:
+    def _traced(
+        self, kind: CallKind, equation: Any, types: Sequence[ArrayType], is_backward: bool
+    ) -> Any:
+        name = f"{kind.name}_backward" if is_backward else kind.name
         params = equation.params
         evaluate = jex.jaxpr_as_fun(params["jaxpr"])
         tree = kind.arguments
@@ -147,13 +162,13 @@ class Placement:
         def function(*args: Any, **kwargs: Any) -> Any:
             return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
 
-        function.__name__ = kind.name
+        function.__name__ = name
         outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
         make = trace_joined if kind.mesh.parts else trace
         return make(
             function,
             tree,
-            kind.name,
+            name,
             kind.mesh,
             types,
             lambda _, results: outs,
@@ -305,7 +320,7 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
 def _has_calls(equation: Any) -> bool:
     """Whether an equation has calls of `pw.jit` functions, or moves between meshes, in it."""
     return any(
-        kind_of(inner) is not None or _is_move(inner) or _has_calls(inner)
+        kind_of(inner) is not None or _is_move(inner) or is_python_call(inner) or _has_calls(inner)
         for body in _bodies(equation)
         for inner in body.eqns
     )

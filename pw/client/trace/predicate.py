@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pw.client.arrays.array import Array
+from pw.client.arrays.signature import aval_of, signature_of
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
@@ -24,6 +26,17 @@ def check_is_one_value(pred: Any, said: str) -> None:
         raise ArgumentError(f"{said} {in_words(pred)}; compute one, as in x.sum() > 0")
 
 
+def boolean(pred: Any, said: str) -> Any:
+    """Return a predicate in a program that JAX traces. Raises ArgumentError if it is no scalar boolean."""
+    check_is_one_value(pred, said)
+    try:
+        aval = pred.aval if isinstance(pred, Array) else aval_of(signature_of(pred))
+    except ArgumentError:
+        raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
+    _check_is_scalar_boolean(aval, said)
+    return pred
+
+
 def checked_predicate(recorder: ProgramRecorder, pred: Any, said: str) -> ProgramTracer:
     """Return a predicate as a value of the program.
 
@@ -37,7 +50,12 @@ def checked_predicate(recorder: ProgramRecorder, pred: Any, said: str) -> Progra
         raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
     if isinstance(tracer, JoinedTracer):
         tracer = tracer.parts[0]
-    aval, is_boolean = tracer.aval, tracer.aval.dtype == np.bool_
+    _check_is_scalar_boolean(tracer.aval, said)
+    return tracer
+
+
+def _check_is_scalar_boolean(aval: Any, said: str) -> None:
+    is_boolean = aval.dtype == np.bool_
     if aval.shape or not is_boolean:
         next_step = (
             "make one of all, as in x.any() or x.all()"
@@ -45,4 +63,3 @@ def checked_predicate(recorder: ProgramRecorder, pred: Any, said: str) -> Progra
             else "compute one, as in x.sum() > 0"
         )
         raise ArgumentError(f"{said} {aval.str_short()}; {next_step}")
-    return tracer

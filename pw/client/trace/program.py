@@ -7,6 +7,7 @@ nor numbers, and static arguments, are part of the trace's key.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast, overload
@@ -39,11 +40,11 @@ from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.traced_errors import in_words_of
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
 
-import os
 BY_JAX = bool(os.environ.get("BY_JAX"))
 
 
@@ -157,10 +158,12 @@ class ProgramFunction(Wrapped[P, R]):
             given, named = tree_unflatten(tree, leaves)
             args, kwargs = Statics.restore(given, named, statics)
             results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            for result in results:
+                self._check_result(result)
             return results
 
         arrays = [one for one in signature if not isinstance(one, _StaticLeaf)]
-        with tracing_program(program):
+        with tracing_program(program), in_words_of(self._name):
             closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
         placement = Placement(recorder)
         leaves = [
@@ -171,6 +174,16 @@ class ProgramFunction(Wrapped[P, R]):
         made = placement.add(closed.jaxpr, closed.consts, leaves)
         outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
         return recorder.finish(outputs, out_tree)
+
+    def _check_result(self, result: Any) -> None:
+        try:
+            if not isinstance(result, Array):
+                signature_of(result)
+        except ArgumentError:
+            raise ArgumentError(
+                f"the program {self._name!r} returns {result!r} of type {type(result).__name__}; "
+                "programs return trees of arrays and numbers"
+            ) from None
 
     def _result(self, recorder: ProgramRecorder, result: Any) -> ProgramTracer:
         try:

@@ -1,0 +1,61 @@
+"""Errors of JAX while it traces a program, in words that name the program and the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from types import TracebackType
+
+import jax
+
+from pw.core.errors import TracerError
+
+_WHY: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "bool() (an if, while, and, or, or assert)",
+    jax.errors.TracerArrayConversionError: "conversion to numpy",
+    jax.errors.TracerIntegerConversionError: "using it as an index or a count",
+    jax.errors.NonConcreteBooleanIndexError: "using it as a mask",
+    jax.errors.ConcretizationTypeError: "int(), float() or item()",
+}
+_NOT_USERS = ("pw.client", "jax", "numpy")
+
+
+@contextlib.contextmanager
+def in_words_of(program: str) -> Iterator[None]:
+    """In the block, errors of JAX about values that do not exist become `TracerError`."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise TracerError(
+            f"a value{_type_in(error)} was used outside of the function that made it, in {_line(error)}, while "
+            f"the program {program!r} was traced: a value that a branch of a pw.cond, has made; a loop, or "
+            "another program. Return it from both branches, or from the function, and use what that returned"
+        ) from None
+    except tuple(_WHY) as error:
+        why = next(words for kind, words in _WHY.items() if isinstance(error, kind))
+        raise TracerError(
+            f"{why} needs the value{_type_in(error)} of the program {program!r}, in {_line(error)}, but while "
+            "a program is traced its values do not exist yet. Move this into "
+            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+            "choose between pw.jit functions with pw.cond, "
+            "make it a static argument of the program, or return the value and use it outside"
+        ) from None
+
+
+def _type_in(error: Exception) -> str:
+    found = re.search(r"traced array with shape (\S+?)\.?(\s|$)|[Tt]racer\((\S+?)\)", str(error))
+    return "" if found is None else f" {found[1] or found[3]}"
+
+
+def _line(error: Exception) -> str:
+    """Return the user's line that raised an error."""
+    at: TracebackType | None = error.__traceback__
+    place = "an unknown line"
+    while at is not None:
+        name = str(at.tb_frame.f_globals.get("__name__", ""))
+        if not name.startswith(_NOT_USERS):
+            code = at.tb_frame.f_code
+            place = f"{code.co_qualname} ({code.co_filename}:{at.tb_lineno})"
+        at = at.tb_next
+    return place
