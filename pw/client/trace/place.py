@@ -64,6 +64,8 @@ class Placement:
         self._groups: dict[Mesh, Group] = {}
         self._landed: dict[tuple[int, Mesh], tuple[list[weakref.ref[Pending]], Any]] = {}
         """The results of equations of floating values on a mesh, by the identity of the equation."""
+        self._taken: dict[tuple[int, Mesh], tuple[NamedSharding, ProgramTracer]] = {}
+        """How a mesh takes a host value, by its identity: as the first call there does."""
         self._booleans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """The boolean that an integer is made of: the predicate of a `cond`."""
 
@@ -136,21 +138,23 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        is_backward = "transpose(" in str(equation.source_info.name_stack)
-        key = (
-            params["jaxpr"],
-            types,
-            params["out_shardings"],
-            params["donated_invars"],
-            is_backward,
-        )
+        stack = str(equation.source_info.name_stack)
+        is_backward = "transpose(" in stack
+        # A call whose arguments have a gradient donates nothing: the backward computation needs them.
+        donated = () if "jvp(" in stack else tuple(_positions(params["donated_invars"]))
+        key = (params["jaxpr"], types, params["out_shardings"], donated, is_backward)
         traced = kind.traced.get(key)
         if traced is None:
-            traced = kind.traced[key] = self._traced(kind, equation, types, is_backward)
+            traced = kind.traced[key] = self._traced(kind, equation, types, donated, is_backward)
         return self._recorder.call(traced, own)
 
     def _traced(
-        self, kind: CallKind, equation: Any, types: Sequence[ArrayType], is_backward: bool
+        self,
+        kind: CallKind,
+        equation: Any,
+        types: Sequence[ArrayType],
+        donated: Sequence[int],
+        is_backward: bool,
     ) -> Any:
         name = f"{kind.name}_backward" if is_backward else kind.name
         params = equation.params
@@ -172,15 +176,17 @@ class Placement:
             kind.mesh,
             types,
             lambda _, results: outs,
-            [at for at, is_donated in enumerate(params["donated_invars"]) if is_donated],
+            donated,
             kind.check_nans,
         )
 
     def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
         sharding = _concrete(wanted, mesh)
         if sharding is None:
-            lies = value.sharding
+            lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
             sharding = lies if lies and lies.mesh == mesh else NamedSharding.replicated(mesh)
+        if value.sharding is None:
+            self._taken.setdefault((id(value), mesh), (sharding, value))
         return ArrayType.of(aval, sharding)
 
     def _moved(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
@@ -302,6 +308,10 @@ def _concrete(wanted: Any, mesh: Mesh) -> NamedSharding | None:
         return None
     spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _positions(flags: Sequence[bool]) -> list[int]:
+    return [at for at, is_set in enumerate(flags) if is_set]
 
 
 def _last_uses(jaxpr: Any) -> list[list[Any]]:

@@ -171,9 +171,10 @@ class ProgramFunction(Wrapped[P, R]):
             for index, leaf in enumerate(signature)
             if not isinstance(leaf, _StaticLeaf)
         ]
-        made = placement.add(closed.jaxpr, closed.consts, leaves)
-        outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
-        return recorder.finish(outputs, out_tree)
+        with Recording(recorder):
+            made = placement.add(closed.jaxpr, closed.consts, leaves)
+            outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
+            return recorder.finish(outputs, out_tree)
 
     def _check_result(self, result: Any) -> None:
         try:
