@@ -17,7 +17,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.loops.carry import Carry, Loop, as_type
 from pw.client.trace.branches import recorded
 from pw.client.trace.jit import jit
-from pw.client.trace.program import program
+from pw.client.trace.program import recorded_program
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
@@ -166,7 +166,7 @@ class Bursts:
             return [more, *[leaf for at, leaf in enumerate(own) if at not in taken]]
 
         start.__name__ = loop.name
-        return program(start)
+        return recorded_program(start)
 
     def _program(self, count: int) -> Callable[..., Any]:
         loop, carry = self._loop, self._carry
@@ -178,7 +178,7 @@ class Bursts:
             return more, changed
 
         burst.__name__ = loop.name
-        return program(burst)
+        return recorded_program(burst)
 
 
 def _recorder() -> ProgramRecorder:

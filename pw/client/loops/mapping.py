@@ -29,6 +29,7 @@ from pw.client.arrays.signature import (
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.cond import cond
+from pw.client.trace.equations import needs_recorder
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -36,7 +37,7 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.jit import jit
-from pw.client.trace.program import program
+from pw.client.trace.program import recorded_program
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
@@ -80,6 +81,7 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
     try:
         if not callable(fun):
             raise TypeError(f"pw.map takes a function, and was given {fun!r}")
+        needs_recorder()
         whole, counts = _taken_apart(fun, xs)
         leaves, tree = tree_flatten(whole)
         if under_jax_trace([*leaves, *counts]):
@@ -358,7 +360,7 @@ class _Alone:
             return _recorded(places, fun, tree, lifted, starts, own, first, size)
 
         mapped.__name__ = f"map({name_of(fun)})"
-        self._run = program(mapped, static_argnums=(4, 5, 6))
+        self._run = recorded_program(mapped, static_argnums=(4, 5, 6))
 
     def __call__(self, leaves: list[Any], counts: list[Any], tree: Any) -> Any:
         signature, counted = signature_of_call(leaves), signature_of_call(counts)

@@ -23,6 +23,7 @@ from pw.client.connection import jax_backend
 from pw.client.loops.carry import Carry, Loop, as_type, learn
 from pw.client.loops.driver import drive
 from pw.client.loops.iterations import Bursts, guarded, placed
+from pw.client.trace.equations import needs_recorder
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.recorder import ProgramRecorder
@@ -74,6 +75,7 @@ def while_loop(
         leaves, tree = tree_flatten(init_val)
         for rows, counts in pairs_of(tree):
             check_counts(leaves[counts], leaves[rows], "pw.while_loop")
+        needs_recorder()
         loop = Loop(cond_fun, body_fun, tree)
         recorder = recording()
         is_in_jax = under_jax_trace(leaves)

@@ -28,10 +28,11 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.moe import routing
 from pw.client.trace.cond import cond
+from pw.client.trace.equations import needs_recorder
 from pw.client.trace.function import under_jax_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.joined.apart import apart, together
-from pw.client.trace.program import program
+from pw.client.trace.program import recorded_program
 from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
@@ -148,7 +149,7 @@ class MixtureOfExperts:
         self._steps: dict[NamedSharding, _Steps] = {}
         self._making = threading.Lock()
         self._apply = tuple(map(self._apply_on, meshes))
-        self._alone = program(self._recorded)
+        self._alone = recorded_program(self._recorded)
 
     def __repr__(self) -> str:
         return f"<pw.moe {self._name}>"
@@ -175,6 +176,7 @@ class MixtureOfExperts:
     def __call__(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
         """Return `y` and `balance`: see `pw.moe`."""
         try:
+            needs_recorder()
             if under_jax_trace(tree_leaves((params, x, logits))):
                 raise ArgumentError(
                     f"{self!r} was called in a function that JAX traces, and it moves rows between the "

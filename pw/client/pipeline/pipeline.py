@@ -28,7 +28,7 @@ from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.function import tree_unflatten
 from pw.client.trace.prefixes import on_mesh
-from pw.client.trace.program import program
+from pw.client.trace.program import recorded_program
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ArrayDeleted
@@ -57,8 +57,8 @@ class Pipeline:
         self._schedule: Schedule | None = None
         if isinstance(form, Listed):
             self._schedule = self._made(form.meshes)
-        self._train = program(self._train_step, timeout=timeout)
-        self._differentiate = program(self._gradient_step, timeout=timeout)
+        self._train = recorded_program(self._train_step, timeout=timeout)
+        self._differentiate = recorded_program(self._gradient_step, timeout=timeout)
 
     def __repr__(self) -> str:
         schedule = self._schedule

@@ -166,6 +166,16 @@ def _innermost(value: Any) -> Any:
             return value
 
 
+class NeedsRecorder(BaseException):
+    """A program calls what can only be recorded: it is traced again by a recorder. No user catches it."""
+
+
+def needs_recorder() -> None:
+    """Say that what calls this is no part of a jaxpr: called while JAX traces a program, it raises."""
+    if program_trace() is not None:
+        raise NeedsRecorder
+
+
 def program_trace() -> ProgramTrace | None:
     """Return the program that JAX traces in this thread, if any, and outside of its `pw.jit` functions."""
     return getattr(_thread, "trace", None) if traces_for_hosts() is None else None

@@ -7,8 +7,8 @@ nor numbers, and static arguments, are part of the trace's key.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast, overload
 
@@ -28,7 +28,7 @@ from pw.client.arrays.signature import (
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
-from pw.client.trace.equations import ProgramTrace, tracing_program
+from pw.client.trace.equations import NeedsRecorder, ProgramTrace, tracing_program
 from pw.client.trace.function import (
     parameters_of,
     tree_flatten,
@@ -44,8 +44,6 @@ from pw.client.trace.traced_errors import in_words_of
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
-
-BY_JAX = bool(os.environ.get("BY_JAX"))
 
 
 class _StaticLeaf:
@@ -88,6 +86,16 @@ class ProgramFunction(Wrapped[P, R]):
 
     _kind = "pw.program"
 
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        statics: Statics,
+        timeout: float | None,
+        is_recorded: bool = False,
+    ) -> None:
+        super().__init__(fun, statics, timeout)
+        self._is_recorded = is_recorded
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if recording() is not None:
@@ -121,25 +129,29 @@ class ProgramFunction(Wrapped[P, R]):
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
-        recorder = ProgramRecorder(self._name, self._timeout_s)
-        arguments = tree_unflatten(tree, range(len(signature)))
-        recorder.describe = partial(describe_leaf, arguments)
+        recorder = self._recorder(tree, signature)
         leaves = [
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
         ]
         given, named = tree_unflatten(tree, leaves)
         args, kwargs = Statics.restore(given, named, statics)
-        if BY_JAX:
-            return self._trace_by_jax(recorder, tree, signature, statics)
+        if not self._is_recorded:
+            with suppress(NeedsRecorder):
+                return self._trace_by_jax(tree, signature, statics)
         with Recording(recorder):
             results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             outputs = [self._result(recorder, result) for result in results]
             return recorder.finish(outputs, out_tree)
 
-    def _trace_by_jax(
-        self, recorder: ProgramRecorder, tree: Any, signature: Sequence[Any], statics: Any
-    ) -> Launch:
+    def _recorder(self, tree: Any, signature: Sequence[Any]) -> ProgramRecorder:
+        recorder = ProgramRecorder(self._name, self._timeout_s)
+        arguments = tree_unflatten(tree, range(len(signature)))
+        recorder.describe = partial(describe_leaf, arguments)
+        return recorder
+
+    def _trace_by_jax(self, tree: Any, signature: Sequence[Any], statics: Any) -> Launch:
+        recorder = self._recorder(tree, signature)
         program = ProgramTrace(self._name)
         out_tree = None
 
@@ -255,3 +267,13 @@ def program(
         return ProgramFunction(fun, statics, timeout)
 
     return made if fun is None else made(fun)
+
+
+def recorded_program(
+    fun: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    timeout: float | None = None,
+) -> ProgramFunction[..., Any]:
+    """Make a program of a function of `pw` that uses the recorder."""
+    return ProgramFunction(fun, Statics(parameters_of(fun), static_argnums, None), timeout, True)
