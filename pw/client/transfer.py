@@ -101,6 +101,7 @@ def _moved(leaf: Any, target: NamedSharding | None) -> Any:
         if isinstance(leaf, (Array, jax.core.Tracer)):
             return leaf
         target = NamedSharding.replicated(default_mesh())
+    target.core.check(np.shape(leaf))
     return jax.device_put(leaf, target)
 
 

@@ -8,6 +8,7 @@ place for, such as the mesh, travels in its name: JAX hands names on to the equa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
+from pw.core.errors import TracerError
 
 _thread = threading.local()
 
@@ -37,6 +39,8 @@ class CallKind:
     check_nans: bool
     arguments: Any
     """The tree of the arguments."""
+    avals: tuple[Any, ...]
+    """Of the arguments."""
     traced: dict[Any, Any] = field(default_factory=dict)
     """What was made of its equations, by `pw.client.trace.place`."""
 
@@ -89,7 +93,7 @@ def bound(
         return None if wanted is None else wanted.abstract()
 
     flat.__name__ = equation_name(kind)
-    return jax.jit(
+    function_ = jax.jit(
         flat,
         in_shardings=tuple(map(abstract, shardings)),
         out_shardings=jax.tree_util.tree_map(
@@ -98,15 +102,36 @@ def bound(
         donate_argnums=tuple(donated),
     )
 
+    def call(*leaves: Any) -> Any:
+        with _which(0):  # the same in each program
+            return function_(*leaves)
+
+    return call
+
+
+_which = jax.make_user_context(default_value=0)
+"""The number of the program that is traced, for JAX's caches: a function may mean another mesh in each."""
+_numbers = itertools.count(1)
+
 
 class ProgramTrace:
     """A program while JAX traces it: where its values lie, as far as that is known by then."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.number = next(_numbers)
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[Mesh | None, Any]] = {}
+
+    def check_exists(self, value: Any) -> None:
+        """Raise TracerError for a value that was kept from another program, or from a branch."""
+        if isinstance(value, core.Tracer) and not _innermost_tracer(value)._trace.is_valid():
+            raise TracerError(
+                f"{self.name!r} uses a value {value.aval.str_short()} that another program, or a branch of a "
+                "pw.cond, has made; outside of it the value may not exist. Return it from both branches, or "
+                "return it from the program, and use what that returned"
+            )
 
     def say(self, value: Any, type_: ArrayType) -> None:
         """Say where an argument of the program lies."""
@@ -150,20 +175,31 @@ class ProgramTrace:
         return next((mesh for mesh in meshes if mesh is not None), None)
 
 
+def _innermost_tracer(value: Any) -> Any:
+    while (inner := _inside(value)) is not None and isinstance(inner, core.Tracer):
+        value = inner
+    return value
+
+
 def _innermost(value: Any) -> Any:
-    """Return the value that transformations of JAX have wrapped."""
-    while True:
-        if isinstance(value, (ad.JVPTracer, ad.LinearizeTracer)):
-            value = value.primal
-        elif isinstance(value, batching.BatchTracer):
-            value = value.val
-        elif isinstance(value, partial_eval.JaxprTracer) and value.is_known():
-            value = value.pval.get_known()
-        elif isinstance(value, partial_eval.DynamicJaxprTracer):
-            atom = value.val
-            return value if isinstance(atom, core.Literal) or value.parent else atom
-        else:
-            return value
+    """Return the value that transformations of JAX have wrapped; for an argument of a jaxpr, its variable."""
+    while (inner := _inside(value)) is not None:
+        value = inner
+    if isinstance(value, partial_eval.DynamicJaxprTracer):
+        atom = value.val
+        return value if isinstance(atom, core.Literal) or value.parent else atom
+    return value
+
+
+def _inside(value: Any) -> Any:
+    """Return what a transformation of JAX has wrapped; None for other values."""
+    if isinstance(value, (ad.JVPTracer, ad.LinearizeTracer)):
+        return value.primal
+    if isinstance(value, batching.BatchTracer):
+        return value.val
+    if isinstance(value, partial_eval.JaxprTracer) and value.is_known():
+        return value.pval.get_known()
+    return None
 
 
 class NeedsRecorder(BaseException):
@@ -187,6 +223,7 @@ def tracing_program(trace: ProgramTrace) -> Iterator[None]:
     before = program_trace()
     _thread.trace = trace
     try:
-        yield
+        with _which(trace.number):
+            yield
     finally:
         _thread.trace = before

@@ -214,6 +214,8 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Return the kind of a call in a program that JAX traces; values have shapes, and no shardings."""
+        for leaf in leaves:
+            program.check_exists(leaf)
         signature = tuple([_signature(leaf) for leaf in leaves])
         mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
         return tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration()
@@ -233,9 +235,9 @@ class JitFunction(Wrapped[P, R]):
 
     def _equation(self, key: Any) -> Callable[..., Any]:
         call = self.call_of(key)
-        tree, signature, _, mesh, _ = key
-        kind = CallKind(self._name, mesh, call.check_nans, tree)
-        wanted = self._input_shardings(tree, [aval_of(one) for one in signature], mesh)
+        tree, avals, _, mesh, _ = key
+        kind = CallKind(self._name, mesh, call.check_nans, tree, avals)
+        wanted = self._input_shardings(tree, avals, mesh)
         out_shardings = self._out_shardings_in(mesh)
         donated = tuple(self._donated_leaves(tree))
         return bound(kind, call.function, wanted, out_shardings, donated)

@@ -8,7 +8,7 @@ of their values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
+from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
 from pw.client.trace.equations import CallKind, kind_of
 from pw.client.trace.export import trace
@@ -117,10 +118,16 @@ class Placement:
             return self._ordinary(equation, operands)
         if name == "cond":
             return self._cond(equation, operands)
+        if name in ("scan", "while"):
+            mesh = _mesh_of_all(equation)
+            if mesh is not None:
+                return self._on_mesh(equation, operands, mesh)
+        if name == "scan":
+            return self._rewritten(equation, operands, unrolled.scan)
         if name not in _BODIES:
             raise TracingError(
-                f"{name} over calls of pw.jit functions cannot be a part of a program; use a Python loop, "
-                "pw.while_loop or pw.map"
+                f"{name} over calls of pw.jit functions cannot be a part of a program; use pw.while_loop "
+                "with max_iterations, or a loop of Python"
             )
         body = equation.params[_BODIES[name]]
         closed = isinstance(body, jex.ClosedJaxpr)
@@ -160,7 +167,7 @@ class Placement:
         params = equation.params
         evaluate = jex.jaxpr_as_fun(params["jaxpr"])
         tree = kind.arguments
-        if tree.num_leaves != len(types):
+        if is_backward or tuple(type_.aval for type_ in types) != kind.avals:
             tree = jax.tree_util.tree_structure((tuple(types), {}))
 
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -201,6 +208,14 @@ class Placement:
                 )
             made.append(value)
         return made
+
+    def _rewritten(
+        self, equation: Any, operands: list[Any], rule: Callable[..., Any]
+    ) -> Sequence[Any]:
+        """Add an equation as others that compute the same."""
+        avals = [variable.aval for variable in equation.invars]
+        closed = jax.make_jaxpr(lambda *values: rule(equation, values))(*avals)
+        return self.add(closed.jaxpr, closed.consts, operands)
 
     # --- ordinary equations --------------------------------------------------------------------------
 
@@ -254,11 +269,14 @@ class Placement:
     # --- branches ------------------------------------------------------------------------------------
 
     def _cond(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
-        index, *rest = operands
         if len(equation.params[_BRANCHES]) != 2:
-            raise TracingError("jax.lax.switch over calls of pw.jit functions is not a program yet")
+            return self._rewritten(equation, operands, unrolled.switch)
+        index, *rest = operands
         predicate = self._booleans.get(index) if isinstance(index, (Pending, Floating)) else None
-        if predicate is None:
+        if predicate is None and isinstance(index, (Pending, Floating, ProgramTracer)):
+            closed = jax.make_jaxpr(lambda number: number != 0)(index.aval)
+            (predicate,) = self.add(closed.jaxpr, closed.consts, [index])
+        elif predicate is None:
             predicate = bool(index)
         own = [self.anywhere(one) if isinstance(one, Pending) else one for one in rest]
         no, yes = equation.params[_BRANCHES]
@@ -334,6 +352,24 @@ def _has_calls(equation: Any) -> bool:
         for body in _bodies(equation)
         for inner in body.eqns
     )
+
+
+def _mesh_of_all(equation: Any) -> Mesh | None:
+    """Return the mesh of all calls in an equation, if it can be one computation there."""
+    meshes: set[Mesh | None] = set()
+    todo = list(_bodies(equation))
+    while todo:
+        for inner in todo.pop().eqns:
+            kind = kind_of(inner)
+            if kind is not None:
+                meshes.add(None if kind.check_nans or kind.mesh.parts else kind.mesh)
+            elif is_python_call(inner):
+                meshes.add(None)
+            elif _is_move(inner):
+                meshes |= {target.mesh for target in inner.params["devices"] if target is not None}
+            else:
+                todo += _bodies(inner)
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def _is_move(equation: Any) -> bool:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import jax
 
+from pw.client.trace.equations import NeedsRecorder
 from pw.core.errors import TracerError
 
 _WHY: dict[type[Exception], str] = {
@@ -18,6 +19,7 @@ _WHY: dict[type[Exception], str] = {
     jax.errors.NonConcreteBooleanIndexError: "using it as a mask",
     jax.errors.ConcretizationTypeError: "int(), float() or item()",
 }
+_NO_SHARDING = "The 'sharding' attribute is not available on traced array"
 _NOT_USERS = ("pw.client", "jax", "numpy")
 
 
@@ -26,6 +28,10 @@ def in_words_of(program: str) -> Iterator[None]:
     """In the block, errors of JAX about values that do not exist become `TracerError`."""
     try:
         yield
+    except AttributeError as error:
+        if _NO_SHARDING in str(error):
+            raise NeedsRecorder from None
+        raise
     except jax.errors.UnexpectedTracerError as error:
         raise TracerError(
             f"a value{_type_in(error)} was used outside of the function that made it, in {_line(error)}, while "
