@@ -101,6 +101,8 @@ def _moved(leaf: Any, target: NamedSharding | None) -> Any:
         if isinstance(leaf, (Array, jax.core.Tracer)):
             return leaf
         target = NamedSharding.replicated(default_mesh())
+    if isinstance(leaf, np.ndarray):  # its owner may write to it before it is used
+        leaf = leaf.copy()
     target.core.check(np.shape(leaf))
     return jax.device_put(leaf, target)
 

@@ -25,7 +25,6 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
-from pw.core.errors import TracerError
 
 _thread = threading.local()
 
@@ -124,15 +123,6 @@ class ProgramTrace:
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[Mesh | None, Any]] = {}
 
-    def check_exists(self, value: Any) -> None:
-        """Raise TracerError for a value that was kept from another program, or from a branch."""
-        if isinstance(value, core.Tracer) and not _innermost_tracer(value)._trace.is_valid():
-            raise TracerError(
-                f"{self.name!r} uses a value {value.aval.str_short()} that another program, or a branch of a "
-                "pw.cond, has made; outside of it the value may not exist. Return it from both branches, or "
-                "return it from the program, and use what that returned"
-            )
-
     def say(self, value: Any, type_: ArrayType) -> None:
         """Say where an argument of the program lies."""
         self._lies[id(_innermost(value))] = type_.sharding, value
@@ -173,12 +163,6 @@ class ProgramTrace:
                 return target.mesh
         meshes = (self.mesh_of(operand) for operand in equation.in_tracers)
         return next((mesh for mesh in meshes if mesh is not None), None)
-
-
-def _innermost_tracer(value: Any) -> Any:
-    while (inner := _inside(value)) is not None and isinstance(inner, core.Tracer):
-        value = inner
-    return value
 
 
 def _innermost(value: Any) -> Any:

@@ -214,8 +214,6 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Return the kind of a call in a program that JAX traces; values have shapes, and no shardings."""
-        for leaf in leaves:
-            program.check_exists(leaf)
         signature = tuple([_signature(leaf) for leaf in leaves])
         mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
         return tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration()

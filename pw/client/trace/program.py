@@ -40,7 +40,7 @@ from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.traced_errors import in_words_of
+from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
@@ -177,6 +177,7 @@ class ProgramFunction(Wrapped[P, R]):
         arrays = [one for one in signature if not isinstance(one, _StaticLeaf)]
         with tracing_program(program), in_words_of(self._name):
             closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
+        check_constants(self._name, closed.consts)
         placement = Placement(recorder)
         leaves = [
             recorder.leaf(index, leaf)

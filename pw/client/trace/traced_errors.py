@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import jax
 
 from pw.client.trace.equations import NeedsRecorder
-from pw.core.errors import TracerError
+from pw.core.errors import ArgumentError, TracerError
 
 _WHY: dict[type[Exception], str] = {
     jax.errors.TracerBoolConversionError: "bool() (an if, while, and, or, or assert)",
     jax.errors.TracerArrayConversionError: "conversion to numpy",
     jax.errors.TracerIntegerConversionError: "using it as an index or a count",
-    jax.errors.NonConcreteBooleanIndexError: "using it as a mask",
     jax.errors.ConcretizationTypeError: "int(), float() or item()",
 }
 _NO_SHARDING = "The 'sharding' attribute is not available on traced array"
@@ -32,6 +32,15 @@ def in_words_of(program: str) -> Iterator[None]:
         if _NO_SHARDING in str(error):
             raise NeedsRecorder from None
         raise
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise ArgumentError(
+            f"a mask of the program {program!r} chooses, in {_line(error)}, how many elements there are, and "
+            "shapes are known before values: use jnp.where(mask, x, other), or pw.get(mask) outside"
+        ) from None
+    except IndexError as error:
+        if "Slice entries must be static integers" not in str(error):
+            raise
+        raise _needed(program, "using it as the end of a slice", error) from None
     except jax.errors.UnexpectedTracerError as error:
         raise TracerError(
             f"a value{_type_in(error)} was used outside of the function that made it, in {_line(error)}, while "
@@ -40,13 +49,28 @@ def in_words_of(program: str) -> Iterator[None]:
         ) from None
     except tuple(_WHY) as error:
         why = next(words for kind, words in _WHY.items() if isinstance(error, kind))
-        raise TracerError(
-            f"{why} needs the value{_type_in(error)} of the program {program!r}, in {_line(error)}, but while "
-            "a program is traced its values do not exist yet. Move this into "
-            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
-            "choose between pw.jit functions with pw.cond, "
-            "make it a static argument of the program, or return the value and use it outside"
-        ) from None
+        raise _needed(program, why, error) from None
+
+
+def _needed(program: str, why: str, error: Exception) -> TracerError:
+    return TracerError(
+        f"{why} needs the value{_type_in(error)} of the program {program!r}, in {_line(error)}, but while "
+        "a program is traced its values do not exist yet. Move this into "
+        "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+        "choose between pw.jit functions with pw.cond, "
+        "make it a static argument of the program, or return the value and use it outside"
+    )
+
+
+def check_constants(program: str, constants: Sequence[Any]) -> None:
+    """Raise TracerError if a program uses a value that another program, or a branch, has made."""
+    for value in constants:
+        if isinstance(value, jax.core.Tracer):
+            raise TracerError(
+                f"{program!r} uses a value {value.aval.str_short()} that another program, or a branch of a "
+                "pw.cond, has made; outside of it the value may not exist. Return it from both branches, or "
+                "return it from the program, and use what that returned"
+            )
 
 
 def _type_in(error: Exception) -> str:
