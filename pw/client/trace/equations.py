@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend
 from jax._src import core
 from jax._src.interpreters import ad, batching, partial_eval
 
@@ -121,7 +122,8 @@ class ProgramTrace:
         self.number = next(_numbers)
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
-        self._meshes: dict[int, tuple[Mesh | None, Any]] = {}
+        self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
+        """Where an equation leaves its results, by its identity."""
 
     def say(self, value: Any, type_: ArrayType) -> None:
         """Say where an argument of the program lies."""
@@ -141,28 +143,45 @@ class ProgramTrace:
         known = self._lies.get(id(value))
         if known is not None and known[0] is not None:
             return known[0].mesh
-        return self._mesh_of_result(getattr(value, "parent", None))
-
-    def _mesh_of_result(self, equation: Any) -> Mesh | None:
+        equation = getattr(value, "parent", None)
         if equation is None:
             return None
         known = self._meshes.get(id(equation))
         if known is None:
-            known = self._meshes[id(equation)] = self._find(equation), equation
-        return known[0]
+            operands = [self.mesh_of(operand) for operand in equation.in_tracers]
+            known = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
+        return known[0][equation.outvars.index(value.val)]
 
-    def _find(self, equation: Any) -> Mesh | None:
-        kind = kind_of(equation)
-        if kind is not None:
-            return kind.mesh
-        if is_python_call(equation):
-            return mesh_of_python_call(equation)
-        if equation.primitive.name == "device_put":
-            (target, *_) = equation.params["devices"]
-            if isinstance(target, NamedSharding):
-                return target.mesh
-        meshes = (self.mesh_of(operand) for operand in equation.in_tracers)
-        return next((mesh for mesh in meshes if mesh is not None), None)
+
+def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
+    """Return where an equation leaves its results, of the meshes of its operands."""
+    params, results = equation.params, equation.outvars
+    kind = kind_of(equation)
+    if kind is not None:
+        return [kind.mesh] * len(results)
+    if is_python_call(equation):
+        return [mesh_of_python_call(equation)] * len(results)
+    if equation.primitive.name == "device_put":
+        pairs = zip(params["devices"], operands, strict=True)
+        return [to.mesh if isinstance(to, NamedSharding) else own for to, own in pairs]
+    first = next((mesh for mesh in operands if mesh is not None), None)
+    body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
+    if "branches" in params:
+        body, given = params["branches"][-1], operands[1:]
+    if isinstance(body, jax.extend.core.ClosedJaxpr):
+        body = body.jaxpr
+    if not isinstance(body, jax.extend.core.Jaxpr) or len(body.invars) != len(given):
+        return [first] * len(results)
+    known: dict[Any, Mesh | None] = dict(zip(body.invars, given, strict=True))
+    for inner in body.eqns:
+        own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
+        known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
+    found = [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
+    return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jax.extend.core.Literal)
 
 
 def _innermost(value: Any) -> Any:
