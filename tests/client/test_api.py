@@ -235,7 +235,7 @@ def test_a_captured_array_has_the_methods_of_jax_where_it_is_traced(east: pw.Mes
 
     @pw.program
     def p(v: Any) -> Any:
-        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        with pytest.raises(AttributeError, match=r"no attribute '?nonsense"):
             _ = v.nonsense
         traced.append("once")
         return v

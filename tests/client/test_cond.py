@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.trace.branch import Branch
+from pw.client.trace.program import recorded_program
 from pw.client.trace.recording import recording
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
@@ -239,7 +240,7 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
     """As a loop uses it: each iteration makes the predicate of the next one, on another island."""
     grow = pw.jit(lambda x: (x * 2, x.sum() * 2 < 100), mesh=place.there)
 
-    @pw.program
+    @recorded_program
     def loop(x: Any) -> Any:
         recorder: Any = recording()
         more, made = place.is_large(x), recorder.lift(place.double(x))
@@ -334,11 +335,6 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place, Any], Any]]] = {
     ),
     "kept": (pw.TracerError, "a branch of a pw.cond, has made; .*Return it from both", _kept),
     "if": (pw.TracerError, "with pw.cond", lambda p, x: x if p.is_large(x) else p.add(x)),
-    "jax.lax.cond": (
-        pw.TracerError,
-        "with pw.cond",
-        lambda p, x: jax.lax.cond(p.is_large(x), p.double, p.add, x),
-    ),
 }
 
 

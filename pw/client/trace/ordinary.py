@@ -141,5 +141,16 @@ def _name(equations: Sequence[Any]) -> str:
     return "_".join(names[:3]) + ("_and_more" if len(names) > 3 else "")
 
 
+_NAMES = {
+    "add_any": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "true_divide",
+    "neg": "negative",
+}
+"""Names of `jax.numpy`, for those that JAX has shortened."""
+
+
 def _name_of(equation: Any) -> str:
-    return str(equation.params.get("name") or equation.primitive.name).strip("_")
+    name = str(equation.params.get("name") or equation.primitive.name).strip("_")
+    return _NAMES.get(name, name)

@@ -43,6 +43,8 @@ _BODIES = {
 }
 """The parameter with the body of equations that only apply it."""
 _BRANCHES = "branches"
+_SAME = ("reshard", "reshape")
+"""Equations that change nothing if the shape stays: JAX makes some for shardings of abstract meshes."""
 
 
 class Floating:
@@ -112,6 +114,8 @@ class Placement:
             own = [self.on(operand, mesh_of_python_call(equation)) for operand in operands]
             return self._recorder.call(function._trace(key), own)
         name = equation.primitive.name
+        if name in _SAME and equation.invars[0].aval.shape == equation.outvars[0].aval.shape:
+            return operands
         if name == "device_put":
             return self._moved(equation, operands)
         if not _has_calls(equation):
