@@ -206,6 +206,8 @@ def get(tree: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.get()")
+        if isinstance(leaf, jax.core.Tracer):
+            np.asarray(leaf)  # raises JAX's error
         if isinstance(leaf, Array):
             fetching.append(leaf.start_fetch())
     with Together(fetching):

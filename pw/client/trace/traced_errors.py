@@ -20,6 +20,7 @@ _WHY: dict[type[Exception], str] = {
     jax.errors.ConcretizationTypeError: "int(), float() or item()",
 }
 _NO_SHARDING = "The 'sharding' attribute is not available on traced array"
+_NO_METHOD = "method is not available on traced array"
 _NOT_USERS = ("pw.client", "jax", "numpy")
 
 
@@ -31,7 +32,9 @@ def in_words_of(program: str) -> Iterator[None]:
     except AttributeError as error:
         if _NO_SHARDING in str(error):
             raise NeedsRecorder from None
-        raise
+        if _NO_METHOD not in str(error):
+            raise
+        raise _needed(program, "waiting", error) from None
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise ArgumentError(
             f"a mask of the program {program!r} chooses, in {_line(error)}, how many elements there are, and "
