@@ -50,8 +50,11 @@ class NamedSharding(jax.sharding.Sharding):
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> NamedSharding:
-        """A full copy on every device."""
-        return cls(mesh, PartitionSpec())
+        """A full copy on every device; one object for a mesh."""
+        known: NamedSharding | None = mesh.replicated
+        if known is None:
+            known = mesh.replicated = cls(mesh, PartitionSpec())
+        return known
 
     @property
     def spec(self) -> PartitionSpec:

@@ -103,7 +103,7 @@ def bound(
     )
 
     def call(*leaves: Any) -> Any:
-        with _which(0):  # the same in each program
+        with of_all_programs():
             return function_(*leaves)
 
     return call
@@ -203,6 +203,11 @@ def _inside(value: Any) -> Any:
     if isinstance(value, partial_eval.JaxprTracer) and value.is_known():
         return value.pval.get_known()
     return None
+
+
+def of_all_programs() -> Any:
+    """Return a context in which JAX's caches serve all programs."""
+    return _which(0)
 
 
 class NeedsRecorder(BaseException):

@@ -40,7 +40,7 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.argument_errors import naming_argument
-from pw.client.trace.equations import CallKind, ProgramTrace, bound, program_trace
+from pw.client.trace.equations import CallKind, ProgramTrace, bound, of_all_programs, program_trace
 from pw.client.trace.export import OutShardings, Traced, trace
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.lowered import Lowered
@@ -216,7 +216,9 @@ class JitFunction(Wrapped[P, R]):
         """Return the kind of a call in a program that JAX traces; values have shapes, and no shardings."""
         signature = tuple([_signature(leaf) for leaf in leaves])
         mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
-        return tree, tuple(map(aval_of, signature)), statics, mesh, tracing_configuration()
+        with of_all_programs():
+            configuration = tracing_configuration()
+        return tree, tuple(map(aval_of, signature)), statics, mesh, configuration
 
     def _mesh_in(
         self, program: ProgramTrace, tree: Any, signature: Sequence[Any], leaves: Sequence[Any]

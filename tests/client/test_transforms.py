@@ -1,0 +1,185 @@
+"""JAX's own transformations of functions that call `pw.jit` functions on two slices, against plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import pw
+from pw.testing import InProcessCluster
+
+W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+X = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
+
+
+def near_of(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def far_of(w: Any, h: Any) -> Any:
+    return jnp.sin(h @ w)
+
+
+class Model:
+    """A function on one slice, one on another, and what is made of both."""
+
+    def __init__(self, near: Any, far: Any) -> None:
+        self.near, self.far = near, far
+
+        @jax.custom_vjp
+        def own(w: Any, x: Any) -> Any:
+            return far(w, near(w, x)).sum()
+
+        def pull(kept: Any, cotangent: Any) -> Any:
+            return 2 * cotangent * near(*kept).sum() * kept[0], cotangent * kept[1]
+
+        own.defvjp(lambda w, x: (own(w, x), (w, x)), pull)
+        self.own = own
+
+    def loss(self, w: Any, x: Any) -> Any:
+        return jnp.sum(self.far(w, self.near(w, x)) ** 2)
+
+
+def _chosen(m: Model, w: Any, x: Any) -> Any:
+    return jax.lax.cond(m.loss(w, x) > 0, lambda: m.near(w, x), lambda: m.far(w, x))
+
+
+def _switched(m: Model, index: Any, w: Any, x: Any) -> Any:
+    return jax.lax.switch(index, [lambda: m.near(w, x), lambda: m.far(w, x), lambda: x])
+
+
+def _switches(m: Model, w: Any, x: Any) -> Any:
+    first = (m.loss(w, x) * 0).astype(int)
+    return [_switched(m, first + at, w, x) for at in range(3)]
+
+
+def _scanned(m: Model, w: Any, x: Any) -> Any:
+    def step(carry: Any, more: Any) -> Any:
+        return m.near(w, carry) + more, m.far(w, carry).sum()
+
+    return jax.lax.scan(step, x, jnp.arange(3.0), reverse=True)
+
+
+def _while(m: Model, w: Any, x: Any) -> Any:
+    """All calls of the loop are on one slice."""
+    return jax.lax.while_loop(lambda c: c.sum() < 100, lambda c: m.near(w, c) + c + 1, x)
+
+
+CASES: dict[str, Callable[[Model], Callable[..., Any]]] = {
+    "grad": lambda m: jax.grad(m.loss),
+    "value_and_grad": lambda m: jax.value_and_grad(m.loss, (0, 1)),
+    "vjp": lambda m: lambda w, x: jax.vjp(m.loss, w, x)[1](jnp.float32(2)),
+    "jvp": lambda m: lambda w, x: jax.jvp(m.loss, (w, x), (w, x)),
+    "linearize": lambda m: lambda w, x: jax.linearize(lambda w: m.loss(w, x), w)[1](w),
+    "forward over reverse": lambda m: lambda w, x: jax.jvp(jax.grad(m.loss), (w, x), (w, x)),
+    "jacrev": lambda m: lambda w, x: jax.jacrev(lambda x: m.far(w, m.near(w, x)))(x),
+    "jacfwd": lambda m: lambda w, x: jax.jacfwd(lambda x: m.far(w, m.near(w, x)))(x),
+    "vmap": lambda m: lambda w, x: jax.vmap(m.loss, (None, 0))(w, jnp.stack([x, x + 1])),
+    "checkpoint": lambda m: jax.grad(jax.checkpoint(m.loss)),
+    "custom_vjp": lambda m: jax.grad(m.own, (0, 1)),
+    "stop_gradient": lambda m: jax.grad(
+        lambda w, x: m.loss(w, jax.lax.stop_gradient(m.near(w, x)))
+    ),
+    "jit": lambda m: jax.jit(lambda w, x: m.loss(w, x) + 1),
+    "eval_shape": lambda m: lambda w, x: x * len(jax.eval_shape(m.near, w, x).shape),
+    "cond": lambda m: lambda w, x: _chosen(m, w, x),
+    "grad of cond": lambda m: jax.grad(lambda w, x: _chosen(m, w, x).sum()),
+    "switch": lambda m: lambda w, x: _switches(m, w, x),
+    "grad of switch": lambda m: jax.grad(lambda w, x: _switches(m, w, x)[1].sum()),
+    "scan": lambda m: lambda w, x: _scanned(m, w, x),
+    "grad of scan": lambda m: jax.grad(lambda w, x: _scanned(m, w, x)[1].sum()),
+    "fori_loop": lambda m: (
+        lambda w, x: jax.lax.fori_loop(0, 3, lambda at, c: m.far(w, m.near(w, c)) + at, x)
+    ),
+    "while_loop": lambda m: lambda w, x: _while(m, w, x),
+    "map": lambda m: lambda w, x: jax.lax.map(lambda row: m.far(w, m.near(w, row)), x),
+    "jax.numpy between calls": lambda m: (
+        lambda w, x: m.far(w, jnp.concatenate([m.near(w, x), jnp.ones((2, 4))])[::2] / 2) @ w
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with InProcessCluster(islands=2, devices_per_island=2):
+        slices = pw.make_virtual_device_set()
+        near, far = (
+            pw.Mesh(slices.add_slice(2, island=f"island-{at}").devices, ("x",)) for at in range(2)
+        )
+        rows = {"in_shardings": (P(), P()), "out_shardings": P()}
+        yield Model(pw.jit(near_of, mesh=near, **rows), pw.jit(far_of, mesh=far))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_gives_what_plain_jax_gives(model: Model, name: str) -> None:
+    wanted = CASES[name](Model(near_of, far_of))(W, X)
+    found = pw.get(pw.program(CASES[name](model))(W, X))
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5),
+        found,
+        wanted,
+    )
+
+
+def test_a_step_of_training_is_one_program(model: Model) -> None:
+    """Donated parameters, gradients by JAX, and an update of ordinary operators."""
+    near = model.near._mesh
+    step = pw.jit(lambda w, g: w - 0.1 * g, mesh=near, donate_argnums=0)
+
+    @pw.program
+    def train(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(model.loss)(w, x)
+        return step(w, grad * (1 + 0 * loss)), loss
+
+    plain, w = W, pw.put(W, sharding=pw.NamedSharding(near, P()))
+    for _ in range(3):
+        loss, grad = jax.value_and_grad(Model(near_of, far_of).loss)(plain, X)
+        plain = plain - 0.1 * grad
+        before, (w, found) = w, train(w, X)
+        np.testing.assert_allclose(pw.get(found), loss, rtol=1e-4)
+        assert before.is_deleted()
+    np.testing.assert_allclose(pw.get(w), plain, rtol=1e-4)
+
+
+def test_a_loop_over_calls_on_two_slices_needs_a_bound(model: Model) -> None:
+    def endless(w: Any, x: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda c: c.sum() < 1, lambda c: model.far(w, model.near(w, c)), x
+        )
+
+    with pytest.raises(pw.TracingError, match=r"pw\.while_loop with max_iterations"):
+        pw.program(endless)(W, X)
+    with pytest.raises(pw.ArgumentError, match="300 iterations, and a program takes at most 256"):
+        pw.program(
+            lambda w, x: jax.lax.fori_loop(0, 300, lambda _, c: model.far(w, model.near(w, c)), x)
+        )(W, X)
+
+
+def test_vmap_and_gradients_over_host_functions_are_refused(model: Model) -> None:
+    shape = jax.ShapeDtypeStruct((4,), np.float32)
+    ask = pw.host_function(lambda x: x, shape, mesh=model.near._mesh)
+    with pytest.raises(pw.TracingError, match=r"vmap.*Call it once for each value"):
+        pw.program(jax.vmap(ask))(X)
+    with pytest.raises(pw.TracingError, match=r"Python has no gradient"):
+        pw.program(jax.grad(lambda x: ask(x).sum()))(X[0])
+
+
+def test_calls_of_one_kind_are_traced_once_for_all_programs(model: Model) -> None:
+    traced = []
+
+    def counted(x: Any) -> Any:
+        traced.append(1)
+        return x * 2
+
+    double = pw.jit(counted, mesh=model.near._mesh)
+    for times in (1, 2, 3):
+        program = pw.program(lambda x, times=times: sum(double(x + at) for at in range(times)))
+        assert pw.get(program(X)).shape == X.shape
+    assert len(traced) == 1
