@@ -136,6 +136,7 @@ class _Side:
         self.__name__ = self.name = name_of(fun)
         self.other = ""
         self.is_traced = False
+        self.tree: Any = None
         self.dtypes: dict[int, Any] = {}
         """Those that Python numbers among the results get."""
         self._trace = trace

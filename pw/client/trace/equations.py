@@ -146,11 +146,11 @@ class ProgramTrace:
         equation = getattr(value, "parent", None)
         if equation is None:
             return None
-        known = self._meshes.get(id(equation))
-        if known is None:
+        left = self._meshes.get(id(equation))
+        if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
-            known = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
-        return known[0][equation.outvars.index(value.val)]
+            left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
+        return left[0][equation.outvars.index(value.val)]
 
 
 def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:

@@ -18,6 +18,17 @@ from pw.client.trace.tracer import ProgramTracer
 jex = jax.extend.core
 
 
+def _name(equations: Sequence[Any]) -> str:
+    names = list(dict.fromkeys(_name_of(equation) for equation in equations))
+    return "_".join(names[:3]) + ("_and_more" if len(names) > 3 else "")
+
+
+_UNNAMED = jax.api_util.debug_info("pw.program", _name, (), {})._replace(
+    arg_names=None, result_paths=None
+)
+"""What JAX knows of the names in a computation of ordinary equations: nothing."""
+
+
 class Pending:
     """A result of ordinary equations that no computation makes yet."""
 
@@ -96,7 +107,7 @@ class Group:
         def traced_now() -> Any:
             inputs = [variable for variable, _ in self._inputs.values()]
             used = _used(self._equations, outputs)
-            jaxpr = jex.Jaxpr([], inputs, outputs, used)
+            jaxpr = jex.Jaxpr([], inputs, outputs, used, debug_info=_UNNAMED)
             evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
             name = _name(used)
             tree = jax.tree_util.tree_structure((tuple(types), {}))
@@ -134,11 +145,6 @@ def _used(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
             used.append(equation)
             wanted.update(atom for atom in equation.invars if not isinstance(atom, jex.Literal))
     return used[::-1]
-
-
-def _name(equations: Sequence[Any]) -> str:
-    names = list(dict.fromkeys(_name_of(equation) for equation in equations))
-    return "_".join(names[:3]) + ("_and_more" if len(names) > 3 else "")
 
 
 _NAMES = {

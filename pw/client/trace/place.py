@@ -286,13 +286,14 @@ class Placement:
         no, yes = equation.params[_BRANCHES]
         given = self.anywhere(predicate)
         with self._inside():
-            return recorded(
+            made: Sequence[Any] = recorded(
                 self._recorder,
                 given,
                 (self._branch(yes, own), self._branch(no, own)),
                 (),
                 None,
             )
+            return made
 
     def _branch(self, closed: Any, operands: Sequence[Any]) -> Any:
         def branch() -> Any:
