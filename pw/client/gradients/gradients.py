@@ -127,7 +127,11 @@ def _in_program(
         _check_loss(name, value, has_aux)
         return value
 
-    value, found = jax.value_and_grad(checked, argnums, has_aux)(*args, **kwargs)
+    trace.gradients += 1
+    try:
+        value, found = jax.value_and_grad(checked, argnums, has_aux)(*args, **kwargs)
+    finally:
+        trace.gradients -= 1
     lies = tuple(jax.tree_util.tree_map(trace.sharding_of, args[at]) for at in positions)
     lies = lies[0] if isinstance(argnums, int) else lies
     return value, jax.tree_util.tree_map(_laid, found, lies)

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import signature_of
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.branches import PREDICATE, name_of_both, recorded
-from pw.client.trace.equations import ProgramTrace, program_trace
+from pw.client.trace.equations import ProgramTrace, needs_recorder, program_trace
 from pw.client.trace.function import tree_unflatten, under_jax_trace
 from pw.client.trace.predicate import boolean, check_is_one_value
 from pw.client.trace.prefixes import on_mesh, spread
@@ -121,7 +122,10 @@ def _in_program(
     true, false = (_Side(trace, fun, out_shardings) for fun in functions)
     true.other, false.other = "true", "false"
     try:
-        return jax.lax.cond(predicate, true, false, *operands)
+        made = jax.lax.cond(predicate, true, false, *operands)
+        if pairs_of(true.tree):
+            needs_recorder()  # of rows only those that count move
+        return made
     except TypeError:
         if not (true.is_traced and false.is_traced) or not _made_alike(true, false):
             raise

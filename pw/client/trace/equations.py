@@ -120,6 +120,8 @@ class ProgramTrace:
     def __init__(self, name: str) -> None:
         self.name = name
         self.number = next(_numbers)
+        self.gradients = 0
+        """How many calls of `pw.grad` are under way."""
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
@@ -150,7 +152,8 @@ class ProgramTrace:
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
             left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
-        return left[0][equation.outvars.index(value.val)]
+        at: int = equation.outvars.index(value.val)
+        return left[0][at]
 
 
 def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:

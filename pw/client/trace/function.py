@@ -40,7 +40,14 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.argument_errors import naming_argument
-from pw.client.trace.equations import CallKind, ProgramTrace, bound, of_all_programs, program_trace
+from pw.client.trace.equations import (
+    CallKind,
+    ProgramTrace,
+    bound,
+    needs_recorder,
+    of_all_programs,
+    program_trace,
+)
 from pw.client.trace.export import OutShardings, Traced, trace
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.lowered import Lowered
@@ -202,6 +209,8 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Add an equation to a program that JAX traces; returns the results in their tree."""
+        if program.gradients and pairs_of(tree):
+            needs_recorder()  # of rows that are differentiated only those that count move
         key = self._key_in(program, tree, leaves, statics)
         call = self._by_equation.get(key)
         if call is None:
