@@ -320,7 +320,7 @@ def test_a_value_that_is_moved_is_the_same_value(rt: LocalRuntime, meshes: list[
         return total(pw.put(h, sharding=there)) + total(h)
 
     near(pw.get(pw.grad(loss)(X)), 4 * X)
-    assert names(rt)["add"] == 1  # the losses, or their cotangents
+    assert names(rt)["add"] == 2  # the losses and their cotangents
 
 
 def test_residuals_that_are_arguments_or_results_are_not_made_again(
@@ -336,7 +336,7 @@ def test_residuals_that_are_arguments_or_results_are_not_made_again(
     multiply, end = (pw.jit(f, mesh=meshes[0]) for f in (product, total))
     pw.grad(lambda w: end(*multiply(X, w)))(draw(6, 3))
     results = {computation.name: len(computation.outputs) for computation in last(rt).computations}
-    assert (results["product"], results["product_backward"], results["total_backward"]) == (2, 1, 2)
+    assert results == {"product": 2, "product_backward": 1, "total": 1, "total_backward": 2}
 
 
 def test_what_the_loss_does_not_depend_on_has_no_backward_computation(
@@ -362,10 +362,10 @@ def test_what_the_loss_does_not_depend_on_has_no_backward_computation(
         return add(x) + stop(x), (note(x), to_integer(x), unused)
 
     pw.grad(loss, (0, 1), has_aux=True)(X, Y)
-    expected = ["used", "used_backward", "report", "halted", "rounded"]
+    expected = ["used", "used_backward", "report", "halted", "rounded", "make_zeros"]
     found = names(rt)
     assert {name: found[name] for name in expected} == dict.fromkeys(expected, 1)
-    assert set(found) == {*expected, "add", "broadcast_in_dim"}
+    assert set(found) == {*expected, "add", "add_backward"}
 
 
 def test_calls_of_one_kind_share_their_computations(

@@ -120,8 +120,6 @@ class ProgramTrace:
     def __init__(self, name: str) -> None:
         self.name = name
         self.number = next(_numbers)
-        self.gradients = 0
-        """How many calls of `pw.grad` are under way."""
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}

@@ -44,7 +44,6 @@ from pw.client.trace.equations import (
     CallKind,
     ProgramTrace,
     bound,
-    needs_recorder,
     of_all_programs,
     program_trace,
 )
@@ -209,8 +208,6 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Add an equation to a program that JAX traces; returns the results in their tree."""
-        if program.gradients and pairs_of(tree):
-            needs_recorder()  # of rows that are differentiated only those that count move
         key = self._key_in(program, tree, leaves, statics)
         call = self._by_equation.get(key)
         if call is None:
