@@ -98,7 +98,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
 
 
 def _moved(leaf: Any, target: NamedSharding | None) -> Any:
-    """Put a value of a program that JAX traces; host values that nobody places go to a default slice."""
+    """Put a value of a program that JAX traces; host values without a place go to a default slice."""
     if target is None:
         if isinstance(leaf, (Array, jax.core.Tracer)):
             return leaf

@@ -62,7 +62,6 @@ USES: list[Callable[[Any], Any]] = [
     lambda x: divmod(x, 5)[1] + divmod(100, x + 1)[0],
     lambda x: x.ptp(axis=1),
     lambda x: x.view(np.int32),
-    lambda x: x.compress(np.array([True, False, True, False]), 0),
     lambda x: x.nonzero(size=23)[1],
     lambda x: (x % 4).astype(int).choose([x, 2 * x, np.zeros((4, 6)), 3 * x], mode="clip"),
     lambda x: x.at[1].set(7),
@@ -73,6 +72,14 @@ USES: list[Callable[[Any], Any]] = [
     lambda x: x.at[9].set(1),  # out of bounds: left out, as in JAX
     lambda x: x.at[np.array([1, 9])].get(mode="fill", fill_value=3),
 ]
+
+
+def test_a_mask_of_this_machine_chooses_rows(x: pw.Array) -> None:
+    """In a program as in `jax.jit`, `size` says how many."""
+    mask = np.array([True, False, True, False])
+    assert x.compress(mask, 0).tolist() == VALUE[mask].tolist()
+    chosen = pw.program(lambda x: x.compress(mask, 0, size=2))(x)
+    assert chosen.tolist() == VALUE[mask].tolist()
 
 
 @pytest.mark.parametrize("use", USES)

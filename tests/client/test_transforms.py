@@ -29,8 +29,8 @@ def far_of(w: Any, h: Any) -> Any:
 class Model:
     """A function on one slice, one on another, and what is made of both."""
 
-    def __init__(self, near: Any, far: Any) -> None:
-        self.near, self.far = near, far
+    def __init__(self, near: Any, far: Any, mesh: Any = None) -> None:
+        self.near, self.far, self.mesh = near, far, mesh
 
         @jax.custom_vjp
         def own(w: Any, x: Any) -> Any:
@@ -113,7 +113,7 @@ def model() -> Iterator[Model]:
             pw.Mesh(slices.add_slice(2, island=f"island-{at}").devices, ("x",)) for at in range(2)
         )
         rows = {"in_shardings": (P(), P()), "out_shardings": P()}
-        yield Model(pw.jit(near_of, mesh=near, **rows), pw.jit(far_of, mesh=far))
+        yield Model(pw.jit(near_of, mesh=near, **rows), pw.jit(far_of, mesh=far), near)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,7 +130,7 @@ def test_it_gives_what_plain_jax_gives(model: Model, name: str) -> None:
 
 def test_a_step_of_training_is_one_program(model: Model) -> None:
     """Donated parameters, gradients by JAX, and an update of ordinary operators."""
-    near = model.near._mesh
+    near = model.mesh
     step = pw.jit(lambda w, g: w - 0.1 * g, mesh=near, donate_argnums=0)
 
     @pw.program
@@ -164,7 +164,7 @@ def test_a_loop_over_calls_on_two_slices_needs_a_bound(model: Model) -> None:
 
 def test_vmap_and_gradients_over_host_functions_are_refused(model: Model) -> None:
     shape = jax.ShapeDtypeStruct((4,), np.float32)
-    ask = pw.host_function(lambda x: x, shape, mesh=model.near._mesh)
+    ask = pw.host_function(lambda x: x, shape, mesh=model.mesh)
     with pytest.raises(pw.TracingError, match=r"vmap.*Call it once for each value"):
         pw.program(jax.vmap(ask))(X)
     with pytest.raises(pw.TracingError, match=r"Python has no gradient"):
@@ -178,7 +178,7 @@ def test_calls_of_one_kind_are_traced_once_for_all_programs(model: Model) -> Non
         traced.append(1)
         return x * 2
 
-    double = pw.jit(counted, mesh=model.near._mesh)
+    double = pw.jit(counted, mesh=model.mesh)
     for times in (1, 2, 3):
         program = pw.program(lambda x, times=times: sum(double(x + at) for at in range(times)))
         assert pw.get(program(X)).shape == X.shape

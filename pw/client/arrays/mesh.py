@@ -75,7 +75,7 @@ class Mesh:
         self.slice = Slices.of(own) if own else flat[0].slice  # type: ignore[arg-type]
         self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
         self.replicated: Any = None
-        """The sharding with a full copy on each device, once somebody has asked for it."""
+        """The sharding with a full copy on each device, once it was asked for."""
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,15 +47,15 @@ class CallKind:
 
 
 class EquationName(str):
-    """The name of an equation that is a call."""
+    """The name of an equation that is a call. JAX keeps names for ever, so it does not hold the kind."""
 
-    kind: CallKind
+    kind: weakref.ref[CallKind]
 
 
 def equation_name(kind: CallKind) -> EquationName:
     """Return the name of equations for calls of a kind."""
     name = EquationName(kind.name)
-    name.kind = kind
+    name.kind = weakref.ref(kind)
     return name
 
 
@@ -62,7 +63,8 @@ def kind_of(equation: Any) -> CallKind | None:
     """Return what an equation calls; None if it is no call of a `pw.jit` function."""
     if equation.primitive.name != "jit":
         return None
-    return getattr(equation.params["name"], "kind", None)
+    kind = getattr(equation.params["name"], "kind", None)
+    return None if kind is None else kind()
 
 
 def bound(
@@ -103,6 +105,9 @@ def bound(
     )
 
     def call(*leaves: Any) -> Any:
+        program = program_trace()
+        if program is not None:
+            program.kinds.append(kind)
         with of_all_programs():
             return function_(*leaves)
 
@@ -120,6 +125,8 @@ class ProgramTrace:
     def __init__(self, name: str) -> None:
         self.name = name
         self.number = next(_numbers)
+        self.kinds: list[CallKind] = []
+        """Of the calls so far; their functions may be gone before the program is placed."""
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}

@@ -89,7 +89,7 @@ class Group:
         type_of: Callable[[ProgramTracer, Mesh], ArrayType],
         call: Callable[[Any, Sequence[ProgramTracer]], list[ProgramTracer]],
     ) -> None:
-        """Make one computation of the equations; of its results those that somebody may still want."""
+        """Make one computation of the equations; of its results those that may still be wanted."""
         wanted = [one for ref in self._results if (one := ref()) is not None]
         if not wanted:
             return
