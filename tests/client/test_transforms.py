@@ -171,6 +171,25 @@ def test_vmap_and_gradients_over_host_functions_are_refused(model: Model) -> Non
         pw.program(jax.grad(lambda x: ask(x).sum()))(X[0])
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_arguments_of_a_program_are_donated(model: Model, is_recorded: bool) -> None:
+    def step(state: Any, x: Any) -> Any:
+        if is_recorded:
+            assert state["w"].sharding is not None  # no value of JAX says that
+        return {"w": model.near(state["w"], x)}, state["count"] + 1
+
+    program = pw.program(step, donate_argnames="state")
+    there = pw.NamedSharding(model.mesh, P())
+    state = pw.put({"w": W, "count": np.int32(3)}, sharding=there)
+    x = pw.put(X, sharding=there)
+    made, count = program(state, x)
+    np.testing.assert_allclose(pw.get(made["w"]), near_of(W, X), rtol=1e-4)
+    assert int(count) == 4
+    assert [one.is_deleted() for one in (state["w"], state["count"], x)] == [True, True, False]
+    with pytest.raises(pw.ArrayDeleted, match=r"argument 0\['count'\]"):
+        program(state, x)
+
+
 def test_calls_of_one_kind_are_traced_once_for_all_programs(model: Model) -> None:
     traced = []
 

@@ -58,6 +58,9 @@ from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted, PlacementError, ShardingError
 
+Donated = tuple[frozenset[int], frozenset[str]]
+"""The parameters that are donated, by position and by name."""
+
 tree_flatten = jax.tree_util.tree_flatten
 tree_unflatten = jax.tree_util.tree_unflatten
 
@@ -124,7 +127,7 @@ class JitFunction(Wrapped[P, R]):
         in_shardings: Any = None,
         out_shardings: Any = None,
         statics: Statics | None = None,
-        donated: tuple[frozenset[int], frozenset[str]] = (frozenset(), frozenset()),
+        donated: Donated = (frozenset(), frozenset()),
         check_nans: bool | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -245,7 +248,7 @@ class JitFunction(Wrapped[P, R]):
         kind = CallKind(self._name, mesh, call.check_nans, tree, avals)
         wanted = self._input_shardings(tree, avals, mesh)
         out_shardings = self._out_shardings_in(mesh)
-        donated = tuple(self._donated_leaves(tree))
+        donated = tuple(donated_leaves(tree, self._donated))
         return bound(kind, call.function, wanted, out_shardings, donated)
 
     def _out_shardings_in(self, mesh: Mesh) -> Any:
@@ -313,7 +316,7 @@ class JitFunction(Wrapped[P, R]):
                     call.mesh,
                     call.types,
                     call.output_shardings,
-                    tuple(self._donated_leaves(call.tree)),
+                    tuple(donated_leaves(call.tree, self._donated)),
                     call.check_nans,
                 )
             self._by_call[key] = traced
@@ -421,22 +424,24 @@ class JitFunction(Wrapped[P, R]):
         wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
         return [None if sharding is None else on_mesh(mesh, sharding) for sharding in wanted]
 
-    def _donated_leaves(self, tree: Any) -> Iterator[int]:
-        nums, names = self._donated
-        if not nums and not names:
-            return
-        args, kwargs = tree.children()
-        start = 0
-        count = len(args.children())
-        chosen = {num if num >= 0 else num + count for num in nums}
-        for num, child in enumerate(args.children()):
-            if num in chosen:
-                yield from range(start, start + child.num_leaves)
-            start += child.num_leaves
-        for name, child in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
-            if name in names:
-                yield from range(start, start + child.num_leaves)
-            start += child.num_leaves
+
+def donated_leaves(tree: Any, donated: Donated) -> Iterator[int]:
+    """Yield the numbers of the leaves of donated arguments, in the tree (args, kwargs)."""
+    nums, names = donated
+    if not nums and not names:
+        return
+    args, kwargs = tree.children()
+    start = 0
+    count = len(args.children())
+    chosen = {num if num >= 0 else num + count for num in nums}
+    for num, child in enumerate(args.children()):
+        if num in chosen:
+            yield from range(start, start + child.num_leaves)
+        start += child.num_leaves
+    for name, child in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
+        if name in names:
+            yield from range(start, start + child.num_leaves)
+        start += child.num_leaves
 
 
 def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:

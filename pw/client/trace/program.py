@@ -22,6 +22,7 @@ from pw.client.arrays.signature import (
     ArrayType,
     Statics,
     aval_of,
+    both_ways,
     describe_leaf,
     signature_of,
     tracing_configuration,
@@ -30,6 +31,8 @@ from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.equations import NeedsRecorder, ProgramTrace, tracing_program
 from pw.client.trace.function import (
+    Donated,
+    donated_leaves,
     parameters_of,
     tree_flatten,
     tree_unflatten,
@@ -92,8 +95,10 @@ class ProgramFunction(Wrapped[P, R]):
         statics: Statics,
         timeout: float | None,
         is_recorded: bool = False,
+        donated: Donated = (frozenset(), frozenset()),
     ) -> None:
         super().__init__(fun, statics, timeout)
+        self._donated = donated
         self._is_recorded = is_recorded
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -129,6 +134,9 @@ class ProgramFunction(Wrapped[P, R]):
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
+        if not self._is_recorded:
+            with suppress(NeedsRecorder):
+                return self._trace_by_jax(tree, signature, statics)
         recorder = self._recorder(tree, signature)
         leaves = [
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
@@ -136,12 +144,10 @@ class ProgramFunction(Wrapped[P, R]):
         ]
         given, named = tree_unflatten(tree, leaves)
         args, kwargs = Statics.restore(given, named, statics)
-        if not self._is_recorded:
-            with suppress(NeedsRecorder):
-                return self._trace_by_jax(tree, signature, statics)
         with Recording(recorder):
             results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             outputs = [self._result(recorder, result) for result in results]
+            self._give(recorder, tree, leaves)
             return recorder.finish(outputs, out_tree)
 
     def _recorder(self, tree: Any, signature: Sequence[Any]) -> ProgramRecorder:
@@ -180,33 +186,41 @@ class ProgramFunction(Wrapped[P, R]):
         check_constants(self._name, closed.consts)
         placement = Placement(recorder)
         leaves = [
-            recorder.leaf(index, leaf)
+            leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
-            if not isinstance(leaf, _StaticLeaf)
         ]
         with Recording(recorder):
-            made = placement.add(closed.jaxpr, closed.consts, leaves)
+            given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
+            made = placement.add(closed.jaxpr, closed.consts, given)
             outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
+            self._give(recorder, tree, leaves)
             return recorder.finish(outputs, out_tree)
 
+    def _give(self, recorder: ProgramRecorder, tree: Any, leaves: Sequence[Any]) -> None:
+        """Donate arguments that no computation has taken."""
+        for at in donated_leaves(tree, self._donated):
+            if isinstance(leaves[at], ProgramTracer):
+                with suppress(ArrayDeleted):
+                    recorder.give(leaves[at], self._name)
+
     def _check_result(self, result: Any) -> None:
-        try:
-            if not isinstance(result, Array):
+        if not isinstance(result, Array):
+            try:
                 signature_of(result)
-        except ArgumentError:
-            raise ArgumentError(
-                f"the program {self._name!r} returns {result!r} of type {type(result).__name__}; "
-                "programs return trees of arrays and numbers"
-            ) from None
+            except ArgumentError:
+                raise self._no_result(result) from None
+
+    def _no_result(self, result: Any) -> ArgumentError:
+        return ArgumentError(
+            f"the program {self._name!r} returns {result!r} of type {type(result).__name__}; "
+            "programs return trees of arrays and numbers"
+        )
 
     def _result(self, recorder: ProgramRecorder, result: Any) -> ProgramTracer:
         try:
             tracer = recorder.lift(result)
         except ArgumentError:
-            raise ArgumentError(
-                f"the program {self._name!r} returns {result!r} of type {type(result).__name__}; "
-                "programs return trees of arrays and numbers"
-            ) from None
+            raise self._no_result(result) from None
         if tracer.sharding is not None:
             return tracer
         # a host value that no computation has placed
@@ -222,6 +236,8 @@ def program(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     timeout: float | None = None,
 ) -> ProgramFunction[P, R]: ...
 
@@ -232,6 +248,8 @@ def program(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     timeout: float | None = None,
 ) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
 
@@ -241,6 +259,8 @@ def program(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     timeout: float | None = None,
 ) -> Any:
     """Make one program of a function that calls several `pw.jit` or `pw.pmap` functions.
@@ -253,6 +273,8 @@ def program(
         fun: a function of trees of arrays and numbers; other leaves (strings, None, functions) are
             static. It may use Python freely, except for decisions on the values of arrays.
         static_argnums, static_argnames: numbers it decides on, such as a count of steps.
+        donate_argnums, donate_argnames: arguments whose arrays are gone after a call; their memory is free
+            when the program has used them.
         timeout: seconds that a run may take once its first part is launched, as for `pw.jit`; those of the
             functions it calls do not count.
 
@@ -264,8 +286,10 @@ def program(
     def made(fun: Callable[..., Any]) -> ProgramFunction[..., Any]:
         if not callable(fun):
             raise TypeError(f"pw.program takes a function, not {fun!r}")
-        statics = Statics(parameters_of(fun), static_argnums, static_argnames)
-        return ProgramFunction(fun, statics, timeout)
+        parameters = parameters_of(fun)
+        statics = Statics(parameters, static_argnums, static_argnames)
+        donated = both_ways(parameters, donate_argnums, donate_argnames)
+        return ProgramFunction(fun, statics, timeout, donated=donated)
 
     return made if fun is None else made(fun)
 
