@@ -171,6 +171,15 @@ def test_vmap_and_gradients_over_host_functions_are_refused(model: Model) -> Non
         pw.program(jax.grad(lambda x: ask(x).sum()))(X[0])
 
 
+def test_a_callback_between_calls_is_refused(model: Model) -> None:
+    def shows(x: Any) -> Any:
+        jax.debug.print("{}", x)
+        return model.near(W, x)
+
+    with pytest.raises(pw.TracingError, match=r"'shows' has debug_print .*cannot travel"):
+        pw.program(shows)(X)
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_arguments_of_a_program_are_donated(model: Model, is_recorded: bool) -> None:
     def step(state: Any, x: Any) -> Any:

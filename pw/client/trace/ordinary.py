@@ -19,8 +19,9 @@ jex = jax.extend.core
 
 
 def _name(equations: Sequence[Any]) -> str:
+    """Return the name of a computation of a few operations; nothing for one of many."""
     names = list(dict.fromkeys(_name_of(equation) for equation in equations))
-    return "_".join(names[:3]) + ("_and_more" if len(names) > 3 else "")
+    return "_".join(names) if len(names) <= 3 else ""
 
 
 _UNNAMED = jax.api_util.debug_info("pw.program", _name, (), {})._replace(
@@ -44,8 +45,9 @@ class Pending:
 class Group:
     """Equations on one mesh that become one computation."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, program: str) -> None:
         self.mesh = mesh
+        self._program = program
         self._inputs: dict[int, tuple[Any, ProgramTracer]] = {}
         self._equations: list[Any] = []
         self._key: list[Any] = []
@@ -96,8 +98,12 @@ class Group:
         values = [value for _, value in self._inputs.values()]
         types = tuple(type_of(value, self.mesh) for value in values)
         outputs = [one.variable for one in wanted]
+        inputs = [variable for variable, _ in self._inputs.values()]
+        used = _used(self._equations, outputs)
+        name = _name(used) or self._program
         key = (
             "ordinary",
+            name,
             self.mesh,
             types,
             tuple(self._key),
@@ -105,11 +111,8 @@ class Group:
         )
 
         def traced_now() -> Any:
-            inputs = [variable for variable, _ in self._inputs.values()]
-            used = _used(self._equations, outputs)
             jaxpr = jex.Jaxpr([], inputs, outputs, used, debug_info=_UNNAMED)
             evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
-            name = _name(used)
             tree = jax.tree_util.tree_structure((tuple(types), {}))
             make = trace_joined if self.mesh.parts else trace
             return make(

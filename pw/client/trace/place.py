@@ -224,6 +224,12 @@ class Placement:
     # --- ordinary equations --------------------------------------------------------------------------
 
     def _ordinary(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if equation.effects:
+            raise TracingError(
+                f"the program {self._recorder.name!r} has {equation.primitive.name} between its calls, with a "
+                "side effect. Callbacks into this process (jax.debug.print, io_callback) cannot travel: "
+                "return such values and print them here"
+            )
         mesh = next((found for one in operands if (found := _mesh_of(one)) is not None), None)
         if mesh is None:
             made: list[Any] = [
@@ -250,7 +256,7 @@ class Placement:
             own.append(operand)
         group = self._groups.get(mesh)
         if group is None:
-            group = self._groups[mesh] = Group(mesh)
+            group = self._groups[mesh] = Group(mesh, self._recorder.name)
         return group.add(equation, own)
 
     def _landing(self, value: Floating, mesh: Mesh) -> Pending:
