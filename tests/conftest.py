@@ -71,6 +71,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 EXIT_GRACE_S = 5.0
+GC_ALLOCATIONS = 100_000
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -85,9 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what lives as long as the run: JAX, the tests and their tables."""
+    """Collect garbage seldom, and never in what lives as long as the run: JAX, the tests and their tables."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)
