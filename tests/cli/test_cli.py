@@ -28,6 +28,7 @@ from pw.core.programs.program import Program as Graph
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from tests.devices.test_jax_backend import export
 from tests.stages.daemons import BOUND_S, Program, send, start_module, until
+from tests.stages.samples import long
 
 pytestmark = [
     pytest.mark.processes,
@@ -297,7 +298,7 @@ def test_a_worker_without_the_devices_it_promised_says_so(cluster: Cluster) -> N
     worker.until_alone()
 
 
-@pytest.mark.parametrize(("package", "said"), [("openpathways", "pw"), ("jax", "jax")])
+@pytest.mark.parametrize(("package", "said"), [("openpathways", "pw"), long("jax", "jax")])
 def test_another_version_is_refused(
     package: str, said: str, cluster: Cluster, tmp_path: Path
 ) -> None:
