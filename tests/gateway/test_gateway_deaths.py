@@ -12,7 +12,7 @@ import pw
 from pw.client.connection import current
 from pw.core.messages import Status
 from pw.sched.control.lineage import RECORDS_KEPT
-from tests.stages.daemons import Program, process_name, send, until
+from tests.stages.daemons import Program, command_line, process_name, send, until
 
 pytestmark = [
     pytest.mark.processes,
@@ -164,6 +164,11 @@ def test_what_the_controller_does_not_remember_is_lost_with_a_worker(
     assert "checkpoint" in scripts[0].out
 
 
+def is_gateway(pid: int) -> bool:
+    """Whether a process is a gateway, be it a fork or a new interpreter."""
+    return process_name(pid) == "pw-gateway" or "-m pw.cli.gateway" in command_line(pid)
+
+
 def test_the_end_of_its_gateway_is_an_error_for_a_script(
     cluster: pw.LocalCluster, scripts: list[Script], tmp_path: Path
 ) -> None:
@@ -174,7 +179,7 @@ def test_the_end_of_its_gateway_is_an_error_for_a_script(
     pids = [script.process.pid for script in scripts]
     names = {one.name for one in status().clients if not one.is_me}
     assert names == {f"python -c, pid {pid}" for pid in pids}, "not those of their gateways"
-    (gateway,) = [pid for pid in killed.family() if process_name(pid) == "pw-gateway"]
+    (gateway,) = filter(is_gateway, killed.family())
     send(gateway, signal.SIGKILL)
     killed.go_on()
     assert killed.process.returncode == 0, killed.err
