@@ -63,10 +63,11 @@ from pw.client.connection.children import (  # noqa: E402 - after the environmen
     stop_fork_server,
 )
 from tests.stages import programs  # noqa: E402
+from tests.stages.samples import examples  # noqa: E402
 
-hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("local", deadline=None, max_examples=examples(100))
 hypothesis.settings.register_profile(
-    "ci", deadline=None, max_examples=60, derandomize=True, print_blob=True
+    "ci", deadline=None, max_examples=examples(100), derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 

@@ -221,7 +221,7 @@ def test_the_session_ends_at_once_with_a_host_that_lives_in_this_process(
     mesh = pw.Mesh(devices, ("x",))
     kept = pw.put(np.ones((300, 300), np.float32), devices)
     kept.block_until_ready()
-    slow = lambda x: jax.lax.fori_loop(0, 2000, lambda i, v: jnp.sin(v @ v), x)  # noqa: E731
+    slow = lambda x: jax.lax.fori_loop(0, 1000, lambda i, v: jnp.sin(v @ v), x)  # noqa: E731
     with pytest.raises(pw.ComputationTimeout):
         pw.jit(slow, mesh=mesh, timeout=0.1)(kept).block_until_ready()
     with pytest.raises(pw.HostLost, match=r"LocalCluster.*pw\.connect\(\) begins another"):

@@ -28,7 +28,7 @@ from pw.testing.sim.census import held
 from tests.core.test_lower import BINDINGS, programs
 from tests.sched.test_scheduler import Bench
 from tests.stages.actors import World
-from tests.stages.samples import parts
+from tests.stages.samples import examples, parts
 from tests.stages.scripted import LARGE, SMALL, chain, copy, join, split
 
 DEVICE = DeviceAddress("h0", 0)
@@ -203,7 +203,7 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
     return highest
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(programs())
 def test_no_device_ever_holds_more_than_what_is_reserved(program: Program) -> None:
     plan, memories = lower_with_memory(program, BINDINGS)
@@ -458,7 +458,7 @@ def test_a_run_without_room_for_its_temporaries_is_told_how_much_it_needs() -> N
     assert "needs 15 B more" in str(no_room(ledger.memory, program, (), 1).error)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32 - 1))
 def test_the_count_is_right_whatever_happens(seed: int) -> None:
     """Never above the capacity by an admission, the largest temporaries in it, and nothing is left."""

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+MORE_EXAMPLES = "PW_TEST_MORE_EXAMPLES"
+"""A variable: how many times as many examples hypothesis makes as in `make test`."""
+
+
+def examples(many: int) -> int:
+    """Return how many examples hypothesis makes where `make long` makes so many or more."""
+    return max(1, many * int(os.environ.get(MORE_EXAMPLES, "1")) // 4)
 
 
 def long(*values: Any) -> Any:
