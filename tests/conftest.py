@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import select
@@ -58,12 +59,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(_caches, "config")
     atexit.register(shutil.rmtree, _caches, ignore_errors=True)
 
-from pw.client.connection.children import (  # noqa: E402 - after the environment is set
+from jax._src.interpreters import mlir  # noqa: E402 - after the environment is set
+
+from pw.client.connection.children import (  # noqa: E402
     start_fork_server,
     stop_fork_server,
 )
 from tests.stages import programs  # noqa: E402
 from tests.stages.samples import examples  # noqa: E402
+
+# JAX makes a context of MLIR for each function that it lowers, and `pw` for each module that it reads: with
+# what this empties of caches, a third of the time of tests that trace. Processes make theirs as for users.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=examples(100))
 hypothesis.settings.register_profile(
