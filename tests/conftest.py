@@ -83,7 +83,10 @@ GC_ALLOCATIONS = 100_000
 PR_SET_CHILD_SUBREAPER = 36
 
 
-LONG = {"test_sim.py", "test_pipelines.py", "test_islands.py", "test_example_model.py"}
+LONG = {
+    *("test_sim.py", "test_tracing.py", "test_while_loop.py", "test_pipelines.py"),
+    *("test_gradients.py", "test_moe.py"),
+}
 """The longest files without processes."""
 
 
@@ -94,10 +97,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage seldom, and never in what lives as long as the run: JAX, the tests and their tables."""
+    """Have the garbage collector begin seldom: it would spend a tenth of the time of tests."""
+    gc.set_threshold(GC_ALLOCATIONS, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_spared() -> None:
+    """Spare the garbage collector what exists before a module: JAX, its caches, all tests and their tables."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)
