@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import select
@@ -58,23 +59,34 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(_caches, "config")
     atexit.register(shutil.rmtree, _caches, ignore_errors=True)
 
-from pw.client.connection.children import (  # noqa: E402 - after the environment is set
+from jax._src.interpreters import mlir  # noqa: E402 - after the environment is set
+
+from pw.client.connection.children import (  # noqa: E402
     start_fork_server,
     stop_fork_server,
 )
 from tests.stages import programs  # noqa: E402
+from tests.stages.samples import examples  # noqa: E402
 
-hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
+# JAX makes a context of MLIR for each function that it lowers, and `pw` for each module that it reads: with
+# what this empties of caches, a third of the time of tests that trace. Processes make theirs as for users.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+hypothesis.settings.register_profile("local", deadline=None, max_examples=examples(100))
 hypothesis.settings.register_profile(
-    "ci", deadline=None, max_examples=60, derandomize=True, print_blob=True
+    "ci", deadline=None, max_examples=examples(100), derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 EXIT_GRACE_S = 5.0
+GC_ALLOCATIONS = 100_000
 PR_SET_CHILD_SUBREAPER = 36
 
 
-LONG = {"test_sim.py", "test_pipelines.py", "test_islands.py", "test_example_model.py"}
+LONG = {
+    *("test_sim.py", "test_tracing.py", "test_while_loop.py", "test_pipelines.py"),
+    *("test_gradients.py", "test_moe.py"),
+}
 """The longest files without processes."""
 
 
@@ -85,7 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what lives as long as the run: JAX, the tests and their tables."""
+    """Have the garbage collector begin seldom: it would spend a tenth of the time of tests."""
+    gc.set_threshold(GC_ALLOCATIONS, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_spared() -> None:
+    """Spare the garbage collector what exists before a module: JAX, its caches, all tests and their tables."""
     gc.collect()
     gc.freeze()
 

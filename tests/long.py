@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 from tests.stages.programs import ROOT
+from tests.stages.samples import MORE_EXAMPLES
 
 SEEDS, INPUTS = 100, 2_000_000
 """Seeds of each profile of the simulator, and inputs of the fuzzer, in a round."""
@@ -23,6 +24,9 @@ KILLS = (
     *("tests/client/test_pipeline_failures.py", "tests/gateway/test_gateway_deaths.py"),
     "tests/sched/test_controller_restart.py",
 )
+EXAMPLES = ("tests/core", "tests/sched", "tests/transport", "tests/devices/test_lanes.py")
+"""Where most tests of hypothesis are."""
+EXAMPLES_TIMES = 40
 CORES = os.cpu_count() or 1
 
 
@@ -36,6 +40,7 @@ def commands(first_round: int) -> Iterator[list[str]]:
         simulator = ["-m", "pw.cli.main", "sim", "--profile", "all", "--seeds", seeds]
         yield [*simulator, "--jobs", str(CORES)]
         yield ["-m", "tests.fuzz", "--inputs", str(INPUTS), "--seed", str(number)]
+        yield [*tests, *EXAMPLES]
         yield [*tests, "-m", "processes", *KILLS]
         number += 1
 
@@ -47,11 +52,12 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=1, help="the first one; it decides all seeds")
     options = parser.parse_args()
     end_s = time.monotonic() + 3600 * options.hours
+    environment = os.environ | {MORE_EXAMPLES: str(EXAMPLES_TIMES)}
     for arguments in commands(options.round):
         command = [sys.executable, *arguments]
         left_s = max(1.0, end_s - time.monotonic())
         print(f"$ {shlex.join(command)}  # {left_s / 3600:.1f} h left", flush=True)
-        running = subprocess.Popen(command, cwd=ROOT)
+        running = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             code = running.wait(left_s)
         except subprocess.TimeoutExpired:

@@ -60,6 +60,7 @@ def processes(tmp_path: Path) -> Iterator[list[Program]]:
             one.kill()
 
 
+@pytest.mark.long
 def test_hosts_are_killed_and_stopped(
     processes: list[Program],
 ) -> None:

@@ -319,6 +319,7 @@ def test_a_checkpoint_is_answered_when_the_supervisor_has_it(grown: Grown) -> No
     np.testing.assert_array_equal(state, np.full(COLUMNS, 22))
 
 
+@pytest.mark.long
 @of(islands=2)
 def test_islands_come_and_go_while_others_work(grown: Grown) -> None:
     training = grown.training("island-0", 1)
@@ -380,6 +381,7 @@ def large_left() -> int:
     )
 
 
+@pytest.mark.long
 def test_the_example_reaches_the_same_losses(tmp_path: Path) -> None:
     """A pipeline over two islands, with a spare; see the example for what is killed when."""
     example = start_module(

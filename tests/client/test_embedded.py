@@ -126,7 +126,6 @@ print("up", flush=True)
 """
 
 ENDS = {
-    # Those that work until they are killed come first: all are started at the same time.
     "gets Ctrl-C": (
         PENDING + "np.asarray(x)\nwhile True: time.sleep(0.1)",
         signal.SIGINT,
@@ -141,25 +140,19 @@ ENDS = {
 OWN_WORDS = {"raises": "KeyError: 'mine'", "gets Ctrl-C": "KeyboardInterrupt"}
 
 
-@pytest.fixture(scope="module")
-def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
-    """All scripts of the table, at the same time."""
-    folder = tmp_path_factory.mktemp("ending")
-    scripts = {how: Program(folder, ["-c", PRELUDE + body]) for how, (body, _, _) in ENDS.items()}
-    yield scripts
-    for script in scripts.values():
-        script.kill()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ENDS)
-def test_an_exit_is_silent_and_leaves_nothing_behind(how: str, ending: dict[str, Program]) -> None:
-    script, (_, number, code) = ending[how], ENDS[how]
-    script.until_says("up", 60)
-    if number is not None:
-        script.process.send_signal(number)
-    assert script.end(60) == code, script.err
-    script.until_alone()
+def test_an_exit_is_silent_and_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+    body, number, code = ENDS[how]
+    script = Program(tmp_path, ["-c", PRELUDE + body])
+    try:
+        script.until_says("up", 60)
+        if number is not None:
+            script.process.send_signal(number)
+        assert script.end(60) == code, script.err
+        script.until_alone()
+    finally:
+        script.kill()
     lines = script.err.splitlines()
     if how in OWN_WORDS:
         assert lines[0].startswith("Traceback"), script.err
@@ -228,7 +221,7 @@ def test_the_session_ends_at_once_with_a_host_that_lives_in_this_process(
     mesh = pw.Mesh(devices, ("x",))
     kept = pw.put(np.ones((300, 300), np.float32), devices)
     kept.block_until_ready()
-    slow = lambda x: jax.lax.fori_loop(0, 2000, lambda i, v: jnp.sin(v @ v), x)  # noqa: E731
+    slow = lambda x: jax.lax.fori_loop(0, 1000, lambda i, v: jnp.sin(v @ v), x)  # noqa: E731
     with pytest.raises(pw.ComputationTimeout):
         pw.jit(slow, mesh=mesh, timeout=0.1)(kept).block_until_ready()
     with pytest.raises(pw.HostLost, match=r"LocalCluster.*pw\.connect\(\) begins another"):

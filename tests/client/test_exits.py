@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.gateway.test_pathways import AS_PROXY
 from tests.stages.daemons import Program, until
 from tests.stages.gateway_stage import Stage
+from tests.stages.samples import diagonal, long
 
 pytestmark = pytest.mark.processes
 
@@ -80,9 +82,11 @@ for _ in range(600):  # more than there may be in flight
     add(x)
 write(x)
 """
-REFUSED = (
-    AS_PROXY
-    + """
+HANDED_OVER = """
+jax.device_put(jnp.ones(()), jax.devices()[1]).block_until_ready()
+"""
+"""The gateway has read the calls before. A script that ends earlier loses some."""
+REFUSED = """
 import jax.numpy as jnp
 try:
     jax.jit(lambda x: jax.debug.print("{}", x))(jnp.ones(()))
@@ -90,7 +94,6 @@ except jax.errors.JaxRuntimeError as error:
     print(error)
 jax.jit(lambda x: x + 1)(jnp.ones(()))
 """
-)
 NOT_ALLOWED = """
 import sys
 import jax, jax.numpy as jnp
@@ -110,45 +113,53 @@ except pw.PythonRefused:
 """
 ENDS = {"by itself": ("", 0), "by sys.exit": ("sys.exit(3)", 3), "by an error": ("1 / 0", 1)}
 SETTINGS = ["embedded", "a cluster"]
-ENDINGS = [(how, "embedded") for how in ENDS] + [("by itself", "a cluster")]
+ENDINGS = [
+    *[("by itself", "embedded"), ("by itself", "a cluster"), ("by an error", "embedded")],
+    long("by sys.exit", "embedded"),
+]
+
+
+class Scripts:
+    """Every script in every setting, started by the first test that asks for it."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self._stage, self._folder = stage, folder
+        self.started: list[Program] = []
+
+    def start(self, setting: str, body: str) -> Program:
+        """Start a script of plain JAX, or of pw."""
+        address = self._stage.cluster.address or ""
+        variables = {"PW_DEVICES": "2", "JAX_PLATFORMS": "pw"}
+        if "\nimport pw\n" in body:
+            del variables["JAX_PLATFORMS"]
+        if setting == "embedded":
+            variables["PW_ISLANDS"] = ""
+        elif setting == "a cluster":
+            variables |= {"PW_ISLANDS": "island-0", "PW_ADDRESS": address}
+        else:
+            body = AS_PROXY + body
+            variables = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": self._stage.address}
+        script = Program(self._folder, ["-c", body], **variables)
+        self.started.append(script)
+        return script
 
 
 @pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Program]]:
-    """Every script in every setting, at the same time."""
-    folder = tmp_path_factory.mktemp("exits")
-    bodies = {how: CALLED + end for how, (end, _) in ENDS.items()}
-    bodies |= {f"host function, {how}": HOST_FUNCTION + end for how, (end, _) in ENDS.items()}
-    bodies |= {"with a caught error": CAUGHT, "colocated": COLOCATED}
-    started = {}
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
     with Stage() as stage:
+        scripts = Scripts(stage, tmp_path_factory.mktemp("exits"))
         try:
-            for setting in SETTINGS:
-                where = {} if setting == "embedded" else {"PW_ADDRESS": stage.cluster.address or ""}
-                where["PW_ISLANDS"] = "" if setting == "embedded" else "island-0"
-                for how, body in bodies.items():
-                    if how in ENDS and (how, setting) not in ENDINGS:
-                        continue
-                    platform = {} if body.startswith(HOST_FUNCTION) else {"JAX_PLATFORMS": "pw"}
-                    variables = {"PW_DEVICES": "2"} | platform | where
-                    started[setting, how] = Program(folder, ["-c", body], **variables)
-            proxy = {"JAX_PLATFORMS": "proxy,cpu", "JAX_BACKEND_TARGET": stage.address}
-            for how, end in (("untold", ""), ("told", CATCH)):
-                where = {"PW_ADDRESS": stage.cluster.address or ""}
-                started["a cluster", how] = Program(folder, ["-c", NOT_ALLOWED + end], **where)
-            for how, body in (("refused", REFUSED), ("colocated", AS_PROXY + COLOCATED)):
-                started["a gateway", how] = Program(folder, ["-c", body], **proxy)
-            yield started
+            yield scripts
         finally:
-            for script in started.values():
+            for script in scripts.started:
                 script.kill()
 
 
 @pytest.mark.parametrize(("how", "setting"), ENDINGS)
 def test_effects_of_the_last_call_happen_when_a_script_ends(
-    how: str, setting: str, scripts: dict[tuple[str, str], Program]
+    how: str, setting: str, scripts: Scripts
 ) -> None:
-    script = scripts[setting, how]
+    script = scripts.start(setting, CALLED + ENDS[how][0])
     assert script.end() == ENDS[how][1], script.err
     assert script.out == "printed 4.0\n"
     assert (script.folder / "written").read_text() == "4.0"
@@ -160,32 +171,30 @@ def test_effects_of_the_last_call_happen_when_a_script_ends(
     )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["embedded", long("a cluster")])
 def test_the_caught_error_of_a_callback_is_not_told_at_the_end(
-    setting: str, scripts: dict[tuple[str, str], Program]
+    setting: str, scripts: Scripts
 ) -> None:
-    script = scripts[setting, "with a caught error"]
+    script = scripts.start(setting, CAUGHT)
     assert script.end() == 0, script.err
     assert script.out == "caught\n"
     assert script.err.count("ValueError: of this callback") <= 2, script.err  # logged by JAX
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("how", ENDS)
-def test_a_host_function_ends_before_its_script(
-    how: str, setting: str, scripts: dict[tuple[str, str], Program]
-) -> None:
-    script = scripts[setting, f"host function, {how}"]
+@pytest.mark.parametrize(("how", "setting"), diagonal([*ENDS], SETTINGS))
+def test_a_host_function_ends_before_its_script(how: str, setting: str, scripts: Scripts) -> None:
+    script = scripts.start(setting, HOST_FUNCTION + ENDS[how][0])
     assert script.end() == ENDS[how][1], script.err
     assert script.err == "" or how == "by an error"
     assert (script.folder / "written").read_text() == "4.0"
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, "a gateway"])
+@pytest.mark.parametrize("setting", ["embedded", long("a cluster"), "a gateway"])
 def test_a_colocated_function_ends_though_its_script_has_ended(
-    setting: str, scripts: dict[tuple[str, str], Program]
+    setting: str, scripts: Scripts
 ) -> None:
-    script = scripts[setting, "colocated"]
+    handed_over = HANDED_OVER if setting == "a gateway" else ""
+    script = scripts.start(setting, COLOCATED + handed_over)
     assert script.end() == 0, script.err
     assert "Traceback" not in script.err
     written = script.folder / "written"
@@ -195,9 +204,9 @@ def test_a_colocated_function_ends_though_its_script_has_ended(
 
 
 def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
-    scripts: dict[tuple[str, str], Program],
+    scripts: Scripts,
 ) -> None:
-    script = scripts["a gateway", "refused"]
+    script = scripts.start("a gateway", REFUSED)
     assert script.end() == 0, script.err
     assert "callback" in script.out
     assert "Traceback" not in script.err
@@ -205,9 +214,9 @@ def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
 
 @pytest.mark.parametrize("how", ["told", "untold"])
 def test_a_script_says_which_function_was_not_called_unless_it_knows(
-    how: str, scripts: dict[tuple[str, str], Program]
+    how: str, scripts: Scripts
 ) -> None:
-    script = scripts["a cluster", how]
+    script = scripts.start("a cluster", NOT_ALLOWED + (CATCH if how == "told" else ""))
     assert script.end() == 0, script.err
     if how == "told":
         assert (script.out, script.err) == ("caught\n", "")

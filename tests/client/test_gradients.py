@@ -18,6 +18,7 @@ from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT
+from tests.stages.samples import long
 from tests.stages.stage import mesh_on
 
 Place = Callable[..., Any]
@@ -236,7 +237,7 @@ def test_values_and_gradients_are_those_of_plain_jax(meshes: list[pw.Mesh], case
     near(pw.get(inside(*args)), gradient)
 
 
-@pytest.mark.parametrize("case", ["a chain over two islands", "a shared parameter"])
+@pytest.mark.parametrize("case", [long("a chain over two islands"), "a shared parameter"])
 def test_gradients_of_gradients(meshes: list[pw.Mesh], case: str) -> None:
     make, args, _ = CASES[case]
 

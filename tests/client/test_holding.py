@@ -25,6 +25,7 @@ from pw.testing import InProcessCluster
 from tests.client import test_cond as conds
 from tests.client import test_gradients_of_data as gradients
 from tests.stages.daemons import until
+from tests.stages.samples import diagonal
 
 ROWS = LEAST_BYTES // (4 * 64)
 LARGE = np.linspace(0.5, 1, ROWS * 64, dtype=np.float32).reshape(ROWS, 64)
@@ -133,8 +134,7 @@ CASES: dict[str, tuple[Callable[..., Any], int, int]] = {
 """Each: a function, and how many times the operand is sent if the predicate is false, and true."""
 
 
-@pytest.mark.parametrize("spec", [P(), P("x")])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "spec"), diagonal([*CASES], [P(), P("x")]))
 def test_only_the_taken_branch_is_sent_its_operands(place: Place, name: str, spec: Any) -> None:
     case, *times = CASES[name]
     program = pw.program(lambda x, limit: jax.tree.map(FEW, case(place, pw.cond, x, limit)))
@@ -154,8 +154,7 @@ def all_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_held")
-@pytest.mark.parametrize("size", [1.0, 3.0, 600.0])
-@pytest.mark.parametrize("name", conds.CASES)
+@pytest.mark.parametrize(("name", "size"), diagonal([*conds.CASES], [1.0, 3.0, 600.0]))
 def test_values_are_the_same_with_holds_everywhere(place: Place, name: str, size: float) -> None:
     conds.test_it_gives_what_jax_gives(conds.Place(), name, size)
 

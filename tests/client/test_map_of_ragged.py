@@ -13,6 +13,7 @@ import pytest
 import pw
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
+from tests.stages.samples import diagonal, long
 from tests.stages.scripts import TWO_GANGS, two_clients_say_ok, two_gangs
 
 WIDTH = 3
@@ -61,7 +62,7 @@ def check(made: Any, wanted: list[Any], count: int, capacity: int) -> None:
         assert not found.rows[count:].any(), "there are zeros behind the count"
 
 
-@pytest.mark.parametrize("capacity", [1, 4, 40])
+@pytest.mark.parametrize("capacity", [1, 4, long(40)])
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_values_are_those_of_the_rows_that_count(
     meshes: Any, hosts: int, capacity: int
@@ -128,8 +129,7 @@ def test_rows_behind_the_count_are_not_sent(cluster: InProcessCluster, meshes: A
         until(lambda wanted=wanted: abs(sent() - wanted) < 0.1, f"{wanted} rows were sent")
 
 
-@pytest.mark.parametrize("count", [0, 2, 5])
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(("count", "hosts"), diagonal([0, 2, 5], [1, 2]))
 def test_gradients_are_those_of_the_rows_that_count(meshes: Any, hosts: int, count: int) -> None:
     here, there = meshes[0], meshes[hosts - 1]
     rows, w = rows_of(5) / 7, np.arange(1, 1 + WIDTH, dtype=np.float32)

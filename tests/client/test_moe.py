@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.moe import routing
 from pw.testing import InProcessCluster
+from tests.stages.samples import diagonal
 from tests.stages.stage import mesh_on
 
 ROWS, WIDTH, EXPERTS = 32, 6, 4
@@ -87,9 +88,9 @@ def whole(params: Any) -> Any:
     return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)
 
 
-@pytest.mark.parametrize("where", ["one slice", "islands"])
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("factor", [0.5, 1.25, 9.0])
+@pytest.mark.parametrize(
+    ("factor", "top_k", "where"), diagonal([0.5, 1.25, 9.0], [1, 2], ["one slice", "islands"])
+)
 def test_results_are_those_of_all_experts_on_all_rows(
     place: Place, where: str, top_k: int, factor: float
 ) -> None:
@@ -103,8 +104,7 @@ def test_results_are_those_of_all_experts_on_all_rows(
         assert y.sharding == pw.NamedSharding(place.rows, P("x"))
 
 
-@pytest.mark.parametrize("where", ["one slice", "islands"])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("where", "top_k"), diagonal(["one slice", "islands"], [2, 1]))
 def test_gradients_are_those_of_all_experts_on_all_rows(
     place: Place, where: str, top_k: int
 ) -> None:
@@ -255,10 +255,9 @@ def test_rows_may_lie_on_several_islands(place: Place, spec: P) -> None:
         return (y**2).sum() + balance
 
     wanted = jax.value_and_grad(wanted_loss, (0, 1))(PARAMS, X)
-    for x in (X, pw.put(X, sharding=rows)):
-        value, (by_params, by_x) = pw.value_and_grad(loss, (0, 1))(params, x)
-        got = pw.get(value), (whole(by_params), pw.get(by_x))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted)
+    value, (by_params, by_x) = pw.value_and_grad(loss, (0, 1))(params, pw.put(X, sharding=rows))
+    got = pw.get(value), (whole(by_params), pw.get(by_x))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted)
     y, balance = layer(params, pw.put(X, sharding=rows), LOGITS)
     wanted_y, wanted_balance = dense(PARAMS, X, LOGITS, 2, groups)
     np.testing.assert_allclose(y, wanted_y, atol=1e-5)

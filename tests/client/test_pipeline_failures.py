@@ -42,6 +42,7 @@ def runtime_of(island: str) -> int:
     return 0
 
 
+@pytest.mark.long
 def test_a_host_killed_in_the_middle_of_a_step_changes_no_bit() -> None:
     draw = np.random.default_rng(0)
     params = [draw.standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.2 for _ in range(4)]

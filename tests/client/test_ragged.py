@@ -17,6 +17,7 @@ from pw.core.programs.counted import filled, joined, most_bytes, packed, unpacke
 from pw.core.programs.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, box_shape, box_slices
 from pw.testing import InProcessCluster
+from tests.stages.samples import diagonal
 
 LARGE = 64
 """Rows of this width are more than a message takes."""
@@ -227,8 +228,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("kind", [int, jnp.asarray])
-@pytest.mark.parametrize("how", GIVEN)
+@pytest.mark.parametrize(("how", "kind"), diagonal([*GIVEN], [int, jnp.asarray]))
 def test_impossible_counts_of_this_process_are_refused(meshes: Any, how: str, kind: Any) -> None:
     first, second = meshes
     take = pw.jit(lambda r: r.mask().sum(), mesh=second)

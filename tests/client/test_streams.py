@@ -342,6 +342,7 @@ def trained(mesh: pw.Mesh, steps: int, disturb: Callable[[int], object]) -> np.n
     return np.asarray(w)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_host_killed_in_the_middle_of_a_stream_changes_nothing() -> None:
     with pw.LocalCluster(hosts_per_island=2, devices_per_host=1, allow_python=True) as cluster:

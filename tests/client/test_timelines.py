@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -34,7 +32,7 @@ from pw.core.recorder import LIMIT, WIDTH, Recorder
 from pw.core.timeline import AT_ONCE, LEASE_S, PART, Recordings
 from pw.testing import InProcessCluster
 from tests.stages.actors import FakeEnv, World
-from tests.stages.daemons import until
+from tests.stages.daemons import start_module, until
 
 # --- the records of one process ----------------------------------------------------------------------
 
@@ -595,15 +593,12 @@ def test_a_host_that_is_killed_leaves_what_it_has_not_sent(tmp_path: Path) -> No
         for call in calls:
             call(zero).block_until_ready()
         path = tmp_path / "seen.json"
-        command = [sys.executable, "-m", "pw.cli.main", "trace", "--seconds", "1", "-o", str(path)]
-        watching = subprocess.Popen(
-            [*command, "--address", cluster.address], stdout=subprocess.PIPE, text=True
-        )
-        while watching.poll() is None:
+        options = ("--seconds", 1, "-o", path, "--address", cluster.address)
+        watching = start_module("pw.cli.main", "trace", *options, folder=tmp_path)
+        while watching.process.poll() is None:
             calls[0](zero).block_until_ready()
-        assert watching.returncode == 0
-        told = watching.communicate(timeout=30)[0]
-        assert "clocks agree within" in told
+        assert watching.end() == 0, watching.err
+        assert "clocks agree within" in watching.out
         assert rows(opened(path))["host island-0-host-0: device 0"]
         assert process_name() in path.read_text()
 

@@ -818,7 +818,7 @@ def few_kept() -> Any:
 def test_operators_that_are_not_used_for_long_are_forgotten(rt: LocalRuntime) -> None:
     value = np.arange(100, dtype=np.float32)
     x = put(value, few_kept())
-    for start in range(50):
+    for start in range(25):
         part = x[start : start + 5 : 2]
         np.testing.assert_array_equal(np.asarray(part), value[start : start + 5 : 2])
         assert float(x.sum()) == value.sum()
@@ -832,7 +832,7 @@ def test_operators_that_are_not_used_for_long_are_forgotten(rt: LocalRuntime) ->
 
 def test_operands_and_moves_of_ever_new_kinds_are_forgotten(rt: LocalRuntime) -> None:
     on = few_kept()
-    for size in range(1, 13):
+    for size in range(1, 8):
         x = put(np.ones(size, np.float32), on)
         assert float(x.sum()) == size
         assert (x * 2).clip(0, 1 / size).tolist() == [np.float32(1 / size)] * size

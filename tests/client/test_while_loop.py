@@ -17,6 +17,7 @@ import pw
 from pw.client.loops import driver
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
+from tests.stages.samples import long
 from tests.stages.scripts import TWO_GANGS, finish, start_client, two_clients_say_ok, two_gangs
 from tests.stages.stage import interrupted_in_its_wait
 
@@ -424,7 +425,7 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
 # --- pw.map --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 40])
+@pytest.mark.parametrize("size", [0, 1, 3, long(40)])
 def test_map_gives_what_jax_gives(place: Place, size: int) -> None:
     xs = {"a": np.arange(size * 3, dtype=np.float32).reshape(size, 3), "b": np.arange(size)}
     on_devices = xs | {"a": pw.put(xs["a"], sharding=pw.NamedSharding(place.there, P()))}

@@ -22,6 +22,7 @@ from pw.core.errors import ProtocolError
 from pw.core.sharding import Placement
 from pw.transport.links import codec
 from tests.stages.programs import ROOT
+from tests.stages.samples import examples
 
 KINDS = messages.REMOTE
 ENVELOPE = b"\x93\xa0\xa0"
@@ -80,7 +81,7 @@ envelopes = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_every_message_comes_back_as_it_was(kind: type, data: st.DataObject) -> None:
     message = data.draw(values_of(kind))
@@ -94,7 +95,7 @@ def test_a_frame_comes_back_in_order(sequence: int, sent: list[Any]) -> None:
     assert codec.decode(codec.encode_frame(sequence, sent)) == codec.Frame(sequence, sent)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=200))
 def test_random_bytes_are_malformed(data: bytes) -> None:
     decode_or_malformed(data)
@@ -170,7 +171,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(trees)
 def test_objects_are_counted_right(value: Any) -> None:
     def objects(value: Any) -> int:

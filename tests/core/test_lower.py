@@ -22,6 +22,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Shard
 from pw.transport.links import codec
 from tests.stages.interpreter import Interpreter, sequentially
 from tests.stages.layouts import shards
+from tests.stages.samples import examples
 
 SHAPE = (4, 8)
 A_HOSTS, B_HOSTS = ("a0", "a1"), ("b0", "b1")
@@ -200,7 +201,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program("p", tuple(computations), tuple(nodes), inputs, tuple(outputs), donated_inputs)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(programs(), st.integers(0, 2**32 - 1), st.booleans())
 def test_every_program_computes_what_it_says(program: Program, seed: int, strict: bool) -> None:
     plan = lower(program, BINDINGS)

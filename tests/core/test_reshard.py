@@ -14,6 +14,7 @@ from pw.core.programs.plan import BoxCopy, Route
 from pw.core.programs.reshard import plan_routes, route_layout
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, Placement, Sharding, dtype_of
 from tests.stages.layouts import divisible_shape, pack, shardings, shards, unpack
+from tests.stages.samples import examples
 
 Devices = tuple[DeviceAddress, ...]
 
@@ -66,7 +67,7 @@ def moves(draw: st.DrawFn) -> tuple[ArraySpec, ArraySpec, Devices, Devices]:
     return source, destination, tuple(places[0]), tuple(places[1][: sides[1].device_count])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(moves())
 def test_any_layout_becomes_any_other(move: tuple[ArraySpec, ArraySpec, Devices, Devices]) -> None:
     source, destination, here, there = move
@@ -79,7 +80,7 @@ def test_any_layout_becomes_any_other(move: tuple[ArraySpec, ArraySpec, Devices,
         assert (written[position] == 1).all()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(moves())
 def test_the_nearest_replica_gives_and_nothing_crosses_twice(
     move: tuple[ArraySpec, ArraySpec, Devices, Devices],

@@ -24,6 +24,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Shard
 from pw.testing import InProcessCluster
 from tests.core.test_lower import BINDINGS, check_reporters, check_shape, programs
 from tests.stages.interpreter import apply
+from tests.stages.samples import examples
 
 MIB = 1 << 20
 P = jax.sharding.PartitionSpec
@@ -204,7 +205,7 @@ def _results(program: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
     return [values[output.value.node, output.value.index] for output in program.outputs]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_every_program_computes_the_same(program: Program) -> None:
     with pytest.MonkeyPatch.context() as patch:

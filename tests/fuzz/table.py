@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fuzz.target import Target
 from tests.fuzz.targets import bulk, checkpoints, compiling, frames, grpc, handlers, trust, zmtp
 
-INPUTS = 200_000
+INPUTS = 80_000
 """Of all targets together, in `make test`."""
 
 TARGETS: dict[str, Target] = {

@@ -11,6 +11,7 @@ import pytest
 
 from tests.gateway.gateway_cases import CASES, Case
 from tests.stages.gateway_stage import Stage
+from tests.stages.samples import long
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +36,17 @@ def seen(case: Case, devices: Sequence[Any]) -> Any:
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+ALSO_FROM_OTHERS = {
+    *("random_numbers", "linear_algebra", "puts_on_each_device", "another_order_of_devices"),
+    *("ready_arrays", "gradients_and_transformations", "control_flow", "some_of_the_devices"),
+    *("collectives_in_shard_map", "a_mesh_of_two_dimensions_with_transposed_specs"),
+}
+"""What the other cases use as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [long(name) if name in ALSO_FROM_OTHERS else name for name in CASES]
+)
 def test_it_is_as_in_plain_jax(name: str, devices: Sequence[Any]) -> None:
     plain = seen(CASES[name], jax.devices("cpu")[:8])
     here = seen(CASES[name], devices)

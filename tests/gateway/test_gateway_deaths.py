@@ -12,7 +12,7 @@ import pw
 from pw.client.connection import current
 from pw.core.messages import Status
 from pw.sched.control.lineage import RECORDS_KEPT
-from tests.stages.daemons import Program, process_name, send, until
+from tests.stages.daemons import Program, command_line, process_name, send, until
 
 pytestmark = [
     pytest.mark.processes,
@@ -129,30 +129,44 @@ def status() -> Status:
     return current.runtime().ask.status(20.0)
 
 
-def test_training_goes_on_when_a_worker_is_killed(
-    cluster: pw.LocalCluster, scripts: list[Script], tmp_path: Path
-) -> None:
-    """What is lost is computed again; DATA_LOSS if that is more runs than the controller remembers."""
-    training = Script(tmp_path, TRAINING, cluster.address)
-    beyond = f"RUNS = {RECORDS_KEPT + 100}\n{FOR_LONG}"
-    donating_for_long = Script(tmp_path, beyond, cluster.address)
-    scripts += [training, donating_for_long]
+def kill_the_worker(scripts: list[Script]) -> None:
+    """Kill the runtime, and let the scripts go on with another one, to their ends."""
     for script in scripts:
         script.until_says("killed?", 90)
     before = runtime_pid()
     assert before is not None
     send(before, signal.SIGKILL)
     until(lambda: runtime_pid() not in (before, None), "another runtime", 60)
-    training.go_on()
-    assert training.out == "killed?\nok\n", training.err
-    donating_for_long.go_on()
-    assert "error DATA_LOSS: " in donating_for_long.out, donating_for_long.out
-    assert "checkpoint" in donating_for_long.out
     for script in scripts:
+        script.go_on()
         assert script.process.returncode == 0
         assert script.err == ""
         script.until_alone()
     until(lambda: all(one.is_me for one in status().clients), "the end of the scripts' sessions")
+
+
+def test_training_goes_on_when_a_worker_is_killed(
+    cluster: pw.LocalCluster, scripts: list[Script], tmp_path: Path
+) -> None:
+    scripts.append(Script(tmp_path, TRAINING, cluster.address))
+    kill_the_worker(scripts)
+    assert scripts[0].out == "killed?\nok\n"
+
+
+@pytest.mark.long
+def test_what_the_controller_does_not_remember_is_lost_with_a_worker(
+    cluster: pw.LocalCluster, scripts: list[Script], tmp_path: Path
+) -> None:
+    beyond = f"RUNS = {RECORDS_KEPT + 100}\n{FOR_LONG}"
+    scripts.append(Script(tmp_path, beyond, cluster.address))
+    kill_the_worker(scripts)
+    assert "error DATA_LOSS: " in scripts[0].out
+    assert "checkpoint" in scripts[0].out
+
+
+def is_gateway(pid: int) -> bool:
+    """Whether a process is a gateway, be it a fork or a new interpreter."""
+    return process_name(pid) == "pw-gateway" or "-m pw.cli.gateway" in command_line(pid)
 
 
 def test_the_end_of_its_gateway_is_an_error_for_a_script(
@@ -165,7 +179,7 @@ def test_the_end_of_its_gateway_is_an_error_for_a_script(
     pids = [script.process.pid for script in scripts]
     names = {one.name for one in status().clients if not one.is_me}
     assert names == {f"python -c, pid {pid}" for pid in pids}, "not those of their gateways"
-    (gateway,) = [pid for pid in killed.family() if process_name(pid) == "pw-gateway"]
+    (gateway,) = filter(is_gateway, killed.family())
     send(gateway, signal.SIGKILL)
     killed.go_on()
     assert killed.process.returncode == 0, killed.err

@@ -56,6 +56,7 @@ def numbers(text: str) -> list[float]:
     return [float(word) for word in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:

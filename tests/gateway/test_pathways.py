@@ -25,6 +25,7 @@ from pw.core import errors
 from pw.gateway import statuses, tiles
 from tests.stages.gateway_stage import Stage
 from tests.stages.programs import run_python
+from tests.stages.samples import examples
 
 P = PartitionSpec
 VALUE = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -92,7 +93,7 @@ def named(draw: st.DrawFn) -> NamedSharding:
 
 
 @given(named())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_tiles_are_where_jax_says(sharding: NamedSharding) -> None:
     shape = (8, 8, 16)
     serialized = sharding._to_xla_hlo_sharding(3).to_proto().SerializeToString()

@@ -236,6 +236,7 @@ def test_a_benchmark_runs(tmp_path: Path) -> None:
     assert not written["bars"]  # a quick run has no bars
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_gpu_benchmark_runs_as_a_script_and_reports_a_missing_gpu(tmp_path: Path) -> None:
     """The folder of the script has a module `concurrent`, which must not hide Python's own."""

@@ -10,6 +10,7 @@ import pytest
 from examples.feeding import learned_pairs, merged
 from pw.testing import InProcessCluster
 from tests.stages.programs import ROOT, run_python, without_address
+from tests.stages.samples import long
 
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,14 +35,19 @@ def test_byte_pairs() -> None:
     [
         (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
         (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
-        (
+        long(
             ["examples.moe", "--steps", "12"],
             r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",
         ),
-        (["examples.branches"], "12 requests, 4 of them for the large model; all as in plain JAX"),
-        (["examples.decoding"], "8 sequences of 1 to 33 tokens, in 34 steps; as in plain JAX"),
-        (["examples.rollouts"], r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n"),
-        (
+        long(
+            ["examples.branches"], "12 requests, 4 of them for the large model; all as in plain JAX"
+        ),
+        long(["examples.decoding"], "8 sequences of 1 to 33 tokens, in 34 steps; as in plain JAX"),
+        long(
+            ["examples.rollouts"],
+            r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n",
+        ),
+        long(
             ["examples.serving", "--seconds", "1"],
             r"small +1 .* ms\nlarge +3 .* ms",
         ),

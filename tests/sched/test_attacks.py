@@ -316,7 +316,7 @@ def test_lowering_takes_time_in_proportion_to_the_arguments(lowering: Callable[.
             gc.enable()
         return min(taken)
 
-    assert seconds(40_000) < 60 * seconds(4_000)
+    assert seconds(20_000) < 60 * seconds(2_000)
 
 
 # --- other messages --------------------------------------------------------------------------------------
@@ -549,8 +549,8 @@ def test_offered_arrays_are_deleted_in_proportion_to_their_number() -> None:
         stage.tell(msg.Delete(tuple(arrays)))
         return time.thread_time() - began
 
-    few = min(seconds(4_000) for _ in range(3))
-    assert min(seconds(40_000) for _ in range(2)) < 60 * few
+    few = min(seconds(2_000) for _ in range(3))
+    assert min(seconds(20_000) for _ in range(2)) < 60 * few
 
 
 def test_a_client_that_comes_back_may_tell_any_story() -> None:

@@ -17,6 +17,7 @@ from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.sched.control import uploads
 from pw.sched.control.runs import CREDITS_S
 from tests.stages.actors import FakeHost, World
+from tests.stages.samples import parts
 from tests.stages.scripted import LARGE, SMALL, Client, chain, copy, digest, join, split
 
 X = np.arange(SMALL)
@@ -273,10 +274,13 @@ def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
     stage.check_idle()
 
 
+@pytest.mark.parametrize("seeds", parts(range(25), 4))
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("how", ["donated", "deleted", "used"])
-def test_arrays_may_be_given_away_before_their_upload_has_ended(how: str, inline: bool) -> None:
-    for seed in range(25):
+def test_arrays_may_be_given_away_before_their_upload_has_ended(
+    seeds: list[int], how: str, inline: bool
+) -> None:
+    for seed in seeds:
         stage = Stage(seed)
         client = stage.client
         spec = split(stage.slice, 2, LARGE)
@@ -365,8 +369,9 @@ def test_arrays_that_are_deleted_and_never_uploaded_are_bounded(
     np.testing.assert_array_equal(client.value(client.run(program, late)[0]), X + 1)
 
 
-def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", parts(range(20), 4))
+def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler(seeds: list[int]) -> None:
+    for seed in seeds:
         stage = Stage(seed)
         client = stage.client
         program = client.program(chain([stage.spec] * 3))
@@ -382,8 +387,9 @@ def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler() -> None:
         assert all(not any(host.census().values()) for host in stage.hosts)
 
 
-def test_two_islands_drop_an_array_each_when_its_users_there_have_gone() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", parts(range(20), 4))
+def test_two_islands_drop_an_array_each_when_its_users_there_have_gone(seeds: list[int]) -> None:
+    for seed in seeds:
         stage = Stage(seed)
         stage.hosts += [stage.world.host(f"k{rank}", "k", 2) for rank in range(2)]
         stage.world.settle()

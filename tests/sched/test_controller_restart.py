@@ -52,6 +52,7 @@ from tests.stages.actors import World
 from tests.stages.daemons import Program as Script
 from tests.stages.fake_devices import FakeBulk
 from tests.stages.local_runtime import QuietThread
+from tests.stages.samples import long, some
 from tests.stages.scripted import LARGE, SMALL, chain, copy, digest, split
 from tests.stages.supervised import SupervisedHost
 
@@ -286,21 +287,21 @@ def restart(cluster: Cluster, seed: int) -> Any:
     return happen
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40), 3))
 def test_a_controller_is_started_again_at_any_moment(seed: int) -> None:
     cluster = Cluster(seed, elements=LARGE if seed % 4 == 0 else SMALL)
     again = restart(cluster, seed)
     look(cluster, work(cluster, seed, 40, {seed % 40: again}))
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", some(range(18), 3))
 def test_a_controller_is_started_again_and_again(seed: int) -> None:
     cluster = Cluster(seed)
     again = restart(cluster, seed)
     look(cluster, work(cluster, seed, 40, {10: again, 11 + seed % 9: again, 30: again}))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40), 3))
 def test_a_host_crashes_while_there_is_no_controller(seed: int) -> None:
     cluster = Cluster(seed, spares=seed % 2)
     dice = random.Random(f"crash {seed}")
@@ -712,7 +713,7 @@ def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads(deleted: bool)
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20)))
 def test_a_host_and_its_controller_lose_sight_of_each_other(seed: int) -> None:
     cluster = Cluster(seed)
     user, world = cluster.user, cluster.world
@@ -893,7 +894,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("hosts", "how"), [(1, ("SIGTERM", "SIGKILL")), (2, ("SIGKILL", "SIGTERM"))]
+    ("hosts", "how"), [(1, ("SIGTERM", "SIGKILL")), long(2, ("SIGKILL", "SIGTERM"))]
 )
 def test_a_training_loop_goes_on_under_another_controller(
     tmp_path: Path, hosts: int, how: tuple[str, str]

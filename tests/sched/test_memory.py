@@ -28,6 +28,7 @@ from pw.testing.sim.census import held
 from tests.core.test_lower import BINDINGS, programs
 from tests.sched.test_scheduler import Bench
 from tests.stages.actors import World
+from tests.stages.samples import examples, parts
 from tests.stages.scripted import LARGE, SMALL, chain, copy, join, split
 
 DEVICE = DeviceAddress("h0", 0)
@@ -202,7 +203,7 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
     return highest
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(programs())
 def test_no_device_ever_holds_more_than_what_is_reserved(program: Program) -> None:
     plan, memories = lower_with_memory(program, BINDINGS)
@@ -457,7 +458,7 @@ def test_a_run_without_room_for_its_temporaries_is_told_how_much_it_needs() -> N
     assert "needs 15 B more" in str(no_room(ledger.memory, program, (), 1).error)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32 - 1))
 def test_the_count_is_right_whatever_happens(seed: int) -> None:
     """Never above the capacity by an admission, the largest temporaries in it, and nothing is left."""
@@ -917,10 +918,13 @@ def check_memory_is_free(world: World) -> None:
             assert admission.memory.used_bytes(DeviceAddress(f"{island}0", 0)) == 0
 
 
+@pytest.mark.parametrize("seeds", parts(range(30), 4))
 @pytest.mark.parametrize("unlimited", ["", "a", "b", "c"])
-def test_runs_that_need_all_the_memory_of_several_islands_always_finish(unlimited: str) -> None:
+def test_runs_that_need_all_the_memory_of_several_islands_always_finish(
+    seeds: list[int], unlimited: str
+) -> None:
     """Each island has room for one run. Runs cross in all directions, and none is refused."""
-    for seed in range(30):
+    for seed in seeds:
         limits = {i: None if i == unlimited else 2 * LARGE_SHARD + 8 for i in "abc"}
         world = cluster(seed, **limits)
         clients = [join(world, f"c{number}") for number in range(3)]
@@ -993,8 +997,9 @@ def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
     assert memory.used_bytes(DeviceAddress("a0", 0)) == (0 if deleted else LARGE_SHARD)
 
 
-def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", parts(range(20), 4))
+def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them(seeds: list[int]) -> None:
+    for seed in seeds:
         world = cluster(seed, a=3 * LARGE_SHARD, b=3 * LARGE_SHARD)
         client, other = join(world, "c"), join(world, "d")
         a, b = (split(client.slice(1, island), 1, LARGE) for island in "ab")
@@ -1025,9 +1030,10 @@ def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them() -> No
         check_memory_is_free(world)
 
 
-def test_clients_and_hosts_may_go_at_any_moment() -> None:
+@pytest.mark.parametrize("seeds", parts(range(40), 3))
+def test_clients_and_hosts_may_go_at_any_moment(seeds: list[int]) -> None:
     """No reservation outlives its run, and no run waits for one that is gone."""
-    for seed in range(40):
+    for seed in seeds:
         world = cluster(seed, a=2 * LARGE_SHARD + 8, b=2 * LARGE_SHARD + 8)
         gone, other = join(world, "gone"), join(world, "other")
         for turn, client in enumerate((gone, other)):

@@ -26,6 +26,7 @@ from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.host.replica_memory import KEEP_S
 from pw.sched.control.lineage import AGAIN_S, DOUBLINGS
 from tests.stages.actors import World
+from tests.stages.samples import diagonal, some
 from tests.stages.scripted import LARGE, SMALL, Client, chain, copy, split
 from tests.stages.supervised import SupervisedHost
 
@@ -142,7 +143,7 @@ class Cluster:
 
 
 def crash_points() -> Any:
-    return pytest.mark.parametrize("seed", range(40))
+    return pytest.mark.parametrize("seed", some(range(40)))
 
 
 @crash_points()
@@ -261,7 +262,7 @@ def test_a_checkpoint_that_is_refused_holds_up_nothing() -> None:
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20)))
 @pytest.mark.parametrize("victim", ["a0", "a1", "b0", "drain"])
 def test_checkpoints_that_wait_for_others_go_on_whatever_becomes_of_these(
     seed: int, victim: str
@@ -658,9 +659,9 @@ KINDS = ("input", "result", "intermediate", "second result")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("island", ["a", "b"])
-@pytest.mark.parametrize("loss", ["host", "both", "link"])
-@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize(
+    ("loss", "island", "released"), diagonal(["host", "both", "link"], ["a", "b"], [True, False])
+)
 def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
     kind: str, island: str, loss: str, released: bool
 ) -> None:
@@ -748,7 +749,7 @@ def test_a_client_that_leaves_does_not_wait_for_slices_that_it_gave_back() -> No
     assert not world.resources.slices.counts()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", some(range(10)))
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spares: int) -> None:
     cluster = Cluster(seed, spares=spares)
@@ -844,7 +845,7 @@ def test_what_is_lost_again_and_again_is_tried_less_and_less_often(
     np.testing.assert_array_equal(client.value(result), X + 1)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", some(range(10)))
 def test_several_hosts_of_an_island_may_be_drained_at_once(seed: int) -> None:
     """The second while the first has its island formed anew, so that no host of it is there."""
     world = World(seed)

@@ -26,6 +26,7 @@ from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
 from pw.transport.links import codec
 from tests.stages.actors import FakeHost, World
+from tests.stages.samples import parts
 from tests.stages.scripted import LARGE, SMALL, Client, chain, copy, join, split
 from tests.stages.supervised import SupervisedHost
 
@@ -69,11 +70,12 @@ def empty(hosts: list[FakeHost]) -> bool:
     return all(not any(host.census().values()) for host in hosts)
 
 
+@pytest.mark.parametrize("seeds", parts(range(12), 3))
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_opposite_directions_always_finish(policy: str, elements: int) -> None:
+def test_opposite_directions_always_finish(seeds: list[int], policy: str, elements: int) -> None:
     """Two clients cross two islands in opposite directions, whatever the order of delivery (G1-G4)."""
-    for seed in range(12):
+    for seed in seeds:
         world, hosts = two_islands(seed, policy)
         clients = [join(world, name) for name in ("c1", "c2")]
         made: list[tuple[Client, int, Any]] = []
@@ -108,9 +110,10 @@ def test_opposite_directions_always_finish(policy: str, elements: int) -> None:
         assert empty(hosts), [host.census() for host in hosts]
 
 
-def test_a_client_may_go_at_any_moment() -> None:
+@pytest.mark.parametrize("seeds", parts(range(40), 3))
+def test_a_client_may_go_at_any_moment(seeds: list[int]) -> None:
     """What it launched ends, what it queued does not start, nothing of it stays, others go on."""
-    for seed in range(40):
+    for seed in seeds:
         world, hosts = two_islands(seed)
         gone, other = join(world, "gone"), join(world, "other")
         results = []
@@ -143,8 +146,9 @@ def test_a_client_may_go_at_any_moment() -> None:
             assert held("scheduler", scheduler).keys() <= other_client
 
 
-def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", parts(range(20), 4))
+def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only(seeds: list[int]) -> None:
+    for seed in seeds:
         world, hosts = two_islands(seed)
         client = join(world, "c")
         a, b = (split(client.slice(2, island), 2) for island in ISLANDS)
@@ -725,9 +729,10 @@ def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     assert discard.clients == (1,)
 
 
-def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
+@pytest.mark.parametrize("seeds", parts(range(20), 4))
+def test_a_run_cut_short_by_another_island_leaves_its_hosts(seeds: list[int]) -> None:
     """A host whose first part of a run was launched is told that the rest will not come."""
-    for seed in range(20):
+    for seed in seeds:
         world = World(seed)
         world.controller()
         hosts = [

@@ -15,6 +15,7 @@ from pw.sched.island.policy import AGE_S
 from pw.sched.island.think_time import KEPT_S, KEPT_SHARE, KEPT_TIMES
 from pw.sched.island.window import CONTENDED_TIME_US
 from tests.sched.test_scheduler import Bench, runs_on
+from tests.stages.samples import diagonal
 
 
 @dataclass
@@ -92,9 +93,12 @@ class Device:
 
 
 @pytest.mark.parametrize(
-    "takes_ms", [(0.4, 0.4), (2.4, 2.4), (28.0, 28.0), (0.4, 28.0), (28.0, 0.4)]
+    ("waits_for", "takes_ms"),
+    diagonal(
+        [(1, 1), (2, 5), (200, 200), (0, 1), (1, 0)],
+        [(0.4, 28.0), (0.4, 0.4), (2.4, 2.4), (28.0, 28.0), (28.0, 0.4)],
+    ),
 )
-@pytest.mark.parametrize("waits_for", [(1, 1), (2, 5), (200, 200), (0, 1), (1, 0)])
 def test_clients_that_wait_have_their_shares(
     waits_for: tuple[int, int], takes_ms: tuple[float, float]
 ) -> None:

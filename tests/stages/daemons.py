@@ -24,10 +24,11 @@ BOUND_S = 30.0
 
 def until(condition: Callable[[], object], what: str, bound_s: float = BOUND_S) -> None:
     """Wait for a condition; fail with `what` if it does not come true in time."""
-    deadline_s = time.monotonic() + bound_s
+    begun_s = now_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {bound_s:g} s: {what}"
-        time.sleep(0.01)
+        assert now_s < begun_s + bound_s, f"not within {bound_s:g} s: {what}"
+        time.sleep(min(0.05, 0.005 + (now_s - begun_s) / 20))
+        now_s = time.monotonic()
 
 
 class Program:
@@ -120,13 +121,13 @@ def marked(marker: str) -> set[int]:
     """Living processes with the marker in their environment."""
     wanted = f"{MARKER}={marker}".encode()
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-            except (FileNotFoundError, PermissionError, ProcessLookupError):
-                continue  # ended meanwhile, or another user's
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
+                if wanted in file.readall():
+                    found.add(int(name))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue  # ended meanwhile, or another user's
     return found
 
 

@@ -35,6 +35,7 @@ from pw.transport.bulk.blocks import BlockPool, size_class
 from pw.transport.bulk.pieces import cut, packed
 from pw.transport.bulk.plane import BulkPlane
 from tests.stages.cluster import authority
+from tests.stages.samples import long
 
 WAIT_S = 20.0
 CHANNELS = ["shared", "tcp", "tls"]
@@ -239,7 +240,7 @@ async def _say(pipe: Connection, question: object) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
 
 
-@channels
+@pytest.mark.parametrize("channel", ["shared", long("tcp"), "tls"])
 @pytest.mark.processes
 def test_round_trips_between_processes(channel: str, child: tuple[Any, Connection]) -> None:
     _, pipe = child
@@ -261,7 +262,7 @@ def test_round_trips_between_processes(channel: str, child: tuple[Any, Connectio
     on_loop(scenario)
 
 
-@channels
+@pytest.mark.parametrize("channel", ["shared", long("tcp"), "tls"])
 @pytest.mark.processes
 def test_a_killed_receiver_fails_the_push(channel: str, child: tuple[Any, Connection]) -> None:
     process, pipe = child

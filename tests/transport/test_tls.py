@@ -19,6 +19,7 @@ from pw.transport.access.tls import (
     plain_alert,
 )
 from tests.stages.cluster import credentials_of, wire_bytes
+from tests.stages.samples import examples
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def shake(credentials: Credentials, sizes: Iterable[int] = ()) -> tuple[TlsEnd, 
 SIZES = st.lists(st.integers(1, 3 * RECORD_BYTES), max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     handshake=st.lists(st.integers(1, 700), max_size=10),
     sizes=SIZES,
@@ -76,7 +77,7 @@ def test_bytes_arrive_in_order_whatever_the_splits(
         assert not other.ended
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_changed_byte_is_noticed(credentials: Credentials, data: st.DataObject) -> None:
     one, other, _ = shake(credentials)
@@ -91,7 +92,7 @@ def test_a_changed_byte_is_noticed(credentials: Credentials, data: st.DataObject
     assert told == b""  # the length has grown: TLS waits for more
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(garbage=st.binary(min_size=1, max_size=300), listens=st.booleans())
 def test_garbage_is_an_error_and_never_a_handshake(
     credentials: Credentials, garbage: bytes, listens: bool

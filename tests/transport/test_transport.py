@@ -27,6 +27,7 @@ from pw.transport.links import link as link_module
 from pw.transport.links import node as node_module
 from pw.transport.links.link import Versions
 from tests.stages.cluster import Cluster, Recorder, make_cluster, numbers
+from tests.stages.samples import long
 
 
 @pytest.fixture(params=["local", "codec", "ipc", "tcp", "tls"])
@@ -104,6 +105,7 @@ def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
     assert not a.received
 
 
+@pytest.mark.parametrize("sockets", ["ipc", long("tcp"), "tls"], indirect=True)
 def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
     """One hub and three peers, one that listens and two that are answered through the ROUTER."""
     count, burst = 10_000, 50

@@ -242,15 +242,15 @@ row(
 # --- shares and fairness -------------------------------------------------------------------------
 
 # The scheduler keeps no device for a client that is about to come back.
-row("keep-no-place", put("scheduler.policy.keeps_devices", False), seen("tenants", 3, "shares"))
+row("keep-no-place", put("scheduler.policy.keeps_devices", False), seen("tenants", 46, "shares"))
 # Work of low priority never ages: others go first for ever.
 row(
     "never-age",
     wrap("scheduler.policy.order", lambda order, queues, now_s: order(queues, -math.inf)),
-    seen("tenants", 0, "shares"),
+    seen("tenants", 124, "shares"),
 )
 # The scheduler launches all queued work at once, however much is in flight.
-row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 2, "response"))
+row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 124, "response"))
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 1, "shares"))
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.
@@ -283,7 +283,7 @@ row(
 row(
     "await-programs-that-were-released",
     each("scheduler", breakages.heed_only_the_living),
-    seen("floods", 3, "liveness"),
+    seen("floods", 16, "liveness"),
 )
 
 # --- branches ------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ row(
 row(
     "go-on-once",
     each("host.executor.interpreter", breakages.go_on_once),
-    seen("branches", 1, "liveness", "oracle", "epochs last"),
+    seen("branches", 88, "liveness", "oracle", "epochs last"),
 )
 # A host that alone could not read a predicate leaves its gang without a word.
 row(
@@ -471,7 +471,7 @@ row(
         forget("host.store.recordings.forget_node"),
         forget("host.store.recordings._leases._act", False),
     ),
-    seen("timelines", 1, "timelines", "census"),
+    seen("timelines", 93, "timelines", "census"),
 )
 # A client does not get one of the records of a process.
 row(
@@ -547,7 +547,7 @@ row(
         m.Offer,
         lambda control, _: [client.offered.clear() for client in control.sessions.clients],
     ),
-    seen("shares", 0, "repeats"),
+    seen("shares", 127, "repeats"),
 )
 # The controller deletes offered arrays before they are taken.
 row(
