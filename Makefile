@@ -14,8 +14,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$python; break; fi; done)
 
-# Processes that run tests. Tests of processes wait often, so there is one more than two cores need.
-WORKERS ?= 3
+# Processes that run tests: twice the two cores of a small machine, because tests of processes wait often.
+WORKERS ?= 4
 # How long `make long` runs: make long HOURS=1
 HOURS   ?= 24
 
@@ -83,7 +83,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing requirements.lock into $(VENV)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-compile --require-hashes \
 		-r requirements.lock
 	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # the project's former name
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -407,6 +407,7 @@ print("ok")
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_gangs_of_two_islands_skip_alike() -> None:
     with two_gangs() as cluster:
         two_clients_say_ok(cluster.address, GANGS)

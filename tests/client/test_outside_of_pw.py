@@ -132,6 +132,7 @@ def test_the_ways_out(x: pw.Array) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_no_function_of_jax_numpy_computes_here(rt: Counting, x: pw.Array) -> None:
     """Whatever there is, called in the simplest ways: it raises, or tells what is known without a value."""
     quiet = set()

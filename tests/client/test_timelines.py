@@ -579,6 +579,7 @@ def test_an_empty_timeline_is_a_file_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_a_host_that_is_killed_leaves_what_it_has_not_sent(tmp_path: Path) -> None:
     """And `pw trace` shows the work of another process meanwhile."""
     with pw.LocalCluster(islands=2) as cluster:

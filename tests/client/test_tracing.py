@@ -830,6 +830,7 @@ def test_operators_that_are_not_used_for_long_are_forgotten(rt: LocalRuntime) ->
     assert programs_kept(rt) == 0
 
 
+@pytest.mark.long
 def test_operands_and_moves_of_ever_new_kinds_are_forgotten(rt: LocalRuntime) -> None:
     on = few_kept()
     for size in range(1, 8):

@@ -287,6 +287,7 @@ def live(stage: Stage) -> dict[str, int]:
 LIVE = ("live_arrays", "live_bytes", "programs", "runs_in_flight", "requests_waiting")
 
 
+@pytest.mark.long
 def test_many_arrays_and_executables_leave_nothing_behind(stage: Stage) -> None:
     devices = stage.neighbour()
     split = over(devices[:4], "x")

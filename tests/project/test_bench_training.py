@@ -41,6 +41,7 @@ def params() -> Any:
     return jax.jit(partial(lm_init, SHAPE))(1)
 
 
+@pytest.mark.long
 def test_a_model_in_stages_computes_the_same_as_in_one_piece(batch: Any, params: Any) -> None:
     x = batch[:, :-1]
     run = jax.jit(partial(lm_stage, SHAPE))
@@ -58,6 +59,7 @@ def test_recomputing_changes_no_gradient(batch: Any, params: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), kept, recomputed)
 
 
+@pytest.mark.long
 def test_no_decoder_sees_the_tokens_that_it_predicts() -> None:
     shape = replace(SHAPE, layers=1)
 

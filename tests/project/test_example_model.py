@@ -98,6 +98,7 @@ def test_the_stages_together_have_the_loss_of_the_whole(corpus: Corpus) -> None:
     assert float(loss) == pytest.approx(float(whole))
 
 
+@pytest.mark.long
 def test_pipeline_gradients_equal_those_of_the_whole(
     corpus: Corpus, cluster: InProcessCluster
 ) -> None:
@@ -111,6 +112,7 @@ def test_pipeline_gradients_equal_those_of_the_whole(
         np.testing.assert_allclose(measured, wanted, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.long
 def test_training_by_schedule_matches_the_reference(
     corpus: Corpus, cluster: InProcessCluster
 ) -> None:

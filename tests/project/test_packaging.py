@@ -88,6 +88,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clean
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_where_the_wheel_is_installed(python: Path, tmp_path: Path) -> None:
     script = tmp_path / "quickstart.py"
     script.write_text(QUICKSTART.read_text())

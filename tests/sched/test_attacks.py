@@ -301,6 +301,7 @@ def wide(arguments: int, donated: bool = True) -> tuple[Program, dict[int, Bindi
 
 
 @pytest.mark.parametrize("lowering", [lower, lower_with_memory])
+@pytest.mark.long
 def test_lowering_takes_time_in_proportion_to_the_arguments(lowering: Callable[..., Any]) -> None:
     """Ten times the arguments took a hundred times as long."""
 
@@ -532,6 +533,7 @@ def test_a_client_cannot_have_more_runs_in_flight_than_it_has_credits() -> None:
     assert len(stage.world.control.runs.in_flight) == RUN_CREDITS
 
 
+@pytest.mark.long
 def test_offered_arrays_are_deleted_in_proportion_to_their_number() -> None:
     """Each deleted array was compared with each offered one."""
 
