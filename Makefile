@@ -14,8 +14,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$python; break; fi; done)
 
-# Processes that run tests: twice the two cores of a small machine, because tests of processes wait often.
-WORKERS ?= 4
+# Processes that run tests. Tests of processes wait often, so there is one more than two cores need.
+WORKERS ?= 3
 # How long `make long` runs: make long HOURS=1
 HOURS   ?= 24
 
