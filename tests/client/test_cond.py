@@ -155,6 +155,16 @@ def test_results_lie_where_the_true_branch_leaves_them_or_as_asked(place: Place)
     assert pw.get(made).tolist() == [101.0] * 4
 
 
+def test_functions_without_devices_run_where_the_operands_lie(place: Place) -> None:
+    double, triple = pw.jit(lambda x: x * 2), pw.jit(lambda x: x * 3)
+    x = pw.put(ONES, sharding=pw.NamedSharding(place.there, P("x")))
+    for run in (pw.cond, pw.program(lambda p, x: pw.cond(p, double, triple, x))):
+        args = (True, double, triple, x) if run is pw.cond else (True, x)
+        made = run(*args)
+        assert made.sharding.mesh == place.there
+        assert pw.get(made).tolist() == [2.0] * 4
+
+
 def test_alone_it_is_a_program_that_is_kept(place: Place) -> None:
     traced = []
 

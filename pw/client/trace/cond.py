@@ -119,23 +119,30 @@ def _in_program(
 ) -> Any:
     """Return the `jax.lax.cond` in a program that JAX traces, with the errors of `pw.cond`."""
     predicate = boolean(pred, PREDICATE)
-    true, false = (_Side(trace, fun, out_shardings) for fun in functions)
+    # The branches close over the operands, so that functions without devices know where these lie.
+    true, false = (_Side(trace, fun, operands, out_shardings) for fun in functions)
     true.other, false.other = "true", "false"
     try:
-        made = jax.lax.cond(predicate, true, false, *operands)
+        made = jax.lax.cond(predicate, true, false)
         if pairs_of(true.tree):
             needs_recorder()  # of rows only those that count move
         return made
     except TypeError:
         if not (true.is_traced and false.is_traced) or not _made_alike(true, false):
             raise
-    return jax.lax.cond(predicate, true, false, *operands)
+    return jax.lax.cond(predicate, true, false)
 
 
 class _Side:
     """One of the functions of a `cond`, and what it returned when it was traced."""
 
-    def __init__(self, trace: ProgramTrace, fun: Callable[..., Any], out_shardings: Any) -> None:
+    def __init__(
+        self,
+        trace: ProgramTrace,
+        fun: Callable[..., Any],
+        operands: Sequence[Any],
+        out_shardings: Any,
+    ) -> None:
         functools.update_wrapper(self, fun)
         self.__name__ = self.name = name_of(fun)
         self.other = ""
@@ -145,10 +152,11 @@ class _Side:
         """Those that Python numbers among the results get."""
         self._trace = trace
         self._fun = fun
+        self._operands = operands
         self._out_shardings = out_shardings
 
-    def __call__(self, *operands: Any) -> Any:
-        results = self._fun(*operands)
+    def __call__(self) -> Any:
+        results = self._fun(*self._operands)
         pairs, self.tree = jax.tree_util.tree_flatten_with_path(results)
         self.returned = in_words(results)
         self.paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in pairs]
