@@ -74,7 +74,7 @@ class Mesh:
         own = tuple(part.slice for part in self.parts)
         self.slice = Slices.of(own) if own else flat[0].slice  # type: ignore[arg-type]
         self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
-        self.replicated: Any = None
+        self._replicated: Any = None
         """The sharding with a full copy on each device, once it was asked for."""
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 

@@ -51,9 +51,9 @@ class NamedSharding(jax.sharding.Sharding):
     @classmethod
     def replicated(cls, mesh: Mesh) -> NamedSharding:
         """A full copy on every device; one object for a mesh."""
-        known: NamedSharding | None = mesh.replicated
+        known: NamedSharding | None = mesh._replicated
         if known is None:
-            known = mesh.replicated = cls(mesh, PartitionSpec())
+            known = mesh._replicated = cls(mesh, PartitionSpec())
         return known
 
     @property

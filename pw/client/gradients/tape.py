@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,10 +35,10 @@ from pw.client.trace.branch import Branch
 from pw.client.trace.branches import merged
 from pw.client.trace.jit import jit
 from pw.client.trace.joined.apart import apart, together
+from pw.client.trace.python_calls import refuse_gradient
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.zeros import zeros
-from pw.core.errors import TracingError
 
 tree_flatten, tree_unflatten = jax.tree_util.tree_flatten, jax.tree_util.tree_unflatten
 
@@ -115,7 +115,7 @@ class Tape(tapes.CallTape):
         made = tree_flatten(results)[0]
         if derivative is None:
             flows = {at for at, one in enumerate(made) if is_inexact(one.aval)}
-            pull = partial(_refuse, function)
+            pull = partial(refuse_gradient, function=function)
         else:
             flows = derivative.flows
             shardings = [one.sharding for one in made]
@@ -259,10 +259,6 @@ class Tape(tapes.CallTape):
         with self._within(branch.outer):
             (total,) = merged(self._recorder, "cotangent", branches, made, counts, [type_])
             self._add(variable, total)
-
-
-def _refuse(function: Any, cotangents: Sequence[Any]) -> NoReturn:
-    raise TracingError(f"a gradient flows through {function!r}, which {function.why_no_gradient}")
 
 
 def _sharding_of(cotangent: Any) -> Any:

@@ -34,6 +34,32 @@ def name_of_both(functions: Sequence[Callable[..., Any]]) -> str:
     return f"cond({', '.join(map(name_of, functions))})"
 
 
+def unequal_trees(names: Sequence[str], returned: Sequence[str]) -> ArgumentError:
+    """Return the error of branches with different trees; both for the true and the false branch, in words."""
+    return ArgumentError(
+        f"the branches of a pw.cond must return the same tree: the true branch {names[0]!r} returns "
+        f"{returned[0]}, and the false branch {names[1]!r} returns {returned[1]}"
+    )
+
+
+def unequal_results(names: Sequence[str], path: str, avals: Sequence[Any]) -> ArgumentError:
+    """Return the error of a result with two shapes or dtypes; both for the true and the false branch."""
+    true, false = (aval.str_short() for aval in avals)
+    return ArgumentError(
+        f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
+        f"{true} from the true branch {names[0]!r}, and {false} "
+        f"from the false branch {names[1]!r}; convert one of them there, as with astype or reshape"
+    )
+
+
+def no_result(name: str, which: str, leaf: Any) -> ArgumentError:
+    """Return the error of a branch, the "true" or "false" one, that returns something else than arrays."""
+    return ArgumentError(
+        f"{name!r}, the {which} branch of a pw.cond, returns "
+        f"{leaf!r} of type {type(leaf).__name__}; branches return trees of arrays and numbers"
+    )
+
+
 def recorded(
     recorder: ProgramRecorder,
     pred: Any,
@@ -64,10 +90,7 @@ def recorded(
             paths.append([f"result{jax.tree_util.keystr(path)}" for path, _ in pairs])
     names = [branch.name for branch in branches]
     if trees[0] != trees[1]:
-        raise ArgumentError(
-            f"the branches of a pw.cond must return the same tree: the true branch {names[0]!r} returns "
-            f"{in_words(returned[0])}, and the false branch {names[1]!r} returns {in_words(returned[1])}"
-        )
+        raise unequal_trees(names, list(map(in_words, returned)))
     whole = tree_unflatten(trees[0], range(trees[0].num_leaves))
     wanted = spread(out_shardings, whole, "out_shardings of pw.cond")
     types = []
@@ -147,10 +170,7 @@ def _lifted(recorder: ProgramRecorder, leaf: Any, branch: Branch) -> ProgramTrac
     try:
         return recorder.lift(leaf)
     except ArgumentError:
-        raise ArgumentError(
-            f"{branch.name!r}, the {'false' if branch.unless else 'true'} branch of a pw.cond, returns "
-            f"{leaf!r} of type {type(leaf).__name__}; branches return trees of arrays and numbers"
-        ) from None
+        raise no_result(branch.name, "false" if branch.unless else "true", leaf) from None
 
 
 def _alike(
@@ -170,11 +190,7 @@ def _alike(
                 pair[at] = recorder.lift(np.asarray(constant, dtype))
     found = [(tuple(one.aval.shape), one.aval.dtype) for one in pair]
     if found[0] != found[1]:
-        raise ArgumentError(
-            f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
-            f"{pair[0].aval.str_short()} from the true branch {names[0]!r}, and {pair[1].aval.str_short()} "
-            f"from the false branch {names[1]!r}; convert one of them there, as with astype or reshape"
-        )
+        raise unequal_results(names, path, [one.aval for one in pair])
     return pair[0], pair[1]
 
 

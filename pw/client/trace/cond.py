@@ -16,15 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.arrays.signature import signature_of
 from pw.client.trace.argument_errors import in_words
-from pw.client.trace.branches import PREDICATE, name_of_both, recorded
+from pw.client.trace.branches import (
+    PREDICATE,
+    name_of_both,
+    no_result,
+    recorded,
+    unequal_results,
+    unequal_trees,
+)
 from pw.client.trace.equations import ProgramTrace, needs_recorder, program_trace
-from pw.client.trace.function import tree_unflatten, under_jax_trace
+from pw.client.trace.function import signature_of_call, tree_unflatten, under_jax_trace
 from pw.client.trace.predicate import boolean, check_is_one_value
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
@@ -120,8 +125,10 @@ def _in_program(
     """Return the `jax.lax.cond` in a program that JAX traces, with the errors of `pw.cond`."""
     predicate = boolean(pred, PREDICATE)
     # The branches close over the operands, so that functions without devices know where these lie.
-    true, false = (_Side(trace, fun, operands, out_shardings) for fun in functions)
-    true.other, false.other = "true", "false"
+    true, false = (
+        _Side(trace, which, fun, operands, out_shardings)
+        for which, fun in zip(("true", "false"), functions, strict=True)
+    )
     try:
         made = jax.lax.cond(predicate, true, false)
         if pairs_of(true.tree):
@@ -139,13 +146,14 @@ class _Side:
     def __init__(
         self,
         trace: ProgramTrace,
+        which: str,
         fun: Callable[..., Any],
         operands: Sequence[Any],
         out_shardings: Any,
     ) -> None:
         functools.update_wrapper(self, fun)
         self.__name__ = self.name = name_of(fun)
-        self.other = ""
+        self.which = which
         self.is_traced = False
         self.tree: Any = None
         self.dtypes: dict[int, Any] = {}
@@ -172,12 +180,9 @@ class _Side:
 
     def _array(self, leaf: Any) -> Any:
         try:
-            signature_of(leaf) if not isinstance(leaf, Array) else None
+            signature_of_call([leaf])
         except ArgumentError:
-            raise ArgumentError(
-                f"{self.name!r}, the {self.other} branch of a pw.cond, returns {leaf!r} of type "
-                f"{type(leaf).__name__}; branches return trees of arrays and numbers"
-            ) from None
+            raise no_result(self.name, self.which, leaf) from None
         return leaf
 
     def _placed(self, leaf: Any, wanted: Any) -> Any:
@@ -190,11 +195,9 @@ class _Side:
 
 def _made_alike(true: _Side, false: _Side) -> bool:
     """Let Python numbers have the dtype of the other side. Raises ArgumentError if the results differ."""
+    names = [true.name, false.name]
     if true.tree != false.tree:
-        raise ArgumentError(
-            f"the branches of a pw.cond must return the same tree: the true branch {true.name!r} returns "
-            f"{true.returned}, and the false branch {false.name!r} returns {false.returned}"
-        )
+        raise unequal_trees(names, [true.returned, false.returned])
     for at, path in enumerate(true.paths):
         pair = [jax.typeof(side.leaves[at]) for side in (true, false)]
         for side, own, other in ((true, *pair), (false, *reversed(pair))):
@@ -206,9 +209,5 @@ def _made_alike(true: _Side, false: _Side) -> bool:
             side.dtypes.get(at, one.dtype) for side, one in zip((true, false), pair, strict=True)
         ]
         if pair[0].shape != pair[1].shape or dtypes[0] != dtypes[1]:
-            raise ArgumentError(
-                f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
-                f"{pair[0].str_short()} from the true branch {true.name!r}, and {pair[1].str_short()} "
-                f"from the false branch {false.name!r}; convert one of them there, as with astype or reshape"
-            )
+            raise unequal_results(names, path, pair)
     return bool(true.dtypes or false.dtypes)

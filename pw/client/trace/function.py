@@ -12,9 +12,8 @@ transformation, only shapes are computed (`pw.client.arrays.transformed`).
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -47,9 +46,10 @@ from pw.client.trace.equations import (
     of_all_programs,
     program_trace,
 )
-from pw.client.trace.export import OutShardings, Traced, trace
-from pw.client.trace.joined.traced import JoinedTraced, trace_joined
+from pw.client.trace.export import OutShardings, Traced
+from pw.client.trace.joined.traced import JoinedTraced, trace_on
 from pw.client.trace.lowered import Lowered
+from pw.client.trace.parameters import Donated, donated_leaves
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import recording
@@ -57,9 +57,6 @@ from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted, PlacementError, ShardingError
-
-Donated = tuple[frozenset[int], frozenset[str]]
-"""The parameters that are donated, by position and by name."""
 
 tree_flatten = jax.tree_util.tree_flatten
 tree_unflatten = jax.tree_util.tree_unflatten
@@ -247,11 +244,10 @@ class JitFunction(Wrapped[P, R]):
         tree, avals, _, mesh, _ = key
         kind = CallKind(self._name, mesh, call.check_nans, tree, avals)
         wanted = self._input_shardings(tree, avals, mesh)
-        out_shardings = self._out_shardings_in(mesh)
         donated = tuple(donated_leaves(tree, self._donated))
-        return bound(kind, call.function, wanted, out_shardings, donated)
+        return bound(kind, call.function, wanted, self._asked_out_shardings(), donated)
 
-    def _out_shardings_in(self, mesh: Mesh) -> Any:
+    def _asked_out_shardings(self) -> Any:
         """Return the shardings that the user asks for, a tree prefix of the results."""
         return self._out_shardings
 
@@ -308,8 +304,7 @@ class JitFunction(Wrapped[P, R]):
             traced = self._by_types.get(call.key)
             if traced is None:
                 self._forget_closed()
-                make = trace_joined if call.mesh.parts else trace
-                traced = self._by_types[call.key] = make(
+                traced = self._by_types[call.key] = trace_on(
                     call.function,
                     call.tree,
                     self._name,
@@ -423,33 +418,6 @@ class JitFunction(Wrapped[P, R]):
         whole = tree_unflatten(tree, range(len(avals)))
         wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
         return [None if sharding is None else on_mesh(mesh, sharding) for sharding in wanted]
-
-
-def donated_leaves(tree: Any, donated: Donated) -> Iterator[int]:
-    """Yield the numbers of the leaves of donated arguments, in the tree (args, kwargs)."""
-    nums, names = donated
-    if not nums and not names:
-        return
-    args, kwargs = tree.children()
-    start = 0
-    count = len(args.children())
-    chosen = {num if num >= 0 else num + count for num in nums}
-    for num, child in enumerate(args.children()):
-        if num in chosen:
-            yield from range(start, start + child.num_leaves)
-        start += child.num_leaves
-    for name, child in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
-        if name in names:
-            yield from range(start, start + child.num_leaves)
-        start += child.num_leaves
-
-
-def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of `fun`, where Python can tell."""
-    try:
-        return inspect.signature(fun)
-    except (ValueError, TypeError):
-        return None
 
 
 class _Operator(JitFunction[..., Any]):

@@ -7,7 +7,8 @@ from typing import Any, TypedDict, Unpack, overload
 
 from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.signature import Statics, both_ways
-from pw.client.trace.function import JitFunction, parameters_of
+from pw.client.trace.function import JitFunction
+from pw.client.trace.parameters import parameters_of
 from pw.client.trace.wrapped import P, R
 
 

@@ -11,8 +11,7 @@ import jax.extend
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.signature import ArrayType
-from pw.client.trace.export import trace
-from pw.client.trace.joined.traced import trace_joined
+from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.tracer import ProgramTracer
 
 jex = jax.extend.core
@@ -114,8 +113,7 @@ class Group:
             jaxpr = jex.Jaxpr([], inputs, outputs, used, debug_info=_UNNAMED)
             evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
             tree = jax.tree_util.tree_structure((tuple(types), {}))
-            make = trace_joined if self.mesh.parts else trace
-            return make(
+            return trace_on(
                 lambda *leaves: evaluate(*leaves),
                 tree,
                 name,

@@ -23,8 +23,7 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
 from pw.client.trace.equations import CallKind, kind_of
-from pw.client.trace.export import trace
-from pw.client.trace.joined.traced import trace_joined
+from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.ordinary import Group, Pending
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
@@ -87,20 +86,16 @@ class Placement:
                 values.pop(variable, None)
         return [self._read(values, atom) for atom in jaxpr.outvars]
 
-    def on(self, value: Any, mesh: Mesh) -> ProgramTracer:
-        """Return a value of the program; one that floats is computed on a mesh."""
+    def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
+        """Return a value of the program, wherever it is; one that floats is computed on a mesh."""
         if isinstance(value, Floating):
-            value = self._landing(value, mesh)
+            value = self._landing(value, mesh or default_mesh())
         if isinstance(value, Pending):
             if value.made is None:
                 self._finish(value.group)
             assert value.made is not None
             return value.made
         return self._recorder.lift(value)
-
-    def anywhere(self, value: Any) -> ProgramTracer:
-        """Return a value of the program, wherever it is."""
-        return self.on(value, default_mesh() if isinstance(value, Floating) else None)  # type: ignore[arg-type]
 
     def _read(self, values: dict[Any, Any], atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else values[atom]
@@ -179,8 +174,7 @@ class Placement:
 
         function.__name__ = name
         outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
-        make = trace_joined if kind.mesh.parts else trace
-        return make(
+        return trace_on(
             function,
             tree,
             name,
@@ -288,9 +282,9 @@ class Placement:
             (predicate,) = self.add(closed.jaxpr, closed.consts, [index])
         elif predicate is None:
             predicate = bool(index)
-        own = [self.anywhere(one) if isinstance(one, Pending) else one for one in rest]
+        own = [self.on(one) if isinstance(one, Pending) else one for one in rest]
         no, yes = equation.params[_BRANCHES]
-        given = self.anywhere(predicate)
+        given = self.on(predicate)
         with self._inside():
             made: Sequence[Any] = recorded(
                 self._recorder,
@@ -306,8 +300,7 @@ class Placement:
             with self._inside():
                 made = self.add(closed.jaxpr, closed.consts, operands)
                 return tuple(
-                    self.anywhere(one) if isinstance(one, (Pending, Floating)) else one
-                    for one in made
+                    self.on(one) if isinstance(one, (Pending, Floating)) else one for one in made
                 )
 
         branch.__name__ = getattr(closed.jaxpr.debug_info, "func_name", "branch")

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
-from pw.client.trace.function import JitFunction, parameters_of, tree_flatten, tree_unflatten
+from pw.client.trace.function import JitFunction, tree_flatten, tree_unflatten
+from pw.client.trace.parameters import parameters_of
 from pw.client.trace.prefixes import spread
 from pw.client.trace.wrapped import P, R
 from pw.core.errors import ArgumentError
@@ -124,13 +125,11 @@ class _PmapFunction(JitFunction[P, R]):
             in_specs=tuple(
                 self._split(axis, type_.aval.ndim) for axis, type_ in zip(axes, inputs, strict=True)
             ),
-            out_specs=jax.tree_util.tree_map(
-                lambda axis: self._split(axis, 1 + (axis or 0)), self._out_axes, is_leaf=_is_none
-            ),
+            out_specs=self._asked_out_shardings(),
             check_vma=False,
         )
 
-    def _out_shardings_in(self, mesh: Mesh) -> Any:
+    def _asked_out_shardings(self) -> Any:
         return jax.tree_util.tree_map(
             lambda axis: self._split(axis, 1 + (axis or 0)), self._out_axes, is_leaf=_is_none
         )

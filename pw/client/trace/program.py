@@ -31,14 +31,13 @@ from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.equations import NeedsRecorder, ProgramTrace, tracing_program
 from pw.client.trace.function import (
-    Donated,
-    donated_leaves,
-    parameters_of,
+    signature_of_call,
     tree_flatten,
     tree_unflatten,
     under_jax_trace,
 )
 from pw.client.trace.launch import Launch
+from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
@@ -142,13 +141,18 @@ class ProgramFunction(Wrapped[P, R]):
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
         ]
-        given, named = tree_unflatten(tree, leaves)
-        args, kwargs = Statics.restore(given, named, statics)
         with Recording(recorder):
-            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            results, out_tree = self._called(tree, leaves, statics)
             outputs = [self._result(recorder, result) for result in results]
             self._give(recorder, tree, leaves)
             return recorder.finish(outputs, out_tree)
+
+    def _called(self, tree: Any, leaves: Sequence[Any], statics: Any) -> tuple[list[Any], Any]:
+        """Call the function; returns the leaves of its results, and their tree."""
+        given, named = tree_unflatten(tree, leaves)
+        args, kwargs = Statics.restore(given, named, statics)
+        results: tuple[list[Any], Any] = tree_flatten(self.__wrapped__(*args, **kwargs))
+        return results
 
     def _recorder(self, tree: Any, signature: Sequence[Any]) -> ProgramRecorder:
         recorder = ProgramRecorder(self._name, self._timeout_s)
@@ -173,9 +177,7 @@ class ProgramFunction(Wrapped[P, R]):
                 if isinstance(leaf, ArrayType):
                     program.say(value, leaf)
                 leaves.append(value)
-            given, named = tree_unflatten(tree, leaves)
-            args, kwargs = Statics.restore(given, named, statics)
-            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            results, out_tree = self._called(tree, leaves, statics)
             for result in results:
                 self._check_result(result)
             return results
@@ -192,7 +194,7 @@ class ProgramFunction(Wrapped[P, R]):
         with Recording(recorder):
             given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
             made = placement.add(closed.jaxpr, closed.consts, given)
-            outputs = [self._result(recorder, placement.anywhere(one)) for one in made]
+            outputs = [self._result(recorder, placement.on(one)) for one in made]
             self._give(recorder, tree, leaves)
             return recorder.finish(outputs, out_tree)
 
@@ -204,11 +206,10 @@ class ProgramFunction(Wrapped[P, R]):
                     recorder.give(leaves[at], self._name)
 
     def _check_result(self, result: Any) -> None:
-        if not isinstance(result, Array):
-            try:
-                signature_of(result)
-            except ArgumentError:
-                raise self._no_result(result) from None
+        try:
+            signature_of_call([result])
+        except ArgumentError:
+            raise self._no_result(result) from None
 
     def _no_result(self, result: Any) -> ArgumentError:
         return ArgumentError(

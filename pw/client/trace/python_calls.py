@@ -54,12 +54,13 @@ def _differentiate(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any
     return made, found
 
 
-def _refuse(*values: Any, function: Any, **params: Any) -> NoReturn:
+def refuse_gradient(*values: Any, function: Any, **params: Any) -> NoReturn:
+    """Raise TracingError for a gradient that flows through a host function."""
     raise TracingError(f"a gradient flows through {function!r}, which {function.why_no_gradient}")
 
 
 def _refuse_transpose(cotangents: Any, *values: Any, **params: Any) -> NoReturn:
-    _refuse(**params)
+    refuse_gradient(**params)
 
 
 def _batch(values: Any, dimensions: Any, *, function: Any, **params: Any) -> NoReturn:
@@ -73,8 +74,8 @@ _python.multiple_results = True
 _python.def_abstract_eval(lambda *avals, function, key, results: list(results))
 _tangent: Any = Primitive("tangent_of_host_function")
 _tangent.def_abstract_eval(lambda *avals, function, result: result)
-_tangent.def_impl(_refuse)
+_tangent.def_impl(refuse_gradient)
 ad.primitive_jvps[_python] = _differentiate
-ad.primitive_jvps[_tangent] = _refuse
+ad.primitive_jvps[_tangent] = refuse_gradient
 ad.primitive_transposes[_tangent] = _refuse_transpose
 batching.primitive_batchers[_python] = _batch

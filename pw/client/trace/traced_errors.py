@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from pw.client.trace.equations import NeedsRecorder
+from pw.client.trace.tracer import value_is_needed
 from pw.core.errors import ArgumentError, TracerError
 
 _WHY: dict[type[Exception], str] = {
@@ -56,13 +57,7 @@ def in_words_of(program: str) -> Iterator[None]:
 
 
 def _needed(program: str, why: str, error: Exception) -> TracerError:
-    return TracerError(
-        f"{why} needs the value{_type_in(error)} of the program {program!r}, in {_line(error)}, but while "
-        "a program is traced its values do not exist yet. Move this into "
-        "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
-        "choose between pw.jit functions with pw.cond, "
-        "make it a static argument of the program, or return the value and use it outside"
-    )
+    return value_is_needed(why, f"the value{_type_in(error)}", program, _line(error))
 
 
 def check_constants(program: str, constants: Sequence[Any]) -> None:

@@ -15,6 +15,24 @@ from pw.core.errors import TracerError
 from pw.core.programs.program import ValueRef
 
 
+def value_is_needed(why: str, value: str, program: str, line: str) -> TracerError:
+    """Return the error of a function that needs a value of a program which is traced.
+
+    Args:
+        why: what the function does.
+        value: in words.
+        program: its name.
+        line: of the user.
+    """
+    return TracerError(
+        f"{why} needs {value} of the program {program!r}, in {line}, but while a program is traced its "
+        "values do not exist yet. Move this into "
+        "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+        "choose between pw.jit functions with pw.cond, "
+        "make it a static argument of the program, or return the value and use it outside"
+    )
+
+
 class Named(Protocol):
     """The recorder of a program."""
 
@@ -62,13 +80,8 @@ class ProgramTracer(Methods):
         return int(self.aval.shape[0])
 
     def _needed(self, why: str) -> NoReturn:
-        raise TracerError(
-            f"{why} needs the value {self.aval.str_short()} of the program {self.recorder.name!r}, in "
-            f"{_user_line()}, but while a program is traced its values do not exist yet. Move this into "
-            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
-            "choose between pw.jit functions with pw.cond, "
-            "make it a static argument of the program, or return the value and use it outside"
-        )
+        value = f"the value {self.aval.str_short()}"
+        raise value_is_needed(why, value, self.recorder.name, _user_line())
 
     def __bool__(self) -> bool:
         self._needed("bool() (an if, while, and, or, or assert)")

@@ -143,6 +143,21 @@ class JoinedTraced:
         return [parts for _ in islands]
 
 
+def trace_on(
+    function: Callable[..., Any],
+    arguments: Any,
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    out_shardings: OutShardings,
+    donated: Sequence[int],
+    check_nans: bool = False,
+) -> Traced | JoinedTraced:
+    """Trace `function` for a mesh on one island, or on several: see `trace` and `trace_joined`."""
+    make: Callable[..., Traced | JoinedTraced] = trace_joined if mesh.parts else trace
+    return make(function, arguments, name, mesh, inputs, out_shardings, donated, check_nans)
+
+
 def trace_joined(
     function: Callable[..., Any],
     arguments: Any,
