@@ -23,7 +23,6 @@ from jax._src.interpreters import ad, batching, partial_eval
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
-from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
@@ -127,20 +126,15 @@ class ProgramTrace:
         self.number = next(_numbers)
         self.kinds: list[CallKind] = []
         """Of the calls so far; their functions may be gone before the program is placed."""
-        self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
-        """The shardings of values by their identity, and the values, which have to stay."""
+        self._lies: dict[int, tuple[Mesh, Any]] = {}
+        """Where arguments lie, by their identity; and these, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
         """Where an equation leaves its results, by its identity."""
 
-    def say(self, value: Any, type_: ArrayType) -> None:
-        """Say where an argument of the program lies."""
-        self._lies[id(_innermost(value))] = type_.sharding, value
-
-    def sharding_of(self, value: Any) -> NamedSharding | None:
-        """Return the sharding of an argument of the program; None for other values."""
-        if isinstance(value, Array):
-            return value.sharding
-        return self._lies.get(id(_innermost(value)), (None, None))[0]
+    def say(self, value: Any, mesh: Mesh | None) -> None:
+        """Say where an argument of the program, or of a function in it, lies."""
+        if mesh is not None:
+            self._lies[id(_innermost(value))] = mesh, value
 
     def mesh_of(self, value: Any) -> Mesh | None:
         """Return the mesh of a value; None for a host value."""
@@ -148,8 +142,8 @@ class ProgramTrace:
             return value.sharding.mesh
         value = _innermost(value)
         known = self._lies.get(id(value))
-        if known is not None and known[0] is not None:
-            return known[0].mesh
+        if known is not None:
+            return known[0]
         equation = getattr(value, "parent", None)
         if equation is None:
             return None
@@ -176,16 +170,23 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:
         body, given = params["branches"][-1], operands[1:]
+    elif "body_jaxpr" in params:
+        body, given = params["body_jaxpr"], operands[params["cond_nconsts"] :]
     if isinstance(body, jax.extend.core.ClosedJaxpr):
         body = body.jaxpr
     if not isinstance(body, jax.extend.core.Jaxpr) or len(body.invars) != len(given):
         return [first] * len(results)
+    found = meshes_of_body(body, given)
+    return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+
+
+def meshes_of_body(body: Any, given: Sequence[Mesh | None]) -> list[Mesh | None]:
+    """Return where a jaxpr leaves its results, of the meshes of its arguments; None for host values."""
     known: dict[Any, Mesh | None] = dict(zip(body.invars, given, strict=True))
     for inner in body.eqns:
         own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
         known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
-    found = [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
-    return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+    return [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
 
 
 def _is_literal(atom: Any) -> bool:

@@ -175,7 +175,7 @@ class ProgramFunction(Wrapped[P, R]):
                     continue
                 value = next(given_values)
                 if isinstance(leaf, ArrayType):
-                    program.say(value, leaf)
+                    program.say(value, leaf.sharding.mesh)
                 leaves.append(value)
             results, out_tree = self._called(tree, leaves, statics)
             for result in results:
