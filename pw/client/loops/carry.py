@@ -17,11 +17,10 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.argument_errors import in_words
-from pw.client.trace.function import tree_flatten, tree_unflatten
-from pw.client.trace.predicate import checked_predicate
+from pw.client.trace.function import signature_of_call, tree_flatten, tree_unflatten
+from pw.client.trace.predicate import boolean, checked_predicate
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording
-from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.trial import Trial, trial
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError, ShardingError
@@ -41,13 +40,50 @@ class Loop:
         return f"while_loop({name_of(self.body_fun)})"
 
     def goes_on(self, leaves: Sequence[Any]) -> Any:
-        """Return the predicate for a carry."""
-        return self.cond_fun(tree_unflatten(self.tree, leaves))
+        """Return the predicate for a carry. Raises ArgumentError if it is no scalar boolean."""
+        said = (
+            f"pw.while_loop: {name_of(self.cond_fun)!r} must return a scalar boolean, and returns"
+        )
+        return boolean(self.cond_fun(tree_unflatten(self.tree, leaves)), said)
 
     def step(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the carry after an iteration."""
-        made: list[Any] = tree_flatten(self.body_fun(tree_unflatten(self.tree, leaves)))[0]
-        return made
+        """Return the leaves of the carry after an iteration. Raises ArgumentError if these are others."""
+        carry = tree_unflatten(self.tree, leaves)
+        name, returned = name_of(self.body_fun), self.body_fun(carry)
+        results, tree = tree_flatten(returned)
+        if tree != self.tree:
+            raise ArgumentError(
+                f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {in_words(carry)}, "
+                f"and returns {in_words(returned)}"
+            )
+        for at, (result, before) in enumerate(zip(results, leaves, strict=True)):
+            try:
+                aval, wanted = map(aval_of, signature_of_call([result, before]))
+            except ArgumentError:
+                raise ArgumentError(
+                    f"pw.while_loop: {name!r} returns {result!r} of type {type(result).__name__} as "
+                    f"{self.path(at)}; a carry is a tree of arrays and numbers"
+                ) from None
+            if (tuple(aval.shape), aval.dtype) != (tuple(wanted.shape), wanted.dtype):
+                raise ArgumentError(
+                    f"pw.while_loop: the carry must keep its shapes and dtypes, but {name!r} takes "
+                    f"{self.path(at)} as {wanted.str_short()} and returns {aval.str_short()}; convert it "
+                    "there, as with astype or reshape, or begin with another first carry"
+                )
+        return results
+
+    def path(self, at: int) -> str:
+        """Return the user's name of a leaf of the carry."""
+        whole = tree_unflatten(self.tree, range(self.tree.num_leaves))
+        path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
+        return f"carry{jax.tree_util.keystr(path)}"
+
+    def moves(self, at: int, before: Any, after: Any) -> ShardingError:
+        """Return the error of a leaf that the body leaves elsewhere each time."""
+        return ShardingError(
+            f"pw.while_loop: {name_of(self.body_fun)!r} takes {self.path(at)} as {before} and "
+            f"returns it as {after}, and so on in each iteration; give its functions out_shardings"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +127,7 @@ def learn(recorder: ProgramRecorder, loop: Loop, signature: Sequence[Any]) -> Ca
             return found
         before, given = given, found.types
     moved = next(at for at, type_ in enumerate(given) if type_ is not before[at])
-    raise ShardingError(
-        f"pw.while_loop: {name_of(loop.body_fun)!r} takes {_path(loop, moved)} as {before[moved]} and "
-        f"returns it as {given[moved]}, and so on in each iteration; give its functions out_shardings"
-    )
+    raise loop.moves(moved, before[moved], given[moved])
 
 
 def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
@@ -116,26 +149,11 @@ def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
 def _tried(recorder: ProgramRecorder, trying: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
     leaves = [trying.leaf(at, type_) for at, type_ in enumerate(given)]
     identities = [leaf.identity for leaf in leaves]
-    carry = tree_unflatten(loop.tree, leaves)
-    said = f"pw.while_loop: {name_of(loop.cond_fun)!r} must return a scalar boolean, and returns"
-    sharding = checked_predicate(recorder, loop.cond_fun(carry), said).sharding
-    returned = loop.body_fun(carry)
-    results, tree = tree_flatten(returned)
-    name = name_of(loop.body_fun)
-    if tree != loop.tree:
-        raise ArgumentError(
-            f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {in_words(carry)}, and "
-            f"returns {in_words(returned)}"
-        )
+    sharding = checked_predicate(recorder, loop.goes_on(leaves), "").sharding
+    results = loop.step(leaves)
     types, varying = [], []
     for at, (result, before) in enumerate(zip(results, given, strict=True)):
-        made, aval = _lifted(recorder, loop, at, result), aval_of(before)
-        if (tuple(made.aval.shape), made.aval.dtype) != (tuple(aval.shape), aval.dtype):
-            raise ArgumentError(
-                f"pw.while_loop: the carry must keep its shapes and dtypes, but {name!r} takes "
-                f"{_path(loop, at)} as {aval.str_short()} and returns {made.aval.str_short()}; convert it "
-                "there, as with astype or reshape, or begin with another first carry"
-            )
+        made, aval = recorder.lift(result), aval_of(before)
         where = made.sharding or (before.sharding if isinstance(before, ArrayType) else sharding)
         is_weak = bool(made.weak_type and aval.weak_type)
         whole = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=is_weak)
@@ -156,22 +174,6 @@ def _tried(recorder: ProgramRecorder, trying: Trial, loop: Loop, given: Sequence
         trying.donated(),
         tuple(varying),
     )
-
-
-def _lifted(recorder: ProgramRecorder, loop: Loop, at: int, result: Any) -> ProgramTracer:
-    try:
-        return recorder.lift(result)
-    except ArgumentError:
-        raise ArgumentError(
-            f"pw.while_loop: {name_of(loop.body_fun)!r} returns {result!r} of type "
-            f"{type(result).__name__} as {_path(loop, at)}; a carry is a tree of arrays and numbers"
-        ) from None
-
-
-def _path(loop: Loop, at: int) -> str:
-    whole = tree_unflatten(loop.tree, range(loop.tree.num_leaves))
-    path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
-    return f"carry{jax.tree_util.keystr(path)}"
 
 
 def as_type(value: Any, type_: ArrayType) -> Any:

@@ -19,17 +19,16 @@ import numpy as np
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged
+from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import (
     ArrayType,
     aval_of,
-    signature_of,
     tracing_configuration,
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.cond import cond
-from pw.client.trace.equations import needs_recorder
+from pw.client.trace.equations import ProgramTrace, needs_recorder, program_trace
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -37,11 +36,11 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.jit import jit
+from pw.client.trace.meshes import first_mesh, is_on_several, meshes_in
 from pw.client.trace.program import recorded_program
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.trial import Trial, trial
 from pw.client.trace.wrapped import name_of
 from pw.client.trace.zeros import zeros
@@ -81,9 +80,11 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
     try:
         if not callable(fun):
             raise TypeError(f"pw.map takes a function, and was given {fun!r}")
-        needs_recorder()
         whole, counts = _taken_apart(fun, xs)
         leaves, tree = tree_flatten(whole)
+        program = program_trace()
+        if program is not None:
+            return _together(_in_program(program, fun, tree, leaves, counts), counts)
         if under_jax_trace([*leaves, *counts]):
             return _together(_in_jax(fun, whole, counts), counts)
         _check_leaves(fun, tree, leaves, "xs")
@@ -157,6 +158,69 @@ def _in_jax(fun: Callable[[Any], Any], xs: Any, counts: Sequence[Any]) -> Any:
 
     size = jax.tree_util.tree_leaves(xs)[0].shape[0]
     return jax.lax.map(element, (jnp.arange(size), xs))
+
+
+def _in_program(
+    program: ProgramTrace,
+    fun: Callable[[Any], Any],
+    tree: Any,
+    leaves: Sequence[Any],
+    counts: Sequence[Any],
+) -> Any:
+    """Map in a program that JAX traces."""
+    _check_leaves(fun, tree, leaves, "xs")
+    signature = signature_of_call(leaves)
+    size = _size(fun, tree, signature, signature_of_call(counts))
+    meshes = [program.mesh_of(leaf) for leaf in leaves]
+
+    def apply(*element: Any) -> Any:
+        for value, mesh in zip(element, meshes, strict=True):
+            program.say(value, mesh)
+        made = fun(tree_unflatten(tree, element))
+        leaves, made_tree = tree_flatten(made)
+        _check_leaves(fun, made_tree, leaves, "its result")
+        return made
+
+    whole = [aval_of(type_) for type_ in signature]
+    avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in whole]
+    closed, like = jax.make_jaxpr(apply, return_shape=True)(*avals)
+    equations = closed.jaxpr.eqns
+    if size > RECORDED and is_on_several(equations):
+        raise ArgumentError(
+            f"pw.map of {name_of(fun)!r} in a pw.program runs on several meshes, where it takes at "
+            f"most {RECORDED} elements, and was given {size}; call it outside of the program"
+        )
+    if not counts:
+        return jax.lax.map(lambda element: apply(*element), leaves)
+    if pairs_of(jax.tree_util.tree_structure(like)):
+        needs_recorder()  # of rows only those that count move
+    first = first_mesh(equations)
+    moved = [
+        any(
+            any(atom is variable for atom in equation.invars)
+            and any(used != (mesh or first) for used, _ in meshes_in([equation]))
+            for equation in equations
+        )
+        for variable, mesh in zip(closed.jaxpr.invars, meshes, strict=True)
+    ]
+
+    def choose(numbered: Any) -> Any:
+        is_counted, element = numbered
+
+        def taken() -> Any:
+            # Copied in the branch, so that what does not count is not sent.
+            for value, mesh in zip(element, meshes, strict=True):
+                program.say(value, mesh)
+            pairs = zip(element, moved, strict=True)
+            return apply(*[jnp.copy(value) if is_moved else value for value, is_moved in pairs])
+
+        def nothing() -> Any:
+            return jax.tree_util.tree_map(lambda one: jnp.zeros(one.shape, one.dtype), like)
+
+        taken.__name__ = name_of(fun)
+        return jax.lax.cond(is_counted, taken, nothing)
+
+    return jax.lax.map(choose, (jnp.arange(size) < counts[0], leaves))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,15 +303,14 @@ def _path(tree: Any, at: int) -> str:
 def _check_leaves(fun: Callable[[Any], Any], tree: Any, leaves: Sequence[Any], what: str) -> None:
     """Raise ArgumentError if a leaf is no array."""
     for at, leaf in enumerate(leaves):
-        if not isinstance(leaf, (Array, ProgramTracer)):
-            try:
-                signature_of(leaf)
-            except ArgumentError:
-                where = what + _path(tree, at).removeprefix("xs")
-                raise ArgumentError(
-                    f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
-                    f"{leaf!r} of type {type(leaf).__name__}"
-                ) from None
+        try:
+            signature_of_call([leaf])
+        except ArgumentError:
+            where = what + _path(tree, at).removeprefix("xs")
+            raise ArgumentError(
+                f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
+                f"{leaf!r} of type {type(leaf).__name__}"
+            ) from None
 
 
 def _recorded(

@@ -23,7 +23,8 @@ from pw.client.connection import jax_backend
 from pw.client.loops.carry import Carry, Loop, as_type, learn
 from pw.client.loops.driver import drive
 from pw.client.loops.iterations import Bursts, guarded, placed
-from pw.client.trace.equations import needs_recorder
+from pw.client.loops.native import in_program
+from pw.client.trace.equations import needs_recorder, program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.recorder import ProgramRecorder
@@ -75,17 +76,20 @@ def while_loop(
         leaves, tree = tree_flatten(init_val)
         for rows, counts in pairs_of(tree):
             check_counts(leaves[counts], leaves[rows], "pw.while_loop")
-        needs_recorder()
         loop = Loop(cond_fun, body_fun, tree)
-        recorder = recording()
+        recorder, program = recording(), program_trace()
+        if program is not None and pairs_of(tree):
+            needs_recorder()  # of rows only those that count move
         is_in_jax = under_jax_trace(leaves)
         if timeout is not None and (is_in_jax or recorder is not None):
-            whole = "pw.jit" if is_in_jax else "pw.program"
+            whole = "pw.jit" if is_in_jax and program is None else "pw.program"
             raise ArgumentError(
                 f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {whole} function, "
                 f"where a loop has no timeout of its own; give it to the function, as in {whole}(f, "
                 f"timeout={timeout!r}), or call the loop outside of it"
             )
+        if program is not None:
+            return tree_unflatten(tree, in_program(program, loop, limit, leaves))
         if is_in_jax:
             return _in_jax(loop, limit, leaves)
         if recorder is not None:

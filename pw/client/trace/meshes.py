@@ -1,4 +1,4 @@
-"""Which meshes the calls in jaxprs use, and so whether a loop can be one computation."""
+"""Which meshes the calls in equations use, and so whether a loop can be one computation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 jex = jax.extend.core
 
 
-def meshes_in(jaxprs: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
+def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
     """Yield the mesh of each call and of each move, and whether it has to be a computation of its own."""
-    for equation in (equation for jaxpr in jaxprs for equation in jaxpr.eqns):
+    for equation in equations:
         kind = kind_of(equation)
         if kind is not None:
             yield kind.mesh, kind.check_nans or bool(kind.mesh.parts)
@@ -27,21 +27,27 @@ def meshes_in(jaxprs: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
             targets = equation.params["devices"]
             yield from ((to.mesh, False) for to in targets if isinstance(to, NamedSharding))
         else:
-            yield from meshes_in(bodies(equation))
+            yield from meshes_in(inner for body in _bodies(equation) for inner in body.eqns)
 
 
-def one_mesh(jaxprs: Iterable[Any]) -> Mesh | None:
+def one_mesh(equations: Iterable[Any]) -> Mesh | None:
     """Return the mesh of all calls and moves, if they can be one computation there."""
-    meshes = {None if is_own else mesh for mesh, is_own in meshes_in(jaxprs)}
+    meshes = {None if is_own else mesh for mesh, is_own in meshes_in(equations)}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def first_mesh(jaxprs: Iterable[Any]) -> Mesh | None:
+def first_mesh(equations: Iterable[Any]) -> Mesh | None:
     """Return the mesh of the first call or move; None if there is none."""
-    return next((mesh for mesh, _ in meshes_in(jaxprs)), None)
+    return next((mesh for mesh, _ in meshes_in(equations)), None)
 
 
-def bodies(equation: Any) -> Iterator[Any]:
+def is_on_several(equations: Iterable[Any]) -> bool:
+    """Whether calls or moves cannot be one computation."""
+    own = list(equations)
+    return first_mesh(own) is not None and one_mesh(own) is None
+
+
+def _bodies(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs in an equation."""
     for value in equation.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):

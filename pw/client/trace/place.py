@@ -25,7 +25,7 @@ from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
 from pw.client.trace.joined.traced import trace_on
-from pw.client.trace.meshes import bodies, first_mesh, one_mesh
+from pw.client.trace.meshes import first_mesh, one_mesh
 from pw.client.trace.ordinary import Group, Pending
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
@@ -106,9 +106,8 @@ class Placement:
 
     def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
         """Return a value of the program, wherever it is; one that floats is computed on a mesh."""
-        if isinstance(value, Floating):
-            value = self._landing(value, _mesh_of(value) or mesh or default_mesh())
-        elif isinstance(value, Stacked):
+        value = self._landed_on(value, mesh)
+        if isinstance(value, Stacked):
             value = self._whole(value)
         if isinstance(value, Pending):
             if value.made is None:
@@ -134,8 +133,8 @@ class Placement:
         if name == "device_put":
             return self._moved(equation, operands)
         is_loop = name in ("scan", "while")
-        mesh = one_mesh(bodies(equation)) if is_loop else None
-        if mesh is not None or first_mesh(bodies(equation)) is None:
+        mesh = one_mesh([equation]) if is_loop else None
+        if mesh is not None or first_mesh([equation]) is None:
             if name == "scan" and unrolled.ends_early(equation):
                 return self._rewritten(equation, operands, unrolled.bounded)
             if mesh is not None:
@@ -269,6 +268,12 @@ class Placement:
             group = self._groups[mesh] = Group(mesh, self._recorder.name)
         return group.add(equation, own)
 
+    def _landed_on(self, value: Any, mesh: Mesh | None) -> Any:
+        """Return a value; one that floats is computed where its operands are, or else on `mesh`."""
+        if not isinstance(value, Floating):
+            return value
+        return self._landing(value, _mesh_of(value) or mesh or default_mesh())
+
     def _landing(self, value: Floating, mesh: Mesh) -> Pending:
         key = (id(value.equation), mesh)
         known = self._landed.get(key)
@@ -328,9 +333,9 @@ class Placement:
         def branch() -> Any:
             with self._inside():
                 made = self.add(closed.jaxpr, closed.consts, operands)
+                made = [self._landed_on(one, mesh) for one, mesh in zip(made, lie, strict=True)]
                 return tuple(
-                    self.on(one, mesh) if isinstance(one, (Pending, Floating, Stacked)) else one
-                    for one, mesh in zip(made, lie, strict=True)
+                    self.on(one) if isinstance(one, (Pending, Stacked)) else one for one in made
                 )
 
         branch.__name__ = getattr(closed.jaxpr.debug_info, "func_name", "branch")
@@ -343,7 +348,7 @@ class Placement:
         length, body = params["length"], params["jaxpr"]
         at, end = params["num_consts"], params["num_consts"] + params["num_carry"]
         constants, carry = operands[:at], operands[at:end]
-        mesh = first_mesh([body.jaxpr])
+        mesh = first_mesh(body.eqns)
         pairs = zip(operands[end:], equation.invars[end:], strict=True)
         xs = [self._elements(value, variable.aval, length, mesh) for value, variable in pairs]
         operands.clear()
