@@ -126,6 +126,8 @@ class ProgramTrace:
         self.number = next(_numbers)
         self.kinds: list[CallKind] = []
         """Of the calls so far; their functions may be gone before the program is placed."""
+        self.unbounded: list[str] = []
+        """The bodies of loops without a bound, which have no gradient in reverse."""
         self._lies: dict[int, tuple[Mesh, Any]] = {}
         """Where arguments lie, by their identity; and these, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}

@@ -305,6 +305,10 @@ class ProgramRecorder:
         if tracer.identity is not None:
             self._given[tracer.identity] = consumer
 
+    def is_given(self, tracer: ProgramTracer) -> bool:
+        """Whether a value has been donated."""
+        return tracer.identity in self._given
+
     def joined(self, type_: ArrayType, parts: Sequence[ProgramTracer]) -> JoinedTracer:
         """Return a value over several islands with these parts."""
         return JoinedTracer(self, type_.aval, type_, None, None, parts=tuple(parts))
