@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.gradients.graph import Name, StagePiece
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.table import Task
+from pw.client.trace.graph import Name, StagePiece
 from pw.client.trace.jit import jit
 from pw.client.trace.prefixes import on_mesh
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
+from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import CallKind, kind_of
 from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.ordinary import Group, Pending
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
+from pw.client.trace.residuals import with_fewer_residuals
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
 
@@ -73,6 +76,7 @@ class Placement:
 
     def add(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Add all equations; returns the results, some of which may be pending."""
+        jaxpr = with_fewer_residuals(jaxpr)
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         del arguments
@@ -108,6 +112,9 @@ class Placement:
             function, key = equation.params["function"], equation.params["key"]
             own = [self.on(operand, mesh_of_python_call(equation)) for operand in operands]
             return self._recorder.call(function._trace(key), own)
+        if has_counts(equation):
+            rows, counts = operands
+            return [replace(self.on(rows), counts=self.on(counts))]
         name = equation.primitive.name
         if name in _SAME and equation.invars[0].aval.shape == equation.outvars[0].aval.shape:
             return operands
