@@ -26,6 +26,7 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
+from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 _thread = threading.local()
@@ -131,6 +132,8 @@ class ProgramTrace:
         """The shardings of values by their identity, and the values, which have to stay."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
         """Where an equation leaves its results, by its identity."""
+        self.laid: dict[int, tuple[list[NamedSharding | None], Any]] = {}
+        """How it leaves them, as far as that was asked (`pw.client.trace.shardings`)."""
 
     def say(self, value: Any, type_: ArrayType) -> None:
         """Say where an argument of the program lies."""
@@ -150,15 +153,21 @@ class ProgramTrace:
         known = self._lies.get(id(value))
         if known is not None and known[0] is not None:
             return known[0].mesh
-        equation = getattr(value, "parent", None)
-        if equation is None:
+        producer = self.producer_of(value)
+        if producer is None:
             return None
+        equation, at = producer
         left = self._meshes.get(id(equation))
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
             left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
-        at: int = equation.outvars.index(value.val)
         return left[0][at]
+
+    def producer_of(self, value: Any) -> tuple[Any, int] | None:
+        """Return the equation that makes a value, and the number of the result; None for other values."""
+        value = _innermost(value)
+        equation = getattr(value, "parent", None)
+        return None if equation is None else (equation, equation.outvars.index(value.val))
 
 
 def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
@@ -172,6 +181,9 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     if equation.primitive.name == "device_put":
         pairs = zip(params["devices"], operands, strict=True)
         return [to.mesh if isinstance(to, NamedSharding) else own for to, own in pairs]
+    joining = sharding_of_result(equation)
+    if joining is not None:
+        return [None if sharding is None else sharding.mesh for sharding in joining]
     first = next((mesh for mesh in operands if mesh is not None), None)
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:

@@ -11,12 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
@@ -25,12 +24,13 @@ from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
 from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import CallKind, kind_of
-from pw.client.trace.joined.traced import trace_on
+from pw.client.trace.joined.islands import is_apart, is_together, sharding_of_result
 from pw.client.trace.ordinary import Group, Pending
+from pw.client.trace.placed_calls import traced_call, type_in_call
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.residuals import with_fewer_residuals
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import TracingError
 
 jex = jax.extend.core
@@ -115,6 +115,12 @@ class Placement:
         if has_counts(equation):
             rows, counts = operands
             return [replace(self.on(rows), counts=self.on(counts))]
+        if is_apart(equation):
+            sharding = equation.params["sharding"]
+            whole = cast(JoinedTracer, self._recorder.reshard(self.on(operands[0]), sharding))
+            return [replace(part) for part in whole.parts]
+        if is_together(equation):
+            return [self._together(equation, operands)]
         name = equation.primitive.name
         if name in _SAME and equation.invars[0].aval.shape == equation.outvars[0].aval.shape:
             return operands
@@ -151,55 +157,14 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        stack = str(equation.source_info.name_stack)
-        is_backward = "transpose(" in stack
-        # A call whose arguments have a gradient donates nothing: the backward computation needs them.
-        donated = () if "jvp(" in stack else tuple(_positions(params["donated_invars"]))
-        key = (params["jaxpr"], types, params["out_shardings"], donated, is_backward)
-        traced = kind.traced.get(key)
-        if traced is None:
-            traced = kind.traced[key] = self._traced(kind, equation, types, donated, is_backward)
-        return self._recorder.call(traced, own)
-
-    def _traced(
-        self,
-        kind: CallKind,
-        equation: Any,
-        types: Sequence[ArrayType],
-        donated: Sequence[int],
-        is_backward: bool,
-    ) -> Any:
-        name = f"{kind.name}_backward" if is_backward else kind.name
-        params = equation.params
-        evaluate = jex.jaxpr_as_fun(params["jaxpr"])
-        tree = kind.arguments
-        if is_backward or tuple(type_.aval for type_ in types) != kind.avals:
-            tree = jax.tree_util.tree_structure((tuple(types), {}))
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
-
-        function.__name__ = name
-        outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
-        return trace_on(
-            function,
-            tree,
-            name,
-            kind.mesh,
-            types,
-            lambda _, results: outs,
-            donated,
-            kind.check_nans,
-        )
+        return self._recorder.call(traced_call(kind, equation, types), own)
 
     def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
-        sharding = _concrete(wanted, mesh)
-        if sharding is None:
-            lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
-            sharding = lies if lies and lies.mesh == mesh else NamedSharding.replicated(mesh)
+        lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
+        type_ = type_in_call(aval, wanted, mesh, lies)
         if value.sharding is None:
-            self._taken.setdefault((id(value), mesh), (sharding, value))
-        return ArrayType.of(aval, sharding)
+            self._taken.setdefault((id(value), mesh), (type_.sharding, value))
+        return type_
 
     def _moved(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         made = []
@@ -213,6 +178,15 @@ class Placement:
                 )
             made.append(value)
         return made
+
+    def _together(self, equation: Any, operands: list[Any]) -> ProgramTracer:
+        type_ = ArrayType.of(equation.outvars[0].aval, equation.params["sharding"])
+        pairs = zip(operands, type_.parts, strict=True)
+        parts = [
+            self._recorder.reshard(self.on(part, to.sharding.mesh), to.sharding)
+            for part, to in pairs
+        ]
+        return self._recorder.joined(type_, parts)
 
     def _rewritten(
         self, equation: Any, operands: list[Any], rule: Callable[..., Any]
@@ -331,18 +305,6 @@ def _mesh_of(value: Any) -> Mesh | None:
     return None if sharding is None else sharding.mesh
 
 
-def _concrete(wanted: Any, mesh: Mesh) -> NamedSharding | None:
-    """Return the sharding of an equation over a mesh of virtual devices; None if it has none."""
-    if not isinstance(wanted, jax.sharding.NamedSharding):
-        return None
-    spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _positions(flags: Sequence[bool]) -> list[int]:
-    return [at for at, is_set in enumerate(flags) if is_set]
-
-
 def _last_uses(jaxpr: Any) -> list[list[Any]]:
     """Return for each equation the variables that nothing behind it uses."""
     ends: list[list[Any]] = [[] for _ in jaxpr.eqns]
@@ -359,7 +321,11 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
 def _has_calls(equation: Any) -> bool:
     """Whether an equation has calls of `pw.jit` functions, or moves between meshes, in it."""
     return any(
-        kind_of(inner) is not None or _is_move(inner) or is_python_call(inner) or _has_calls(inner)
+        kind_of(inner) is not None
+        or _is_move(inner)
+        or is_python_call(inner)
+        or sharding_of_result(inner) is not None
+        or _has_calls(inner)
         for body in _bodies(equation)
         for inner in body.eqns
     )
@@ -374,7 +340,7 @@ def _mesh_of_all(equation: Any) -> Mesh | None:
             kind = kind_of(inner)
             if kind is not None:
                 meshes.add(None if kind.check_nans or kind.mesh.parts else kind.mesh)
-            elif is_python_call(inner):
+            elif is_python_call(inner) or sharding_of_result(inner) is not None:
                 meshes.add(None)
             elif _is_move(inner):
                 meshes |= {target.mesh for target in inner.params["devices"] if target is not None}
