@@ -35,7 +35,7 @@ from pw.client.trace.joined import islands
 from pw.client.trace.joined.apart import apart, together
 from pw.client.trace.program import program
 from pw.client.trace.recording import recording
-from pw.client.trace.shardings import sharding_in
+from pw.client.trace.shardings import sharding_of
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
@@ -405,8 +405,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
     """Return parameters on a mesh: those that lie there as they lie, and others split over its experts."""
 
     def place(leaf: Any) -> Any:
-        sharding = _sharding_of(leaf)
-        is_there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        sharding = sharding_of(leaf)
+        is_there = sharding is not None and sharding.mesh == mesh
         return leaf if is_there else put(leaf, sharding=_over_experts(mesh))
 
     return tree_map(place, tree)
@@ -415,8 +415,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 def _sharding_of_rows(*values: Any) -> NamedSharding:
     """Return how rows lie: as the first of these values that lies on devices."""
     for value in values:
-        sharding = _sharding_of(value)
-        if isinstance(sharding, NamedSharding):
+        sharding = sharding_of(value)
+        if sharding is not None:
             lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
             if lie.mesh.parts and lie.crossing_dimension is None:
                 raise ShardingError(
@@ -425,11 +425,6 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
                 )
             return lie
     return NamedSharding.replicated(default_mesh())
-
-
-def _sharding_of(value: Any) -> Any:
-    trace = program_trace()
-    return getattr(value, "sharding", None) if trace is None else sharding_in(trace, value)
 
 
 def _apart(value: Any, sharding: NamedSharding) -> list[Any]:

@@ -11,9 +11,18 @@ import numpy as np
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.trace.equations import ProgramTrace, kind_of
+from pw.client.trace.equations import ProgramTrace, kind_of, program_trace
 from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.placed_calls import traced_call, type_in_call
+
+
+def sharding_of(value: Any) -> NamedSharding | None:
+    """Return how an array, or a value of a program, lies on virtual devices; None for a host value."""
+    trace = program_trace()
+    if trace is not None:
+        return sharding_in(trace, value)
+    found = getattr(value, "sharding", None)
+    return found if isinstance(found, NamedSharding) else None
 
 
 def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:
