@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.loops import native, recorded
 from pw.client.loops.carry import Carry, as_type
 from pw.client.loops.loop import Loop
+from pw.client.loops.native import iterated
 from pw.client.trace.equations import program_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
-from pw.client.trace.recording import recording
 from pw.client.transfer import put
 
 State = list[Any]
@@ -130,13 +129,9 @@ class Bursts:
         loop, carry = self._loop, self._carry
 
         def burst(*state: Any) -> tuple[Any, list[Any]]:
-            trace, recorder = program_trace(), recording()
-            if trace is not None:
-                meshes = [type_.sharding.mesh for type_ in carry.types]
-                more, *leaves = native.iterated(trace, loop, count, meshes, state)
-            else:
-                assert recorder is not None
-                more, *leaves = recorded.iterated(recorder, loop, count, state)
+            trace = program_trace()
+            assert trace is not None
+            more, *leaves = iterated(trace, loop, count, state[1:], state)
             return more, [leaves[at] for at in carry.varying]
 
         burst.__name__ = loop.name

@@ -18,12 +18,7 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import one_mesh_of, traced
-from pw.client.trace.equations import (
-    NeedsRecorder,
-    ProgramTrace,
-    meshes_of_body,
-    tracing_program,
-)
+from pw.client.trace.equations import ProgramTrace, meshes_of_body, tracing_program
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording
@@ -70,22 +65,20 @@ def _placed(loop: Loop, given: Sequence[Any]) -> Carry:
     """Place an iteration in a program that is not kept."""
     recorder = ProgramRecorder(loop.name)
     leaves = [recorder.leaf(at, type_) for at, type_ in enumerate(given)]
+    program = ProgramTrace(loop.name)
+    for leaf in leaves:
+        program.say(leaf, leaf.sharding)
+    avals = [aval_of(type_) for type_ in given]
+    with tracing_program(program), in_words_of(loop.name):
+        closed, _ = traced(program, loop, avals, leaves)
+    check_constants(loop.name, closed.consts)
     lie = [None if leaf.sharding is None else leaf.sharding.mesh for leaf in leaves]
-    program, jaxpr = ProgramTrace(loop.name), None
-    try:
-        with tracing_program(program), in_words_of(loop.name):
-            closed, _ = traced(program, loop, [aval_of(type_) for type_ in given], lie)
-        check_constants(loop.name, closed.consts)
-        jaxpr = closed.jaxpr
-    except NeedsRecorder:
-        with Recording(recorder):
-            results = [recorder.lift(one) for one in (loop.goes_on(leaves), *loop.step(leaves))]
-    else:
-        beside = next((mesh for mesh in meshes_of_body(jaxpr, lie) if mesh is not None), None)
-        with Recording(recorder):
-            placement = Placement(recorder)
-            made = placement.add(jaxpr, closed.consts, leaves)
-            results = [placement.on(one, beside) for one in made]
+    made_on = meshes_of_body(closed.jaxpr, lie)
+    beside = next((mesh for mesh in made_on if mesh is not None), None)
+    with Recording(recorder):
+        placement = Placement(recorder)
+        made = placement.add(closed.jaxpr, closed.consts, leaves)
+        results = [placement.on(one, beside) for one in made]
     more, *after = results
     types = tuple(map(_type, leaves, after, [more] * len(after)))
     lies = types[0].sharding.mesh if types else default_mesh()
@@ -94,7 +87,7 @@ def _placed(loop: Loop, given: Sequence[Any]) -> Carry:
     return Carry(
         types,
         predicate,
-        None if jaxpr is None else one_mesh_of(jaxpr, where),
+        one_mesh_of(closed.jaxpr, where),
         frozenset(at for at, leaf in enumerate(leaves) if recorder.is_given(leaf)),
         tuple(
             at

@@ -29,6 +29,19 @@ class Loop:
         """The name of its computations and programs."""
         return f"while_loop({name_of(self.body_fun)})"
 
+    def signature(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the types of the first carry. Raises ArgumentError."""
+        found: list[Any] = []
+        for leaf in leaves:
+            try:
+                found += signature_of_call([leaf])
+            except ArgumentError:
+                raise ArgumentError(
+                    f"pw.while_loop was given {leaf!r} of type {type(leaf).__name__} in its first carry, which "
+                    "is a tree of arrays and numbers"
+                ) from None
+        return found
+
     def goes_on(self, leaves: Sequence[Any]) -> Any:
         """Return the predicate for a carry. Raises ArgumentError if it is no scalar boolean."""
         said = (

@@ -13,19 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.ragged import pairs_of
+from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.signature import aval_of
 from pw.client.loops.loop import Loop
-from pw.client.trace.equations import ProgramTrace, needs_recorder
-from pw.client.trace.function import signature_of_call
+from pw.client.trace.counted_rows import with_counts
+from pw.client.trace.equations import ProgramTrace
 from pw.client.trace.meshes import first_mesh, is_on_several
 from pw.client.trace.unrolled import LOOP
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
-
-Meshes = Sequence[Mesh | None]
-"""Where each leaf of a carry lies; None for host values."""
 
 
 def in_function(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -47,35 +43,46 @@ def in_program(
     program: ProgramTrace, loop: Loop, limit: int | None, leaves: Sequence[Any]
 ) -> Sequence[Any]:
     """Add a loop to a program; returns the leaves of the last carry."""
-    avals = [aval_of(signature) for signature in signature_of_call(leaves)]
-    meshes, jaxpr = settled(program, loop, avals, [program.mesh_of(leaf) for leaf in leaves])
+    like, jaxpr = _settled(program, loop, leaves)
     if limit is not None:
-        return iterated(program, loop, limit, meshes, [loop.goes_on(leaves), *leaves])[1:]
+        return iterated(program, loop, limit, like, [loop.goes_on(leaves), *leaves])[1:]
     if is_on_several(jaxpr.eqns):
-        raise needs_bound(loop)
+        raise ArgumentError(
+            f"pw.while_loop in a pw.program: {name_of(loop.cond_fun)!r} and {name_of(loop.body_fun)!r} "
+            "cannot run as one computation on one mesh, so each iteration is recorded; give "
+            "max_iterations, or call the loop outside of the program"
+        )
 
     def step(carry: Sequence[Any]) -> Sequence[Any]:
-        return loop.step(_known(program, carry, meshes))
+        return loop.step(_lying(program, carry, like))
 
     step.__name__ = name_of(loop.body_fun)
     program.unbounded.append(step.__name__)
     made: Sequence[Any] = jax.lax.while_loop(
-        lambda carry: loop.goes_on(_known(program, carry, meshes)), step, list(leaves)
+        lambda carry: loop.goes_on(_lying(program, carry, like)), step, list(leaves)
     )
     return made
 
 
 def iterated(
-    program: ProgramTrace, loop: Loop, count: int, meshes: Meshes, state: Sequence[Any]
+    program: ProgramTrace, loop: Loop, count: int, like: Sequence[Any], state: Sequence[Any]
 ) -> Sequence[Any]:
-    """Return the predicate and the leaves of the carry after `count` iterations, or after the last one."""
+    """Return the predicate and the leaves of the carry after `count` iterations, or after the last one.
+
+    Args:
+        program: which JAX traces.
+        loop: its functions.
+        count: of the iterations.
+        like: values that lie as the carry does.
+        state: the first predicate, and the leaves of the first carry.
+    """
 
     def iterate(state: Any, _: None) -> Any:
         more, leaves = state
-        _known(program, leaves, meshes)
+        _lying(program, leaves, like)
 
         def step() -> Any:
-            made = loop.step(leaves)
+            made = with_counts(loop.step(leaves), loop.tree)
             return loop.goes_on(made), made
 
         def stay() -> Any:
@@ -90,63 +97,60 @@ def iterated(
     return [more, *made]
 
 
-def settled(
-    program: ProgramTrace, loop: Loop, avals: Sequence[Any], meshes: Meshes
-) -> tuple[Meshes, Any]:
-    """Return where the body finds the carry as it leaves it, and the jaxpr of an iteration there.
+def _settled(program: ProgramTrace, loop: Loop, leaves: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Return values that lie as the body leaves the carry, and the jaxpr of an iteration on these meshes.
 
     Raises:
         ArgumentError: the predicate is no scalar boolean, or the body changes the tree, a shape or a dtype.
         ShardingError: the body moves a leaf in each iteration.
     """
+    avals = [aval_of(signature) for signature in loop.signature(leaves)]
+    like = leaves
+    after = [program.mesh_of(leaf) for leaf in leaves]
     for _ in range(3):
-        before = meshes
-        closed, meshes = traced(program, loop, avals, before)
-        if meshes == before:
-            return meshes, closed.jaxpr
-    moved = next(at for at, mesh in enumerate(meshes) if mesh != before[at])
-    raise loop.moves(moved, before[moved], meshes[moved])
+        before = after
+        closed, like = traced(program, loop, avals, like)
+        after = [program.mesh_of(leaf) for leaf in like]
+        if after == before:
+            return like, closed.jaxpr
+    moved = next(at for at, mesh in enumerate(after) if mesh != before[at])
+    raise loop.moves(moved, before[moved], after[moved])
 
 
 def traced(
-    program: ProgramTrace, loop: Loop, avals: Sequence[Any], meshes: Meshes
-) -> tuple[Any, Meshes]:
-    """Return the jaxpr of a predicate and an iteration after it, and where this leaves the carry."""
-    after: Meshes = ()
+    program: ProgramTrace, loop: Loop, avals: Sequence[Any], like: Sequence[Any]
+) -> tuple[Any, Sequence[Any]]:
+    """Return the jaxpr of a predicate and an iteration after it, and values that lie as this leaves the carry.
 
-    def once(*values: Any) -> Any:
+    Args:
+        program: which JAX traces.
+        loop: its functions.
+        avals: of the carry.
+        like: values that lie as the carry does before the iteration.
+    """
+    after: Sequence[Any] = ()
+
+    def once(*leaves: Any) -> Any:
         nonlocal after
-        leaves = _known(program, values, meshes)
+        _lying(program, leaves, like)
         more, made = loop.goes_on(leaves), loop.step(leaves)
-        after = [program.mesh_of(one) or mesh for one, mesh in zip(made, meshes, strict=True)]
+        pairs = zip(made, like, strict=True)
+        after = [before if program.mesh_of(one) is None else one for one, before in pairs]
         return more, *made
 
-    closed = jax.make_jaxpr(once)(*avals)
-    if pairs_of(loop.tree) and is_on_several(closed.jaxpr.eqns):
-        needs_recorder()  # of rows only those that count move
-    return closed, after
+    return jax.make_jaxpr(once)(*avals), after
 
 
-def one_mesh_of(jaxpr: Any, meshes: Meshes) -> Mesh | None:
+def one_mesh_of(jaxpr: Any, meshes: Sequence[Mesh]) -> Mesh | None:
     """Return the mesh of an iteration and of its carry, if the loop can be one computation there."""
     if is_on_several(jaxpr.eqns):
         return None
-    known = [mesh for mesh in (first_mesh(jaxpr.eqns), *meshes) if mesh is not None]
-    mesh = known[0] if known else default_mesh()
-    return mesh if all(one == mesh for one in known) else None
+    mesh = first_mesh(jaxpr.eqns) or meshes[0]
+    return mesh if all(one == mesh for one in meshes) else None
 
 
-def needs_bound(loop: Loop) -> ArgumentError:
-    """Return the error of a loop over several meshes in a program."""
-    return ArgumentError(
-        f"pw.while_loop in a pw.program: {name_of(loop.cond_fun)!r} and {name_of(loop.body_fun)!r} "
-        "cannot run as one computation on one mesh, so each iteration is recorded; give "
-        "max_iterations, or call the loop outside of the program"
-    )
-
-
-def _known(program: ProgramTrace, leaves: Sequence[Any], meshes: Meshes) -> Sequence[Any]:
-    """Say where leaves of a carry lie; returns them."""
-    for leaf, mesh in zip(leaves, meshes, strict=True):
-        program.say(leaf, mesh)
+def _lying(program: ProgramTrace, leaves: Sequence[Any], like: Sequence[Any]) -> Sequence[Any]:
+    """Say that leaves of a carry lie as other values do; returns them."""
+    for leaf, other in zip(leaves, like, strict=True):
+        program.say_alike(leaf, other)
     return leaves

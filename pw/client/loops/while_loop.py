@@ -11,21 +11,17 @@ from operator import index
 from typing import Any
 
 from pw.client.arrays import jax_arrays
-from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.ragged import check_counts, pairs_of
-from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
+from pw.client.arrays.signature import ArrayType, tracing_configuration
 from pw.client.connection import jax_backend
 from pw.client.loops.bursts import Bursts
 from pw.client.loops.carry import learn
 from pw.client.loops.driver import drive
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import in_function, in_program
-from pw.client.loops.recorded import in_recorder
 from pw.client.trace.equations import program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of, timeout_s_of
 from pw.core.errors import ArgumentError
@@ -74,10 +70,10 @@ def while_loop(
         for rows, counts in pairs_of(tree):
             check_counts(leaves[counts], leaves[rows], "pw.while_loop")
         loop = Loop(cond_fun, body_fun, tree)
-        recorder, program = recording(), program_trace()
+        program = program_trace()
         is_in_jax = under_jax_trace(leaves)
-        if timeout is not None and (is_in_jax or recorder is not None):
-            whole = "pw.jit" if is_in_jax and program is None else "pw.program"
+        if timeout is not None and is_in_jax:
+            whole = "pw.jit" if program is None else "pw.program"
             raise ArgumentError(
                 f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {whole} function, "
                 f"where a loop has no timeout of its own; give it to the function, as in {whole}(f, "
@@ -87,9 +83,6 @@ def while_loop(
             return tree_unflatten(tree, in_program(program, loop, limit, leaves))
         if is_in_jax:
             return tree_unflatten(tree, in_function(loop, limit, leaves))
-        if recorder is not None:
-            lifted = [_lifted(recorder, leaf) for leaf in leaves]
-            return tree_unflatten(tree, in_recorder(recorder, loop, limit, lifted))
         if jax_backend.client() is not None:
             leaves = jax_arrays.taken(leaves)
         return tree_unflatten(tree, _alone(loop, limit, timeout_s, leaves))
@@ -110,20 +103,6 @@ def _limit(max_iterations: int | None) -> int | None:
     return limit
 
 
-def _lifted(recorder: ProgramRecorder, leaf: Any) -> Any:
-    try:
-        return recorder.lift(leaf)
-    except ArgumentError:
-        raise _no_carry(leaf) from None
-
-
-def _no_carry(leaf: Any) -> ArgumentError:
-    return ArgumentError(
-        f"pw.while_loop was given {leaf!r} of type {type(leaf).__name__} in its first carry, which is a "
-        "tree of arrays and numbers"
-    )
-
-
 def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any]) -> Sequence[Any]:
     """Run a loop; returns the leaves of the last carry."""
     bursts = _bursts(loop, leaves)
@@ -134,12 +113,7 @@ def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any
 
 def _bursts(loop: Loop, leaves: Sequence[Any]) -> Bursts:
     """Return the bursts of a loop for a carry of this kind, kept where the carry lies."""
-    signature: list[Any] = []
-    for leaf in leaves:
-        try:
-            signature.append(leaf._type if isinstance(leaf, Array) else signature_of(leaf))
-        except ArgumentError:
-            raise _no_carry(leaf) from None
+    signature = loop.signature(leaves)
     lies = [type_.sharding for type_ in signature if isinstance(type_, ArrayType)]
     mesh = lies[0].mesh if lies else default_mesh()
     table = mesh.slice.compiled

@@ -25,6 +25,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
+from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 _thread = threading.local()
@@ -128,33 +129,57 @@ class ProgramTrace:
         """Of the calls so far; their functions may be gone before the program is placed."""
         self.unbounded: list[str] = []
         """The bodies of loops without a bound, which have no gradient in reverse."""
-        self._lies: dict[int, tuple[Mesh, Any]] = {}
-        """Where arguments lie, by their identity; and these, which have to stay."""
+        self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
+        """The shardings of values by their identity, and the values, which have to stay."""
+        self._alike: dict[int, tuple[Any, Any]] = {}
+        """The values that lie as others, by their identity: these others, and the values."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
         """Where an equation leaves its results, by its identity."""
+        self.laid: dict[int, tuple[list[NamedSharding | None], Any]] = {}
+        """How it leaves them, as far as that was asked (`pw.client.trace.shardings`)."""
 
-    def say(self, value: Any, mesh: Mesh | None) -> None:
-        """Say where an argument of the program, or of a function in it, lies."""
-        if mesh is not None:
-            self._lies[id(_innermost(value))] = mesh, value
+    def say(self, value: Any, sharding: NamedSharding | None) -> None:
+        """Say where an argument of the program lies."""
+        self._lies[id(_innermost(value))] = sharding, value
+
+    def say_alike(self, value: Any, other: Any) -> None:
+        """Say that an argument of a function in the program lies as another value."""
+        if other is not value:
+            self._alike[id(_innermost(value))] = other, value
+
+    def alike(self, value: Any) -> Any:
+        """Return the value of the program that lies as this one: itself, unless something else was said."""
+        while (known := self._alike.get(id(_innermost(value)))) is not None:
+            value = known[0]
+        return value
+
+    def sharding_of(self, value: Any) -> NamedSharding | None:
+        """Return the sharding of an argument of the program; None for other values."""
+        if isinstance(value, Array):
+            return value.sharding
+        return self._lies.get(id(_innermost(value)), (None, None))[0]
 
     def mesh_of(self, value: Any) -> Mesh | None:
         """Return the mesh of a value; None for a host value."""
-        if isinstance(value, Array):
-            return value.sharding.mesh
-        value = _innermost(value)
-        known = self._lies.get(id(value))
+        value = self.alike(value)
+        known = self.sharding_of(value)
         if known is not None:
-            return known[0]
-        equation = getattr(value, "parent", None)
-        if equation is None:
+            return known.mesh
+        producer = self.producer_of(value)
+        if producer is None:
             return None
+        equation, at = producer
         left = self._meshes.get(id(equation))
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
             left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
-        at: int = equation.outvars.index(value.val)
         return left[0][at]
+
+    def producer_of(self, value: Any) -> tuple[Any, int] | None:
+        """Return the equation that makes a value, and the number of the result; None for other values."""
+        value = _innermost(value)
+        equation = getattr(value, "parent", None)
+        return None if equation is None else (equation, equation.outvars.index(value.val))
 
 
 def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
@@ -168,6 +193,9 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     if equation.primitive.name == "device_put":
         pairs = zip(params["devices"], operands, strict=True)
         return [to.mesh if isinstance(to, NamedSharding) else own for to, own in pairs]
+    joining = sharding_of_result(equation)
+    if joining is not None:
+        return [None if sharding is None else sharding.mesh for sharding in joining]
     first = next((mesh for mesh in operands if mesh is not None), None)
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:
@@ -219,16 +247,6 @@ def _inside(value: Any) -> Any:
 def of_all_programs() -> Any:
     """Return a context in which JAX's caches serve all programs."""
     return _which(0)
-
-
-class NeedsRecorder(BaseException):
-    """A program calls what can only be recorded: it is traced again by a recorder. No user catches it."""
-
-
-def needs_recorder() -> None:
-    """Say that what calls this is no part of a jaxpr: called while JAX traces a program, it raises."""
-    if program_trace() is not None:
-        raise NeedsRecorder
 
 
 def program_trace() -> ProgramTrace | None:

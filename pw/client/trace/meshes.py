@@ -10,6 +10,7 @@ import jax.extend
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.equations import kind_of
+from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 jex = jax.extend.core
@@ -23,6 +24,8 @@ def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
             yield kind.mesh, kind.check_nans or bool(kind.mesh.parts)
         elif is_python_call(equation):
             yield mesh_of_python_call(equation), True
+        elif (joining := sharding_of_result(equation)) is not None:
+            yield from ((sharding.mesh, True) for sharding in joining if sharding is not None)
         elif equation.primitive.name == "device_put":
             targets = equation.params["devices"]
             yield from ((to.mesh, False) for to in targets if isinstance(to, NamedSharding))

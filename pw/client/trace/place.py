@@ -10,26 +10,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
+from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
-from pw.client.trace.joined.traced import trace_on
+from pw.client.trace.joined.islands import is_apart, is_together
 from pw.client.trace.meshes import first_mesh, one_mesh
 from pw.client.trace.ordinary import Group, Pending
+from pw.client.trace.placed_calls import traced_call, type_in_call
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.residuals import with_fewer_residuals
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import TracingError
 
 jex = jax.extend.core
@@ -87,6 +90,7 @@ class Placement:
 
     def add(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Add all equations; returns the results, some of which may be pending."""
+        jaxpr = with_fewer_residuals(jaxpr)
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         del arguments
@@ -127,6 +131,15 @@ class Placement:
             function, key = equation.params["function"], equation.params["key"]
             own = [self.on(operand, mesh_of_python_call(equation)) for operand in operands]
             return self._recorder.call(function._trace(key), own)
+        if has_counts(equation):
+            rows, counts = operands
+            return [replace(self.on(rows), counts=self.on(counts))]
+        if is_apart(equation):
+            sharding = equation.params["sharding"]
+            whole = cast(JoinedTracer, self._recorder.reshard(self.on(operands[0]), sharding))
+            return [replace(part) for part in whole.parts]
+        if is_together(equation):
+            return [self._together(equation, operands)]
         name = equation.primitive.name
         if name in _SAME and equation.invars[0].aval.shape == equation.outvars[0].aval.shape:
             return operands
@@ -165,55 +178,14 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        stack = str(equation.source_info.name_stack)
-        is_backward = "transpose(" in stack
-        # A call whose arguments have a gradient donates nothing: the backward computation needs them.
-        donated = () if "jvp(" in stack else tuple(_positions(params["donated_invars"]))
-        key = (params["jaxpr"], types, params["out_shardings"], donated, is_backward)
-        traced = kind.traced.get(key)
-        if traced is None:
-            traced = kind.traced[key] = self._traced(kind, equation, types, donated, is_backward)
-        return self._recorder.call(traced, own)
-
-    def _traced(
-        self,
-        kind: CallKind,
-        equation: Any,
-        types: Sequence[ArrayType],
-        donated: Sequence[int],
-        is_backward: bool,
-    ) -> Any:
-        name = f"{kind.name}_backward" if is_backward else kind.name
-        params = equation.params
-        evaluate = jex.jaxpr_as_fun(params["jaxpr"])
-        tree = kind.arguments
-        if is_backward or tuple(type_.aval for type_ in types) != kind.avals:
-            tree = jax.tree_util.tree_structure((tuple(types), {}))
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
-
-        function.__name__ = name
-        outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
-        return trace_on(
-            function,
-            tree,
-            name,
-            kind.mesh,
-            types,
-            lambda _, results: outs,
-            donated,
-            kind.check_nans,
-        )
+        return self._recorder.call(traced_call(kind, equation, types), own)
 
     def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
-        sharding = _concrete(wanted, mesh)
-        if sharding is None:
-            lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
-            sharding = lies if lies and lies.mesh == mesh else NamedSharding.replicated(mesh)
+        lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
+        type_ = type_in_call(aval, wanted, mesh, lies)
         if value.sharding is None:
-            self._taken.setdefault((id(value), mesh), (sharding, value))
-        return ArrayType.of(aval, sharding)
+            self._taken.setdefault((id(value), mesh), (type_.sharding, value))
+        return type_
 
     def _moved(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         made = []
@@ -227,6 +199,15 @@ class Placement:
                 )
             made.append(value)
         return made
+
+    def _together(self, equation: Any, operands: list[Any]) -> ProgramTracer:
+        type_ = ArrayType.of(equation.outvars[0].aval, equation.params["sharding"])
+        pairs = zip(operands, type_.parts, strict=True)
+        parts = [
+            self._recorder.reshard(self.on(part, to.sharding.mesh), to.sharding)
+            for part, to in pairs
+        ]
+        return self._recorder.joined(type_, parts)
 
     def _rewritten(
         self, equation: Any, operands: list[Any], rule: Callable[..., Any]
@@ -427,18 +408,6 @@ def _is_number_of_predicate(equation: Any) -> bool:
     """Whether an equation makes a number of a boolean, as JAX does for `cond`."""
     source = equation.invars[0].aval if equation.primitive.name == "convert_element_type" else None
     return source is not None and source.dtype == np.bool_ and not source.shape
-
-
-def _concrete(wanted: Any, mesh: Mesh) -> NamedSharding | None:
-    """Return the sharding of an equation over a mesh of virtual devices; None if it has none."""
-    if not isinstance(wanted, jax.sharding.NamedSharding):
-        return None
-    spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _positions(flags: Sequence[bool]) -> list[int]:
-    return [at for at, is_set in enumerate(flags) if is_set]
 
 
 def _last_uses(jaxpr: Any) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 
 import jax
 
-from pw.client.arrays import jax_arrays
+from pw.client.arrays import jax_arrays, jaxtype
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
@@ -29,7 +29,7 @@ from pw.client.arrays.signature import (
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
-from pw.client.trace.equations import NeedsRecorder, ProgramTrace, tracing_program
+from pw.client.trace.equations import ProgramTrace, tracing_program
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -41,11 +41,14 @@ from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
+from pw.client.trace.shardings import sharding_while_traced
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
+
+jaxtype.say_shardings(sharding_while_traced)
 
 
 class _StaticLeaf:
@@ -93,12 +96,10 @@ class ProgramFunction(Wrapped[P, R]):
         fun: Callable[P, R],
         statics: Statics,
         timeout: float | None,
-        is_recorded: bool = False,
         donated: Donated = (frozenset(), frozenset()),
     ) -> None:
         super().__init__(fun, statics, timeout)
         self._donated = donated
-        self._is_recorded = is_recorded
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -133,35 +134,9 @@ class ProgramFunction(Wrapped[P, R]):
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
-        if not self._is_recorded:
-            with suppress(NeedsRecorder):
-                return self._trace_by_jax(tree, signature, statics)
-        recorder = self._recorder(tree, signature)
-        leaves = [
-            leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
-            for index, leaf in enumerate(signature)
-        ]
-        with Recording(recorder):
-            results, out_tree = self._called(tree, leaves, statics)
-            outputs = [self._result(recorder, result) for result in results]
-            self._give(recorder, tree, leaves)
-            return recorder.finish(outputs, out_tree)
-
-    def _called(self, tree: Any, leaves: Sequence[Any], statics: Any) -> tuple[list[Any], Any]:
-        """Call the function; returns the leaves of its results, and their tree."""
-        given, named = tree_unflatten(tree, leaves)
-        args, kwargs = Statics.restore(given, named, statics)
-        results: tuple[list[Any], Any] = tree_flatten(self.__wrapped__(*args, **kwargs))
-        return results
-
-    def _recorder(self, tree: Any, signature: Sequence[Any]) -> ProgramRecorder:
         recorder = ProgramRecorder(self._name, self._timeout_s)
         arguments = tree_unflatten(tree, range(len(signature)))
         recorder.describe = partial(describe_leaf, arguments)
-        return recorder
-
-    def _trace_by_jax(self, tree: Any, signature: Sequence[Any], statics: Any) -> Launch:
-        recorder = self._recorder(tree, signature)
         program = ProgramTrace(self._name)
         out_tree = None
 
@@ -175,9 +150,11 @@ class ProgramFunction(Wrapped[P, R]):
                     continue
                 value = next(given_values)
                 if isinstance(leaf, ArrayType):
-                    program.say(value, leaf.sharding.mesh)
+                    program.say(value, leaf.sharding)
                 leaves.append(value)
-            results, out_tree = self._called(tree, leaves, statics)
+            given, named = tree_unflatten(tree, leaves)
+            args, kwargs = Statics.restore(given, named, statics)
+            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             for result in results:
                 self._check_result(result)
             return results
@@ -293,13 +270,3 @@ def program(
         return ProgramFunction(fun, statics, timeout, donated=donated)
 
     return made if fun is None else made(fun)
-
-
-def recorded_program(
-    fun: Callable[..., Any],
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    timeout: float | None = None,
-) -> ProgramFunction[..., Any]:
-    """Make a program of a function of `pw` that uses the recorder."""
-    return ProgramFunction(fun, Statics(parameters_of(fun), static_argnums, None), timeout, True)

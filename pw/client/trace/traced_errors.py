@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pw.client.trace.equations import NeedsRecorder, program_trace
+from pw.client.trace.equations import program_trace
 from pw.client.trace.tracer import value_is_needed
 from pw.core.errors import ArgumentError, TracerError
 
@@ -20,7 +20,6 @@ _WHY: dict[type[Exception], str] = {
     jax.errors.TracerIntegerConversionError: "using it as an index or a count",
     jax.errors.ConcretizationTypeError: "int(), float() or item()",
 }
-_NO_SHARDING = "The 'sharding' attribute is not available on traced array"
 _NO_METHOD = "method is not available on traced array"
 _NO_REVERSE = "Reverse-mode differentiation does not work for lax.while_loop"
 _NOT_USERS = ("pw.client", "jax", "numpy")
@@ -32,8 +31,6 @@ def in_words_of(program: str) -> Iterator[None]:
     try:
         yield
     except AttributeError as error:
-        if _NO_SHARDING in str(error):
-            raise NeedsRecorder from None
         if _NO_METHOD not in str(error):
             raise
         raise _needed(program, "waiting", error) from None
