@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from pw.client.trace.equations import NeedsRecorder
 from pw.client.trace.tracer import value_is_needed
 from pw.core.errors import ArgumentError, TracerError
 
@@ -32,7 +31,11 @@ def in_words_of(program: str) -> Iterator[None]:
         yield
     except AttributeError as error:
         if _NO_SHARDING in str(error):
-            raise NeedsRecorder from None
+            raise TracerError(
+                f"x.sharding was read in the program {program!r}, in {_line(error)}, but while a program is "
+                "traced its values lie nowhere yet. Read it outside, or say where values lie with "
+                "out_shardings= of pw.jit, or pw.put(x, sharding=...)"
+            ) from None
         if _NO_METHOD not in str(error):
             raise
         raise _needed(program, "waiting", error) from None
