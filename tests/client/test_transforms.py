@@ -213,11 +213,16 @@ def test_a_callback_between_calls_is_refused(model: Model) -> None:
         pw.program(shows)(X)
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_arguments_of_a_program_are_donated(model: Model, is_recorded: bool) -> None:
+def test_how_a_value_lies_is_not_known_in_a_program(model: Model) -> None:
+    def laid(x: Any) -> Any:
+        return pw.put(model.near(W, x), sharding=x.sharding)
+
+    with pytest.raises(pw.TracerError, match=r"'laid', in .*laid .*test_transforms"):
+        pw.program(laid)(X)
+
+
+def test_arguments_of_a_program_are_donated(model: Model) -> None:
     def step(state: Any, x: Any) -> Any:
-        if is_recorded:
-            assert state["w"].sharding is not None  # no value of JAX says that
         return {"w": model.near(state["w"], x)}, state["count"] + 1
 
     program = pw.program(step, donate_argnames="state")

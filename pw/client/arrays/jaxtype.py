@@ -43,22 +43,6 @@ def register(kind: type, aval: Callable[[Any], Any], refuse: Callable[[Any], NoR
     mlir.register_constant_handler(kind, constant)
 
 
-def say_shardings(known: Callable[[Any], tuple[Any] | None]) -> None:
-    """Let `x.sharding` say how a value lies that JAX traces.
-
-    Args:
-        known: returns the sharding of a value, or None, in a tuple; None if JAX is to refuse.
-    """
-    tracers: Any = core.Tracer
-    refuse = tracers.sharding.fget
-
-    def sharding(tracer: Any) -> Any:
-        found = known(tracer)
-        return refuse(tracer) if found is None else found[0]
-
-    tracers.sharding = property(sharding)
-
-
 def not_here(what: str) -> ArgumentError:
     """Return the error of JAX computing with `what` on this machine."""
     return ArgumentError(

@@ -104,12 +104,20 @@ def bound(
         donate_argnums=tuple(donated),
     )
 
+    with of_all_programs():
+        closed, shapes = jax.make_jaxpr(function_, return_shape=True)(*kind.avals)
+    # JAX's way to this equation takes three times as long.
+    (equation,) = closed.eqns
+    assert equation.invars == closed.jaxpr.invars
+    assert equation.outvars == closed.jaxpr.outvars
+    tree = jax.tree_util.tree_structure(shapes)
+
     def call(*leaves: Any) -> Any:
         program = program_trace()
         if program is not None:
             program.kinds.append(kind)
-        with of_all_programs():
-            return function_(*leaves)
+        made = equation.primitive.bind(*leaves, **equation.params)
+        return jax.tree_util.tree_unflatten(tree, made)
 
     return call
 

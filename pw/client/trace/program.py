@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 
 import jax
 
-from pw.client.arrays import jax_arrays, jaxtype
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
@@ -41,14 +41,11 @@ from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
-from pw.client.trace.shardings import sharding_while_traced
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
-
-jaxtype.say_shardings(sharding_while_traced)
 
 
 class _StaticLeaf:

@@ -17,14 +17,11 @@ from pw.client.trace.placed_calls import traced_call, type_in_call
 
 def sharding_of(value: Any) -> NamedSharding | None:
     """Return how an array, or a value of a program, lies on virtual devices; None for a host value."""
+    trace = program_trace()
+    if trace is not None:
+        return sharding_in(trace, value)
     found = getattr(value, "sharding", None)
     return found if isinstance(found, NamedSharding) else None
-
-
-def sharding_while_traced(value: Any) -> tuple[NamedSharding | None] | None:
-    """Return how a value of JAX's tracing lies, in a tuple; None outside of programs."""
-    trace = program_trace()
-    return None if trace is None else (sharding_in(trace, value),)
 
 
 def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:

@@ -20,6 +20,7 @@ _WHY: dict[type[Exception], str] = {
     jax.errors.TracerIntegerConversionError: "using it as an index or a count",
     jax.errors.ConcretizationTypeError: "int(), float() or item()",
 }
+_NO_SHARDING = "The 'sharding' attribute is not available on traced array"
 _NO_METHOD = "method is not available on traced array"
 _NO_REVERSE = "Reverse-mode differentiation does not work for lax.while_loop"
 _NOT_USERS = ("pw.client", "jax", "numpy")
@@ -31,6 +32,12 @@ def in_words_of(program: str) -> Iterator[None]:
     try:
         yield
     except AttributeError as error:
+        if _NO_SHARDING in str(error):
+            raise TracerError(
+                f"x.sharding was read in the program {program!r}, in {_line(error)}, but while a program is "
+                "traced its values lie nowhere yet. Read it outside, or say where values lie with "
+                "out_shardings= of pw.jit, or pw.put(x, sharding=...)"
+            ) from None
         if _NO_METHOD not in str(error):
             raise
         raise _needed(program, "waiting", error) from None
