@@ -119,8 +119,8 @@ CASES: dict[str, Callable[[Model], Callable[..., Any]]] = {
     "while_loop": lambda m: lambda w, x: _while(m, w, x),
     "pw.while_loop": lambda m: lambda w, x: _bounded(m, w, x),
     "grad of pw.while_loop": lambda m: jax.grad(lambda w, x: _bounded(m, w, x).sum(), (0, 1)),
-    "jvp of pw.while_loop": lambda m: lambda w, x: jax.jvp(
-        lambda w, x: _bounded(m, w, x), (w, x), (w, x)
+    "jvp of pw.while_loop": lambda m: (
+        lambda w, x: jax.jvp(lambda w, x: _bounded(m, w, x), (w, x), (w, x))
     ),
     "vmap of pw.while_loop": lambda m: lambda w, x: jax.vmap(lambda row: _bounded(m, w, row))(x),
     "checkpoint of pw.while_loop": lambda m: jax.grad(
@@ -128,8 +128,8 @@ CASES: dict[str, Callable[[Model], Callable[..., Any]]] = {
     ),
     "pw.map": lambda m: lambda w, x: _mapped(m, w, x),
     "grad of pw.map": lambda m: jax.grad(lambda w, x: (_mapped(m, w, x) ** 2).sum(), (0, 1)),
-    "vmap of pw.map": lambda m: lambda w, x: jax.vmap(lambda w: _mapped(m, w, x))(
-        jnp.stack([w, w + 1])
+    "vmap of pw.map": lambda m: (
+        lambda w, x: jax.vmap(lambda w: _mapped(m, w, x))(jnp.stack([w, w + 1]))
     ),
     "map": lambda m: lambda w, x: jax.lax.map(lambda row: m.far(w, m.near(w, row)), x),
     "jax.numpy between calls": lambda m: (

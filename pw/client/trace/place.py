@@ -22,7 +22,7 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
-from pw.client.trace.branches import recorded
+from pw.client.trace.branches import chosen
 from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
 from pw.client.trace.joined.islands import is_apart, is_together
@@ -294,17 +294,20 @@ class Placement:
         lie = [one or other for one, other in pairs]
         beside = _mesh_of(predicate) or next((mesh for mesh in lie if mesh is not None), None)
         lie = [mesh or beside for mesh in lie]
-        given = self.on(predicate, beside)
+        given = self._of_branch(self.on(predicate, beside), beside)
         with self._inside():
-            made: Sequence[Any] = recorded(
-                self._recorder,
-                given,
-                (self._branch(yes, own, lie), self._branch(no, own, lie)),
-                (),
-                None,
-                is_iteration=unrolled.is_of_loop(equation),
-            )
-            return made
+            functions = self._branch(yes, own, lie), self._branch(no, own, lie)
+            return chosen(self._recorder, given, functions, unrolled.is_of_loop(equation))
+
+    def _of_branch(self, predicate: ProgramTracer, mesh: Mesh | None) -> ProgramTracer:
+        """Return a predicate that is computed in the branch around, so it is skipped with that one."""
+        if isinstance(predicate, JoinedTracer):
+            predicate = predicate.parts[0]
+        if self._recorder.branch is None or self._recorder.is_of_branch(predicate):
+            return predicate
+        mesh = _mesh_of(predicate) or mesh
+        made = self._computed(lambda one: [jnp.copy(one)], [predicate], [predicate.aval], mesh)
+        return self.on(made[0])
 
     def _branch(
         self, closed: Any, operands: Sequence[Any], lie: Sequence[Mesh | None]
