@@ -249,3 +249,35 @@ def test_calls_of_one_kind_are_traced_once_for_all_programs(model: Model) -> Non
         program = pw.program(lambda x, times=times: sum(double(x + at) for at in range(times)))
         assert pw.get(program(X)).shape == X.shape
     assert len(traced) == 1
+
+
+def test_a_lowered_program_shows_what_the_passes_make_of_it(model: Model) -> None:
+    first, second = (pw.make_virtual_device_set().add_slice(1) for _ in range(2))
+
+    def double(x: Any) -> Any:
+        return x * 2
+
+    def square(x: Any) -> Any:
+        return x**2
+
+    doubled, squared = pw.jit(double, devices=first), pw.jit(square, devices=second)
+
+    def choose(x: Any) -> Any:
+        y = doubled(x)
+        return pw.cond(y.sum() > 0, lambda: squared(y), lambda: y)
+
+    lowered = pw.program(choose).lower(np.ones(3, np.float32))
+    assert "name=double" in lowered.as_text("trace")
+    assert lowered.as_text("residuals").count("name=square") == 1
+    text = lowered.as_text().replace("cond(<lambda>, <lambda>)", "cond")
+    assert [line.strip() for line in text.splitlines()] == [
+        "program choose",
+        "in0: float32[3] on slice0",
+        "%0 = double(in0) -> float32[3] on slice0",
+        "%1 = reduce_sum_gt(%0) -> bool[] on slice0",
+        "%2 = square(%0 as float32[3] on slice1) -> float32[3] on slice1 if %1",
+        "%3 = cond(%1 as bool[] on slice1, %2, %0 as float32[3] on slice1) -> float32[3] on slice1",
+        "return %3",
+    ]
+    with pytest.raises(pw.ArgumentError, match="no pass 'ways'; choose trace"):
+        lowered.as_text("ways")

@@ -1,7 +1,8 @@
-"""`f.lower(x)`: the StableHLO and the results of a pw function; hosts compile it at the first call."""
+"""`f.lower(x)`: what is sent of a `pw.jit` function or a program, as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,9 +10,13 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 
 from pw.client.trace.export import Traced
 from pw.client.trace.joined.traced import JoinedTraced
+from pw.client.trace.recorder import ProgramRecorder
+from pw.client.trace.residuals import with_fewer_residuals
 from pw.client.trace.stablehlo import parsed
-from pw.core.errors import TracingError
+from pw.client.trace.tracer import ProgramTracer
+from pw.core.errors import ArgumentError, TracingError
 from pw.core.programs.stablehlo import decode
+from pw.core.programs.text import text_of
 
 
 class Lowered:
@@ -55,6 +60,38 @@ class Lowered:
             f"{self._name!r} is compiled on its hosts, when it is first called: call "
             "the function itself"
         )
+
+
+class LoweredProgram:
+    """A program for one kind of arguments, after each of its passes."""
+
+    def __init__(
+        self, closed: Any, recorder: ProgramRecorder, outputs: Sequence[ProgramTracer], tree: Any
+    ) -> None:
+        self._closed = closed
+        self._name = recorder.name
+        self._program = recorder.program(outputs, tree)
+
+    def __repr__(self) -> str:
+        return f"<program {self._name} lowered, {len(self._program.nodes)} computations>"
+
+    def as_text(self, after: str = "place") -> str:
+        """Return the program after a pass.
+
+        Args:
+            after: "trace", the jaxpr that JAX makes of the function; "residuals", the jaxpr in which backward
+                halves take less of forward halves; or "place", the computations on their slices.
+
+        Raises:
+            ArgumentError: there is no such pass.
+        """
+        if after == "place":
+            return text_of(self._program)
+        if after == "residuals":
+            return str(with_fewer_residuals(self._closed.jaxpr))
+        if after == "trace":
+            return str(self._closed)
+        raise ArgumentError(f"a program has no pass {after!r}; choose trace, residuals or place")
 
 
 def _text(traced: Traced) -> str:

@@ -38,6 +38,7 @@ from pw.client.trace.function import (
 )
 from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
+from pw.client.trace.lowered import LoweredProgram
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
@@ -128,7 +129,25 @@ class ProgramFunction(Wrapped[P, R]):
             leave_out_runtime(error)
             raise
 
+    def lower(self, *args: Any, **kwargs: Any) -> LoweredProgram:
+        """Return the program for these arguments, to print what the passes make of it. Nothing is sent."""
+        given, named, statics = self._statics.split(args, kwargs)
+        leaves, tree = tree_flatten((given, named))
+        signature = tuple([_leaf_signature(leaf) for leaf in jax_arrays.taken(leaves)])
+        try:
+            return LoweredProgram(*self._placed(tree, signature, statics))
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
+        _, recorder, outputs, out_tree = self._placed(tree, signature, statics)
+        return recorder.finish(outputs, out_tree)
+
+    def _placed(
+        self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]
+    ) -> tuple[Any, ProgramRecorder, list[ProgramTracer], Any]:
+        """Return the jaxpr, the program that it became, its results, and their tree."""
         recorder = ProgramRecorder(self._name, self._timeout_s)
         arguments = tree_unflatten(tree, range(len(signature)))
         recorder.describe = partial(describe_leaf, arguments)
@@ -170,7 +189,7 @@ class ProgramFunction(Wrapped[P, R]):
         pairs = zip(made, likes, strict=True)
         outputs = [self._result(recorder, placement.result(*pair)) for pair in pairs]
         self._give(recorder, tree, leaves)
-        return recorder.finish(outputs, out_tree)
+        return closed, recorder, outputs, out_tree
 
     def _give(self, recorder: ProgramRecorder, tree: Any, leaves: Sequence[Any]) -> None:
         """Donate arguments that no computation has taken."""

@@ -334,8 +334,28 @@ class ProgramRecorder:
 
     def finish(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Launch:
         """Register the program with these results, each with the sharding of its tracer."""
-        delivered, types = [], []
-        grouped = [tracer._type for tracer in outputs]
+        grouped = [one._type for one in outputs if one._type is not None]
+        types = [part for type_ in grouped for part in type_.parts or (type_,)]
+        program = self.program(outputs, tree)
+        if not program.nodes and not types:
+            return Launch(current.runtime(), self.name, None, (), (), {}, tree)
+        donated = {
+            value.index: name
+            for value, name in self._given.items()
+            if isinstance(value, ValueRef) and value.node < 0
+        }
+        number = self.runtime.register_program(program, self._artifacts)
+        checks = [counts.check for counts in self._given_counts]
+        if self._picks or len(types) > len(outputs):
+            launch = JoinedLaunch(
+                self.runtime, self.name, number, self._feeds, types, donated, tree, checks
+            )
+            return launch.joining(self._picks, grouped)
+        return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree, checks)
+
+    def program(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Program:
+        """Return the program with these results, without registering it."""
+        delivered = []
         whole = [
             part
             for tracer in outputs
@@ -345,38 +365,23 @@ class ProgramRecorder:
             type_ = tracer._type
             assert type_ is not None
             delivered.append(Output(self.place(tracer, type_, "return"), type_.spec))
-            types.append(type_)
         counts = {at: one.counts for at, one in enumerate(outputs) if one.counts is not None}
         counts |= {rows: outputs[own] for rows, own in pairs_of(tree)}
         for rows, own in counts.items() if len(whole) == len(outputs) else ():
             value, spec = delivered[rows].value, delivered[rows].spec
             needed = counts_of(self, value, spec, own)
             delivered[rows] = Output(value, spec, needed)
-        donated = {
-            value.index: name
-            for value, name in self._given.items()
-            if isinstance(value, ValueRef) and value.node < 0
-        }
-        if not self._nodes and not delivered:
-            return Launch(current.runtime(), self.name, None, (), (), {}, tree)
+        given = [one for one in self._given if isinstance(one, ValueRef) and one.node < 0]
         nodes, delivered = self._held_back(delivered)
-        program = Program(
+        return Program(
             self.name,
             tuple(self._index_of),
             tuple(nodes),
             tuple(feed.type.spec for feed in self._feeds),
             tuple(delivered),
-            tuple(sorted(donated)),
+            tuple(sorted(value.index for value in given)),
             self._timeout_s,
         )
-        number = self.runtime.register_program(program, self._artifacts)
-        checks = [counts.check for counts in self._given_counts]
-        if self._picks or len(whole) > len(outputs):
-            launch = JoinedLaunch(
-                self.runtime, self.name, number, self._feeds, types, donated, tree, checks
-            )
-            return launch.joining(self._picks, [type_ for type_ in grouped if type_ is not None])
-        return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree, checks)
 
     def _held_back(self, outputs: list[Output]) -> tuple[list[Node], list[Output]]:
         specs = [feed.type.spec for feed in self._feeds]
