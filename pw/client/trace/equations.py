@@ -22,6 +22,7 @@ from jax._src.interpreters import ad, batching, partial_eval
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.of_jax import own_mesh, own_sharding
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
@@ -170,8 +171,11 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     if is_python_call(equation):
         return [mesh_of_python_call(equation)] * len(results)
     if equation.primitive.name == "device_put":
-        pairs = zip(params["devices"], operands, strict=True)
-        return [to.mesh if isinstance(to, NamedSharding) else own for to, own in pairs]
+        pairs = zip(map(own_sharding, params["devices"]), operands, strict=True)
+        return [own if to is None else to.mesh for to, own in pairs]
+    named = meshes_named_by(equation)
+    if named:
+        return [*named][:1] * len(results)
     first = next((mesh for mesh in operands if mesh is not None), None)
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:
@@ -186,6 +190,28 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
         known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
     found = [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
     return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+
+
+def meshes_named_by(equation: Any) -> set[Mesh]:
+    """Return the meshes of virtual devices that an equation of JAX names itself, not in its bodies."""
+    params = equation.params
+    if equation.primitive.name == "shard_map":
+        mesh = own_mesh(params["mesh"])
+        return set() if mesh is None else {mesh}
+    named = [*params.get("devices", ()), params.get("sharding")]
+    if equation.primitive.name == "jit":
+        named = [*params["in_shardings"], *params["out_shardings"]]
+    return {own.mesh for own in map(own_sharding, named) if own is not None}
+
+
+def bodies(equation: Any) -> Iterator[Any]:
+    """Return the jaxprs in an equation."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, jax.extend.core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, jax.extend.core.Jaxpr):
+                yield one
 
 
 def _is_literal(atom: Any) -> bool:

@@ -22,7 +22,7 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
-from pw.client.trace.equations import CallKind, kind_of
+from pw.client.trace.equations import CallKind, bodies, kind_of
 from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.ordinary import Group, Pending
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
@@ -353,7 +353,7 @@ def _has_calls(equation: Any) -> bool:
     """Whether an equation has calls of `pw.jit` functions, or moves between meshes, in it."""
     return any(
         kind_of(inner) is not None or _is_move(inner) or is_python_call(inner) or _has_calls(inner)
-        for body in _bodies(equation)
+        for body in bodies(equation)
         for inner in body.eqns
     )
 
@@ -361,7 +361,7 @@ def _has_calls(equation: Any) -> bool:
 def _mesh_of_all(equation: Any) -> Mesh | None:
     """Return the mesh of all calls in an equation, if it can be one computation there."""
     meshes: set[Mesh | None] = set()
-    todo = list(_bodies(equation))
+    todo = list(bodies(equation))
     while todo:
         for inner in todo.pop().eqns:
             kind = kind_of(inner)
@@ -372,7 +372,7 @@ def _mesh_of_all(equation: Any) -> Mesh | None:
             elif _is_move(inner):
                 meshes |= {target.mesh for target in inner.params["devices"] if target is not None}
             else:
-                todo += _bodies(inner)
+                todo += bodies(inner)
     return meshes.pop() if len(meshes) == 1 else None
 
 
@@ -380,12 +380,3 @@ def _is_move(equation: Any) -> bool:
     return equation.primitive.name == "device_put" and any(
         isinstance(target, NamedSharding) for target in equation.params["devices"]
     )
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, jex.ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, jex.Jaxpr):
-                yield one

@@ -36,6 +36,7 @@ from pw.client.trace.function import (
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.launch import Launch
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
@@ -186,6 +187,7 @@ class ProgramFunction(Wrapped[P, R]):
         with tracing_program(program), in_words_of(self._name):
             closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
         check_constants(self._name, closed.consts)
+        closed = with_calls(closed, program.kinds)
         placement = Placement(recorder)
         leaves = [
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
