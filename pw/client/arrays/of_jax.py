@@ -15,7 +15,7 @@ from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.connection import jax_backend
-from pw.core.errors import ShardingError
+from pw.core.errors import PlacementError, ShardingError
 
 
 def own_mesh(mesh: Any) -> Mesh | None:
@@ -43,6 +43,16 @@ def own_mesh(mesh: Any) -> Mesh | None:
             "jax.sharding.Mesh(devices, names), or with axis_types=(jax.sharding.AxisType.Auto, ...)"
         )
     return made
+
+
+def given_mesh(mesh: Any) -> Mesh | None:
+    """Return the mesh of a user as pw's own. Raises PlacementError if it is none of virtual devices."""
+    own = own_mesh(mesh)
+    if own is None and mesh is not None:
+        raise PlacementError(
+            f"mesh= takes a pw.Mesh, or a jax.sharding.Mesh of virtual devices, not {mesh!r}"
+        )
+    return own
 
 
 def own_sharding(sharding: Any) -> NamedSharding | None:

@@ -175,7 +175,7 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
         return [own if to is None else to.mesh for to, own in pairs]
     named = meshes_named_by(equation)
     if named:
-        return [*named][:1] * len(results)
+        return [next(iter(named))] * len(results)
     first = next((mesh for mesh in operands if mesh is not None), None)
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:

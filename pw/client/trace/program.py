@@ -37,13 +37,14 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.jax_calls import with_calls
+from pw.client.trace.jax_tables import forget_devices
 from pw.client.trace.launch import Launch
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.traced_errors import check_constants, in_words_of
+from pw.client.trace.traced_errors import check_constants, in_words_of, naming_mapped_axes
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
@@ -178,7 +179,8 @@ class ProgramFunction(Wrapped[P, R]):
                 if isinstance(leaf, ArrayType):
                     program.say(value, leaf)
                 leaves.append(value)
-            results, out_tree = self._called(tree, leaves, statics)
+            with naming_mapped_axes():
+                results, out_tree = self._called(tree, leaves, statics)
             for result in results:
                 self._check_result(result)
             return results
@@ -187,7 +189,9 @@ class ProgramFunction(Wrapped[P, R]):
         with tracing_program(program), in_words_of(self._name):
             closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
         check_constants(self._name, closed.consts)
-        closed = with_calls(closed, program.kinds)
+        given_by_jax, closed = closed, with_calls(closed, program.kinds)
+        if closed is not given_by_jax:
+            forget_devices()
         placement = Placement(recorder)
         leaves = [
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
