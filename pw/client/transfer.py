@@ -20,7 +20,8 @@ from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
-from pw.client.trace.equations import needs_recorder, program_trace
+from pw.client.trace.counted_rows import with_counts
+from pw.client.trace.equations import program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
@@ -78,9 +79,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
     if program is not None:
-        if pairs_of(structure):
-            needs_recorder()  # of rows only those that count move
         moved = [_moved(leaf, target) for leaf, target in zip(leaves, wanted, strict=True)]
+        moved = with_counts(moved, structure)
         return tree_unflatten(structure, moved)
     leaves = jax_arrays.taken(leaves)
     for rows, counts in pairs_of(structure):

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.trace.branch import Branch
-from pw.client.trace.program import recorded_program
-from pw.client.trace.recording import recording
+from pw.client.trace.recorder import ProgramRecorder
+from pw.client.trace.recording import Recording
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
 from pw.core.programs.program import Node, Output, Program, ValueRef
@@ -250,9 +250,9 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
     """As a loop uses it: each iteration makes the predicate of the next one, on another island."""
     grow = pw.jit(lambda x: (x * 2, x.sum() * 2 < 100), mesh=place.there)
 
-    @recorded_program
+    recorder: Any = ProgramRecorder("loop")
+
     def loop(x: Any) -> Any:
-        recorder: Any = recording()
         more, made = place.is_large(x), recorder.lift(place.double(x))
         for _ in range(12):
             branches = (Branch("grow", more, False, None), Branch("stay", more, True, None))
@@ -270,12 +270,15 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
             more = following
         return made
 
+    with Recording(recorder):
+        x = recorder.leaf(0, jax.core.ShapedArray(ONES.shape, ONES.dtype))
+        launch = recorder.finish([loop(x)])
     for start in (1.0, 3.0, 10.0):
         wanted = ONES * np.float32(start)
         more, wanted = wanted.sum() > 10, wanted * 2
         while more:
             wanted, more = wanted * 2, wanted.sum() * 2 < 100
-        np.testing.assert_array_equal(pw.get(loop(ONES * np.float32(start))), wanted)
+        np.testing.assert_array_equal(pw.get(launch([ONES * np.float32(start)])[0]), wanted)
 
 
 def _kept(place: Place, x: Any) -> Any:

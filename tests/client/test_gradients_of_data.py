@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace.recording import recording
+from pw.client.connection import current
+from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.stage import mesh_on
 
@@ -136,40 +138,50 @@ def test_gradients_of_rows_that_count(place: Place) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, wanted)
 
 
-def test_cotangents_of_rows_travel_as_rows_that_count(place: Place) -> None:
+@pytest.mark.xfail(strict=True, reason="rows that leave a branch lose their counts")
+def test_cotangents_of_rows_travel_as_rows_that_count(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No edge of the program moves an array of rows whole, forwards, backwards or to a branch."""
     choose, there = place(chosen, 0), place(apply, 1)
     some = place(lambda ragged: ragged.counts > 0, 0)
     total = place(lambda ragged: (ragged.rows**2).sum(), 0)
-    made: list[Any] = []
+    runtime = current.runtime()
+    programs: list[Program] = []
+    register = runtime.register_program
+
+    def registered(program: Program, *rest: Any) -> int:
+        programs.append(program)
+        return register(program, *rest)
 
     def loss(w: Any, x: Any) -> Any:
         sent = choose(x)
-        where = pw.Ragged(sent.rows.sharding, sent.counts.sharding)
-        back = pw.cond(some(sent), lambda: there(w, sent), lambda: sent, out_shardings=where)
+        back = pw.cond(some(sent), lambda: there(w, sent), lambda: sent, out_shardings=P())
         return total(back)
 
-    @pw.program
-    def step(w: Any, x: Any) -> Any:
-        made.append(recording())
-        return pw.value_and_grad(loss, (0, 1))(w, x)
-
-    got = pw.get(step(W, X))
+    monkeypatch.setattr(runtime, "register_program", registered)
+    got = pw.get(pw.value_and_grad(loss, (0, 1))(W, X))
+    program = programs[-1]
     wanted = jax.value_and_grad(
         lambda w, x: (padded(apply(w, padded(chosen(x)))).rows ** 2).sum(), (0, 1)
     )(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, wanted)
-    recorder = made[-1]  # `sharding` is looked at, so the program is recorded
-    computations, nodes = list(recorder._index_of), recorder._nodes
-    whole = [
-        (computations[node.computation].name, at)
-        for node in nodes
-        for at, (value, spec) in enumerate(
-            zip(node.args, computations[node.computation].inputs, strict=True)
+    called = [program.computations[node.computation] for node in program.nodes]
+
+    def made_as(value: Any) -> Any:
+        return (
+            program.inputs[value.index]
+            if value.node < 0
+            else called[value.node].outputs[value.index]
         )
+
+    whole = [
+        (computation.name, at)
+        for node, computation in zip(program.nodes, called, strict=True)
+        for at, (value, spec) in enumerate(zip(node.args, computation.inputs, strict=True))
         if spec.shape == X.shape
-        and recorder.made_as(value).spec.placement != spec.placement
+        and made_as(value).placement != spec.placement
         and at not in dict(node.counted)
     ]
     assert whole == []
-    assert sum(len(node.counted) for node in nodes) >= 4  # there and back, twice
+    assert sum(len(node.counted) for node in program.nodes) >= 4  # there and back, twice

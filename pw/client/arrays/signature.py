@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ def checks_nans() -> bool:
     return bool(_debug_nans.value)
 
 
+AVALS_KEPT = 4096
 _SCALARS = (bool, int, float, complex)
 
 
@@ -129,7 +131,7 @@ def signature_of(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return (leaf.shape, leaf.dtype)
     if isinstance(leaf, jax.Array):
-        return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
+        return _without_sharding(leaf.aval)
     for scalar in _SCALARS:
         if isinstance(leaf, scalar):
             return scalar
@@ -138,6 +140,11 @@ def signature_of(leaf: Any) -> Any:
         "arrays, jax arrays, numpy arrays and Python numbers. Mark it with static_argnums or "
         "static_argnames if the function depends on it while it is traced"
     )
+
+
+@lru_cache(maxsize=AVALS_KEPT)
+def _without_sharding(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def aval_of(signature: Any) -> Any:

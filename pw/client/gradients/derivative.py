@@ -1,6 +1,6 @@
 """`Derivative`: a kind of calls of a `pw.jit` function as two computations, forward and backward.
 
-The function is traced together with `jax.vjp` of it, and cut in two (`pw.client.gradients.graph`). So
+The function is traced together with `jax.vjp` of it, and cut in two (`pw.client.trace.graph`). So
 custom derivatives and `jax.checkpoint` keep their meaning. The forward computation returns the results
 and the residuals. A residual that is an argument or a result is not returned once more.
 
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from pw.client.arrays.ragged import Ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.gradients.graph import Graph, Name, StagePiece, cut
 from pw.client.trace.export import jaxpr_of, tracing
 from pw.client.trace.function import Call, JitFunction
+from pw.client.trace.graph import Graph, Name, StagePiece, cut
 from pw.core.errors import TracingError
 
 tree_leaves, tree_unflatten = jax.tree_util.tree_leaves, jax.tree_util.tree_unflatten

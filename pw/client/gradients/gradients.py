@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays import jax_arrays
-from pw.client.arrays.signature import describe_leaf
+from pw.client.arrays.array import Array
+from pw.client.arrays.signature import aval_of, describe_leaf, signature_of
 from pw.client.gradients.derivative import is_inexact
 from pw.client.gradients.tape import Tape
 from pw.client.trace.argument_errors import in_words
-from pw.client.trace.equations import needs_recorder
+from pw.client.trace.equations import ProgramTrace, program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.program import program
 from pw.client.trace.recorder import ProgramRecorder
@@ -60,7 +61,9 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        needs_recorder()  # the tape keeps fewer residuals than JAX's halves of a call
+        trace = program_trace()
+        if trace is not None:
+            return _in_program(trace, fun, name, argnums, has_aux, args, kwargs)
         if under_jax_trace(tree_flatten((args, kwargs))[0]):
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         recorder = recording()
@@ -88,6 +91,84 @@ def grad(
         return (found, value[1]) if has_aux else found
 
     return gradient
+
+
+def _positions(name: str, numbers: Sequence[int], count: int) -> list[int]:
+    """Return the positions of the arguments to differentiate by. Raises ArgumentError."""
+    for number in numbers:
+        if not -count <= number < count:
+            raise ArgumentError(
+                f"argnums={number} of the gradient of {name!r}, but the call has {count} positional arguments; "
+                "arguments that are given by name cannot be differentiated by"
+            )
+    return [number % count for number in numbers]
+
+
+def _in_program(
+    trace: ProgramTrace,
+    fun: Callable[..., Any],
+    name: str,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Return what `jax.value_and_grad` does in a program that JAX traces; gradients lie as their arguments."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = _positions(name, numbers, len(args))
+    for at in positions:
+        before = len(tree_flatten(args[:at])[0])
+        for number, leaf in enumerate(tree_flatten(args[at])[0]):
+            where = f"{describe_leaf((args, {}), before + number)} of {name!r}"
+            _check_active(where, leaf)
+
+    def checked(*given: Any, **named: Any) -> Any:
+        value = fun(*given, **named)
+        _check_loss(name, value, has_aux)
+        return value
+
+    value, found = jax.value_and_grad(checked, argnums, has_aux)(*args, **kwargs)
+    lies = tuple(jax.tree_util.tree_map(trace.sharding_of, args[at]) for at in positions)
+    lies = lies[0] if isinstance(argnums, int) else lies
+    return value, jax.tree_util.tree_map(_laid, found, lies)
+
+
+def _laid(gradient: Any, sharding: Any) -> Any:
+    return gradient if sharding is None else jax.device_put(gradient, sharding)
+
+
+def _check_active(where: str, leaf: Any) -> None:
+    """Raise ArgumentError if it is impossible to differentiate by a value."""
+    try:
+        aval = leaf.aval if isinstance(leaf, Array) else aval_of(signature_of(leaf))
+    except ArgumentError:
+        raise ArgumentError(
+            f"{where} is {leaf!r}, which is no array: name another argument in argnums="
+        ) from None
+    if not is_inexact(aval):
+        raise ArgumentError(
+            f"{where} is {aval.str_short()}, and gradients are of floating-point arrays only: "
+            "name another argument in argnums=, or pass this value as an argument of its own"
+        )
+
+
+def _check_loss(name: str, value: Any, has_aux: bool) -> None:
+    """Raise ArgumentError if a function has not returned one floating-point number."""
+    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+        raise ArgumentError(
+            f"{name!r} returned {in_words(value)}, and with has_aux=True it has to return a pair of the loss "
+            "and other results; without any, leave out has_aux"
+        )
+    leaf = value[0] if has_aux else value
+    try:
+        aval = leaf.aval if isinstance(leaf, Array) else aval_of(signature_of(leaf))
+    except ArgumentError:
+        aval = None
+    if aval is None or aval.shape or not jnp.issubdtype(aval.dtype, jnp.floating):
+        raise ArgumentError(
+            f"{name!r} returned {in_words(leaf)}, and a gradient is of one floating-point number: return the "
+            "loss, and other results with has_aux=True"
+        )
 
 
 def _recorded(

@@ -1,12 +1,12 @@
-"""`Carry`: the value that a loop passes from iteration to iteration, and where it lies.
+"""`Carry`: where the value lies that a loop passes from iteration to iteration, if it is called alone.
 
-The functions of a loop are traced on what the user gives, and on what the body makes of it, until the body
-leaves every leaf where it has found it.
+An iteration is placed for what the user gives, and for what the body makes of it, until the body leaves
+every leaf where it has found it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,38 +16,14 @@ import jax.numpy as jnp
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
-from pw.client.trace.argument_errors import in_words
-from pw.client.trace.function import tree_flatten, tree_unflatten
-from pw.client.trace.predicate import checked_predicate
+from pw.client.loops.loop import Loop
+from pw.client.loops.native import one_mesh_of, traced
+from pw.client.trace.equations import ProgramTrace, meshes_of_body, tracing_program
+from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.recording import Recording
+from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer
-from pw.client.trace.trial import Trial, trial
-from pw.client.trace.wrapped import name_of
-from pw.core.errors import ArgumentError, ShardingError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    """The two functions of a loop, and the tree of its carry."""
-
-    cond_fun: Callable[[Any], Any]
-    body_fun: Callable[[Any], Any]
-    tree: Any
-
-    @property
-    def name(self) -> str:
-        """The name of its computations and programs."""
-        return f"while_loop({name_of(self.body_fun)})"
-
-    def goes_on(self, leaves: Sequence[Any]) -> Any:
-        """Return the predicate for a carry."""
-        return self.cond_fun(tree_unflatten(self.tree, leaves))
-
-    def step(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the carry after an iteration."""
-        made: list[Any] = tree_flatten(self.body_fun(tree_unflatten(self.tree, leaves)))[0]
-        return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,19 +34,16 @@ class Carry:
     predicate: NamedSharding
     mesh: Mesh | None
     """Where all of an iteration runs, if it can be one computation; None if it is a part of a program."""
-    uses_program: bool
-    """The functions use values of the program that is traced, besides the carry."""
     donated: frozenset[int]
     """The leaves that the functions donate."""
     varying: tuple[int, ...]
     """The leaves that the body does not return as they are."""
 
 
-def learn(recorder: ProgramRecorder, loop: Loop, signature: Sequence[Any]) -> Carry:
+def learn(loop: Loop, signature: Sequence[Any]) -> Carry:
     """Trace a loop's functions, and return where the carry lies.
 
     Args:
-        recorder: of the program that is traced, which stays as it is.
         loop: the functions.
         signature: the type, or aval, of each leaf of the first carry.
 
@@ -79,99 +52,57 @@ def learn(recorder: ProgramRecorder, loop: Loop, signature: Sequence[Any]) -> Ca
         ShardingError: the body moves a leaf in each iteration.
     """
     given = tuple(signature)
-    with Recording(recorder), trial(recorder) as trying:
-        found = _tried(recorder, trying, loop, given)
-    if found.types == given:
-        return found
-    given = _beside(found, given)
-    for _ in range(2):
-        with Recording(recorder), trial(recorder) as trying:
-            found = _tried(recorder, trying, loop, given)
+    for _ in range(3):
+        found = _placed(loop, given)
         if found.types == given:
             return found
         before, given = given, found.types
     moved = next(at for at, type_ in enumerate(given) if type_ is not before[at])
-    raise ShardingError(
-        f"pw.while_loop: {name_of(loop.body_fun)!r} takes {_path(loop, moved)} as {before[moved]} and "
-        f"returns it as {given[moved]}, and so on in each iteration; give its functions out_shardings"
-    )
+    raise loop.moves(moved, before[moved], given[moved])
 
 
-def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
-    """Return the types of a carry, with numbers of this machine beside the arrays, as a counter of iterations.
-
-    Without this, Python's operators would compute them on a default slice, and the loop ran on two.
-    """
-    lie = [found.predicate, *[type_.sharding for type_ in found.types]]
-    numbers = [at for at, before in enumerate(given) if not isinstance(before, ArrayType)]
-    default = default_mesh() if numbers else None
-    mesh = next((one.mesh for one in lie if one.mesh != default), default)
-    types = list(found.types)
-    for at in numbers:
-        if types[at].sharding.mesh == default and mesh is not None:
-            types[at] = types[at].with_sharding(NamedSharding.replicated(mesh))
-    return tuple(types)
-
-
-def _tried(recorder: ProgramRecorder, trying: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
-    leaves = [trying.leaf(at, type_) for at, type_ in enumerate(given)]
-    identities = [leaf.identity for leaf in leaves]
-    carry = tree_unflatten(loop.tree, leaves)
-    said = f"pw.while_loop: {name_of(loop.cond_fun)!r} must return a scalar boolean, and returns"
-    sharding = checked_predicate(recorder, loop.cond_fun(carry), said).sharding
-    returned = loop.body_fun(carry)
-    results, tree = tree_flatten(returned)
-    name = name_of(loop.body_fun)
-    if tree != loop.tree:
-        raise ArgumentError(
-            f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {in_words(carry)}, and "
-            f"returns {in_words(returned)}"
-        )
-    types, varying = [], []
-    for at, (result, before) in enumerate(zip(results, given, strict=True)):
-        made, aval = _lifted(recorder, loop, at, result), aval_of(before)
-        if (tuple(made.aval.shape), made.aval.dtype) != (tuple(aval.shape), aval.dtype):
-            raise ArgumentError(
-                f"pw.while_loop: the carry must keep its shapes and dtypes, but {name!r} takes "
-                f"{_path(loop, at)} as {aval.str_short()} and returns {made.aval.str_short()}; convert it "
-                "there, as with astype or reshape, or begin with another first carry"
-            )
-        where = made.sharding or (before.sharding if isinstance(before, ArrayType) else sharding)
-        is_weak = bool(made.weak_type and aval.weak_type)
-        whole = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=is_weak)
-        types.append(ArrayType.of(whole, where or NamedSharding.replicated(default_mesh())))
-        if made.identity is None or made.identity != identities[at]:
-            varying.append(at)
-    predicate = sharding or NamedSharding.replicated(
-        types[0].sharding.mesh if types else default_mesh()
-    )
-    mesh = None if trying.uses_program() else trying.one_mesh()
-    if any(one.mesh != mesh for one in (predicate, *[type_.sharding for type_ in types])):
-        mesh = None  # the body moves the carry to where no computation of it runs
+def _placed(loop: Loop, given: Sequence[Any]) -> Carry:
+    """Place an iteration in a program that is not kept."""
+    recorder = ProgramRecorder(loop.name)
+    leaves = [recorder.leaf(at, type_) for at, type_ in enumerate(given)]
+    program = ProgramTrace(loop.name)
+    for leaf in leaves:
+        program.say(leaf, leaf.sharding)
+    avals = [aval_of(type_) for type_ in given]
+    with tracing_program(program), in_words_of(loop.name):
+        closed, _ = traced(program, loop, avals, leaves)
+    check_constants(loop.name, closed.consts)
+    lie = [None if leaf.sharding is None else leaf.sharding.mesh for leaf in leaves]
+    made_on = meshes_of_body(closed.jaxpr, lie)
+    beside = next((mesh for mesh in made_on if mesh is not None), None)
+    with Recording(recorder):
+        placement = Placement(recorder)
+        made = placement.add(closed.jaxpr, closed.consts, leaves)
+        results = [placement.on(one, beside) for one in made]
+    more, *after = results
+    types = tuple(map(_type, leaves, after, [more] * len(after)))
+    lies = types[0].sharding.mesh if types else default_mesh()
+    predicate = more.sharding or NamedSharding.replicated(lies)
+    where = [predicate.mesh, *[type_.sharding.mesh for type_ in types]]
     return Carry(
-        tuple(types),
+        types,
         predicate,
-        mesh,
-        trying.uses_program(),
-        trying.donated(),
-        tuple(varying),
+        one_mesh_of(closed.jaxpr, where),
+        frozenset(at for at, leaf in enumerate(leaves) if recorder.is_given(leaf)),
+        tuple(
+            at
+            for at, (leaf, made) in enumerate(zip(leaves, after, strict=True))
+            if made.identity is None or made.identity != leaf.identity
+        ),
     )
 
 
-def _lifted(recorder: ProgramRecorder, loop: Loop, at: int, result: Any) -> ProgramTracer:
-    try:
-        return recorder.lift(result)
-    except ArgumentError:
-        raise ArgumentError(
-            f"pw.while_loop: {name_of(loop.body_fun)!r} returns {result!r} of type "
-            f"{type(result).__name__} as {_path(loop, at)}; a carry is a tree of arrays and numbers"
-        ) from None
-
-
-def _path(loop: Loop, at: int) -> str:
-    whole = tree_unflatten(loop.tree, range(loop.tree.num_leaves))
-    path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
-    return f"carry{jax.tree_util.keystr(path)}"
+def _type(before: ProgramTracer, after: ProgramTracer, more: ProgramTracer) -> ArrayType:
+    """Return the type of a leaf as an iteration leaves it."""
+    where = after.sharding or before.sharding or more.sharding
+    is_weak = after.weak_type and before.weak_type
+    aval = jax.core.ShapedArray(before.aval.shape, before.aval.dtype, weak_type=is_weak)
+    return ArrayType.of(aval, where or NamedSharding.replicated(default_mesh()))
 
 
 def as_type(value: Any, type_: ArrayType) -> Any:

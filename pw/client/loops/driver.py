@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from pw.client.arrays.array import Array
 from pw.client.checkpoint import checkpoint
-from pw.client.loops.iterations import Bursts, State
+from pw.client.loops.bursts import Bursts, State
 from pw.core.errors import ComputationTimeout
 
 AHEAD = 3

@@ -1,14 +1,13 @@
 """`pw.map`: a function of one element, for all elements along the leading axis.
 
-On one mesh it is `jax.lax.map` in one computation. On several, each element has computations of its own in a
-program, so elements follow each other through the slices as in a pipeline. The rows of a `Ragged` that do not
-count are skipped: by `jax.lax.cond` in one computation, and by `pw.cond` in a program.
+In a program it is `jax.lax.map`. On one mesh that is one computation. On several, each element has computations
+of its own, so elements follow each other through the slices as in a pipeline. The rows of a `Ragged` that do
+not count are skipped, by `jax.lax.cond`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,33 +17,25 @@ import numpy as np
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.arrays.signature import (
-    ArrayType,
-    aval_of,
-    signature_of,
-    tracing_configuration,
-)
+from pw.client.arrays.signature import aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
-from pw.client.trace.cond import cond
-from pw.client.trace.equations import needs_recorder
+from pw.client.trace.counted_rows import with_counts
+from pw.client.trace.equations import ProgramTrace, program_trace, tracing_program
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.jit import jit
-from pw.client.trace.program import recorded_program
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import Recording, recording
+from pw.client.trace.meshes import first_mesh, is_on_several, meshes_in
+from pw.client.trace.program import program
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.tracer import ProgramTracer
-from pw.client.trace.trial import Trial, trial
+from pw.client.trace.traced_errors import in_words_of
 from pw.client.trace.wrapped import name_of
-from pw.client.trace.zeros import zeros
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32
@@ -81,27 +72,14 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
     try:
         if not callable(fun):
             raise TypeError(f"pw.map takes a function, and was given {fun!r}")
-        needs_recorder()
         whole, counts = _taken_apart(fun, xs)
         leaves, tree = tree_flatten(whole)
+        trace = program_trace()
+        if trace is not None:
+            return _together(_in_program(trace, fun, tree, leaves, counts), counts)
         if under_jax_trace([*leaves, *counts]):
             return _together(_in_jax(fun, whole, counts), counts)
         _check_leaves(fun, tree, leaves, "xs")
-        recorder = recording()
-        if recorder is not None:
-            leaves = [recorder.lift(leaf) for leaf in leaves]
-            counts = [recorder.lift(one) for one in counts]
-            signature = [leaf.signature for leaf in leaves]
-            size = _size(fun, tree, signature, [one.signature for one in counts])
-            with trial(recorder) as trying:
-                places = _tried(recorder, trying, fun, tree, signature)
-            if places.mesh is None and size > RECORDED:
-                raise ArgumentError(
-                    f"pw.map of {name_of(fun)!r} in a pw.program runs on several meshes, where it takes at "
-                    f"most {RECORDED} elements, and was given {size}; call it outside of the program"
-                )
-            made = _recorded(places, fun, tree, leaves, [0] * len(leaves), counts, 0, size)
-            return _together(made, counts)
         if jax_backend.client() is not None:
             leaves, counts = jax_arrays.taken(leaves), jax_arrays.taken(counts)
         try:
@@ -159,46 +137,79 @@ def _in_jax(fun: Callable[[Any], Any], xs: Any, counts: Sequence[Any]) -> Any:
     return jax.lax.map(element, (jnp.arange(size), xs))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Where a function of one element runs."""
-
-    mesh: Mesh | None
-    """The mesh of all its computations, if they can be one."""
-    first: Mesh
-    """The mesh of the first one."""
-    moved: frozenset[int]
-    """Leaves of an element that computations take elsewhere than where they are cut from the whole."""
-    results: Sequence[Any]
-    """The type of each result that devices make, and the aval of the others."""
-    tree: Any
-    """The tree of the results."""
-
-
-def _tried(
-    recorder: ProgramRecorder,
-    trying: Trial,
+def _in_program(
+    trace: ProgramTrace,
     fun: Callable[[Any], Any],
     tree: Any,
-    signature: Sequence[Any],
-) -> _Places:
-    leaves = []
-    for at, type_ in enumerate(signature):
-        whole = aval_of(type_)
-        aval = jax.core.ShapedArray(whole.shape[1:], whole.dtype)
-        if isinstance(type_, ArrayType):
-            element: Any = ArrayType.of(aval, NamedSharding.replicated(type_.sharding.mesh))
-        else:
-            element = aval
-        leaves.append(trying.leaf(at, element))
-    made, made_tree = tree_flatten(fun(tree_unflatten(tree, leaves)))
-    _check_leaves(fun, made_tree, made, "its result")
-    mesh = None if trying.uses_program() else trying.one_mesh()
-    first = trying.first_mesh() or default_mesh()
-    lies = [type_.sharding.mesh if isinstance(type_, ArrayType) else first for type_ in signature]
-    moved = frozenset(at for at, mesh in enumerate(lies) if trying.takes_elsewhere(at, mesh))
-    results = [recorder.lift(leaf).signature for leaf in made]
-    return _Places(mesh, first, moved, results, made_tree)
+    leaves: Sequence[Any],
+    counts: Sequence[Any],
+    first: Any = 0,
+) -> Any:
+    """Map in a program that JAX traces; the first element has the number `first`."""
+    _check_leaves(fun, tree, leaves, "xs")
+    size = _size(fun, tree, signature_of_call(leaves), signature_of_call(counts))
+    element = _Element(trace, fun, tree, leaves)
+    if size > RECORDED and element.is_on_several:
+        raise ArgumentError(
+            f"pw.map of {name_of(fun)!r} in a pw.program runs on several meshes, where it takes at "
+            f"most {RECORDED} elements, and was given {size}; call it outside of the program"
+        )
+    if not counts:
+        return jax.lax.map(lambda leaves: element.apply(*leaves), leaves)
+
+    def nothing() -> Any:
+        return jax.tree_util.tree_map(lambda one: jnp.zeros(one.shape, one.dtype), element.result)
+
+    def choose(numbered: Any) -> Any:
+        is_counted, leaves = numbered
+
+        def taken() -> Any:
+            results, made_tree = tree_flatten(element.apply(*element.copied(leaves)))
+            return tree_unflatten(made_tree, with_counts(results, made_tree))
+
+        taken.__name__ = name_of(fun)
+        return jax.lax.cond(is_counted, taken, nothing)
+
+    are_counted = first + jnp.arange(size) < jnp.asarray(counts[0], jnp.int32)
+    return jax.lax.map(choose, (are_counted, leaves))
+
+
+class _Element:
+    """A function of one element in a program that JAX traces."""
+
+    def __init__(
+        self, trace: ProgramTrace, fun: Callable[[Any], Any], tree: Any, leaves: Sequence[Any]
+    ) -> None:
+        self._trace, self._fun, self._tree = trace, fun, tree
+        self._meshes = [trace.mesh_of(leaf) for leaf in leaves]
+        whole = [aval_of(type_) for type_ in signature_of_call(leaves)]
+        avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in whole]
+        closed, self.result = jax.make_jaxpr(self.apply, return_shape=True)(*avals)
+        self._jaxpr = with_calls(closed, trace.kinds).jaxpr
+        self.is_on_several = is_on_several(self._jaxpr.eqns)
+
+    def apply(self, *leaves: Any) -> Any:
+        """Return the result for an element. Raises ArgumentError if it is no tree of arrays."""
+        for leaf, mesh in zip(leaves, self._meshes, strict=True):
+            if mesh is not None:
+                self._trace.say(leaf, NamedSharding.replicated(mesh))
+        made = self._fun(tree_unflatten(self._tree, leaves))
+        results, tree = tree_flatten(made)
+        _check_leaves(self._fun, tree, results, "its result")
+        return made
+
+    def copied(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return an element with copies of what it takes elsewhere.
+
+        In a branch, these copies are sent, so that what does not count is not.
+        """
+        first = first_mesh(self._jaxpr.eqns)
+        found = []
+        for leaf, variable, mesh in zip(leaves, self._jaxpr.invars, self._meshes, strict=True):
+            users = [eqn for eqn in self._jaxpr.eqns if any(one is variable for one in eqn.invars)]
+            is_moved = any(used != (mesh or first) for used, _ in meshes_in(users))
+            found.append(jnp.copy(leaf) if is_moved else leaf)
+        return found
 
 
 def _size(
@@ -239,103 +250,21 @@ def _path(tree: Any, at: int) -> str:
 def _check_leaves(fun: Callable[[Any], Any], tree: Any, leaves: Sequence[Any], what: str) -> None:
     """Raise ArgumentError if a leaf is no array."""
     for at, leaf in enumerate(leaves):
-        if not isinstance(leaf, (Array, ProgramTracer)):
-            try:
-                signature_of(leaf)
-            except ArgumentError:
-                where = what + _path(tree, at).removeprefix("xs")
-                raise ArgumentError(
-                    f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
-                    f"{leaf!r} of type {type(leaf).__name__}"
-                ) from None
-
-
-def _recorded(
-    places: _Places,
-    fun: Callable[[Any], Any],
-    tree: Any,
-    leaves: Sequence[Any],
-    starts: Sequence[Any],
-    counts: Sequence[Any],
-    first: Any,
-    size: int,
-) -> Any:
-    """Record `size` elements, which begin at a place in each leaf; the first one has the number `first`."""
-    if places.mesh is not None or size == 0:
-
-        def whole(leaves: Any) -> Any:
-            rows = [leaf.rows if is_ragged(leaf) else leaf for leaf in leaves]
-            own = [leaf.counts for leaf in leaves if is_ragged(leaf)][:1]
-            return _in_jax(fun, tree_unflatten(tree, rows), own)
-
-        whole.__name__ = f"map({name_of(fun)})"
-        given = [Ragged(leaf, counts[0]) if counts else leaf for leaf in leaves]
-        return jit(whole, mesh=places.mesh or places.first)(given)
-    elements: list[list[Any]] = [[] for _ in range(size)]
-    for leaf, start in zip(leaves, starts, strict=True):
-        cut = jit(_elements, mesh=None if leaf.sharding else places.first, static_argnums=2)
-        for element, value in zip(elements, cut(leaf, start, size), strict=True):
-            element.append(value)
-    if counts:
-        results = _guarded(places, fun, tree, elements, counts[0], first)
-    else:
-        results = [fun(tree_unflatten(tree, element)) for element in elements]
-    return jax.tree_util.tree_map(lambda *made: _stack(*made), *results)
-
-
-def _guarded(
-    places: _Places,
-    fun: Callable[[Any], Any],
-    tree: Any,
-    elements: Sequence[Sequence[Any]],
-    counts: Any,
-    first: Any,
-) -> list[Any]:
-    """Record elements, of which those whose number is beyond the count are skipped."""
-    empty = tree_unflatten(places.tree, [_zeros(type_) for type_ in places.results])
-
-    def apply(*element: Any) -> Any:
-        # Made in the branch, so that what does not count is not sent.
-        own = [_send(leaf) if at in places.moved else leaf for at, leaf in enumerate(element)]
-        return fun(tree_unflatten(tree, own))
-
-    def nothing(*_: Any) -> Any:
-        return empty
-
-    apply.__name__ = name_of(fun)
-    number = jit(_counting, mesh=None if counts.sharding else places.first, static_argnums=2)
-    predicates = number(counts, first, len(elements))
-    pairs = zip(predicates, elements, strict=True)
-    return [cond(predicate, apply, nothing, *element) for predicate, element in pairs]
-
-
-def _zeros(type_: Any) -> Any:
-    is_array = isinstance(type_, ArrayType)
-    return zeros(type_) if is_array else np.zeros(type_.shape, type_.dtype)
-
-
-def _counting(counts: Any, first: Any, size: int) -> list[Any]:
-    """Return whether each of some elements counts."""
-    return [counts.astype(jnp.int32) > first + at for at in range(size)]
-
-
-def _elements(whole: Any, start: Any, size: int) -> list[Any]:
-    return [jax.lax.dynamic_index_in_dim(whole, start + at, keepdims=False) for at in range(size)]
-
-
-def _stacked(*elements: Any) -> Any:
-    return jnp.stack(elements)
+        try:
+            signature_of_call([leaf])
+        except ArgumentError:
+            where = what + _path(tree, at).removeprefix("xs")
+            raise ArgumentError(
+                f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
+                f"{leaf!r} of type {type(leaf).__name__}"
+            ) from None
 
 
 def _joined(*parts: Any) -> Any:
     return jnp.concatenate(parts)
 
 
-def _copied(element: Any) -> Any:
-    return jnp.copy(element)
-
-
-_stack, _join, _send = jit(_stacked), jit(_joined), jit(_copied)
+_join = jit(_joined)
 
 
 class _Alone:
@@ -343,7 +272,8 @@ class _Alone:
 
     def __init__(self, fun: Callable[[Any], Any]) -> None:
         self._fun = fun
-        self._places: dict[Any, _Places] = {}
+        self._name = f"map({name_of(fun)})"
+        self._is_on_several: dict[Any, bool] = {}
 
         def mapped(
             leaves: list[Any],
@@ -352,39 +282,44 @@ class _Alone:
             first: Any,
             size: int,
             tree: Any,
-            places: _Places,
         ) -> Any:
-            recorder = recording()
-            assert recorder is not None
-            lifted, own = ([recorder.lift(leaf) for leaf in some] for some in (leaves, counts))
-            return _recorded(places, fun, tree, lifted, starts, own, first, size)
+            trace = program_trace()
+            assert trace is not None
+            own = [
+                leaf if start is None else jax.lax.dynamic_slice_in_dim(leaf, start, size)
+                for leaf, start in zip(leaves, starts, strict=True)
+            ]
+            return _in_program(trace, fun, tree, own, counts, first)
 
-        mapped.__name__ = f"map({name_of(fun)})"
-        self._run = recorded_program(mapped, static_argnums=(4, 5, 6))
+        mapped.__name__ = self._name
+        self._run = program(mapped, static_argnums=(4, 5))
 
     def __call__(self, leaves: list[Any], counts: list[Any], tree: Any) -> Any:
-        signature, counted = signature_of_call(leaves), signature_of_call(counts)
-        size = _size(self._fun, tree, signature, counted)
-        key = (tree, signature, current.runtime(), tracing_configuration())
-        places = self._places.get(key)
-        if places is None:
-            recorder = ProgramRecorder(f"map({name_of(self._fun)})")
-            with Recording(recorder), trial(recorder) as trying:
-                places = _tried(recorder, trying, self._fun, tree, signature)
-            for stale in [known for known in self._places if not known[2].alive]:
-                del self._places[stale]
-            self._places[key] = places
-        if places.mesh is not None or size <= ELEMENTS:
-            return self._run(leaves, [0] * len(leaves), counts, 0, size, tree, places)
+        signature = signature_of_call(leaves)
+        size = _size(self._fun, tree, signature, signature_of_call(counts))
+        if size <= ELEMENTS or not self._runs_on_several(leaves, signature, tree):
+            return self._run(leaves, [None] * len(leaves), counts, 0, size, tree)
         parts = []
         for start in range(0, size, ELEMENTS):
             count = min(ELEMENTS, size - start)
             own = [
                 leaf if isinstance(leaf, Array) else leaf[start : start + count] for leaf in leaves
             ]
-            starts = [start if isinstance(leaf, Array) else 0 for leaf in leaves]
-            parts.append(self._run(own, starts, counts, start, count, tree, places))
+            starts = [start if isinstance(leaf, Array) else None for leaf in leaves]
+            parts.append(self._run(own, starts, counts, start, count, tree))
         return jax.tree_util.tree_map(_join, *parts)
+
+    def _runs_on_several(self, leaves: Sequence[Any], signature: Any, tree: Any) -> bool:
+        key = (tree, signature, current.runtime(), tracing_configuration())
+        found = self._is_on_several.get(key)
+        if found is None:
+            trace = ProgramTrace(self._name)
+            with tracing_program(trace), in_words_of(self._name):
+                found = _Element(trace, self._fun, tree, leaves).is_on_several
+            for stale in [known for known in self._is_on_several if not known[2].alive]:
+                del self._is_on_several[stale]
+            self._is_on_several[key] = found
+        return found
 
 
 _kept = lru_cache(PROGRAMS_KEPT)(_Alone)

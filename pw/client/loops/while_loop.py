@@ -1,8 +1,7 @@
 """`pw.while_loop`: a loop whose hosts decide when it ends.
 
-Its functions are traced to learn where they run (`pw.client.loops.carry`). On one mesh, iterations are one
-computation; on several, they are guarded computations of a program (`pw.client.loops.iterations`). A loop that
-is called alone runs in bursts (`pw.client.loops.driver`).
+In a program it is equations of JAX (`pw.client.loops.native`). On one mesh, iterations are one computation; on
+several, they are guarded computations. A loop that is called alone runs in bursts (`pw.client.loops.driver`).
 """
 
 from __future__ import annotations
@@ -11,23 +10,18 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from pw.client.arrays import jax_arrays
-from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.ragged import check_counts, pairs_of
-from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
+from pw.client.arrays.signature import ArrayType, tracing_configuration
 from pw.client.connection import jax_backend
-from pw.client.loops.carry import Carry, Loop, as_type, learn
+from pw.client.loops.bursts import Bursts
+from pw.client.loops.carry import learn
 from pw.client.loops.driver import drive
-from pw.client.loops.iterations import Bursts, guarded, placed
-from pw.client.trace.equations import needs_recorder
+from pw.client.loops.loop import Loop
+from pw.client.loops.native import in_function, in_program
+from pw.client.trace.equations import program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.jit import jit
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of, timeout_s_of
 from pw.core.errors import ArgumentError
@@ -75,21 +69,20 @@ def while_loop(
         leaves, tree = tree_flatten(init_val)
         for rows, counts in pairs_of(tree):
             check_counts(leaves[counts], leaves[rows], "pw.while_loop")
-        needs_recorder()
         loop = Loop(cond_fun, body_fun, tree)
-        recorder = recording()
+        program = program_trace()
         is_in_jax = under_jax_trace(leaves)
-        if timeout is not None and (is_in_jax or recorder is not None):
-            whole = "pw.jit" if is_in_jax else "pw.program"
+        if timeout is not None and is_in_jax:
+            whole = "pw.jit" if program is None else "pw.program"
             raise ArgumentError(
                 f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {whole} function, "
                 f"where a loop has no timeout of its own; give it to the function, as in {whole}(f, "
                 f"timeout={timeout!r}), or call the loop outside of it"
             )
+        if program is not None:
+            return tree_unflatten(tree, in_program(program, loop, limit, leaves))
         if is_in_jax:
-            return _in_jax(loop, limit, leaves)
-        if recorder is not None:
-            return tree_unflatten(tree, _recorded(recorder, loop, limit, leaves))
+            return tree_unflatten(tree, in_function(loop, limit, leaves))
         if jax_backend.client() is not None:
             leaves = jax_arrays.taken(leaves)
         return tree_unflatten(tree, _alone(loop, limit, timeout_s, leaves))
@@ -110,81 +103,6 @@ def _limit(max_iterations: int | None) -> int | None:
     return limit
 
 
-def _in_jax(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Any:
-    init = tree_unflatten(loop.tree, leaves)
-    if limit is None:
-        return jax.lax.while_loop(loop.cond_fun, loop.body_fun, init)
-
-    def goes_on(state: Any) -> Any:
-        return jnp.logical_and(state[0] < limit, loop.cond_fun(state[1]))
-
-    def step(state: Any) -> Any:
-        return state[0] + 1, loop.body_fun(state[1])
-
-    return jax.lax.while_loop(goes_on, step, (0, init))[1]
-
-
-def _recorded(
-    recorder: ProgramRecorder, loop: Loop, limit: int | None, leaves: Sequence[Any]
-) -> Sequence[Any]:
-    """Record a loop in a program; returns the leaves of the last carry."""
-    lifted = [_lifted(recorder, leaf) for leaf in leaves]
-    carry = learn(recorder, loop, [leaf.signature for leaf in lifted])
-    is_differentiated = recorder.tape_of(lifted) is not None
-    if is_differentiated and limit is None:
-        raise ArgumentError(
-            f"a gradient flows through the pw.while_loop of {name_of(loop.body_fun)!r}, which needs a bound "
-            "for that; give max_iterations"
-        )
-    if carry.mesh is not None and not is_differentiated:
-
-        def whole(*leaves: Any) -> list[Any]:
-            own = [as_type(leaf, type_) for leaf, type_ in zip(leaves, carry.types, strict=True)]
-            made: list[Any] = tree_flatten(_in_jax(loop, limit, own))[0]
-            return made
-
-        whole.__name__ = loop.name
-        shardings = [type_.sharding for type_ in carry.types]
-        run = jit(
-            whole,
-            mesh=carry.mesh,
-            in_shardings=tuple(shardings),
-            out_shardings=shardings,
-            donate_argnums=tuple(carry.donated),
-        )
-        made: list[Any] = run(*lifted)
-        return made
-    if limit is None:
-        why = (
-            "use values of the program besides the carry; put those into the carry, or give max_iterations"
-            if carry.uses_program
-            else "cannot run as one computation on one mesh, so each iteration is recorded; give "
-            "max_iterations, or call the loop outside of the program"
-        )
-        raise ArgumentError(
-            f"pw.while_loop in a pw.program: {name_of(loop.cond_fun)!r} and {name_of(loop.body_fun)!r} {why}"
-        )
-    own = placed(recorder, carry, lifted)
-    if limit == 0:
-        return own
-    more = recorder.reshard(loop.goes_on(own), carry.predicate)
-    return guarded(loop, carry, limit, [more, *own])[1:]
-
-
-def _lifted(recorder: ProgramRecorder, leaf: Any) -> Any:
-    try:
-        return recorder.lift(leaf)
-    except ArgumentError:
-        raise _no_carry(leaf) from None
-
-
-def _no_carry(leaf: Any) -> ArgumentError:
-    return ArgumentError(
-        f"pw.while_loop was given {leaf!r} of type {type(leaf).__name__} in its first carry, which is a "
-        "tree of arrays and numbers"
-    )
-
-
 def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any]) -> Sequence[Any]:
     """Run a loop; returns the leaves of the last carry."""
     bursts = _bursts(loop, leaves)
@@ -195,12 +113,7 @@ def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any
 
 def _bursts(loop: Loop, leaves: Sequence[Any]) -> Bursts:
     """Return the bursts of a loop for a carry of this kind, kept where the carry lies."""
-    signature: list[Any] = []
-    for leaf in leaves:
-        try:
-            signature.append(leaf._type if isinstance(leaf, Array) else signature_of(leaf))
-        except ArgumentError:
-            raise _no_carry(leaf) from None
+    signature = loop.signature(leaves)
     lies = [type_.sharding for type_ in signature if isinstance(type_, ArrayType)]
     mesh = lies[0].mesh if lies else default_mesh()
     table = mesh.slice.compiled
@@ -215,11 +128,7 @@ def _bursts(loop: Loop, leaves: Sequence[Any]) -> Bursts:
     try:
         bursts: Bursts | None = table.get(key)
     except TypeError:  # a function cannot be hashed
-        return Bursts(loop, _learned(loop, signature), signature)
+        return Bursts(loop, learn(loop, signature), signature)
     if bursts is None:
-        bursts = table.add(key, Bursts(loop, _learned(loop, signature), signature))
+        bursts = table.add(key, Bursts(loop, learn(loop, signature), signature))
     return bursts
-
-
-def _learned(loop: Loop, signature: Sequence[Any]) -> Carry:
-    return learn(ProgramRecorder(loop.name), loop, signature)

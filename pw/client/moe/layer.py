@@ -28,12 +28,14 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.moe import routing
 from pw.client.trace.cond import cond
-from pw.client.trace.equations import needs_recorder
+from pw.client.trace.equations import program_trace
 from pw.client.trace.function import under_jax_trace
 from pw.client.trace.jit import jit
+from pw.client.trace.joined import islands
 from pw.client.trace.joined.apart import apart, together
-from pw.client.trace.program import recorded_program
+from pw.client.trace.program import program
 from pw.client.trace.recording import recording
+from pw.client.trace.shardings import sharding_of
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
@@ -149,7 +151,7 @@ class MixtureOfExperts:
         self._steps: dict[NamedSharding, _Steps] = {}
         self._making = threading.Lock()
         self._apply = tuple(map(self._apply_on, meshes))
-        self._alone = recorded_program(self._recorded)
+        self._alone = program(self._recorded)
 
     def __repr__(self) -> str:
         return f"<pw.moe {self._name}>"
@@ -176,7 +178,8 @@ class MixtureOfExperts:
     def __call__(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
         """Return `y` and `balance`: see `pw.moe`."""
         try:
-            needs_recorder()
+            if program_trace() is not None:
+                return self._recorded(params, x, logits)
             if under_jax_trace(tree_leaves((params, x, logits))):
                 raise ArgumentError(
                     f"{self!r} was called in a function that JAX traces, and it moves rows between the "
@@ -198,9 +201,7 @@ class MixtureOfExperts:
         lie = _sharding_of_rows(x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
-        recorder = recording()
-        assert recorder is not None
-        xs, scores = (apart(recorder, one, lie) for one in (x, logits))
+        xs, scores = (_apart(one, lie) for one in (x, logits))
         made = [
             self._on_island(placed, own, logits, lie.on_island(at))
             for at, (own, logits) in enumerate(zip(xs, scores, strict=True))
@@ -208,7 +209,7 @@ class MixtureOfExperts:
         parts, balances = zip(*made, strict=True)
         width, dtype = parts[0].shape[1], parts[0].dtype
         whole = ArrayType.of(jax.core.ShapedArray((np.shape(x)[0], width), dtype), lie)
-        return together(recorder, parts, whole), _mean(balances, lie.mesh.parts[0])
+        return _together(parts, whole), _mean(balances, lie.mesh.parts[0])
 
     def _on_island(
         self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
@@ -404,8 +405,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
     """Return parameters on a mesh: those that lie there as they lie, and others split over its experts."""
 
     def place(leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        is_there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        sharding = sharding_of(leaf)
+        is_there = sharding is not None and sharding.mesh == mesh
         return leaf if is_there else put(leaf, sharding=_over_experts(mesh))
 
     return tree_map(place, tree)
@@ -414,8 +415,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 def _sharding_of_rows(*values: Any) -> NamedSharding:
     """Return how rows lie: as the first of these values that lies on devices."""
     for value in values:
-        sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, NamedSharding):
+        sharding = sharding_of(value)
+        if sharding is not None:
             lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
             if lie.mesh.parts and lie.crossing_dimension is None:
                 raise ShardingError(
@@ -424,6 +425,18 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
                 )
             return lie
     return NamedSharding.replicated(default_mesh())
+
+
+def _apart(value: Any, sharding: NamedSharding) -> list[Any]:
+    recorder = recording()
+    return islands.apart(value, sharding) if recorder is None else apart(recorder, value, sharding)
+
+
+def _together(parts: Sequence[Any], type_: ArrayType) -> Any:
+    recorder = recording()
+    if recorder is None:
+        return islands.together(parts, type_.sharding)
+    return together(recorder, parts, type_)
 
 
 def _size(mesh: Mesh, axes: Any) -> int:

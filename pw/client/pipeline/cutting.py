@@ -19,7 +19,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.gradients.graph import Graph, Literal, Name
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -28,6 +27,7 @@ from pw.client.pipeline.stages import (
     takes_key,
 )
 from pw.client.trace.export import tracing
+from pw.client.trace.graph import Graph, Literal, Name
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 

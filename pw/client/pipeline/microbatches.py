@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from pw.client.arrays import jax_arrays
-from pw.client.arrays.array import Array
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.shardings import sharding_of
 from pw.core.errors import ArgumentError
 
 
@@ -42,7 +41,7 @@ class Microbatches:
         return [jax.tree.map(self._shape, part) for part in batch]
 
     def _divided_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, (Array, ProgramTracer)) or jax_arrays.is_remote(leaf):
+        if sharding_of(leaf) is not None or jax_arrays.is_remote(leaf):
             self._rows(leaf.shape)
             return leaf
         value = leaf if hasattr(leaf, "reshape") else np.asarray(leaf)
@@ -50,7 +49,7 @@ class Microbatches:
         return value.reshape(self.count, rows, *value.shape[1:])
 
     def _shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(leaf, ProgramTracer) and leaf.sharding is None:
+        if isinstance(leaf, jax.core.Tracer) and sharding_of(leaf) is None:
             return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         value = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         dtype = jax.dtypes.canonicalize_dtype(value.dtype)

@@ -13,6 +13,7 @@ from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.step import Step
 from pw.client.trace.function import tree_unflatten
 from pw.client.trace.jit import jit
+from pw.client.trace.shardings import sharding_of
 
 
 class Optimizer(Protocol):
@@ -39,7 +40,7 @@ def first_state(optimizer: Optimizer, params: Any, mesh: Mesh) -> Any:
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(optimizer.init, shapes)
     whole = NamedSharding.replicated(mesh)
-    shardings = jax.tree.map(lambda p: p.sharding, params)
+    shardings = jax.tree.map(sharding_of, params)
 
     def is_like(node: Any) -> bool:
         return bool(jax.tree.structure(node) == structure)
@@ -98,7 +99,7 @@ def update_stage(
         update,
         mesh=stage.mesh,
         in_shardings=(shardings, None, alike),
-        out_shardings=(shardings, [leaf.sharding for leaf in leaves]),
+        out_shardings=(shardings, list(map(sharding_of, leaves))),
         donate_argnums=(0, 1),
     )(list(params.values()), leaves, sums)
     return dict(zip(params, moved, strict=True)), tree_unflatten(state_tree, after)

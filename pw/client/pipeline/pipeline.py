@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.pipeline.forms import Listed, Marked, check_floats
@@ -28,8 +27,7 @@ from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.function import tree_unflatten
 from pw.client.trace.prefixes import on_mesh
-from pw.client.trace.program import recorded_program
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.program import program
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ArrayDeleted
 
@@ -57,8 +55,8 @@ class Pipeline:
         self._schedule: Schedule | None = None
         if isinstance(form, Listed):
             self._schedule = self._made(form.meshes)
-        self._train = recorded_program(self._train_step, timeout=timeout)
-        self._differentiate = recorded_program(self._gradient_step, timeout=timeout)
+        self._train = program(self._train_step, timeout=timeout)
+        self._differentiate = program(self._gradient_step, timeout=timeout)
 
     def __repr__(self) -> str:
         schedule = self._schedule
@@ -351,9 +349,7 @@ class Pipeline:
     def _placed(self, wanted: Any, mesh: Mesh, value: Any) -> NamedSharding:
         if wanted is not None:
             return on_mesh(mesh, wanted)
-        if isinstance(value, (Array, ProgramTracer)):
-            return placed(value, None, mesh)
-        return NamedSharding.replicated(mesh)
+        return placed(value, None, mesh)
 
     def _checked_key(self, key: Any) -> Any:
         if (key is None) == self._form.takes_key:

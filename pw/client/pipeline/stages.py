@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.gradients.graph import Name
 from pw.client.trace.export import tracing
 from pw.client.trace.function import JitFunction
+from pw.client.trace.graph import Name
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 

@@ -22,13 +22,14 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.gradients.graph import Name, StagePiece
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.table import Task
+from pw.client.trace.graph import Name, StagePiece
 from pw.client.trace.jit import jit
 from pw.client.trace.prefixes import on_mesh
+from pw.client.trace.shardings import sharding_of
 
 Slot = tuple[int, int]
 """A parameter: its stage, and its number there."""
@@ -117,7 +118,7 @@ class Step:
         leaves = sorted(index for kind, index in used if kind == "batch")
         rows = [_spec(plan.batch_specs.get((number, index)), mesh) for index in leaves]
         # Values of this process are divided before they come here.
-        divided = [batch[index].sharding is None for index in leaves]
+        divided = [sharding_of(batch[index]) is None for index in leaves]
         params = self._params[number]
         with_key = key is not None and any(kind == "key" for kind, _ in used)
 
@@ -224,8 +225,7 @@ class Step:
         if kind == "x":
             return placed(value, plan.x_specs.get((task.stage, index)), mesh)
         if kind == "gy":  # as the value whose gradient it is
-            sharding: NamedSharding = self._values[task.stage, task.microbatch]["y", index].sharding
-            return sharding
+            return sharding_of(self._values[task.stage, task.microbatch]["y", index])
         return None
 
     def _loss(self) -> Any:
@@ -247,7 +247,7 @@ def placed(value: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
     """Return how a value lies on a mesh: as wanted, or where it lies there, or as on the mesh it comes from."""
     if wanted is not None:
         return on_mesh(mesh, wanted)
-    sharding: NamedSharding | None = value.sharding
+    sharding = sharding_of(value)
     if sharding is None:
         return NamedSharding.replicated(mesh)
     if sharding.mesh == mesh:

@@ -99,7 +99,10 @@ def recorded(
         types.append(_type(pair, wanted[at], predicate))
     pairs_of_rows = dict(pairs_of(trees[0]))
     counts = [
-        [side[pairs_of_rows[at]] if at in pairs_of_rows else None for at in range(len(types))]
+        [
+            side[pairs_of_rows[at]] if at in pairs_of_rows else one.counts
+            for at, one in enumerate(side)
+        ]
         for side in made
     ]
     outputs = merged(

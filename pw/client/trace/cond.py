@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.branches import (
@@ -28,7 +27,8 @@ from pw.client.trace.branches import (
     unequal_results,
     unequal_trees,
 )
-from pw.client.trace.equations import ProgramTrace, needs_recorder, program_trace
+from pw.client.trace.counted_rows import with_counts
+from pw.client.trace.equations import ProgramTrace, program_trace
 from pw.client.trace.function import signature_of_call, tree_unflatten, under_jax_trace
 from pw.client.trace.predicate import boolean, check_is_one_value
 from pw.client.trace.prefixes import on_mesh, spread
@@ -130,10 +130,7 @@ def _in_program(
         for which, fun in zip(("true", "false"), functions, strict=True)
     )
     try:
-        made = jax.lax.cond(predicate, true, false)
-        if pairs_of(true.tree):
-            needs_recorder()  # of rows only those that count move
-        return made
+        return jax.lax.cond(predicate, true, false)
     except TypeError:
         if not (true.is_traced and false.is_traced) or not _made_alike(true, false):
             raise
@@ -176,7 +173,8 @@ class _Side:
         ]
         whole = tree_unflatten(self.tree, range(len(made)))
         wanted = spread(self._out_shardings, whole, "out_shardings of pw.cond")
-        return tree_unflatten(self.tree, list(map(self._placed, made, wanted)))
+        placed = list(map(self._placed, made, wanted))
+        return tree_unflatten(self.tree, with_counts(placed, self.tree))
 
     def _array(self, leaf: Any) -> Any:
         try:

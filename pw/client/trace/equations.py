@@ -24,9 +24,9 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.of_jax import own_mesh, own_sharding
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
-from pw.client.arrays.signature import ArrayType
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
+from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 _thread = threading.local()
@@ -105,12 +105,20 @@ def bound(
         donate_argnums=tuple(donated),
     )
 
+    with of_all_programs():
+        closed, shapes = jax.make_jaxpr(function_, return_shape=True)(*kind.avals)
+    # JAX's way to this equation takes three times as long.
+    (equation,) = closed.eqns
+    assert equation.invars == closed.jaxpr.invars
+    assert equation.outvars == closed.jaxpr.outvars
+    tree = jax.tree_util.tree_structure(shapes)
+
     def call(*leaves: Any) -> Any:
         program = program_trace()
         if program is not None:
             program.kinds.append(kind)
-        with of_all_programs():
-            return function_(*leaves)
+        made = equation.primitive.bind(*leaves, **equation.params)
+        return jax.tree_util.tree_unflatten(tree, made)
 
     return call
 
@@ -128,14 +136,31 @@ class ProgramTrace:
         self.number = next(_numbers)
         self.kinds: list[CallKind] = []
         """Of the calls so far; their functions may be gone before the program is placed."""
+        self.unbounded: list[str] = []
+        """The bodies of loops without a bound, which have no gradient in reverse."""
         self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
+        self._alike: dict[int, tuple[Any, Any]] = {}
+        """The values that lie as others, by their identity: these others, and the values."""
         self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
         """Where an equation leaves its results, by its identity."""
+        self.laid: dict[int, tuple[list[NamedSharding | None], Any]] = {}
+        """How it leaves them, as far as that was asked (`pw.client.trace.shardings`)."""
 
-    def say(self, value: Any, type_: ArrayType) -> None:
+    def say(self, value: Any, sharding: NamedSharding | None) -> None:
         """Say where an argument of the program lies."""
-        self._lies[id(_innermost(value))] = type_.sharding, value
+        self._lies[id(_innermost(value))] = sharding, value
+
+    def say_alike(self, value: Any, other: Any) -> None:
+        """Say that an argument of a function in the program lies as another value."""
+        if other is not value:
+            self._alike[id(_innermost(value))] = other, value
+
+    def alike(self, value: Any) -> Any:
+        """Return the value of the program that lies as this one: itself, unless something else was said."""
+        while (known := self._alike.get(id(_innermost(value)))) is not None:
+            value = known[0]
+        return value
 
     def sharding_of(self, value: Any) -> NamedSharding | None:
         """Return the sharding of an argument of the program; None for other values."""
@@ -145,21 +170,25 @@ class ProgramTrace:
 
     def mesh_of(self, value: Any) -> Mesh | None:
         """Return the mesh of a value; None for a host value."""
-        if isinstance(value, Array):
-            return value.sharding.mesh
-        value = _innermost(value)
-        known = self._lies.get(id(value))
-        if known is not None and known[0] is not None:
-            return known[0].mesh
-        equation = getattr(value, "parent", None)
-        if equation is None:
+        value = self.alike(value)
+        known = self.sharding_of(value)
+        if known is not None:
+            return known.mesh
+        producer = self.producer_of(value)
+        if producer is None:
             return None
+        equation, at = producer
         left = self._meshes.get(id(equation))
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
             left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
-        at: int = equation.outvars.index(value.val)
         return left[0][at]
+
+    def producer_of(self, value: Any) -> tuple[Any, int] | None:
+        """Return the equation that makes a value, and the number of the result; None for other values."""
+        value = _innermost(value)
+        equation = getattr(value, "parent", None)
+        return None if equation is None else (equation, equation.outvars.index(value.val))
 
 
 def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
@@ -176,20 +205,30 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     named = meshes_named_by(equation)
     if named:
         return [next(iter(named))] * len(results)
+    joining = sharding_of_result(equation)
+    if joining is not None:
+        return [None if sharding is None else sharding.mesh for sharding in joining]
     first = next((mesh for mesh in operands if mesh is not None), None)
     body, given = params.get("jaxpr") or params.get("call_jaxpr"), operands
     if "branches" in params:
         body, given = params["branches"][-1], operands[1:]
+    elif "body_jaxpr" in params:
+        body, given = params["body_jaxpr"], operands[params["cond_nconsts"] :]
     if isinstance(body, jax.extend.core.ClosedJaxpr):
         body = body.jaxpr
     if not isinstance(body, jax.extend.core.Jaxpr) or len(body.invars) != len(given):
         return [first] * len(results)
+    found = meshes_of_body(body, given)
+    return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+
+
+def meshes_of_body(body: Any, given: Sequence[Mesh | None]) -> list[Mesh | None]:
+    """Return where a jaxpr leaves its results, of the meshes of its arguments; None for host values."""
     known: dict[Any, Mesh | None] = dict(zip(body.invars, given, strict=True))
     for inner in body.eqns:
         own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
         known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
-    found = [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
-    return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
+    return [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
 
 
 def meshes_named_by(equation: Any) -> set[Mesh]:
@@ -202,16 +241,6 @@ def meshes_named_by(equation: Any) -> set[Mesh]:
     if equation.primitive.name == "jit":
         named = [*params["in_shardings"], *params["out_shardings"]]
     return {own.mesh for own in map(own_sharding, named) if own is not None}
-
-
-def bodies(equation: Any) -> Iterator[Any]:
-    """Return the jaxprs in an equation."""
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, jax.extend.core.ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, jax.extend.core.Jaxpr):
-                yield one
 
 
 def _is_literal(atom: Any) -> bool:
@@ -242,16 +271,6 @@ def _inside(value: Any) -> Any:
 def of_all_programs() -> Any:
     """Return a context in which JAX's caches serve all programs."""
     return _which(0)
-
-
-class NeedsRecorder(BaseException):
-    """A program calls what can only be recorded: it is traced again by a recorder. No user catches it."""
-
-
-def needs_recorder() -> None:
-    """Say that what calls this is no part of a jaxpr: called while JAX traces a program, it raises."""
-    if program_trace() is not None:
-        raise NeedsRecorder
 
 
 def program_trace() -> ProgramTrace | None:

@@ -40,6 +40,7 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.argument_errors import naming_argument
+from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import (
     CallKind,
     ProgramTrace,
@@ -215,7 +216,7 @@ class JitFunction(Wrapped[P, R]):
             with self._tracing:
                 self._forget_closed()
                 call = self._by_equation[key] = self._equation(key)
-        return call(*leaves)
+        return call(*with_counts(leaves, tree))
 
     def _key_in(
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]

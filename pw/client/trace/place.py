@@ -10,24 +10,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import recorded
-from pw.client.trace.equations import CallKind, bodies, kind_of
-from pw.client.trace.joined.traced import trace_on
+from pw.client.trace.counted_rows import has_counts
+from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
+from pw.client.trace.joined.islands import is_apart, is_together
+from pw.client.trace.meshes import first_mesh, one_mesh
 from pw.client.trace.ordinary import Group, Pending
+from pw.client.trace.placed_calls import traced_call, type_in_call
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.residuals import with_fewer_residuals
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import TracingError
 
 jex = jax.extend.core
@@ -47,7 +52,10 @@ _SAME = ("reshard", "reshape")
 
 
 class Floating:
-    """A result of an ordinary equation without operands on devices: it is computed where it is needed."""
+    """A result of an ordinary equation that is computed where it is needed: its operands are host values.
+
+    So is the number that the predicate of a `cond` becomes, which nothing needs.
+    """
 
     __slots__ = ("__weakref__", "aval", "equation", "index", "operands")
 
@@ -56,6 +64,17 @@ class Floating:
         self.operands = operands
         self.index = index
         self.aval = equation.outvars[index].aval
+
+
+class Stacked:
+    """A result of each iteration of a loop, until something needs all of them as one array."""
+
+    __slots__ = ("aval", "parts", "whole")
+
+    def __init__(self, aval: Any, parts: Sequence[Any]) -> None:
+        self.aval = aval
+        self.parts = parts
+        self.whole: Pending | None = None
 
 
 class Placement:
@@ -68,28 +87,32 @@ class Placement:
         """The results of equations of floating values on a mesh, by the identity of the equation."""
         self._taken: dict[tuple[int, Mesh], tuple[NamedSharding, ProgramTracer]] = {}
         """How a mesh takes a host value, by its identity: as the first call there does."""
-        self._booleans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """The boolean that an integer is made of: the predicate of a `cond`."""
 
     def add(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Add all equations; returns the results, some of which may be pending."""
+        jaxpr = with_fewer_residuals(jaxpr)
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         del arguments
         ends = _last_uses(jaxpr)
         for number, equation in enumerate(jaxpr.eqns):
             operands = [self._read(values, atom) for atom in equation.invars]
-            results = self._equation(equation, operands)
-            values.update(zip(equation.outvars, results, strict=True))
-            del operands, results
             for variable in ends[number]:
                 values.pop(variable, None)
+            results = self._equation(equation, operands)
+            values.update(
+                (variable, result)
+                for variable, result in zip(equation.outvars, results, strict=True)
+                if variable not in ends[number]
+            )
+            del operands, results
         return [self._read(values, atom) for atom in jaxpr.outvars]
 
     def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
         """Return a value of the program, wherever it is; one that floats is computed on a mesh."""
-        if isinstance(value, Floating):
-            value = self._landing(value, mesh or default_mesh())
+        value = self._landed_on(value, mesh)
+        if isinstance(value, Stacked):
+            value = self._whole(value)
         if isinstance(value, Pending):
             if value.made is None:
                 self._finish(value.group)
@@ -108,21 +131,32 @@ class Placement:
             function, key = equation.params["function"], equation.params["key"]
             own = [self.on(operand, mesh_of_python_call(equation)) for operand in operands]
             return self._recorder.call(function._trace(key), own)
+        if has_counts(equation):
+            rows, counts = operands
+            return [replace(self.on(rows), counts=self.on(counts))]
+        if is_apart(equation):
+            sharding = equation.params["sharding"]
+            whole = cast(JoinedTracer, self._recorder.reshard(self.on(operands[0]), sharding))
+            return [replace(part) for part in whole.parts]
+        if is_together(equation):
+            return [self._together(equation, operands)]
         name = equation.primitive.name
         if name in _SAME and equation.invars[0].aval.shape == equation.outvars[0].aval.shape:
             return operands
         if name == "device_put":
             return self._moved(equation, operands)
-        if not _has_calls(equation):
+        is_loop = name in ("scan", "while")
+        mesh = one_mesh([equation]) if is_loop else None
+        if mesh is not None or first_mesh([equation]) is None:
+            if name == "scan" and unrolled.ends_early(equation):
+                return self._rewritten(equation, operands, unrolled.bounded)
+            if mesh is not None:
+                return self._on_mesh(equation, operands, mesh)
             return self._ordinary(equation, operands)
         if name == "cond":
             return self._cond(equation, operands)
-        if name in ("scan", "while"):
-            mesh = _mesh_of_all(equation)
-            if mesh is not None:
-                return self._on_mesh(equation, operands, mesh)
         if name == "scan":
-            return self._rewritten(equation, operands, unrolled.scan)
+            return self._scan(equation, operands)
         if name not in _BODIES:
             raise TracingError(
                 f"{name} over calls of pw.jit functions cannot be a part of a program; use pw.while_loop "
@@ -144,55 +178,14 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        stack = str(equation.source_info.name_stack)
-        is_backward = "transpose(" in stack
-        # A call whose arguments have a gradient donates nothing: the backward computation needs them.
-        donated = () if "jvp(" in stack else tuple(_positions(params["donated_invars"]))
-        key = (params["jaxpr"], types, params["out_shardings"], donated, is_backward)
-        traced = kind.traced.get(key)
-        if traced is None:
-            traced = kind.traced[key] = self._traced(kind, equation, types, donated, is_backward)
-        return self._recorder.call(traced, own)
-
-    def _traced(
-        self,
-        kind: CallKind,
-        equation: Any,
-        types: Sequence[ArrayType],
-        donated: Sequence[int],
-        is_backward: bool,
-    ) -> Any:
-        name = f"{kind.name}_backward" if is_backward else kind.name
-        params = equation.params
-        evaluate = jex.jaxpr_as_fun(params["jaxpr"])
-        tree = kind.arguments
-        if is_backward or tuple(type_.aval for type_ in types) != kind.avals:
-            tree = jax.tree_util.tree_structure((tuple(types), {}))
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
-
-        function.__name__ = name
-        outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
-        return trace_on(
-            function,
-            tree,
-            name,
-            kind.mesh,
-            types,
-            lambda _, results: outs,
-            donated,
-            kind.check_nans,
-        )
+        return self._recorder.call(traced_call(kind, equation, types), own)
 
     def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
-        sharding = _concrete(wanted, mesh)
-        if sharding is None:
-            lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
-            sharding = lies if lies and lies.mesh == mesh else NamedSharding.replicated(mesh)
+        lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
+        type_ = type_in_call(aval, wanted, mesh, lies)
         if value.sharding is None:
-            self._taken.setdefault((id(value), mesh), (sharding, value))
-        return ArrayType.of(aval, sharding)
+            self._taken.setdefault((id(value), mesh), (type_.sharding, value))
+        return type_
 
     def _moved(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         made = []
@@ -206,6 +199,15 @@ class Placement:
                 )
             made.append(value)
         return made
+
+    def _together(self, equation: Any, operands: list[Any]) -> ProgramTracer:
+        type_ = ArrayType.of(equation.outvars[0].aval, equation.params["sharding"])
+        pairs = zip(operands, type_.parts, strict=True)
+        parts = [
+            self._recorder.reshard(self.on(part, to.sharding.mesh), to.sharding)
+            for part, to in pairs
+        ]
+        return self._recorder.joined(type_, parts)
 
     def _rewritten(
         self, equation: Any, operands: list[Any], rule: Callable[..., Any]
@@ -225,24 +227,18 @@ class Placement:
                 "return such values and print them here"
             )
         mesh = next((found for one in operands if (found := _mesh_of(one)) is not None), None)
-        if mesh is None:
-            made: list[Any] = [
-                Floating(equation, operands, index) for index in range(len(equation.outvars))
-            ]
-        else:
-            made = self._on_mesh(equation, operands, mesh)
-        if equation.primitive.name == "convert_element_type":
-            (source,) = operands
-            if equation.invars[0].aval.dtype == np.bool_:
-                self._booleans[made[0]] = source
-        return made
+        if mesh is None or _is_number_of_predicate(equation):
+            return [Floating(equation, operands, index) for index in range(len(equation.outvars))]
+        return self._on_mesh(equation, operands, mesh)
 
     def _on_mesh(self, equation: Any, operands: Sequence[Any], mesh: Mesh) -> list[Pending]:
         own = []
         for operand in operands:
             if isinstance(operand, Floating):
                 operand = self._landing(operand, mesh)
-            elif isinstance(operand, Pending):
+            elif isinstance(operand, Stacked):
+                operand = self._whole(operand)
+            if isinstance(operand, Pending):
                 if operand.made is None and operand.group is not self._groups.get(mesh):
                     self._finish(operand.group)
             else:
@@ -252,6 +248,12 @@ class Placement:
         if group is None:
             group = self._groups[mesh] = Group(mesh, self._recorder.name)
         return group.add(equation, own)
+
+    def _landed_on(self, value: Any, mesh: Mesh | None) -> Any:
+        """Return a value; one that floats is computed where its operands are, or else on `mesh`."""
+        if not isinstance(value, Floating):
+            return value
+        return self._landing(value, _mesh_of(value) or mesh or default_mesh())
 
     def _landing(self, value: Floating, mesh: Mesh) -> Pending:
         key = (id(value.equation), mesh)
@@ -270,41 +272,116 @@ class Placement:
             lambda value, mesh: self._type(value, value.aval, None, mesh), self._recorder.call
         )
 
-    # --- branches ------------------------------------------------------------------------------------
+    # --- branches and loops --------------------------------------------------------------------------
 
     def _cond(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         if len(equation.params[_BRANCHES]) != 2:
             return self._rewritten(equation, operands, unrolled.switch)
+        no, yes = equation.params[_BRANCHES]
         index, *rest = operands
-        predicate = self._booleans.get(index) if isinstance(index, (Pending, Floating)) else None
-        if predicate is None and isinstance(index, (Pending, Floating, ProgramTracer)):
+        operands.clear()
+        if isinstance(index, Floating) and _is_number_of_predicate(index.equation):
+            (predicate,) = index.operands
+        elif isinstance(index, (Pending, Floating, ProgramTracer)):
             closed = jax.make_jaxpr(lambda number: number != 0)(index.aval)
             (predicate,) = self.add(closed.jaxpr, closed.consts, [index])
-        elif predicate is None:
+        else:
             predicate = bool(index)
-        own = [self.on(one) if isinstance(one, Pending) else one for one in rest]
-        no, yes = equation.params[_BRANCHES]
-        given = self.on(predicate)
+        del index
+        own = [one if _mesh_of(one) is None else self.on(one) for one in rest]
+        meshes = list(map(_mesh_of, own))
+        pairs = zip(*(meshes_of_body(one.jaxpr, meshes) for one in (yes, no)), strict=True)
+        lie = [one or other for one, other in pairs]
+        beside = _mesh_of(predicate) or next((mesh for mesh in lie if mesh is not None), None)
+        lie = [mesh or beside for mesh in lie]
+        given = self.on(predicate, beside)
         with self._inside():
             made: Sequence[Any] = recorded(
                 self._recorder,
                 given,
-                (self._branch(yes, own), self._branch(no, own)),
+                (self._branch(yes, own, lie), self._branch(no, own, lie)),
                 (),
                 None,
+                is_iteration=unrolled.is_of_loop(equation),
             )
             return made
 
-    def _branch(self, closed: Any, operands: Sequence[Any]) -> Any:
+    def _branch(
+        self, closed: Any, operands: Sequence[Any], lie: Sequence[Mesh | None]
+    ) -> Callable[[], Any]:
+        """Return a branch as a function; `lie` says where results are made that may be made anywhere."""
+
         def branch() -> Any:
             with self._inside():
                 made = self.add(closed.jaxpr, closed.consts, operands)
+                made = [self._landed_on(one, mesh) for one, mesh in zip(made, lie, strict=True)]
                 return tuple(
-                    self.on(one) if isinstance(one, (Pending, Floating)) else one for one in made
+                    self.on(one) if isinstance(one, (Pending, Stacked)) else one for one in made
                 )
 
         branch.__name__ = getattr(closed.jaxpr.debug_info, "func_name", "branch")
         return branch
+
+    def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        """Add the iterations of a `scan`, one behind another."""
+        unrolled.check_length(equation)
+        params = equation.params
+        length, body = params["length"], params["jaxpr"]
+        at, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+        constants, carry = operands[:at], operands[at:end]
+        mesh = first_mesh(body.eqns)
+        pairs = zip(operands[end:], equation.invars[end:], strict=True)
+        xs = [self._elements(value, variable.aval, length, mesh) for value, variable in pairs]
+        operands.clear()
+        made: list[Sequence[Any]] = [()] * length
+        for number in reversed(range(length)) if params["reverse"] else range(length):
+            own = [*constants, *carry, *[x[number] for x in xs]]
+            results = self.add(body.jaxpr, body.consts, own)
+            carry, made[number] = results[: end - at], results[end - at :]
+        avals = [variable.aval for variable in equation.outvars[end - at :]]
+        if not length:
+            closed = jax.make_jaxpr(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals])()
+            return [*carry, *self.add(closed.jaxpr, closed.consts, [])]
+        columns = zip(*made, strict=True)
+        return [*carry, *[Stacked(*pair) for pair in zip(avals, columns, strict=True)]]
+
+    def _elements(self, value: Any, aval: Any, length: int, mesh: Mesh | None) -> Sequence[Any]:
+        """Return the elements along the leading axis of a value; those of a host value lie on `mesh`."""
+        if isinstance(value, Stacked):
+            return value.parts
+
+        def elements(whole: Any) -> list[Any]:
+            return [jax.lax.index_in_dim(whole, at, keepdims=False) for at in range(length)]
+
+        return self._computed(elements, [value], [aval], _mesh_of(value) or mesh)
+
+    def _whole(self, value: Stacked) -> Pending:
+        """Return the array of the results of a loop."""
+        if value.whole is None:
+
+            def stacked(*parts: Any) -> list[Any]:
+                return [jnp.stack(parts)]
+
+            mesh = next((mesh for one in value.parts if (mesh := _mesh_of(one)) is not None), None)
+            aval = value.aval.update(shape=value.aval.shape[1:])
+            (value.whole,) = self._computed(stacked, value.parts, [aval] * len(value.parts), mesh)
+        return value.whole
+
+    def _computed(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Any],
+        avals: Sequence[Any],
+        mesh: Mesh | None,
+    ) -> list[Pending]:
+        """Add a function of JAX to the computations on a mesh; returns its results."""
+        jaxpr = jax.make_jaxpr(function)(*avals).jaxpr
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+        for equation in jaxpr.eqns:
+            own = [self._read(values, atom) for atom in equation.invars]
+            made = self._on_mesh(equation, own, mesh or default_mesh())
+            values.update(zip(equation.outvars, made, strict=True))
+        return [values[variable] for variable in jaxpr.outvars]
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -320,20 +397,17 @@ class Placement:
 def _mesh_of(value: Any) -> Mesh | None:
     if isinstance(value, Pending):
         return value.group.mesh
+    if isinstance(value, (Floating, Stacked)):
+        parts = value.operands if isinstance(value, Floating) else value.parts
+        return next((mesh for one in parts if (mesh := _mesh_of(one)) is not None), None)
     sharding = getattr(value, "sharding", None) if not isinstance(value, jax.Array) else None
     return None if sharding is None else sharding.mesh
 
 
-def _concrete(wanted: Any, mesh: Mesh) -> NamedSharding | None:
-    """Return the sharding of an equation over a mesh of virtual devices; None if it has none."""
-    if not isinstance(wanted, jax.sharding.NamedSharding):
-        return None
-    spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _positions(flags: Sequence[bool]) -> list[int]:
-    return [at for at, is_set in enumerate(flags) if is_set]
+def _is_number_of_predicate(equation: Any) -> bool:
+    """Whether an equation makes a number of a boolean, as JAX does for `cond`."""
+    source = equation.invars[0].aval if equation.primitive.name == "convert_element_type" else None
+    return source is not None and source.dtype == np.bool_ and not source.shape
 
 
 def _last_uses(jaxpr: Any) -> list[list[Any]]:
@@ -347,36 +421,3 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
                 seen.add(variable)
                 ends[number].append(variable)
     return ends
-
-
-def _has_calls(equation: Any) -> bool:
-    """Whether an equation has calls of `pw.jit` functions, or moves between meshes, in it."""
-    return any(
-        kind_of(inner) is not None or _is_move(inner) or is_python_call(inner) or _has_calls(inner)
-        for body in bodies(equation)
-        for inner in body.eqns
-    )
-
-
-def _mesh_of_all(equation: Any) -> Mesh | None:
-    """Return the mesh of all calls in an equation, if it can be one computation there."""
-    meshes: set[Mesh | None] = set()
-    todo = list(bodies(equation))
-    while todo:
-        for inner in todo.pop().eqns:
-            kind = kind_of(inner)
-            if kind is not None:
-                meshes.add(None if kind.check_nans or kind.mesh.parts else kind.mesh)
-            elif is_python_call(inner):
-                meshes.add(None)
-            elif _is_move(inner):
-                meshes |= {target.mesh for target in inner.params["devices"] if target is not None}
-            else:
-                todo += bodies(inner)
-    return meshes.pop() if len(meshes) == 1 else None
-
-
-def _is_move(equation: Any) -> bool:
-    return equation.primitive.name == "device_put" and any(
-        isinstance(target, NamedSharding) for target in equation.params["devices"]
-    )

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.client.arrays.array import Array
-from pw.client.arrays.signature import aval_of, signature_of
+from pw.client.arrays.signature import aval_of
 from pw.client.trace.argument_errors import in_words
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError
@@ -27,10 +27,10 @@ def check_is_one_value(pred: Any, said: str) -> None:
 
 
 def boolean(pred: Any, said: str) -> Any:
-    """Return a predicate in a program that JAX traces. Raises ArgumentError if it is no scalar boolean."""
+    """Return a predicate. Raises ArgumentError if it is no scalar boolean."""
     check_is_one_value(pred, said)
     try:
-        aval = pred.aval if isinstance(pred, Array) else aval_of(signature_of(pred))
+        aval = aval_of(*signature_of_call([pred]))
     except ArgumentError:
         raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
     _check_is_scalar_boolean(aval, said)

@@ -29,7 +29,7 @@ from pw.client.arrays.signature import (
 )
 from pw.client.connection import current, jax_backend
 from pw.client.trace.argument_errors import naming_argument
-from pw.client.trace.equations import NeedsRecorder, ProgramTrace, tracing_program
+from pw.client.trace.equations import ProgramTrace, tracing_program
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -95,12 +95,10 @@ class ProgramFunction(Wrapped[P, R]):
         fun: Callable[P, R],
         statics: Statics,
         timeout: float | None,
-        is_recorded: bool = False,
         donated: Donated = (frozenset(), frozenset()),
     ) -> None:
         super().__init__(fun, statics, timeout)
         self._donated = donated
-        self._is_recorded = is_recorded
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -135,35 +133,9 @@ class ProgramFunction(Wrapped[P, R]):
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
-        if not self._is_recorded:
-            with suppress(NeedsRecorder):
-                return self._trace_by_jax(tree, signature, statics)
-        recorder = self._recorder(tree, signature)
-        leaves = [
-            leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
-            for index, leaf in enumerate(signature)
-        ]
-        with Recording(recorder):
-            results, out_tree = self._called(tree, leaves, statics)
-            outputs = [self._result(recorder, result) for result in results]
-            self._give(recorder, tree, leaves)
-            return recorder.finish(outputs, out_tree)
-
-    def _called(self, tree: Any, leaves: Sequence[Any], statics: Any) -> tuple[list[Any], Any]:
-        """Call the function; returns the leaves of its results, and their tree."""
-        given, named = tree_unflatten(tree, leaves)
-        args, kwargs = Statics.restore(given, named, statics)
-        results: tuple[list[Any], Any] = tree_flatten(self.__wrapped__(*args, **kwargs))
-        return results
-
-    def _recorder(self, tree: Any, signature: Sequence[Any]) -> ProgramRecorder:
         recorder = ProgramRecorder(self._name, self._timeout_s)
         arguments = tree_unflatten(tree, range(len(signature)))
         recorder.describe = partial(describe_leaf, arguments)
-        return recorder
-
-    def _trace_by_jax(self, tree: Any, signature: Sequence[Any], statics: Any) -> Launch:
-        recorder = self._recorder(tree, signature)
         program = ProgramTrace(self._name)
         out_tree = None
 
@@ -177,10 +149,12 @@ class ProgramFunction(Wrapped[P, R]):
                     continue
                 value = next(given_values)
                 if isinstance(leaf, ArrayType):
-                    program.say(value, leaf)
+                    program.say(value, leaf.sharding)
                 leaves.append(value)
+            given, named = tree_unflatten(tree, leaves)
+            args, kwargs = Statics.restore(given, named, statics)
             with naming_mapped_axes():
-                results, out_tree = self._called(tree, leaves, statics)
+                results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             for result in results:
                 self._check_result(result)
             return results
@@ -299,13 +273,3 @@ def program(
         return ProgramFunction(fun, statics, timeout, donated=donated)
 
     return made if fun is None else made(fun)
-
-
-def recorded_program(
-    fun: Callable[..., Any],
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    timeout: float | None = None,
-) -> ProgramFunction[..., Any]:
-    """Make a program of a function of `pw` that uses the recorder."""
-    return ProgramFunction(fun, Statics(parameters_of(fun), static_argnums, None), timeout, True)

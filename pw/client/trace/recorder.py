@@ -118,7 +118,7 @@ class ProgramRecorder:
         for position, (argument, type_) in enumerate(zip(arguments, types, strict=True)):
             donated = position in computation.donated
             args.append(self.place(argument, type_, computation.name, own=donated))
-        counted = tuple(self._counted(traced, given, args)) if traced.counted else ()
+        counted = tuple(self._counted(traced, given, args))
         identities = [argument.identity for argument in arguments]
         for position in computation.donated:
             identity = identities[position]
@@ -164,11 +164,13 @@ class ProgramRecorder:
         args: Sequence[ValueRef],
     ) -> Iterator[tuple[int, ValueRef]]:
         """Yield the positions of arguments whose rows have to move, with their counts."""
-        for rows, counts in traced.counted:
+        counts = {at: one.counts for at, one in enumerate(arguments) if one.counts is not None}
+        counts |= {rows: arguments[own] for rows, own in traced.counted}
+        for rows, own in counts.items():
             if isinstance(arguments[rows], JoinedTracer):
                 continue
             wanted = traced.computation.inputs[rows]
-            value = counts_of(self, args[rows], wanted, arguments[counts])
+            value = counts_of(self, args[rows], wanted, own)
             if value is not None:
                 yield rows, value
 
@@ -283,7 +285,9 @@ class ProgramRecorder:
             value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
             value.flags.writeable = False
             source = Constant(value)
-        return ProgramTracer(self, tracer.aval, type_, tracer._value, source, object())
+        return ProgramTracer(
+            self, tracer.aval, type_, tracer._value, source, object(), tracer.counts
+        )
 
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
@@ -304,6 +308,10 @@ class ProgramRecorder:
         self._check_not_given(tracer, consumer)
         if tracer.identity is not None:
             self._given[tracer.identity] = consumer
+
+    def is_given(self, tracer: ProgramTracer) -> bool:
+        """Whether a value has been donated."""
+        return tracer.identity in self._given
 
     def joined(self, type_: ArrayType, parts: Sequence[ProgramTracer]) -> JoinedTracer:
         """Return a value over several islands with these parts."""
@@ -368,9 +376,11 @@ class ProgramRecorder:
             assert type_ is not None
             delivered.append(Output(self.place(tracer, type_, "return"), type_.spec))
             types.append(type_)
-        for rows, counts in pairs_of(tree) if len(whole) == len(outputs) else ():
+        counts = {at: one.counts for at, one in enumerate(outputs) if one.counts is not None}
+        counts |= {rows: outputs[own] for rows, own in pairs_of(tree)}
+        for rows, own in counts.items() if len(whole) == len(outputs) else ():
             value, spec = delivered[rows].value, delivered[rows].spec
-            needed = counts_of(self, value, spec, outputs[counts])
+            needed = counts_of(self, value, spec, own)
             delivered[rows] = Output(value, spec, needed)
         donated = {
             value.index: name

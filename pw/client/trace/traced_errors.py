@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.client.trace.equations import NeedsRecorder
+from pw.client.trace.equations import program_trace
 from pw.client.trace.tracer import value_is_needed
 from pw.core.errors import ArgumentError, TracerError
 
@@ -24,6 +24,7 @@ _WHY: dict[type[Exception], str] = {
 }
 _NO_SHARDING = "The 'sharding' attribute is not available on traced array"
 _NO_METHOD = "method is not available on traced array"
+_NO_REVERSE = "Reverse-mode differentiation does not work for lax.while_loop"
 _NOT_USERS = ("pw.client", "jax", "numpy")
 
 
@@ -34,7 +35,11 @@ def in_words_of(program: str) -> Iterator[None]:
         yield
     except AttributeError as error:
         if _NO_SHARDING in str(error):
-            raise NeedsRecorder from None
+            raise TracerError(
+                f"x.sharding was read in the program {program!r}, in {_line(error)}, but while a program is "
+                "traced its values lie nowhere yet. Read it outside, or say where values lie with "
+                "out_shardings= of pw.jit, or pw.put(x, sharding=...)"
+            ) from None
         if _NO_METHOD not in str(error):
             raise
         raise _needed(program, "waiting", error) from None
@@ -52,6 +57,16 @@ def in_words_of(program: str) -> Iterator[None]:
             f"a value{_type_in(error)} was used outside of the function that made it, in {_line(error)}, while "
             f"the program {program!r} was traced: a value that a branch of a pw.cond, has made; a loop, or "
             "another program. Return it from both branches, or from the function, and use what that returned"
+        ) from None
+    except ValueError as error:
+        if _NO_REVERSE not in str(error):
+            raise
+        trace = program_trace()
+        names = [] if trace is None else sorted(set(trace.unbounded))
+        loop = f"the pw.while_loop of {' or '.join(map(repr, names))}" if names else "a loop"
+        raise ArgumentError(
+            f"a gradient flows through {loop} in the program {program!r}, which needs a bound for that; use "
+            "pw.while_loop, and give max_iterations"
         ) from None
     except tuple(_WHY) as error:
         why = next(words for kind, words in _WHY.items() if isinstance(error, kind))

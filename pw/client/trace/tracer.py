@@ -49,6 +49,8 @@ class ProgramTracer(Methods):
     _value: ValueRef | None
     _leaf: Any
     _moved: object = None
+    counts: Any = None
+    """The counts of rows of a `Ragged`: where the value moves, only rows that count do."""
 
     shape = property(lambda self: tuple(self.aval.shape))
     dtype = property(lambda self: self.aval.dtype)

@@ -7,41 +7,91 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 
 from pw.core.errors import ArgumentError
+
+jex = jax.extend.core
 
 ITERATIONS = 256
 """Iterations of a `jax.lax.scan` that calls `pw.jit` functions: each has computations of its own."""
 
-as_function = jax.extend.core.jaxpr_as_fun
+LOOP = "pw.while_loop"
+"""The scope of the equations of a loop with a bound, and of those that JAX derives from them.
+
+It is a `scan` over a `cond`: whether the predicate still holds. JAX can differentiate that in reverse.
+"""
+
+as_function = jex.jaxpr_as_fun
 
 
-def scan(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of a `scan`: its iterations, one behind another. Raises ArgumentError."""
-    params = equation.params
-    length, body = params["length"], as_function(params["jaxpr"])
-    if length > ITERATIONS:
+def is_of_loop(equation: Any) -> bool:
+    """Whether a `scan` is that of a `pw.while_loop`, or a `cond` chooses whether one goes on."""
+    return LOOP in str(equation.source_info.name_stack)
+
+
+def check_length(equation: Any) -> None:
+    """Raise ArgumentError if a `scan` has too many iterations for a program."""
+    length = equation.params["length"]
+    if length > ITERATIONS and not is_of_loop(equation):
         raise ArgumentError(
             f"a jax.lax.scan over calls of pw.jit functions has {length} iterations, and a program takes at "
             f"most {ITERATIONS}; scan inside of a pw.jit function, or use pw.while_loop"
         )
-    at, carried = params["num_consts"], params["num_carry"]
-    constants, carry, xs = (
-        operands[:at],
-        list(operands[at : at + carried]),
-        operands[at + carried :],
+
+
+def ends_early(equation: Any) -> bool:
+    """Whether all that a `scan` does is a choice: once it is made against going on, nothing changes."""
+    params = equation.params
+    body, at = params["jaxpr"].jaxpr, params["num_consts"]
+    carry = body.invars[at : at + params["num_carry"]]
+    if len(body.eqns) != 2 or not len(carry) == len(body.outvars) == len(body.invars) - at:
+        return False
+    index, choice = body.eqns
+    more = index.invars[0]
+    if (
+        choice.primitive.name != "cond"
+        or more not in carry
+        or choice.invars[0] not in index.outvars
+    ):
+        return False
+    stay = choice.params["branches"][0].jaxpr
+    given = dict(zip(stay.invars, choice.invars[1:], strict=True))
+    kept = {
+        result: False if isinstance(atom, jex.Literal) and not atom.val else given.get(atom)
+        for result, atom in zip(choice.outvars, stay.outvars, strict=True)
+    }
+    results = [kept.get(result, result) for result in body.outvars]
+    return all(
+        result is before or (result is False and before is more)
+        for result, before in zip(results, carry, strict=True)
     )
-    made: list[Any] = [None] * length
-    for number in reversed(range(length)) if params["reverse"] else range(length):
-        results = body(*constants, *carry, *[x[number] for x in xs])
-        carry, made[number] = results[:carried], results[carried:]
-    if not length:
-        return [
-            *carry,
-            *[jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars[carried:]],
-        ]
-    return [*carry, *[jnp.stack(column) for column in zip(*made, strict=True)]]
+
+
+def bounded(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the results of a `scan` that ends early, as those of a `while` which does end then."""
+    params = equation.params
+    at, length, body = params["num_consts"], params["length"], params["jaxpr"].jaxpr
+    _, choice = body.eqns
+    step = as_function(choice.params["branches"][1])
+    more = body.invars.index(body.eqns[0].invars[0]) - at
+
+    def goes_on(state: Any) -> Any:
+        number, carry = state
+        return (number < length) & carry[more]
+
+    def iterate(state: Any) -> Any:
+        number, carry = state
+        known = dict(zip(body.invars, [*operands[:at], *carry], strict=True))
+        made = step(*[_read(known, atom) for atom in choice.invars[1:]])
+        known.update(zip(choice.outvars, made, strict=True))
+        return number + 1, [_read(known, atom) for atom in body.outvars]
+
+    made: Sequence[Any] = jax.lax.while_loop(goes_on, iterate, (0, list(operands[at:])))[1]
+    return made
+
+
+def _read(known: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, jex.Literal) else known[atom]
 
 
 def switch(equation: Any, operands: Sequence[Any]) -> Any:

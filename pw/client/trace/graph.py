@@ -20,7 +20,7 @@ Name = tuple[str, int]
 
 Literal, Var = jax.extend.core.Literal, jax.extend.core.Var
 
-_UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
+UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
 
 CHEAP = frozenset(
     """
@@ -188,7 +188,7 @@ def cut(graph: Graph, parts: Sequence[tuple[str, Sequence[Name]]], kind: str) ->
     for number, (_, wanted) in enumerate(parts):
         ends = [graph.results[name] for name in wanted]
         needed = _outside(graph, uses[number], ends, made, number)
-        chosen = _smallest(graph, needed, {graph.position[v]: v for v in kept})
+        chosen = smallest(graph, needed, (), kept)
         again, _ = graph.before(needed, lambda v, chosen=chosen: v in chosen)  # type: ignore[misc]
         uses[number] |= again
         for variable in chosen:
@@ -218,9 +218,18 @@ def _outside(
     return list(found)
 
 
-def _smallest(graph: Graph, needed: Sequence[Any], kept: Mapping[int, Any]) -> dict[Any, None]:
-    """Return values from which all of `needed` follow cheaply, in as few bytes as a greedy choice finds."""
-    chosen: dict[Any, None] = {}
+def smallest(
+    graph: Graph, needed: Sequence[Any], free: Iterable[Any], kept: Iterable[Any] = ()
+) -> dict[Any, None]:
+    """Return values from which all of `needed` follow cheaply, in as few bytes as a greedy choice finds.
+
+    Args:
+        graph: the function.
+        needed: variables that equations make.
+        free: variables that are kept for other reasons. They are among the result.
+        kept: variables that cost nothing, if something follows from them.
+    """
+    chosen: dict[Any, None] = dict.fromkeys(free)
 
     def cheap(variable: Any) -> bool:
         eqn = graph.equations[graph.position[variable]]
@@ -229,7 +238,7 @@ def _smallest(graph: Graph, needed: Sequence[Any], kept: Mapping[int, Any]) -> d
     for variable in needed:
         if not cheap(variable):
             chosen[variable] = None
-    already = set(kept.values())
+    already = set(kept)
     for variable in sorted(needed, key=lambda v: graph.position[v]):
         if variable in chosen or not cheap(variable):
             continue
@@ -267,4 +276,4 @@ def _is_plain_call(eqn: Any) -> bool:
     if eqn.primitive.name != "jit":
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(sharding is _UNSPECIFIED for sharding in shardings)
+    return all(sharding is UNSPECIFIED for sharding in shardings)

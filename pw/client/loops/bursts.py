@@ -1,12 +1,11 @@
-"""Iterations of a loop, as one computation on one mesh, or as guarded computations of a program.
+"""`Bursts`: iterations of a loop that is called alone: computations on one mesh, or programs.
 
-Both forms pass the carry on unchanged once the predicate is false, so they can be launched ahead of it.
+Both pass the carry on unchanged once the predicate is false, so they can be launched ahead of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -14,70 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.loops.carry import Carry, Loop, as_type
-from pw.client.trace.branches import recorded
+from pw.client.loops.carry import Carry, as_type
+from pw.client.loops.loop import Loop
+from pw.client.loops.native import iterated
+from pw.client.trace.equations import program_trace
 from pw.client.trace.jit import jit
-from pw.client.trace.program import recorded_program
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
-from pw.client.trace.wrapped import name_of
-from pw.core.errors import ArrayDeleted
+from pw.client.trace.program import program
+from pw.client.transfer import put
 
 State = list[Any]
 """The predicate, and the leaves of the carry."""
-
-
-def bounded(loop: Loop, carry: Carry, limit: Any, more: Any, leaves: Sequence[Any]) -> State:
-    """Return the state after at most `limit` iterations, in a function that JAX traces."""
-
-    def goes_on(state: Any) -> Any:
-        number, more, _ = state
-        return jnp.logical_and(more, number < limit)
-
-    def step(state: Any) -> Any:
-        number, _, leaves = state
-        pairs = zip(loop.step(leaves), carry.types, strict=True)
-        made = [as_type(leaf, type_) for leaf, type_ in pairs]
-        return number + 1, jnp.asarray(loop.goes_on(made)), made
-
-    first = (jnp.zeros((), jnp.int32), jnp.asarray(more), list(leaves))
-    _, more, leaves = jax.lax.while_loop(goes_on, step, first)
-    return [more, *leaves]
-
-
-def guarded(loop: Loop, carry: Carry, count: int, state: Sequence[Any]) -> State:
-    """Record `count` iterations, each behind the predicate that the one before has made."""
-    varying = carry.varying
-    shardings = [carry.predicate, *[carry.types[at].sharding for at in varying]]
-    more, *leaves = state
-
-    def whole(changed: Sequence[Any]) -> list[Any]:
-        found = list(leaves)
-        for at, leaf in zip(varying, changed, strict=True):
-            found[at] = leaf
-        return found
-
-    def step(*changed: Any) -> State:
-        made = loop.step(whole(changed))
-        return [loop.goes_on(made), *[made[at] for at in varying]]
-
-    def stay(*changed: Any) -> State:
-        return [False, *changed]
-
-    step.__name__ = name_of(loop.body_fun)
-    for _ in range(count):
-        changed = [leaves[at] for at in varying]
-        more, *changed = recorded(
-            _recorder(), more, (step, stay), changed, shardings, is_iteration=True
-        )
-        leaves = whole(changed)
-    return [more, *leaves]
-
-
-def placed(recorder: ProgramRecorder, carry: Carry, leaves: Sequence[Any]) -> list[Any]:
-    """Return the leaves of the first carry where the loop wants them."""
-    pairs = zip(leaves, carry.types, strict=True)
-    return [recorder.reshard(leaf, type_.sharding) for leaf, type_ in pairs]
 
 
 class Bursts:
@@ -138,10 +83,22 @@ class Bursts:
         )
 
     def _portion_on(self, mesh: Mesh) -> Callable[..., Any]:
-        loop, carry, types = self._loop, self._carry, self._carry.types
+        loop, types = self._loop, self._carry.types
+
+        def goes_on(state: Any) -> Any:
+            left, more, _ = state
+            return jnp.logical_and(more, left > 0)
+
+        def step(state: Any) -> Any:
+            left, _, leaves = state
+            pairs = zip(loop.step(leaves), types, strict=True)
+            made = [as_type(leaf, type_) for leaf, type_ in pairs]
+            return left - 1, jnp.asarray(loop.goes_on(made)), made
 
         def burst(limit: Any, more: Any, *leaves: Any) -> State:
-            return bounded(loop, carry, limit, more, leaves)
+            first = jnp.asarray(limit, jnp.int32), more, list(leaves)
+            _, more, made = jax.lax.while_loop(goes_on, step, first)
+            return [more, *made]
 
         burst.__name__ = loop.name
         shardings = [type_.sharding for type_ in types]
@@ -159,36 +116,23 @@ class Bursts:
         loop, carry, taken = self._loop, self._carry, self._taken
 
         def start(*leaves: Any) -> State:
-            recorder = _recorder()
-            own = placed(recorder, carry, leaves)
-            more = recorder.reshard(loop.goes_on(own), carry.predicate)
-            _take_over(recorder, [leaves[at] for at in carry.donated if at not in taken], loop.name)
+            own = [
+                put(leaf, type_.sharding) for leaf, type_ in zip(leaves, carry.types, strict=True)
+            ]
+            more = put(loop.goes_on(own), carry.predicate)
             return [more, *[leaf for at, leaf in enumerate(own) if at not in taken]]
 
         start.__name__ = loop.name
-        return recorded_program(start)
+        return program(start, donate_argnums=tuple(carry.donated - set(taken)))
 
     def _program(self, count: int) -> Callable[..., Any]:
         loop, carry = self._loop, self._carry
 
         def burst(*state: Any) -> tuple[Any, list[Any]]:
-            more, *leaves = guarded(loop, carry, count, state)
-            changed = [leaves[at] for at in carry.varying]
-            _take_over(_recorder(), [state[1 + at] for at in carry.varying], loop.name)
-            return more, changed
+            trace = program_trace()
+            assert trace is not None
+            more, *leaves = iterated(trace, loop, count, state[1:], state)
+            return more, [leaves[at] for at in carry.varying]
 
         burst.__name__ = loop.name
-        return recorded_program(burst)
-
-
-def _recorder() -> ProgramRecorder:
-    recorder = recording()
-    assert recorder is not None
-    return recorder
-
-
-def _take_over(recorder: ProgramRecorder, leaves: Sequence[Any], name: str) -> None:
-    """Donate leaves, unless they are already donated."""
-    for leaf in leaves:
-        with suppress(ArrayDeleted):
-            recorder.give(recorder.lift(leaf), name)
+        return program(burst, donate_argnums=tuple(1 + at for at in carry.varying))

@@ -1,0 +1,81 @@
+"""Takes a value over several islands apart, and puts one together, as equations that JAX differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import ArrayType
+from pw.core.errors import TracingError
+
+
+def apart(whole: Any, sharding: NamedSharding) -> list[Any]:
+    """Return each island's part of a value of a program that gets a sharding over several islands."""
+    made: list[Any] = _apart.bind(whole, sharding=sharding)
+    return made
+
+
+def together(parts: Sequence[Any], sharding: NamedSharding) -> Any:
+    """Return the value of a program with these parts, one of each island."""
+    return _together.bind(*parts, sharding=sharding)
+
+
+def is_apart(equation: Any) -> bool:
+    """Whether an equation takes a value apart."""
+    return equation.primitive is _apart
+
+
+def is_together(equation: Any) -> bool:
+    """Whether an equation puts a value together."""
+    return equation.primitive is _together
+
+
+def sharding_of_result(equation: Any) -> list[NamedSharding | None] | None:
+    """Return how the results of one of these equations lie; None for other equations."""
+    if not (is_apart(equation) or is_together(equation)):
+        return None
+    sharding: NamedSharding = equation.params["sharding"]
+    if is_together(equation):
+        return [sharding]
+    return [sharding.on_island(at) for at in range(len(sharding.mesh.parts))]
+
+
+def _parts(whole: Any, *, sharding: NamedSharding) -> list[Any]:
+    return [part.aval for part in ArrayType.of(whole, sharding).parts]
+
+
+def _whole(*parts: Any, sharding: NamedSharding) -> Any:
+    along, shape = sharding.crossing_dimension, list(parts[0].shape)
+    if along is not None:
+        shape[along] *= len(parts)
+    return jax.core.ShapedArray(tuple(shape), parts[0].dtype)
+
+
+def _put_together(cotangents: Any, whole: Any, *, sharding: NamedSharding) -> list[Any]:
+    return [together([ad.instantiate_zeros(one) for one in cotangents], sharding)]
+
+
+def _take_apart(cotangent: Any, *parts: Any, sharding: NamedSharding) -> list[Any]:
+    return apart(ad.instantiate_zeros(cotangent), sharding)
+
+
+def _refuse(values: Any, dimensions: Any, *, sharding: NamedSharding) -> NoReturn:
+    raise TracingError(
+        f"jax.vmap over a value that islands have parts of, as {sharding!r}, is not possible: call the "
+        "function once for each value"
+    )
+
+
+_apart: Any = Primitive("parts_of_islands")
+_apart.multiple_results = True
+_apart.def_abstract_eval(_parts)
+_together: Any = Primitive("whole_of_islands")
+_together.def_abstract_eval(_whole)
+ad.deflinear2(_apart, _put_together)
+ad.deflinear2(_together, _take_apart)
+batching.primitive_batchers[_apart] = batching.primitive_batchers[_together] = _refuse

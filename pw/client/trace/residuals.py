@@ -1,0 +1,241 @@
+"""*Residuals*: what a forward half keeps for its backward half, in fewer bytes than JAX keeps it.
+
+Reverse mode makes two `jit` equations of a call: the forward one returns residuals besides its results, and
+the backward one takes them. JAX keeps what each operation wants, so an activation function keeps several
+arrays of the size of its argument. Here the backward half computes again what follows cheaply from less
+(`pw.client.trace.graph`): from arguments and results of the call, and from the residuals that stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend
+
+from pw.client.trace.equations import kind_of
+from pw.client.trace.graph import UNSPECIFIED, Graph, Literal, Name, smallest
+
+ClosedJaxpr = jax.extend.core.ClosedJaxpr
+
+Source = tuple[str, int]
+"""An operand of a backward half: ("argument", n) or ("result", n) of the forward half, or ("own", n)."""
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """The halves of a call, as they are now."""
+
+    forward: Any
+    """Its jaxpr."""
+    results: tuple[int, ...]
+    """The results of the forward half that stay; those that it has anew follow."""
+    backward: tuple[tuple[Any, tuple[Source, ...]], ...]
+    """For each backward half its jaxpr, and its operands."""
+
+
+def with_fewer_residuals(jaxpr: Any) -> Any:
+    """Return the jaxpr of a program in which backward halves take fewer bytes from forward ones."""
+    pairs = _pairs(jaxpr)
+    if not pairs:
+        return jaxpr
+    changed: dict[int, Any] = {}
+    for at, (residuals, users) in pairs.items():
+        forward = changed.get(at, jaxpr.eqns[at])
+        backward = [changed.get(user, jaxpr.eqns[user]) for user in users]
+        made = _rewritten(forward, residuals, backward)
+        if made is not None:
+            changed |= zip((at, *users), made, strict=True)
+    equations = [changed.get(at, equation) for at, equation in enumerate(jaxpr.eqns)]
+    return jaxpr.replace(eqns=equations)
+
+
+def _pairs(jaxpr: Any) -> dict[int, tuple[list[int], list[int]]]:
+    """Return the forward halves by their position: their residuals, and the positions of backward halves."""
+    depths = [_depth(equation) for equation in jaxpr.eqns]
+    if not any(depths):
+        return {}
+    users: defaultdict[Any, list[int]] = defaultdict(list)
+    for at, equation in enumerate(jaxpr.eqns):
+        for atom in equation.invars:
+            if not isinstance(atom, Literal):
+                users[atom].append(at)
+    given = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    kinds = [kind_of(equation) for equation in jaxpr.eqns]
+    found = {}
+    for at, equation in enumerate(jaxpr.eqns):
+        if kinds[at] is None:
+            continue
+        residuals = [
+            number
+            for number, variable in enumerate(equation.outvars)
+            if variable not in given
+            and users[variable]
+            and all(
+                kinds[user] is kinds[at] and depths[user] > depths[at] for user in users[variable]
+            )
+        ]
+        if residuals:
+            backward = {user for number in residuals for user in users[equation.outvars[number]]}
+            found[at] = residuals, sorted(backward)
+    return found
+
+
+def _depth(equation: Any) -> int:
+    """Return how many times reverse mode has made an equation."""
+    return str(equation.source_info.name_stack).count("transpose(")
+
+
+def _rewritten(forward: Any, residuals: Sequence[int], backward: Sequence[Any]) -> list[Any] | None:
+    """Return the equations of both halves anew; None if they stay."""
+    kind = kind_of(forward)
+    assert kind is not None
+    known: dict[Any, Source] = {}
+    for where, atoms in (("argument", forward.invars), ("result", forward.outvars)):
+        for number, atom in enumerate(atoms):
+            if not isinstance(atom, Literal):
+                known[atom] = where, number
+    takes = [
+        tuple(None if isinstance(atom, Literal) else known.get(atom) for atom in one.invars)
+        for one in backward
+    ]
+    bodies = [one.params["jaxpr"] for one in backward]
+    key = "halves", forward.params["jaxpr"], tuple(residuals), tuple(bodies), tuple(takes)
+    if key not in kind.traced:
+        kind.traced[key] = _halves(forward.params["jaxpr"], residuals, bodies, takes)
+    halves: _Halves | None = kind.traced[key]
+    if halves is None:
+        return None
+    body = halves.forward
+    kept = [forward.outvars[number] for number in halves.results]
+    anew = [jax.extend.core.Var(aval) for aval in body.out_avals[len(kept) :]]
+    made = [_with_results(forward, body, halves.results, [*kept, *anew])]
+    results = dict(enumerate(forward.outvars)) | {-1 - at: one for at, one in enumerate(anew)}
+    for equation, (own, sources) in zip(backward, halves.backward, strict=True):
+        operands_of = {"own": equation.invars, "argument": forward.invars, "result": results}
+        operands = [operands_of[where][number] for where, number in sources]
+        made.append(_with_operands(equation, own, sources, operands))
+    return made
+
+
+def _halves(
+    closed: Any,
+    residuals: Sequence[int],
+    bodies: Sequence[Any],
+    takes: Sequence[Sequence[Source | None]],
+) -> _Halves | None:
+    arguments: list[Name] = [("argument", at) for at in range(len(closed.in_avals))]
+    ends: list[Name] = [("result", at) for at in range(len(closed.out_avals))]
+    graph = Graph(closed, arguments, ends)
+    staying = [at for at in range(len(ends)) if at not in residuals]
+    results = {at: graph.results["result", at] for at in staying}
+    free = [one for one in results.values() if one in graph.position]
+    needed = [graph.results["result", at] for at in residuals]
+    chosen = smallest(graph, [one for one in needed if one in graph.position], free)
+    if set(chosen) >= set(needed):
+        return None
+    sources: dict[Any, Source] = {}
+    for variable, (_, number) in graph.arguments.items():
+        sources[variable] = "argument", number
+    for at, variable in results.items():
+        sources.setdefault(variable, ("result", at))
+    anew = [variable for variable in chosen if variable not in sources]
+    sources |= {variable: ("result", -1 - at) for at, variable in enumerate(anew)}
+    names = dict(graph.arguments)
+    outputs: dict[Name, Any] = {("result", at): variable for at, variable in results.items()}
+    outputs |= {("residual", at): variable for at, variable in enumerate(anew)}
+    equations, _ = graph.before(outputs.values(), lambda variable: False)
+    whole = graph.piece("", equations, outputs, names)
+    # A piece takes what it uses; the equation has all operands as before.
+    forward = ClosedJaxpr(
+        whole.closed.jaxpr.replace(invars=list(graph.arguments)), whole.closed.consts
+    )
+    made = [_backward(graph, sources, body, own) for body, own in zip(bodies, takes, strict=True)]
+    return _Halves(forward, tuple(staying), tuple(made))
+
+
+def _backward(
+    graph: Graph, sources: dict[Any, Source], closed: Any, takes: Sequence[Source | None]
+) -> tuple[Any, tuple[Source, ...]]:
+    """Return a backward half that computes again what it took, and its operands."""
+    body = _with_own_variables(closed.jaxpr)
+    named = {name: variable for variable, name in graph.arguments.items()} | graph.results
+    again = {
+        variable: named[source]
+        for variable, source in zip(body.invars, takes, strict=True)
+        if source is not None
+    }
+    wanted = [atom for atom in again.values() if not isinstance(atom, Literal)]
+    equations, starts = graph.before(wanted, lambda variable: variable in sources)
+    own = [("own", at) for at, variable in enumerate(body.invars) if variable not in again]
+    variables = [variable for variable in body.invars if variable not in again]
+    constants = dict(zip(body.constvars, closed.consts, strict=True))
+    for start in starts:
+        if start in graph.constants:
+            constants[start] = graph.constants[start]
+        else:
+            variables.append(start)
+            own.append(sources[start])
+    rest = [
+        equation.replace(invars=[_replaced(atom, again) for atom in equation.invars])
+        for equation in body.eqns
+    ]
+    jaxpr = body.replace(
+        constvars=list(constants),
+        invars=variables,
+        outvars=[_replaced(atom, again) for atom in body.outvars],
+        eqns=[*(graph.equations[at] for at in sorted(equations)), *rest],
+        debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return ClosedJaxpr(jaxpr, list(constants.values())), tuple(own)
+
+
+def _with_own_variables(jaxpr: Any) -> Any:
+    """Return a jaxpr with new variables: halves of one trace may share some."""
+    made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    own = {variable: jax.extend.core.Var(variable.aval) for variable in made}
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [_replaced(atom, own) for atom in atoms]
+
+    return jaxpr.replace(
+        constvars=renamed(jaxpr.constvars),
+        invars=renamed(jaxpr.invars),
+        outvars=renamed(jaxpr.outvars),
+        eqns=[
+            eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars))
+            for eqn in jaxpr.eqns
+        ],
+    )
+
+
+def _replaced(atom: Any, again: dict[Any, Any]) -> Any:
+    return atom if isinstance(atom, Literal) else again.get(atom, atom)
+
+
+def _with_results(equation: Any, body: Any, stay: Sequence[int], results: list[Any]) -> Any:
+    params = equation.params
+    count = len(results) - len(stay)
+    wanted = [params["out_shardings"][at] for at in stay] + [UNSPECIFIED] * count
+    layouts = [params["out_layouts"][at] for at in stay] + [None] * count
+    changed = {"jaxpr": body, "out_shardings": tuple(wanted), "out_layouts": tuple(layouts)}
+    return equation.replace(outvars=results, params=params | changed)
+
+
+def _with_operands(equation: Any, body: Any, sources: Sequence[Source], operands: list[Any]) -> Any:
+    params = equation.params
+
+    def of_own(name: str, otherwise: Any) -> tuple[Any, ...]:
+        given = params[name]
+        return tuple(given[at] if where == "own" else otherwise for where, at in sources)
+
+    changed = {
+        "jaxpr": body,
+        "in_shardings": of_own("in_shardings", UNSPECIFIED),
+        "in_layouts": of_own("in_layouts", None),
+        "donated_invars": of_own("donated_invars", False),
+    }
+    return equation.replace(invars=operands, params=params | changed)

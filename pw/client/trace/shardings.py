@@ -1,0 +1,75 @@
+"""How values of a program lie, while JAX traces it: as *place* will leave them.
+
+What a call leaves is known when its computation is traced, which is kept for *place*.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pw.client.arrays.of_jax import own_sharding
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.trace.equations import ProgramTrace, kind_of, program_trace
+from pw.client.trace.joined.islands import sharding_of_result
+from pw.client.trace.placed_calls import traced_call, type_in_call
+
+
+def sharding_of(value: Any) -> NamedSharding | None:
+    """Return how an array, or a value of a program, lies on virtual devices; None for a host value."""
+    trace = program_trace()
+    if trace is not None:
+        return sharding_in(trace, value)
+    found = getattr(value, "sharding", None)
+    return found if isinstance(found, NamedSharding) else None
+
+
+def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:
+    """Return how a value lies; None for a host value.
+
+    Results of ordinary equations are taken to lie as the first operand of the same shape.
+    """
+    value = trace.alike(value)
+    known = trace.sharding_of(value)
+    producer = trace.producer_of(value)
+    if known is not None or producer is None:
+        return known
+    equation, at = producer
+    made = trace.laid.get(id(equation))
+    if made is None:
+        made = _results(trace, equation), equation
+        trace.laid[id(equation)] = made
+    found: NamedSharding | None = made[0][at]
+    mesh = trace.mesh_of(value)
+    if mesh is None:
+        return found
+    return found if found and found.mesh == mesh else NamedSharding.replicated(mesh)
+
+
+def _results(trace: ProgramTrace, equation: Any) -> list[NamedSharding | None]:
+    operands, avals = equation.in_tracers, [variable.aval for variable in equation.outvars]
+    lie = [sharding_in(trace, operand) for operand in operands]
+    kind = kind_of(equation)
+    if kind is not None:
+        wanted = equation.params["in_shardings"]
+        types = tuple(
+            type_in_call(operand.aval, entry, kind.mesh, own)
+            for operand, entry, own in zip(operands, wanted, lie, strict=True)
+        )
+        return [type_.sharding for type_ in traced_call(kind, equation, types).outputs]
+    joining = sharding_of_result(equation)
+    if joining is not None:
+        return joining
+    if equation.primitive.name == "device_put":
+        pairs = zip(map(own_sharding, equation.params["devices"]), lie, strict=True)
+        return [to or own for to, own in pairs]
+    found = []
+    for aval in avals:
+        alike = (
+            own
+            for operand, own in zip(operands, lie, strict=True)
+            if own is not None and np.shape(operand) == aval.shape
+        )
+        found.append(next(alike, None))
+    return found
