@@ -23,7 +23,6 @@ def own_mesh(mesh: Any) -> Mesh | None:
 
     Raises:
         PlacementError: some of the devices are not virtual, or they cannot be one mesh.
-        ShardingError: an axis is not of the type Auto.
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -32,17 +31,10 @@ def own_mesh(mesh: Any) -> Mesh | None:
     client = jax_backend.client()
     first = mesh.devices.flat[0]
     if any(isinstance(device, VirtualDevice) for device in mesh.devices.flat):
-        made = Mesh(mesh.devices, mesh.axis_names)
-    elif client is not None and first.client is client:
-        made = jax_arrays.front().mesh(mesh.devices, mesh.axis_names)
-    else:
-        return None
-    if mesh.explicit_axes:
-        raise ShardingError(
-            f"{mesh!r} has axes of the type Explicit, which pw does not follow; make the mesh with "
-            "jax.sharding.Mesh(devices, names), or with axis_types=(jax.sharding.AxisType.Auto, ...)"
-        )
-    return made
+        return Mesh(mesh.devices, mesh.axis_names)
+    if client is not None and first.client is client:
+        return jax_arrays.front().mesh(mesh.devices, mesh.axis_names)
+    return None
 
 
 def given_mesh(mesh: Any) -> Mesh | None:

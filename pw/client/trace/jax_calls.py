@@ -133,41 +133,40 @@ def _call(equation: Any, mesh: Mesh, kinds: list[CallKind]) -> Any:
         by_kind[key] = CallKind(*key, tree, ()), _changed(own, _over_abstract)
     kind, jaxpr = by_kind[key]
     kinds.append(kind)
-    specs = _specs(closed.jaxpr)
-    asked = [
-        NamedSharding(mesh, specs[variable])
-        if variable in specs and own_sharding(to) is None
-        else to
-        for variable, to in zip(closed.jaxpr.invars, params["in_shardings"], strict=True)
-    ]
+    split = {
+        id(atom): spec
+        for inner in closed.jaxpr.eqns
+        if inner.primitive.name == "shard_map"
+        for atom, spec in zip(inner.invars, inner.params["in_specs"], strict=True)
+    }
+
+    def of_argument(variable: Any, wanted: Any) -> Any:
+        """Return the sharding of an argument: the wanted one, or that of a `shard_map`."""
+        if own_sharding(wanted) is None and id(variable) in split:
+            wanted = NamedSharding(mesh, split[id(variable)])
+        return abstract(wanted)
+
     return _like(
         equation,
         equation,
         name=equation_name(kind),
         jaxpr=jaxpr,
-        in_shardings=tuple(map(abstract, asked)),
+        in_shardings=tuple(map(of_argument, closed.jaxpr.invars, params["in_shardings"])),
         out_shardings=tuple(map(abstract, params["out_shardings"])),
     )
 
 
-def _specs(jaxpr: Any) -> dict[Any, Any]:
-    """Return how functions of `jax.shard_map` split values, by variable."""
-    return {
-        atom: spec
-        for inner in jaxpr.eqns
-        if inner.primitive.name == "shard_map"
-        for atom, spec in zip(inner.invars, inner.params["in_specs"], strict=True)
-        if not isinstance(atom, jex.Literal)
-    }
-
-
 def _as_jit(equation: Any) -> Any:
     """Return an equation as a call of a function with this equation."""
-    given = [jex.Var(atom.aval) for atom in equation.invars]
+    arguments = [jex.Var(atom.aval) for atom in equation.invars]
     results = [jex.Var(variable.aval) for variable in equation.outvars]
     named = equation.params["jaxpr"].debug_info
     jaxpr = jex.Jaxpr(
-        [], given, results, [equation.replace(invars=given, outvars=results)], debug_info=named
+        [],
+        arguments,
+        results,
+        [equation.replace(invars=arguments, outvars=results)],
+        debug_info=named,
     )
     shardings = _JIT.params["in_shardings"][:1]
     return _like(
@@ -175,9 +174,9 @@ def _as_jit(equation: Any) -> Any:
         equation,
         name=named.func_name,
         jaxpr=jex.ClosedJaxpr(jaxpr, ()),
-        in_shardings=shardings * len(given),
+        in_shardings=shardings * len(arguments),
         out_shardings=shardings * len(results),
-        in_layouts=(None,) * len(given),
+        in_layouts=(None,) * len(arguments),
         out_layouts=(None,) * len(results),
-        donated_invars=(False,) * len(given),
+        donated_invars=(False,) * len(arguments),
     )
