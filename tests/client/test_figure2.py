@@ -163,6 +163,31 @@ def test_an_equation_is_one_computation_where_it_says() -> None:
             assert found.sharding.spec == sharding.spec
 
 
+def test_functions_of_pw_take_functions_of_jax() -> None:
+    x = numbers(2) + 1
+    here, there = (doubled(devices(at)) for at in range(2))
+    mapped = jax.pmap(lambda x: x + 1, devices=devices(1))
+
+    def loss(x: Any) -> Any:
+        return (there(mapped(x)) ** 2).sum()
+
+    cases: list[tuple[Callable[..., Any], Any]] = [
+        (lambda x: pw.cond(x.sum() > 0, here, mapped, x), x * 2),
+        (lambda x: pw.while_loop(lambda c: c.sum() < 20, here, x), x * 8),
+        (
+            lambda x: pw.while_loop(
+                lambda c: c.sum() < 20, lambda c: there(here(c)), x, max_iterations=3
+            ),
+            x * 16,
+        ),
+        (lambda x: pw.map(lambda row: mapped(row), jnp.stack([x, x])), np.stack([x + 1, x + 1])),
+        (pw.grad(loss), 8 * (x + 1)),
+        (pw.jit(lambda x: here(x) + 1, mesh=mesh_of(devices())), x * 2 + 1),
+    ]
+    for function, values in cases:
+        assert pw.program(function)(x).tolist() == values.tolist()
+
+
 def test_arguments_are_donated_and_constants_travel() -> None:
     given = devices()
     split = NamedSharding(mesh_of(given), P("x"))

@@ -26,19 +26,17 @@ _TABLES: tuple[Any, ...] = (
     shard_map._as_manual_mesh,
     sharding._common_shard_shape,
 )
-_PMAPPED: Any = pmap._cached_shard_map.cache_clear.__self__
-"""By function, what JAX has made of it for some devices."""
+_PMAPPED: Any = pmap._cached_shard_map.cache_clear.__self__.data
+"""By function, the calls that JAX has compiled: their keys have the devices."""
 
 
 def forget_devices() -> None:
     """Empty the tables in which virtual devices are."""
     for table in _TABLES:
         table.cache_clear()
-    for function, made in list(_PMAPPED.items()):
-        for key in [key for key in list(made) if _has_virtual(key)]:
-            made.pop(key, None)
-        if not made:
-            _PMAPPED.pop(function, None)
+    for calls in list(_PMAPPED.values()):
+        for key in [key for key in list(calls) if _has_virtual(key)]:
+            calls.pop(key, None)
 
 
 def _has_virtual(key: Any) -> bool:
