@@ -8,7 +8,6 @@ import jax
 
 from pw.client.arrays.array import Array
 from pw.client.trace.function import under_jax_trace
-from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracerError
 
 
@@ -32,9 +31,7 @@ def cancel(tree: Any) -> None:
         raise TracerError("pw.cancel was called in a function that JAX traces")
     by_session: dict[Any, list[int]] = {}
     for leaf in leaves:
-        if isinstance(leaf, ProgramTracer):
-            leaf._needed("pw.cancel()")
-        elif isinstance(leaf, Array):
+        if isinstance(leaf, Array):
             leaf._check_usable()
             if not leaf.is_known_to_exist:
                 ids = [member._id for member in leaf.members]

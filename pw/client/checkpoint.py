@@ -22,7 +22,6 @@ from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
 from pw.client.trace.function import under_jax_trace
-from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 
@@ -94,9 +93,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         leaves = [(keys, leaf) for (keys, _), leaf in zip(leaves, taken, strict=True)]
     arrays: list[Array] = []
     for keys, leaf in leaves:
-        if isinstance(leaf, ProgramTracer):
-            leaf._needed("pw.checkpoint()")
-        elif isinstance(leaf, Array):
+        if isinstance(leaf, Array):
             leaf._check_owner(arrays[0]._runtime if arrays else leaf._runtime)
             arrays.extend(leaf.members)
         elif not jax_arrays.is_remote(leaf):

@@ -21,7 +21,6 @@ from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, 
 from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.prefixes import spread
-from pw.client.trace.tracer import ProgramTracer
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, NotOwner, ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES, Described, FileSource
@@ -225,8 +224,6 @@ def _loaded(session: Any, source: FileSource, type_: ArrayType) -> Array:
 
 def _wanted(leaf: Any, given: Any) -> NamedSharding | None:
     """Return the wanted sharding of a leaf."""
-    if isinstance(leaf, ProgramTracer):
-        leaf._needed("pw.restore()")
     own = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
     chosen = own if isinstance(own, NamedSharding) else given
     if chosen is not None and not isinstance(chosen, NamedSharding):

@@ -26,8 +26,6 @@ from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_tra
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
-from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
@@ -86,7 +84,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
     for rows, counts in pairs_of(structure):
         check_counts(leaves[counts], leaves[rows], "pw.put")
     together: dict[int, Array] = {}
-    for rows, counts in pairs_of(structure) if recording() is None else ():
+    for rows, counts in pairs_of(structure):
         target = wanted[rows]
         if target is not None and _moves_by_count(leaves[rows], target):
             pair = _put_ragged(leaves[rows], leaves[counts], target, wanted[counts] or target)
@@ -116,15 +114,11 @@ def _are_shardings(devices: Any) -> bool:
 
 
 def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
-    recorder = recording()
     if target is None:
         if isinstance(leaf, Array):
             leaf._check_usable()
-        if isinstance(leaf, (Array, ProgramTracer)):
             return leaf
         target = NamedSharding.replicated(default_mesh())
-    if recorder is not None:
-        return recorder.reshard(leaf, target)
     target.mesh.check_alive()
     session = target.mesh.runtime
     if isinstance(leaf, Array):
@@ -207,8 +201,6 @@ def get(tree: Any) -> Any:
     leaves = [jax.device_get(leaf) if jax_arrays.is_remote(leaf) else leaf for leaf in leaves]
     fetching = []
     for leaf in leaves:
-        if isinstance(leaf, ProgramTracer):
-            leaf._needed("pw.get()")
         if isinstance(leaf, jax.core.Tracer):
             np.asarray(leaf)  # raises JAX's error
         if isinstance(leaf, Array):
@@ -226,8 +218,6 @@ async def ready(tree: Any) -> Any:
         Error: the error of the first array that has failed.
     """
     for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, ProgramTracer):
-            leaf._needed("pw.ready()")
         if isinstance(leaf, Array):
             await leaf
     return tree
@@ -241,8 +231,6 @@ def block_until_ready(tree: Any) -> Any:
     """
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}
     for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, ProgramTracer):
-            leaf._needed("pw.block_until_ready()")
         if isinstance(leaf, Array):
             leaf._check_usable()
             session = leaf._runtime

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.trace.branch import Branch
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import Recording
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
 from pw.core.programs.program import Node, Output, Program, ValueRef
@@ -252,12 +251,16 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
 
     recorder: Any = ProgramRecorder("loop")
 
+    def call(function: Any, x: Any) -> Any:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return recorder.call(function.lower(like)._traced, [x])
+
     def loop(x: Any) -> Any:
-        more, made = place.is_large(x), recorder.lift(place.double(x))
+        (more,), (made,) = call(place.is_large, x), call(place.double, x)
         for _ in range(12):
             branches = (Branch("grow", more, False, None), Branch("stay", more, True, None))
             with recorder.within(branches[0]):
-                grown, following = grow(made)
+                grown, following = call(grow, made)
                 pair = (
                     recorder.place(grown, type_of(grown), "loop"),
                     recorder.place(made, type_of(made), "loop"),
@@ -270,9 +273,7 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
             more = following
         return made
 
-    with Recording(recorder):
-        x = recorder.leaf(0, jax.core.ShapedArray(ONES.shape, ONES.dtype))
-        launch = recorder.finish([loop(x)])
+    launch = recorder.finish([loop(recorder.leaf(0, jax.core.ShapedArray(ONES.shape, ONES.dtype)))])
     for start in (1.0, 3.0, 10.0):
         wanted = ONES * np.float32(start)
         more, wanted = wanted.sum() > 10, wanted * 2

@@ -9,17 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.signature import aval_of, describe_leaf, signature_of
-from pw.client.gradients.derivative import is_inexact
-from pw.client.gradients.tape import Tape
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.equations import ProgramTrace, program_trace
-from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.function import tree_flatten, under_jax_trace
 from pw.client.trace.program import program
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
@@ -57,7 +52,6 @@ def value_and_grad(
     name = name_of(fun)
     if not callable(fun):
         raise TypeError(f"pw.value_and_grad takes a function, not {fun!r}")
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -66,11 +60,7 @@ def value_and_grad(
             return _in_program(trace, fun, name, argnums, has_aux, args, kwargs)
         if under_jax_trace(tree_flatten((args, kwargs))[0]):
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
-        recorder = recording()
-        if recorder is None:
-            return alone(*args, **kwargs)
-        value, found = _recorded(recorder, fun, name, numbers, has_aux, args, kwargs)
-        return value, found[0] if isinstance(argnums, int) else found
+        return alone(*args, **kwargs)
 
     alone = program(differentiated)
     return differentiated
@@ -145,7 +135,7 @@ def _check_active(where: str, leaf: Any) -> None:
         raise ArgumentError(
             f"{where} is {leaf!r}, which is no array: name another argument in argnums="
         ) from None
-    if not is_inexact(aval):
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
         raise ArgumentError(
             f"{where} is {aval.str_short()}, and gradients are of floating-point arrays only: "
             "name another argument in argnums=, or pass this value as an argument of its own"
@@ -169,79 +159,3 @@ def _check_loss(name: str, value: Any, has_aux: bool) -> None:
             f"{name!r} returned {in_words(leaf)}, and a gradient is of one floating-point number: return the "
             "loss, and other results with has_aux=True"
         )
-
-
-def _recorded(
-    recorder: ProgramRecorder,
-    fun: Callable[..., Any],
-    name: str,
-    numbers: Sequence[int],
-    has_aux: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
-    """Call `fun` and its backward computations in a program. Returns the value, and the gradients."""
-    count = len(args)
-    for number in numbers:
-        if not -count <= number < count:
-            raise ArgumentError(
-                f"argnums={number} of the gradient of {name!r}, but the call has {count} positional arguments; "
-                "arguments that are given by name cannot be differentiated by"
-            )
-    positions = [number % count for number in numbers]
-    tape = Tape(recorder)
-    watched = {at: _watched(tape, name, args, at) for at in positions}
-    given = [
-        tree_unflatten(watched[at][1], watched[at][0]) if at in watched else argument
-        for at, argument in enumerate(args)
-    ]
-    with recorder.taping(tape):
-        value = fun(*given, **kwargs)
-    tape.walk_back(_loss(recorder, name, value, has_aux))
-    found = {
-        at: tree_unflatten(tree, [tape.gradient(leaf) for leaf in leaves])
-        for at, (leaves, tree) in watched.items()
-    }
-    return value, tuple(found[at] for at in positions)
-
-
-def _watched(tape: Tape, name: str, args: tuple[Any, ...], at: int) -> tuple[list[Any], Any]:
-    """Return the leaves of an argument as values to differentiate by, and their tree."""
-    before = len(tree_flatten(args[:at])[0])
-    leaves, tree = tree_flatten(args[at])
-    found = []
-    for number, leaf in enumerate(jax_arrays.taken(leaves)):
-        where = f"{describe_leaf((args, {}), before + number)} of {name!r}"
-        try:
-            made = tape.watch(leaf)
-        except ArgumentError:
-            raise ArgumentError(
-                f"{where} is {leaf!r}, which is no array: name another argument in argnums="
-            ) from None
-        if not is_inexact(made.aval):
-            raise ArgumentError(
-                f"{where} is {made.aval.str_short()}, and gradients are of floating-point arrays only: "
-                "name another argument in argnums=, or pass this value as an argument of its own"
-            )
-        found.append(made)
-    return found, tree
-
-
-def _loss(recorder: ProgramRecorder, name: str, value: Any, has_aux: bool) -> Any:
-    """Return the loss of what a function has returned. Raises ArgumentError."""
-    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-        raise ArgumentError(
-            f"{name!r} returned {in_words(value)}, and with has_aux=True it has to return a pair of the loss "
-            "and other results; without any, leave out has_aux"
-        )
-    leaf = value[0] if has_aux else value
-    try:
-        loss = recorder.lift(leaf)
-    except ArgumentError:
-        loss = None
-    if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ArgumentError(
-            f"{name!r} returned {in_words(leaf)}, and a gradient is of one floating-point number: return the "
-            "loss, and other results with has_aux=True"
-        )
-    return loss

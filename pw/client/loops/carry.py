@@ -21,7 +21,6 @@ from pw.client.loops.native import one_mesh_of, traced
 from pw.client.trace.equations import ProgramTrace, meshes_of_body, tracing_program
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import Recording
 from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer
 
@@ -75,10 +74,9 @@ def _placed(loop: Loop, given: Sequence[Any]) -> Carry:
     lie = [None if leaf.sharding is None else leaf.sharding.mesh for leaf in leaves]
     made_on = meshes_of_body(closed.jaxpr, lie)
     beside = next((mesh for mesh in made_on if mesh is not None), None)
-    with Recording(recorder):
-        placement = Placement(recorder)
-        made = placement.add(closed.jaxpr, closed.consts, leaves)
-        results = [placement.on(one, beside) for one in made]
+    placement = Placement(recorder)
+    made = placement.add(closed.jaxpr, closed.consts, leaves)
+    results = [placement.on(one, beside) for one in made]
     more, *after = results
     types = tuple(map(_type, leaves, after, [more] * len(after)))
     lies = types[0].sharding.mesh if types else default_mesh()

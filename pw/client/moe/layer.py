@@ -25,16 +25,13 @@ import numpy as np
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
-from pw.client.arrays.signature import ArrayType
 from pw.client.moe import routing
 from pw.client.trace.cond import cond
 from pw.client.trace.equations import program_trace
 from pw.client.trace.function import under_jax_trace
 from pw.client.trace.jit import jit
-from pw.client.trace.joined import islands
-from pw.client.trace.joined.apart import apart, together
+from pw.client.trace.joined.islands import apart, together
 from pw.client.trace.program import program
-from pw.client.trace.recording import recording
 from pw.client.trace.shardings import sharding_of
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
@@ -185,8 +182,6 @@ class MixtureOfExperts:
                     f"{self!r} was called in a function that JAX traces, and it moves rows between the "
                     "devices of several computations: call it beside pw.jit functions, in a pw.program"
                 )
-            if recording() is not None:
-                return self._recorded(params, x, logits)
             made: tuple[Any, Any] = self._alone(params, x, logits)
             return made
         except Exception as error:
@@ -201,15 +196,13 @@ class MixtureOfExperts:
         lie = _sharding_of_rows(x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
-        xs, scores = (_apart(one, lie) for one in (x, logits))
+        xs, scores = (apart(one, lie) for one in (x, logits))
         made = [
             self._on_island(placed, own, logits, lie.on_island(at))
             for at, (own, logits) in enumerate(zip(xs, scores, strict=True))
         ]
         parts, balances = zip(*made, strict=True)
-        width, dtype = parts[0].shape[1], parts[0].dtype
-        whole = ArrayType.of(jax.core.ShapedArray((np.shape(x)[0], width), dtype), lie)
-        return _together(parts, whole), _mean(balances, lie.mesh.parts[0])
+        return together(parts, lie), _mean(balances, lie.mesh.parts[0])
 
     def _on_island(
         self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
@@ -425,18 +418,6 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
                 )
             return lie
     return NamedSharding.replicated(default_mesh())
-
-
-def _apart(value: Any, sharding: NamedSharding) -> list[Any]:
-    recorder = recording()
-    return islands.apart(value, sharding) if recorder is None else apart(recorder, value, sharding)
-
-
-def _together(parts: Sequence[Any], type_: ArrayType) -> Any:
-    recorder = recording()
-    if recorder is None:
-        return islands.together(parts, type_.sharding)
-    return together(recorder, parts, type_)
 
 
 def _size(mesh: Mesh, axes: Any) -> int:

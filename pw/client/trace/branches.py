@@ -1,214 +1,185 @@
-"""Records both functions of a `pw.cond`, or an iteration of a loop, and merges their results."""
+"""Adds both branches of a `cond`, or of an iteration of a loop, and the merges of their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.extend.core import Literal
 
-from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.operators import apply_built
-from pw.client.arrays.ragged import pairs_of
+from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.trace.argument_errors import in_words
 from pw.client.trace.branch import Branch
+from pw.client.trace.cond_errors import name_of_both
 from pw.client.trace.counted import counts_of
-from pw.client.trace.function import tree_unflatten
-from pw.client.trace.predicate import checked_predicate
-from pw.client.trace.prefixes import on_mesh, spread
+from pw.client.trace.meshes import first_mesh
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.client.trace.wrapped import name_of
-from pw.core.errors import ArgumentError
 from pw.core.programs.program import ValueRef
 
-PREDICATE = "pw.cond takes a scalar boolean as its predicate, and was given"
+
+class Apart:
+    """A result of both branches that only another `cond` with the same predicate uses: it is not merged."""
+
+    __slots__ = ("branches", "sides")
+
+    def __init__(self, branches: tuple[Branch, Branch], sides: tuple[Any, Any]) -> None:
+        self.branches = branches
+        self.sides = sides
+        """For a true predicate, and for a false one."""
 
 
-def name_of_both(functions: Sequence[Callable[..., Any]]) -> str:
-    """Return the name of a `cond` of two functions, for the user."""
-    return f"cond({', '.join(map(name_of, functions))})"
+def kept_apart(jaxpr: Any) -> dict[int, list[int]]:
+    """Return for each `cond`, by its position, the results that only such with the same predicate take.
 
-
-def unequal_trees(names: Sequence[str], returned: Sequence[str]) -> ArgumentError:
-    """Return the error of branches with different trees; both for the true and the false branch, in words."""
-    return ArgumentError(
-        f"the branches of a pw.cond must return the same tree: the true branch {names[0]!r} returns "
-        f"{returned[0]}, and the false branch {names[1]!r} returns {returned[1]}"
-    )
-
-
-def unequal_results(names: Sequence[str], path: str, avals: Sequence[Any]) -> ArgumentError:
-    """Return the error of a result with two shapes or dtypes; both for the true and the false branch."""
-    true, false = (aval.str_short() for aval in avals)
-    return ArgumentError(
-        f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
-        f"{true} from the true branch {names[0]!r}, and {false} "
-        f"from the false branch {names[1]!r}; convert one of them there, as with astype or reshape"
-    )
-
-
-def no_result(name: str, which: str, leaf: Any) -> ArgumentError:
-    """Return the error of a branch, the "true" or "false" one, that returns something else than arrays."""
-    return ArgumentError(
-        f"{name!r}, the {which} branch of a pw.cond, returns "
-        f"{leaf!r} of type {type(leaf).__name__}; branches return trees of arrays and numbers"
-    )
-
-
-def recorded(
-    recorder: ProgramRecorder,
-    pred: Any,
-    functions: tuple[Callable[..., Any], Callable[..., Any]],
-    operands: Sequence[Any],
-    out_shardings: Any,
-    *,
-    is_iteration: bool = False,
-) -> Any:
-    """Record both functions of a `cond`, or an iteration of a loop, and the merges of their results."""
-    predicate = _predicate(recorder, pred)
-    branches = tuple(
-        Branch(name_of(fun), predicate, unless, recorder.branch, is_iteration)
-        for fun, unless in zip(functions, (False, True), strict=True)
-    )
-    branches[0].other, branches[1].other = branches[1], branches[0]
-    made: list[list[ProgramTracer]] = []
-    returned: list[Any] = []
-    trees: list[Any] = []
-    paths: list[list[str]] = []
-    for branch, fun in zip(branches, functions, strict=True):
-        with recorder.within(branch):
-            results = fun(*operands)
-            returned.append(results)
-            pairs, tree = jax.tree_util.tree_flatten_with_path(results)
-            made.append([_lifted(recorder, leaf, branch) for _, leaf in pairs])
-            trees.append(tree)
-            paths.append([f"result{jax.tree_util.keystr(path)}" for path, _ in pairs])
-    names = [branch.name for branch in branches]
-    if trees[0] != trees[1]:
-        raise unequal_trees(names, list(map(in_words, returned)))
-    whole = tree_unflatten(trees[0], range(trees[0].num_leaves))
-    wanted = spread(out_shardings, whole, "out_shardings of pw.cond")
-    types = []
-    for at, path in enumerate(paths[0]):
-        pair = made[0][at], made[1][at] = _alike(recorder, made[0][at], made[1][at], names, path)
-        types.append(_type(pair, wanted[at], predicate))
-    pairs_of_rows = dict(pairs_of(trees[0]))
-    counts = [
-        [
-            side[pairs_of_rows[at]] if at in pairs_of_rows else one.counts
-            for at, one in enumerate(side)
+    These are residuals: what a branch keeps for the same branch of the backward half.
+    """
+    conds: defaultdict[Any, list[int]] = defaultdict(list)
+    for at, equation in enumerate(jaxpr.eqns):
+        if is_choice(equation):
+            conds[equation.invars[0]].append(at)
+    several = {at for same in conds.values() for at in same if len(same) > 1}
+    if not several:
+        return {}
+    users: defaultdict[Any, list[tuple[int, Any]]] = defaultdict(list)
+    for at, equation in enumerate(jaxpr.eqns):
+        predicate = equation.invars[0] if at in several else None
+        for number, atom in enumerate(equation.invars):
+            if not isinstance(atom, Literal):
+                users[atom].append((at, predicate if number else None))
+    given = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    return {
+        at: [
+            number
+            for number, variable in enumerate(jaxpr.eqns[at].outvars)
+            if variable not in given
+            and users[variable]
+            and all(predicate is jaxpr.eqns[at].invars[0] for _, predicate in users[variable])
         ]
-        for side in made
-    ]
-    outputs = merged(
-        recorder, name_of_both(functions), (branches[0], branches[1]), made, counts, types
+        for at in several
+    }
+
+
+def is_choice(equation: Any) -> bool:
+    """Whether an equation is a `cond` of two branches with calls in them."""
+    return (
+        equation.primitive.name == "cond"
+        and len(equation.params["branches"]) == 2
+        and not isinstance(equation.invars[0], Literal)
+        and first_mesh([equation]) is not None
     )
-    return tree_unflatten(trees[0], outputs)
 
 
-def merged(
-    recorder: ProgramRecorder,
-    name: str,
-    branches: tuple[Branch, Branch],
-    made: Sequence[Sequence[ProgramTracer]],
-    counts: Sequence[Sequence[ProgramTracer | None]],
-    types: Sequence[ArrayType],
-) -> list[ProgramTracer]:
-    """Return merges of the results of two branches.
+def branches_of(
+    recorder: ProgramRecorder, predicate: ProgramTracer, names: Sequence[str], is_iteration: bool
+) -> tuple[Branch, Branch]:
+    """Return branches for a true predicate and for a false one.
 
     Args:
         recorder: the program.
-        name: for the user.
-        branches: for a true predicate, and for a false one.
-        made: the results of each.
-        counts: of those that are rows of a `Ragged`: if they have to move, only those that count do.
-        types: of the results.
+        predicate: a scalar boolean, computed in the branch around.
+        names: of the branches.
+        is_iteration: they are an iteration of a loop, and what stays if there is none.
     """
+    true, false = (
+        Branch(name, predicate, unless, recorder.branch, is_iteration)
+        for name, unless in zip(names, (False, True), strict=True)
+    )
+    true.other, false.other = false, true
+    return true, false
+
+
+def chosen(
+    recorder: ProgramRecorder,
+    branches: tuple[Branch, Branch],
+    functions: tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[Any]]],
+    apart: Collection[int],
+) -> list[Any]:
+    """Return the results of one of two functions, as a predicate says.
+
+    Args:
+        recorder: the program.
+        branches: in which the functions add what they do.
+        functions: for a true predicate, and for a false one; with results of the same avals.
+        apart: the numbers of results that are not merged.
+    """
+    sides: list[Sequence[Any]] = []
+    for branch, fun in zip(branches, functions, strict=True):
+        with recorder.within(branch):
+            sides.append(fun())
+    pairs = list(zip(*sides, strict=True))
+    together = [at for at in range(len(pairs)) if at not in apart]
+    made = [[recorder.lift(side[at]) for at in together] for side in sides]
+    counts = _with_counts_of_rows(made)
+    merged: list[Any] = _merged(recorder, branches, name_of_both(functions), made)
+    for rows, own in counts.items():
+        merged[rows] = replace(merged[rows], counts=merged[own])
+    results: list[Any] = [Apart(branches, pair) for pair in pairs]
+    for at, one in zip(together, merged, strict=False):
+        results[at] = one
+    return results
+
+
+def _with_counts_of_rows(made: list[list[ProgramTracer]]) -> dict[int, int]:
+    """Let counts of rows be results too; returns their numbers, by those of the rows."""
+    found: dict[int, int] = {}
+    numbers = {
+        pair: at for at, pair in enumerate(zip(*(map(id, side) for side in made), strict=True))
+    }
+    for at, (one, other) in enumerate(list(zip(*made, strict=True))):
+        if one.counts is None or other.counts is None:
+            continue
+        pair = id(one.counts), id(other.counts)
+        if pair not in numbers:
+            numbers[pair] = len(made[0])
+            made[0].append(one.counts)
+            made[1].append(other.counts)
+        found[at] = numbers[pair]
+    return found
+
+
+def _merged(
+    recorder: ProgramRecorder,
+    branches: tuple[Branch, Branch],
+    name: str,
+    made: Sequence[Sequence[ProgramTracer]],
+) -> list[ProgramTracer]:
+    predicate = branches[0].predicate
+    types = [_type(one, other, predicate) for one, other in zip(*made, strict=True)]
     values, counted = [], []
-    for branch, results, rows_of in zip(branches, made, counts, strict=True):
+    for branch, results in zip(branches, made, strict=True):
         with recorder.within(branch):
             own: list[ValueRef] = []
             needed: list[ValueRef | None] = []
-            for result, rows, type_ in zip(results, rows_of, types, strict=True):
+            for result, type_ in zip(results, types, strict=True):
                 for part, its in _parts(recorder, result, type_):
                     value = recorder.place(part, its, branch.name)
                     own.append(value)
-                    if rows is None or type_.parts:
-                        needed.append(None)
-                    else:
-                        needed.append(counts_of(recorder, value, its.spec, rows))
+                    is_counted = result.counts is not None and not type_.parts
+                    needed.append(
+                        counts_of(recorder, value, its.spec, result.counts) if is_counted else None
+                    )
             values.append(own)
             counted.append(needed)
     flat = [part for type_ in types for part in type_.parts or (type_,)]
     both, theirs = list(zip(*values, strict=True)), list(zip(*counted, strict=True))
     parts = iter(recorder.merge(name, branches, both, flat, theirs))
-    outputs = [
+    return [
         recorder.joined(type_, [next(parts) for _ in type_.parts]) if type_.parts else next(parts)
         for type_ in types
     ]
-    if recorder.tape is not None:
-        recorder.tape.merge(branches, made, outputs)
-    return outputs
 
 
-def _predicate(recorder: ProgramRecorder, pred: Any) -> ProgramTracer:
-    """Return the predicate of both branches."""
-    tracer = checked_predicate(recorder, pred, PREDICATE)
-    if recorder.branch is None or recorder.is_of_branch(tracer):
-        return tracer
-    computed: ProgramTracer = apply_built("pw.cond", lambda: _copied, tracer)
-    return computed
-
-
-def _copied(predicate: Any) -> Any:
-    return jnp.copy(predicate)
-
-
-def _lifted(recorder: ProgramRecorder, leaf: Any, branch: Branch) -> ProgramTracer:
-    try:
-        return recorder.lift(leaf)
-    except ArgumentError:
-        raise no_result(branch.name, "false" if branch.unless else "true", leaf) from None
-
-
-def _alike(
-    recorder: ProgramRecorder,
-    true: ProgramTracer,
-    false: ProgramTracer,
-    names: Sequence[str],
-    path: str,
-) -> tuple[ProgramTracer, ProgramTracer]:
-    """Return a result of both branches, a Python number with the dtype of the other one."""
-    pair = [true, false]
-    for at, other in ((0, 1), (1, 0)):
-        constant = recorder.constant_of(pair[at])
-        if isinstance(constant, (int, float, complex)) and pair[at].weak_type:
-            dtype = pair[other].aval.dtype
-            if dtype != pair[at].aval.dtype and jnp.result_type(constant, dtype) == dtype:
-                pair[at] = recorder.lift(np.asarray(constant, dtype))
-    found = [(tuple(one.aval.shape), one.aval.dtype) for one in pair]
-    if found[0] != found[1]:
-        raise unequal_results(names, path, [one.aval for one in pair])
-    return pair[0], pair[1]
-
-
-def _type(
-    pair: tuple[ProgramTracer, ProgramTracer], wanted: Any, predicate: ProgramTracer
-) -> ArrayType:
-    """Return the type of a result."""
-    true, false = pair
+def _type(true: ProgramTracer, false: ProgramTracer, predicate: ProgramTracer) -> ArrayType:
+    """Return the type of a result: it lies where the true branch leaves it."""
     sharding = true.sharding or false.sharding
     if sharding is None:
-        mesh: Mesh = default_mesh() if predicate.sharding is None else predicate.sharding.mesh
+        mesh = default_mesh() if predicate.sharding is None else predicate.sharding.mesh
         sharding = NamedSharding.replicated(mesh)
-    if wanted is not None:
-        is_whole = isinstance(wanted, NamedSharding)
-        sharding = wanted if is_whole else on_mesh(sharding.mesh, wanted)
     is_weak = true.weak_type and false.weak_type
     aval = jax.core.ShapedArray(true.aval.shape, true.aval.dtype, weak_type=is_weak)
     return ArrayType.of(aval, sharding)

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.argument_errors import in_words
-from pw.client.trace.branches import (
+from pw.client.trace.cond_errors import (
     PREDICATE,
     name_of_both,
     no_result,
-    recorded,
     unequal_results,
     unequal_trees,
 )
@@ -33,7 +32,6 @@ from pw.client.trace.function import signature_of_call, tree_unflatten, under_ja
 from pw.client.trace.predicate import boolean, check_is_one_value
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
-from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
@@ -84,9 +82,6 @@ def cond(
                     "jax.lax.with_sharding_constraint"
                 )
             return jax.lax.cond(pred, true_fun, false_fun, *operands)
-        recorder = recording()
-        if recorder is not None:
-            return recorded(recorder, pred, (true_fun, false_fun), operands, out_shardings)
         entries, tree = jax.tree_util.tree_flatten(
             out_shardings, is_leaf=lambda entry: entry is None
         )

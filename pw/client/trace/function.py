@@ -54,9 +54,7 @@ from pw.client.trace.lowered import Lowered
 from pw.client.trace.parameters import Donated, donated_leaves
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted, PlacementError, ShardingError
 
@@ -75,8 +73,8 @@ def _signature(leaf: Any) -> Any:
         return kind
     if kind is np.ndarray:
         return leaf.shape, leaf.dtype
-    if isinstance(leaf, (ProgramTracer, Array)):
-        return leaf._type or leaf.aval
+    if isinstance(leaf, Array):
+        return leaf._type
     return signature_of(leaf)
 
 
@@ -138,7 +136,6 @@ class JitFunction(Wrapped[P, R]):
         self._check_nans = check_nans
         self._by_call: dict[Any, Traced | JoinedTraced] = {}
         self._by_types: dict[Any, Traced | JoinedTraced] = {}
-        self._derivatives: dict[Any, Any] = {}
         self._by_equation: dict[Any, Any] = {}
         self._tracing = threading.RLock()
 
@@ -168,13 +165,6 @@ class JitFunction(Wrapped[P, R]):
                 raise self._bad_argument((given, named), leaves) from None
             mesh = self._mesh or self._mesh_of_call(tree, signature)
             key = (tree, signature, statics, mesh, tracing_configuration())
-            recorder = recording()
-            if recorder is not None:
-                tape = recorder.tape_of(leaves)
-                if tape is not None:
-                    return cast(R, tape.call(self, key, leaves))
-                traced = self._trace(key)
-                return cast(R, tree_unflatten(traced.tree, recorder.call(traced, leaves)))
             launch = self._launches.get(key)
             if launch is None:
                 with self._launches.lock:
@@ -344,18 +334,8 @@ class JitFunction(Wrapped[P, R]):
             checks_nans() if self._check_nans is None else self._check_nans,
         )
 
-    def derivative(self, key: Any, active: tuple[int, ...], make: Callable[..., Any]) -> Any:
-        """Return what `make` returned for calls of this kind and these arguments, or call it."""
-        with self._tracing:
-            call = self.call_of(key)
-            found = self._derivatives.get((call.key, active))
-            if found is None:
-                self._forget_closed()
-                found = self._derivatives[call.key, active] = make(call, active)
-            return found
-
     def _forget_closed(self) -> None:
-        for cache in (self._by_call, self._by_types, self._derivatives):
+        for cache in (self._by_call, self._by_types):
             for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
                 del cache[stale]
         for stale in [k for k in self._by_equation if not k[3].runtime.alive]:

@@ -10,8 +10,6 @@ import numpy as np
 from pw.client.arrays.signature import aval_of
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.function import signature_of_call
-from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError
 
 
@@ -35,23 +33,6 @@ def boolean(pred: Any, said: str) -> Any:
         raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
     _check_is_scalar_boolean(aval, said)
     return pred
-
-
-def checked_predicate(recorder: ProgramRecorder, pred: Any, said: str) -> ProgramTracer:
-    """Return a predicate as a value of the program.
-
-    Raises:
-        ArgumentError: it is no scalar boolean.
-    """
-    check_is_one_value(pred, said)
-    try:
-        tracer = recorder.lift(pred)
-    except ArgumentError:
-        raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
-    if isinstance(tracer, JoinedTracer):
-        tracer = tracer.parts[0]
-    _check_is_scalar_boolean(tracer.aval, said)
-    return tracer
 
 
 def _check_is_scalar_boolean(aval: Any, said: str) -> None:

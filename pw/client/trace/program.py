@@ -42,7 +42,6 @@ from pw.client.trace.launch import Launch
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import check_constants, in_words_of, naming_mapped_axes
 from pw.client.trace.tracer import ProgramTracer
@@ -102,8 +101,6 @@ class ProgramFunction(Wrapped[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            if recording() is not None:
-                return cast(R, self.__wrapped__(*args, **kwargs))
             given: Any = args
             named: Any = kwargs
             statics: tuple[Any, ...] = ()
@@ -171,12 +168,11 @@ class ProgramFunction(Wrapped[P, R]):
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
         ]
-        with Recording(recorder):
-            given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
-            made = placement.add(closed.jaxpr, closed.consts, given)
-            outputs = [self._result(recorder, placement.on(one)) for one in made]
-            self._give(recorder, tree, leaves)
-            return recorder.finish(outputs, out_tree)
+        given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
+        made = placement.add(closed.jaxpr, closed.consts, given)
+        outputs = [self._result(recorder, placement.on(one)) for one in made]
+        self._give(recorder, tree, leaves)
+        return recorder.finish(outputs, out_tree)
 
     def _give(self, recorder: ProgramRecorder, tree: Any, leaves: Sequence[Any]) -> None:
         """Donate arguments that no computation has taken."""

@@ -29,7 +29,6 @@ from pw.client.trace.holding import held_back
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
-from pw.client.trace.tape import CallTape
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.programs.guards import merge
@@ -42,8 +41,6 @@ class ProgramRecorder:
     def __init__(self, name: str, timeout_s: float = 0.0) -> None:
         self.name = name
         self.runtime: Any = None
-        self.tape: CallTape | None = None
-        """The innermost function of this program that is being differentiated."""
         self.describe: Callable[[int], str] | None = None
         """Names a leaf of the program's arguments, for errors."""
         self._timeout_s = timeout_s
@@ -64,8 +61,6 @@ class ProgramRecorder:
         self._given: dict[object, str] = {}
         """Donated inputs, results and moved copies, and the computations that took them."""
         self._given_counts: list[GivenCounts] = []
-        self._meshes: dict[Mesh, None] = {}
-        """Where computations run, for `pw.client.trace.trial`."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
@@ -150,7 +145,6 @@ class ProgramRecorder:
         unless = branch is not None and branch.unless
         self._nodes.append(Node(index, tuple(args), guard, unless, counted))
         self._made.append((types, branch))
-        self._meshes[mesh] = None
         node = len(self._nodes) - 1
         return [
             ProgramTracer(self, type_.aval, type_, ValueRef(node, result), None)
@@ -179,22 +173,6 @@ class ProgramRecorder:
         if value.node < 0:
             return self._feeds[value.index].type
         return self._made[value.node][0][value.index]
-
-    def tape_of(self, leaves: Sequence[Any]) -> CallTape | None:
-        """Return the innermost tape that has to see a call with these arguments."""
-        tape = self.tape
-        while tape is not None and not tape.takes(leaves):
-            tape = tape.outer
-        return tape
-
-    @contextmanager
-    def taping(self, tape: CallTape | None) -> Iterator[None]:
-        """In the block, `tape` is the innermost tape."""
-        before, self.tape = self.tape, tape
-        try:
-            yield
-        finally:
-            self.tape = before
 
     # --- branches ------------------------------------------------------------------------------------
 
@@ -261,14 +239,6 @@ class ProgramRecorder:
     def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
         """Return the value with this sharding: another array, unless it has the sharding already."""
         tracer = self.lift(leaf)
-        made = self._resharded(leaf, tracer, sharding)
-        if self.tape is not None and made is not tracer:
-            self.tape.alias(made, tracer)
-        return made
-
-    def _resharded(
-        self, leaf: Any, tracer: ProgramTracer, sharding: NamedSharding
-    ) -> ProgramTracer:
         self._use(sharding.mesh)
         type_ = ArrayType.of(tracer.aval, sharding)
         if type_ is tracer._type:

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from pw.client.trace.equations import program_trace
-from pw.client.trace.tracer import value_is_needed
 from pw.core.errors import ArgumentError, TracerError
 
 _WHY: dict[type[Exception], str] = {
@@ -71,6 +70,24 @@ def in_words_of(program: str) -> Iterator[None]:
     except tuple(_WHY) as error:
         why = next(words for kind, words in _WHY.items() if isinstance(error, kind))
         raise _needed(program, why, error) from None
+
+
+def value_is_needed(why: str, value: str, program: str, line: str) -> TracerError:
+    """Return the error of a function that needs a value of a program which is traced.
+
+    Args:
+        why: what the function does.
+        value: in words.
+        program: its name.
+        line: of the user.
+    """
+    return TracerError(
+        f"{why} needs {value} of the program {program!r}, in {line}, but while a program is traced its "
+        "values do not exist yet. Move this into "
+        "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+        "choose between pw.jit functions with pw.cond, "
+        "make it a static argument of the program, or return the value and use it outside"
+    )
 
 
 def _needed(program: str, why: str, error: Exception) -> TracerError:
