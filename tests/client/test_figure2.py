@@ -108,6 +108,10 @@ def _of_pmap(f: Any, g: Any) -> Callable[..., Any]:
     return lambda x: jax.value_and_grad(lambda x: (g(f(x) + 1) ** 2).sum())(x)
 
 
+def _twice(x: Any) -> Any:
+    return x * 2
+
+
 def _sum(x: Any) -> Any:
     return x * jax.lax.psum(x, "x")
 
@@ -275,7 +279,9 @@ def test_devices_of_a_closed_session(cluster: InProcessCluster) -> None:
         pw.program(double)(numbers(2))
 
 
-@pytest.mark.parametrize("how", ["jit", "pmap", "shard_map", "device_put", "scan", "grad"])
+@pytest.mark.parametrize(
+    "how", ["jit", "pmap", "shard_map", "device_put", "scan", "grad", "pw.jit"]
+)
 def test_jax_keeps_no_slice(how: str) -> None:
     def functions(given: Any) -> dict[str, Callable[..., Any]]:
         mesh = mesh_of(given)
@@ -287,6 +293,7 @@ def test_jax_keeps_no_slice(how: str) -> None:
             "device_put": lambda x: jax.device_put(x, split),
             "scan": lambda x: jax.lax.scan(lambda c, _: (double(c), None), x, None, length=2)[0],
             "grad": jax.grad(lambda x: double(x).sum()),
+            "pw.jit": lambda x: double(pw.jit(_twice, in_shardings=split)(x)),
         }
 
     given = devices()

@@ -44,8 +44,8 @@ class CallKind:
     """The tree of the arguments."""
     avals: tuple[Any, ...]
     """Of the arguments."""
-    alike: Alike
-    """Which other calls have the same module."""
+    alike: Alike | None
+    """Which other calls have the same module; None for a function of JAX."""
     body: list[Any] = field(default_factory=list)
     """The jaxpr of its equations, until JAX transforms them."""
     traced: dict[Any, Any] = field(default_factory=dict)

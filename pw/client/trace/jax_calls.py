@@ -130,7 +130,7 @@ def _call(equation: Any, mesh: Mesh, kinds: list[CallKind]) -> Any:
     if key not in by_kind:
         tree = jax.tree_util.tree_structure(((), {}))
         own = jex.ClosedJaxpr(closed.jaxpr, closed.consts)  # the table does not hold its key
-        by_kind[key] = CallKind(*key, tree, ()), _changed(own, _over_abstract)
+        by_kind[key] = CallKind(*key, tree, (), None), _changed(own, _over_abstract)
     kind, jaxpr = by_kind[key]
     kinds.append(kind)
     split = {
