@@ -1,9 +1,10 @@
-"""The program from the Pathways paper, as written there, with `pw.pmap` where it says `jax.pmap`.
+"""The program from the Pathways paper, as it is printed there.
 
 Run it: `python examples/quickstart.py`. It runs on the cluster of PW_ADDRESS. Without PW_ADDRESS,
 `pw` starts a cluster and stops it when the script ends.
 """
 
+import jax
 import numpy
 
 import pw
@@ -15,9 +16,9 @@ def get_devices(n):
     return device_set.add_slice(tpu_devices=n).tpus
 
 
-a = pw.pmap(lambda x: x * 2.0, devices=get_devices(2))
-b = pw.pmap(lambda x: x + 1.0, devices=get_devices(2))
-c = pw.pmap(lambda x: x / 2.0, devices=get_devices(2))
+a = jax.pmap(lambda x: x * 2.0, devices=get_devices(2))
+b = jax.pmap(lambda x: x + 1.0, devices=get_devices(2))
+c = jax.pmap(lambda x: x / 2.0, devices=get_devices(2))
 
 
 @pw.program  # program tracing (optional)
@@ -29,4 +30,4 @@ def f(v):
 
 
 print(f(numpy.array([1.0, 2.0])))
-# (array([3., 5.]), array([2., 4.]))
+# (array([3., 5.], dtype=float32), array([2., 4.], dtype=float32))

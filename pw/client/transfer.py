@@ -15,6 +15,7 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import default_mesh, mesh_of
+from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
@@ -109,7 +110,7 @@ def _moved(leaf: Any, target: NamedSharding | None) -> Any:
 
 def _are_shardings(devices: Any) -> bool:
     leaves, _ = tree_flatten(devices)
-    return bool(leaves) and all(isinstance(leaf, NamedSharding) for leaf in leaves)
+    return bool(leaves) and None not in map(own_sharding, leaves)
 
 
 def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import pw
+from tests.client.test_figure2 import FIGURE, PRINTED
 from tests.stages.daemons import Program, until
 from tests.stages.scripts import PRELUDE
 
@@ -277,6 +278,46 @@ def test_a_pipeline_takes_arrays_and_functions_of_plain_jax(embedded: Bodies) ->
             back = pw.jax.to_jax(one)
             assert isinstance(back, jax.Array)
             np.testing.assert_allclose(back, other, rtol=1e-4, atol=1e-6)
+        """
+    )
+
+
+def test_the_papers_program_as_printed(run: Bodies) -> None:
+    run(
+        f"""
+        import contextlib, io
+
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec({FIGURE!r}, {{}})
+        assert printed.getvalue() == {PRINTED!r}
+        """
+    )
+
+
+def test_a_program_of_functions_of_plain_jax(run: Bodies) -> None:
+    run(
+        """
+        pairs = [Mesh(np.array(jax.devices()[at : at + 2]), ("x",)) for at in (0, 2)]
+        near, far = (NamedSharding(mesh, P("x")) for mesh in pairs)
+        first = jax.jit(lambda w, x: jnp.tanh(x * w), in_shardings=(near, near), out_shardings=near)
+        second = jax.pmap(lambda x: x * jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[2:4])
+
+        def loss(first, second):
+            return lambda w, x: (second(first(w, x) * 2) ** 2).sum()
+
+        train = pw.program(jax.value_and_grad(loss(first, second)))
+        plain = jax.value_and_grad(
+            loss(lambda w, x: jnp.tanh(x * w), lambda x: x * x.sum(0))
+        )
+        w, x = values[:2] / 64, jax.device_put(values[2:4] / 64, near)
+        value, gradient = train(w, x)
+        expected = plain(w, np.asarray(x))
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-6)
+        assert pw.jax.to_jax(gradient).sharding.is_equivalent_to(near, 2)
+        moved = pw.program(lambda x: jax.device_put(first(x, x), far) + 1)(x)
+        assert pw.jax.to_jax(moved).sharding.is_equivalent_to(far, 2)
         """
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import index
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
-from pw.core.errors import InsufficientDevices
+from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.messages import SliceBound
 
 
@@ -136,9 +136,14 @@ _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValu
 
 
 class VirtualDevice:
-    """One device of a slice; the cluster chooses the physical device behind it."""
+    """One device of a slice; the cluster chooses the physical device behind it.
+
+    JAX's meshes take it, because it has what JAX asks of a device while it traces.
+    """
 
     __slots__ = ("index", "slice")
+    process_index = 0
+    """The process that programs the device: this one, as in JAX's single-controller mode."""
 
     def __init__(self, slice: Slice, index: int) -> None:
         self.slice = slice
@@ -148,6 +153,30 @@ class VirtualDevice:
     def platform(self) -> str:
         """Kind of backend: "cpu", "cuda" or "tpu"."""
         return self.slice.platform
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of device, such as "NVIDIA H100"."""
+        return self.slice.kind
+
+    @property
+    def slice_index(self) -> int:
+        """Number of the slice in this session."""
+        return self.slice.id
+
+    @property
+    def id(self) -> int:
+        """Number of the device in this session."""
+        return (self.slice.id << 16) + self.index
+
+    @property
+    def client(self) -> NoReturn:
+        """JAX asks for it when it is about to compute in this process. Raises ArgumentError."""
+        raise ArgumentError(
+            f"{self!r} is in the cluster, and jax computes only on devices of this process: call the "
+            "function of jax, and transformations of it such as jax.grad, in a @pw.program. With "
+            "JAX_PLATFORMS=pw, jax.devices() are devices of the cluster on which jax computes"
+        )
 
     @property
     def island(self) -> str:

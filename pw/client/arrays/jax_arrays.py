@@ -82,7 +82,7 @@ class Front:
         if found is None:
             if is_named:
                 found = NamedSharding(
-                    self._mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
+                    self.mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
                 )
             else:
                 found = self._even(sharding, shape)
@@ -93,7 +93,8 @@ class Front:
             self._originals.setdefault(found, sharding)
         return found
 
-    def _mesh(self, devices: Any, names: Sequence[str]) -> Mesh:
+    def mesh(self, devices: Any, names: Sequence[str]) -> Mesh:
+        """Return the mesh of this process's slice on the same devices. Raises PlacementError."""
         numbers = {device.pw_slice for device in devices.flat}
         if len(numbers) > 1:
             raise PlacementError(
@@ -122,7 +123,7 @@ class Front:
                 raise ShardingError(f"{sharding} does not divide an array of shape {shape} evenly")
             grid[*at, free[0]] = device
         names = [f"axis{dimension}" for dimension in range(len(shape))]
-        mesh = self._mesh(grid, (*names, "copies"))
+        mesh = self.mesh(grid, (*names, "copies"))
         return NamedSharding(mesh, PartitionSpec(*names))
 
     def to_jax(self, sharding: NamedSharding) -> Any:

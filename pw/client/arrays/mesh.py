@@ -111,7 +111,9 @@ class Mesh:
                 "jax.shard_map takes its mesh from the pw.jit function that it is called in: leave out "
                 "mesh=, or give it mesh.abstract_mesh"
             )
-        return jax.sharding.AbstractMesh(self._extent, self.axis_names)
+        # As JAX describes the devices, so that functions may name a mesh of JAX of the same ones.
+        device = jax.sharding.AbstractDevice(self.slice.kind, None, self.slice.platform)
+        return jax.sharding.AbstractMesh(self._extent, self.axis_names, abstract_device=device)
 
     def __enter__(self) -> NoReturn:
         raise ShardingError(

@@ -29,6 +29,7 @@ from pw.client.trace.function import (
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.jit import jit
 from pw.client.trace.meshes import first_mesh, is_on_several, meshes_in
 from pw.client.trace.program import program
@@ -184,7 +185,7 @@ class _Element:
         whole = [aval_of(type_) for type_ in signature_of_call(leaves)]
         avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in whole]
         closed, self.result = jax.make_jaxpr(self.apply, return_shape=True)(*avals)
-        self._jaxpr = closed.jaxpr
+        self._jaxpr = with_calls(closed, trace.kinds).jaxpr
         self.is_on_several = is_on_several(self._jaxpr.eqns)
 
     def apply(self, *leaves: Any) -> Any:

@@ -18,6 +18,7 @@ from pw.client.arrays.signature import aval_of
 from pw.client.loops.loop import Loop
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import ProgramTrace
+from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.meshes import first_mesh, is_on_several
 from pw.client.trace.unrolled import LOOP
 from pw.client.trace.wrapped import name_of
@@ -138,7 +139,8 @@ def traced(
         after = [before if program.mesh_of(one) is None else one for one, before in pairs]
         return more, *made
 
-    return jax.make_jaxpr(once)(*avals), after
+    closed = jax.make_jaxpr(once)(*avals)
+    return with_calls(closed, program.kinds), after
 
 
 def one_mesh_of(jaxpr: Any, meshes: Sequence[Mesh]) -> Mesh | None:

@@ -22,7 +22,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.of_jax import abstract
 
 
 class _Rule(NamedTuple):
@@ -131,12 +131,10 @@ def _open(jaxpr: Any, constants: Sequence[Any], must_lift: Callable[[Any], bool]
 
 
 def _of_jax(param: Any) -> Any:
-    """Return a parameter of an equation with JAX's own shardings."""
-    if isinstance(param, NamedSharding):
-        return param.abstract()
-    if type(param) is tuple and any(isinstance(entry, NamedSharding) for entry in param):
-        return tuple(map(_of_jax, param))
-    return param
+    """Return a parameter of an equation without virtual devices."""
+    if type(param) is tuple and any(isinstance(entry, jax.sharding.Sharding) for entry in param):
+        return tuple(map(abstract, param))
+    return abstract(param)
 
 
 def _handed_down(

@@ -22,6 +22,7 @@ from jax._src.interpreters import ad, batching, partial_eval
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.of_jax import own_mesh, own_sharding
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
@@ -43,8 +44,8 @@ class CallKind:
     """The tree of the arguments."""
     avals: tuple[Any, ...]
     """Of the arguments."""
-    alike: Alike
-    """Which other calls have the same module."""
+    alike: Alike | None
+    """Which other calls have the same module; None for a function of JAX."""
     body: list[Any] = field(default_factory=list)
     """The jaxpr of its equations, until JAX transforms them."""
     traced: dict[Any, Any] = field(default_factory=dict)
@@ -205,8 +206,11 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     if is_python_call(equation):
         return [mesh_of_python_call(equation)] * len(results)
     if equation.primitive.name == "device_put":
-        pairs = zip(params["devices"], operands, strict=True)
-        return [to.mesh if isinstance(to, NamedSharding) else own for to, own in pairs]
+        pairs = zip(map(own_sharding, params["devices"]), operands, strict=True)
+        return [own if to is None else to.mesh for to, own in pairs]
+    named = meshes_named_by(equation)
+    if named:
+        return [next(iter(named))] * len(results)
     joining = sharding_of_result(equation)
     if joining is not None:
         return [None if sharding is None else sharding.mesh for sharding in joining]
@@ -231,6 +235,18 @@ def meshes_of_body(body: Any, given: Sequence[Mesh | None]) -> list[Mesh | None]
         own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
         known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
     return [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
+
+
+def meshes_named_by(equation: Any) -> set[Mesh]:
+    """Return the meshes of virtual devices that an equation of JAX names itself, not in its bodies."""
+    params = equation.params
+    if equation.primitive.name == "shard_map":
+        mesh = own_mesh(params["mesh"])
+        return set() if mesh is None else {mesh}
+    named = [*params.get("devices", ()), params.get("sharding")]
+    if equation.primitive.name == "jit":
+        named = [*params["in_shardings"], *params["out_shardings"]]
+    return {own.mesh for own in map(own_sharding, named) if own is not None}
 
 
 def _is_literal(atom: Any) -> bool:

@@ -244,8 +244,8 @@ def _exported(
         raise TracingError(
             f"the function {name!r} was traced but cannot be sent to the hosts: "
             f"{type(error).__name__}: {error}. Callbacks into this process (jax.debug.print, "
-            "pure_callback, io_callback) and jax.pmap cannot travel: return such values and print them "
-            "here, and use pw.pmap or jax.shard_map"
+            "pure_callback, io_callback) and meshes of its devices (jax.pmap without devices=) cannot "
+            "travel: return such values and print them here, and name virtual devices"
         ) from error
 
 

@@ -14,6 +14,7 @@ import jax
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 
@@ -52,7 +53,8 @@ class Alike:
 def without_devices(shardings: Any) -> Any:
     """Return the user's shardings as a part of `Alike.how`."""
     leaves, tree = jax.tree_util.tree_flatten(shardings, is_leaf=_is_sharding)
-    return tuple(one.core if isinstance(one, NamedSharding) else one for one in leaves), tree
+    own = [own_sharding(one) for one in leaves]
+    return tuple(a if b is None else b.core for a, b in zip(leaves, own, strict=True)), tree
 
 
 def _is_sharding(entry: Any) -> bool:

@@ -24,6 +24,7 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.of_jax import given_mesh, own_sharding
 from pw.client.arrays.operators import compile_with
 from pw.client.arrays.ragged import check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding
@@ -83,8 +84,8 @@ def _signature_of_described(leaf: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf._type if isinstance(leaf, Array) else _signature(leaf)
     aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
-    split = isinstance(leaf.sharding, NamedSharding)
-    return ArrayType.of(aval, leaf.sharding) if split else aval
+    sharding = own_sharding(leaf.sharding)
+    return aval if sharding is None else ArrayType.of(aval, sharding)
 
 
 def under_jax_trace(leaves: Sequence[Any]) -> bool:
@@ -131,7 +132,7 @@ class JitFunction(Wrapped[P, R]):
         super().__init__(fun, statics or Statics(None, None, None), timeout)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._mesh = mesh or mesh_in(in_shardings, out_shardings)
+        self._mesh = given_mesh(mesh) or mesh_in(in_shardings, out_shardings)
         self._donated = donated
         self._check_nans = check_nans
         self._by_call: dict[Any, Traced | JoinedTraced] = {}

@@ -30,7 +30,7 @@ def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
             targets = equation.params["devices"]
             yield from ((to.mesh, False) for to in targets if isinstance(to, NamedSharding))
         else:
-            yield from meshes_in(inner for body in _bodies(equation) for inner in body.eqns)
+            yield from meshes_in(inner for body in bodies(equation) for inner in body.eqns)
 
 
 def one_mesh(equations: Iterable[Any]) -> Mesh | None:
@@ -50,7 +50,7 @@ def is_on_several(equations: Iterable[Any]) -> bool:
     return first_mesh(own) is not None and one_mesh(own) is None
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
+def bodies(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs in an equation."""
     for value in equation.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):

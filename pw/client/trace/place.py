@@ -209,7 +209,7 @@ class Placement:
             elif target is not None:
                 raise TracingError(
                     f"jax.device_put to {target} cannot be a part of a program: its values lie on virtual "
-                    "devices; use a pw.NamedSharding"
+                    "devices; name these, as in jax.sharding.Mesh(np.array(slice.devices), names)"
                 )
             made.append(value)
         return made

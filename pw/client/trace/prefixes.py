@@ -7,23 +7,25 @@ from typing import Any
 import jax
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.core.errors import ArgumentError, ShardingError
 
 
 def _sharding_leaf(entry: Any) -> bool:
-    return entry is None or isinstance(entry, (PartitionSpec, NamedSharding))
+    return entry is None or isinstance(entry, (PartitionSpec, jax.sharding.Sharding))
 
 
 def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
-    """A value for every leaf of `whole` from a tree that is a prefix of it."""
+    """A value for every leaf of `whole` from a tree that is a prefix of it; shardings of JAX as pw's own."""
     # boxed, so that a None of the prefix and a None of the tree are not taken for each other
     boxed = jax.tree_util.tree_map(lambda entry: [entry].__iter__, prefix, is_leaf=_sharding_leaf)
     try:
         leaves = jax.tree_util.tree_leaves(jax.tree.broadcast(boxed, whole))
     except ValueError as error:
         raise ArgumentError(f"{what} does not fit the tree of the values: {error}") from None
-    return [next(entry()) for entry in leaves]
+    entries = [next(entry()) for entry in leaves]
+    return [own_sharding(entry) or entry for entry in entries]
 
 
 def on_mesh(mesh: Mesh, wanted: Any) -> NamedSharding:
@@ -45,6 +47,7 @@ def on_mesh(mesh: Mesh, wanted: Any) -> NamedSharding:
 def mesh_in(*trees: Any) -> Mesh | None:
     """Return the mesh of the first sharding in these trees."""
     for leaf in jax.tree_util.tree_leaves(trees):
-        if isinstance(leaf, NamedSharding):
-            return leaf.mesh
+        sharding = own_sharding(leaf)
+        if sharding is not None:
+            return sharding.mesh
     return None

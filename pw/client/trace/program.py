@@ -36,6 +36,8 @@ from pw.client.trace.function import (
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.trace.jax_calls import with_calls
+from pw.client.trace.jax_tables import forget_devices
 from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.lowered import LoweredProgram
@@ -43,7 +45,7 @@ from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.traced_errors import check_constants, in_words_of
+from pw.client.trace.traced_errors import check_constants, in_words_of, naming_mapped_axes
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, ArrayDeleted
@@ -168,7 +170,8 @@ class ProgramFunction(Wrapped[P, R]):
                 leaves.append(value)
             given, named = tree_unflatten(tree, leaves)
             args, kwargs = Statics.restore(given, named, statics)
-            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            with naming_mapped_axes():
+                results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             for result in results:
                 self._check_result(result)
             return results
@@ -177,6 +180,9 @@ class ProgramFunction(Wrapped[P, R]):
         with tracing_program(program), in_words_of(self._name):
             closed = jax.make_jaxpr(flat)(*map(aval_of, arrays))
         check_constants(self._name, closed.consts)
+        given_by_jax, closed = closed, with_calls(closed, program.kinds)
+        if closed is not given_by_jax:
+            forget_devices()
         placement = Placement(recorder)
         leaves = [
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.equations import ProgramTrace, kind_of, program_trace
 from pw.client.trace.joined.islands import sharding_of_result
@@ -40,10 +41,10 @@ def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:
         made = _results(trace, equation), equation
         trace.laid[id(equation)] = made
     found: NamedSharding | None = made[0][at]
-    if found is None:
-        mesh = trace.mesh_of(value)
-        found = None if mesh is None else NamedSharding.replicated(mesh)
-    return found
+    mesh = trace.mesh_of(value)
+    if mesh is None:
+        return found
+    return found if found and found.mesh == mesh else NamedSharding.replicated(mesh)
 
 
 def _results(trace: ProgramTrace, equation: Any) -> list[NamedSharding | None]:
@@ -62,8 +63,8 @@ def _results(trace: ProgramTrace, equation: Any) -> list[NamedSharding | None]:
     if joining is not None:
         return joining
     if equation.primitive.name == "device_put":
-        pairs = zip(equation.params["devices"], lie, strict=True)
-        return [to if isinstance(to, NamedSharding) else own for to, own in pairs]
+        pairs = zip(map(own_sharding, equation.params["devices"]), lie, strict=True)
+        return [to or own for to, own in pairs]
     found = []
     for aval in avals:
         alike = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from pw.client.trace.equations import program_trace
 from pw.core.errors import ArgumentError, TracerError
@@ -90,6 +92,34 @@ def value_is_needed(why: str, value: str, program: str, line: str) -> TracerErro
 
 def _needed(program: str, why: str, error: Exception) -> TracerError:
     return value_is_needed(why, f"the value{_type_in(error)}", program, _line(error))
+
+
+@contextlib.contextmanager
+def naming_mapped_axes() -> Iterator[None]:
+    """In the block, errors of `jax.pmap` about arguments become `ArgumentError`."""
+    try:
+        yield
+    except ValueError as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            is_pmap = frame.f_globals.get("__name__") == "jax._src.pmap"
+            if is_pmap and frame.f_code.co_name == "wrapped":
+                _check_mapped_axes(frame.f_locals, _line(error))
+        raise
+
+
+def _check_mapped_axes(call: Mapping[str, Any], line: str) -> None:
+    """Raise ArgumentError if an argument of a call of a `jax.pmap` function has another size than wanted."""
+    if "cached" not in call:
+        return
+    devices = call["cached"].mesh.size
+    pairs = zip(call["dyn_args_flat"], call["cached"].in_specs_flat, strict=True)
+    for number, (value, spec) in enumerate(pairs):
+        shape, axis = np.shape(value), len(spec) - 1
+        if axis >= 0 and (axis >= len(shape) or shape[axis] != devices):
+            raise ArgumentError(
+                f"array {number} of the arguments of a function of jax.pmap, called in {line}, has the shape "
+                f"{shape}, but its mapped axis {axis} has to hold one slice for each of {devices} devices"
+            ) from None
 
 
 def check_constants(program: str, constants: Sequence[Any]) -> None:
