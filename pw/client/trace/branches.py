@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
@@ -13,38 +16,142 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
 from pw.client.trace.cond_errors import name_of_both
 from pw.client.trace.counted import counts_of
+from pw.client.trace.meshes import first_mesh
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.client.trace.wrapped import name_of
 from pw.core.programs.program import ValueRef
 
 
-def chosen(
-    recorder: ProgramRecorder,
-    predicate: ProgramTracer,
-    functions: tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[Any]]],
-    is_iteration: bool,
-) -> list[ProgramTracer]:
-    """Return the results of one of two functions, as a predicate says.
+class Apart:
+    """A result of both branches that only another `cond` with the same predicate uses: it is not merged."""
+
+    __slots__ = ("branches", "sides")
+
+    def __init__(self, branches: tuple[Branch, Branch], sides: tuple[Any, Any]) -> None:
+        self.branches = branches
+        self.sides = sides
+        """For a true predicate, and for a false one."""
+
+
+def kept_apart(jaxpr: Any) -> dict[int, list[int]]:
+    """Return for each `cond`, by its position, the results that only such with the same predicate take.
+
+    These are residuals: what a branch keeps for the same branch of the backward half.
+    """
+    conds: defaultdict[Any, list[int]] = defaultdict(list)
+    for at, equation in enumerate(jaxpr.eqns):
+        if is_choice(equation):
+            conds[equation.invars[0]].append(at)
+    several = {at for same in conds.values() for at in same if len(same) > 1}
+    if not several:
+        return {}
+    users: defaultdict[Any, list[tuple[int, Any]]] = defaultdict(list)
+    for at, equation in enumerate(jaxpr.eqns):
+        predicate = equation.invars[0] if at in several else None
+        for number, atom in enumerate(equation.invars):
+            if not isinstance(atom, Literal):
+                users[atom].append((at, predicate if number else None))
+    given = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    return {
+        at: [
+            number
+            for number, variable in enumerate(jaxpr.eqns[at].outvars)
+            if variable not in given
+            and users[variable]
+            and all(predicate is jaxpr.eqns[at].invars[0] for _, predicate in users[variable])
+        ]
+        for at in several
+    }
+
+
+def is_choice(equation: Any) -> bool:
+    """Whether an equation is a `cond` of two branches with calls in them."""
+    return (
+        equation.primitive.name == "cond"
+        and len(equation.params["branches"]) == 2
+        and not isinstance(equation.invars[0], Literal)
+        and first_mesh([equation]) is not None
+    )
+
+
+def branches_of(
+    recorder: ProgramRecorder, predicate: ProgramTracer, names: Sequence[str], is_iteration: bool
+) -> tuple[Branch, Branch]:
+    """Return branches for a true predicate and for a false one.
 
     Args:
         recorder: the program.
         predicate: a scalar boolean, computed in the branch around.
-        functions: for a true predicate, and for a false one; with results of the same avals.
+        names: of the branches.
         is_iteration: they are an iteration of a loop, and what stays if there is none.
     """
     true, false = (
-        Branch(name_of(fun), predicate, unless, recorder.branch, is_iteration)
-        for fun, unless in zip(functions, (False, True), strict=True)
+        Branch(name, predicate, unless, recorder.branch, is_iteration)
+        for name, unless in zip(names, (False, True), strict=True)
     )
     true.other, false.other = false, true
-    made: list[list[ProgramTracer]] = []
-    for branch, fun in zip((true, false), functions, strict=True):
+    return true, false
+
+
+def chosen(
+    recorder: ProgramRecorder,
+    branches: tuple[Branch, Branch],
+    functions: tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[Any]]],
+    apart: Collection[int],
+) -> list[Any]:
+    """Return the results of one of two functions, as a predicate says.
+
+    Args:
+        recorder: the program.
+        branches: in which the functions add what they do.
+        functions: for a true predicate, and for a false one; with results of the same avals.
+        apart: the numbers of results that are not merged.
+    """
+    sides: list[Sequence[Any]] = []
+    for branch, fun in zip(branches, functions, strict=True):
         with recorder.within(branch):
-            made.append([recorder.lift(result) for result in fun()])
+            sides.append(fun())
+    pairs = list(zip(*sides, strict=True))
+    together = [at for at in range(len(pairs)) if at not in apart]
+    made = [[recorder.lift(side[at]) for at in together] for side in sides]
+    counts = _with_counts_of_rows(made)
+    merged: list[Any] = _merged(recorder, branches, name_of_both(functions), made)
+    for rows, own in counts.items():
+        merged[rows] = replace(merged[rows], counts=merged[own])
+    results: list[Any] = [Apart(branches, pair) for pair in pairs]
+    for at, one in zip(together, merged, strict=False):
+        results[at] = one
+    return results
+
+
+def _with_counts_of_rows(made: list[list[ProgramTracer]]) -> dict[int, int]:
+    """Let counts of rows be results too; returns their numbers, by those of the rows."""
+    found: dict[int, int] = {}
+    numbers = {
+        pair: at for at, pair in enumerate(zip(*(map(id, side) for side in made), strict=True))
+    }
+    for at, (one, other) in enumerate(list(zip(*made, strict=True))):
+        if one.counts is None or other.counts is None:
+            continue
+        pair = id(one.counts), id(other.counts)
+        if pair not in numbers:
+            numbers[pair] = len(made[0])
+            made[0].append(one.counts)
+            made[1].append(other.counts)
+        found[at] = numbers[pair]
+    return found
+
+
+def _merged(
+    recorder: ProgramRecorder,
+    branches: tuple[Branch, Branch],
+    name: str,
+    made: Sequence[Sequence[ProgramTracer]],
+) -> list[ProgramTracer]:
+    predicate = branches[0].predicate
     types = [_type(one, other, predicate) for one, other in zip(*made, strict=True)]
     values, counted = [], []
-    for branch, results in zip((true, false), made, strict=True):
+    for branch, results in zip(branches, made, strict=True):
         with recorder.within(branch):
             own: list[ValueRef] = []
             needed: list[ValueRef | None] = []
@@ -60,7 +167,7 @@ def chosen(
             counted.append(needed)
     flat = [part for type_ in types for part in type_.parts or (type_,)]
     both, theirs = list(zip(*values, strict=True)), list(zip(*counted, strict=True))
-    parts = iter(recorder.merge(name_of_both(functions), (true, false), both, flat, theirs))
+    parts = iter(recorder.merge(name, branches, both, flat, theirs))
     return [
         recorder.joined(type_, [next(parts) for _ in type_.parts]) if type_.parts else next(parts)
         for type_ in types

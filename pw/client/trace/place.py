@@ -8,7 +8,7 @@ of their values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
-from pw.client.trace.branches import chosen
+from pw.client.trace.branches import Apart, branches_of, chosen, kept_apart
 from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.deferred import Floating, Stacked, is_number_of_predicate, mesh_of
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
@@ -62,18 +62,21 @@ class Placement:
 
         A loop adds the same equation in each iteration.
         """
-        self._prepared: dict[int, tuple[Any, list[list[Any]], Any]] = {}
+        self._prepared: dict[int, tuple[Any, list[list[Any]], dict[int, list[int]], Any]] = {}
         """What `add` knows of a jaxpr, by its identity; and the jaxpr, which has to stay."""
         self._taken: dict[tuple[int, Mesh], tuple[NamedSharding, ProgramTracer]] = {}
         """How a mesh takes a host value, by its identity: as the first call there does."""
+        self._stack = ""
+        """The transformations of JAX that have made the equation that is added, and those around it."""
 
     def add(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Add all equations; returns the results, some of which may be pending."""
         known = self._prepared.get(id(jaxpr))
         if known is None:
             own = with_fewer_residuals(jaxpr)
-            known = self._prepared[id(jaxpr)] = own, _last_uses(own), jaxpr
-        jaxpr, ends, _ = known
+            known = self._prepared[id(jaxpr)] = own, _last_uses(own), kept_apart(own), jaxpr
+        jaxpr, ends, apart, _ = known
+        around = self._stack
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         del arguments
@@ -81,13 +84,15 @@ class Placement:
             operands = [self._read(values, atom) for atom in equation.invars]
             for variable in ends[number]:
                 values.pop(variable, None)
-            results = self._equation(equation, operands)
+            self._stack = f"{around}/{equation.source_info.name_stack}"
+            results = self._equation(equation, operands, apart.get(number, ()))
             values.update(
                 (variable, result)
                 for variable, result in zip(equation.outvars, results, strict=True)
                 if variable not in ends[number]
             )
             del operands, results
+        self._stack = around
         return [self._read(values, atom) for atom in jaxpr.outvars]
 
     def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
@@ -105,7 +110,9 @@ class Placement:
     def _read(self, values: dict[Any, Any], atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
-    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    def _equation(
+        self, equation: Any, operands: list[Any], apart: Collection[int] = ()
+    ) -> Sequence[Any]:
         kind = kind_of(equation)
         if kind is not None:
             return self._call(kind, equation, operands)
@@ -136,7 +143,7 @@ class Placement:
                 return self._on_mesh(equation, operands, mesh)
             return self._ordinary(equation, operands)
         if name == "cond":
-            return self._cond(equation, operands)
+            return self._cond(equation, operands, apart)
         if name == "scan":
             return self._scan(equation, operands)
         if name not in _BODIES:
@@ -160,7 +167,7 @@ class Placement:
                 own, equation.invars, params["in_shardings"], strict=True
             )
         )
-        return self._recorder.call(traced_call(kind, equation, types), own)
+        return self._recorder.call(traced_call(kind, equation, types, self._stack), own)
 
     def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
         lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
@@ -256,7 +263,7 @@ class Placement:
 
     # --- branches and loops --------------------------------------------------------------------------
 
-    def _cond(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    def _cond(self, equation: Any, operands: list[Any], apart: Collection[int]) -> Sequence[Any]:
         if len(equation.params[_BRANCHES]) != 2:
             return self._rewritten(equation, operands, unrolled.switch)
         no, yes = equation.params[_BRANCHES]
@@ -270,16 +277,40 @@ class Placement:
         else:
             predicate = bool(index)
         del index
-        own = [one if mesh_of(one) is None else self.on(one) for one in rest]
-        meshes = list(map(mesh_of, own))
-        pairs = zip(*(meshes_of_body(one.jaxpr, meshes) for one in (yes, no)), strict=True)
+        sides, known = self._sides(rest)
+        pairs = zip(
+            *(
+                meshes_of_body(one.jaxpr, list(map(mesh_of, own)))
+                for one, own in zip((yes, no), sides, strict=True)
+            ),
+            strict=True,
+        )
         lie = [one or other for one, other in pairs]
         beside = mesh_of(predicate) or next((mesh for mesh in lie if mesh is not None), None)
         lie = [mesh or beside for mesh in lie]
-        given = self._of_branch(self.on(predicate, beside), beside)
+        for at in apart:
+            lie[at] = None
+        functions = self._branch(yes, sides[0], lie), self._branch(no, sides[1], lie)
+        if known is None:
+            given = self._of_branch(self.on(predicate, beside), beside)
+            names = [fun.__name__ for fun in functions]
+            is_iteration = unrolled.is_of_loop(equation)
+            known = branches_of(self._recorder, given, names, is_iteration)
         with self._inside():
-            functions = self._branch(yes, own, lie), self._branch(no, own, lie)
-            return chosen(self._recorder, given, functions, unrolled.is_of_loop(equation))
+            return chosen(self._recorder, known, functions, apart)
+
+    def _sides(self, operands: Sequence[Any]) -> tuple[list[list[Any]], Any]:
+        """Return the operands of both branches, and the branches if an earlier `cond` has them."""
+        known = None
+        sides: list[list[Any]] = [[], []]
+        for operand in operands:
+            if isinstance(operand, Apart):
+                known, pair = operand.branches, operand.sides
+            else:
+                pair = (operand if mesh_of(operand) is None else self.on(operand),) * 2
+            for side, one in zip(sides, pair, strict=True):
+                side.append(one)
+        return sides, known
 
     def _of_branch(self, predicate: ProgramTracer, mesh: Mesh | None) -> ProgramTracer:
         """Return a predicate that is computed in the branch around, so it is skipped with that one."""
@@ -299,7 +330,10 @@ class Placement:
         def branch() -> Any:
             with self._inside():
                 made = self.add(closed.jaxpr, closed.consts, operands)
-                made = [self._landed_on(one, mesh) for one, mesh in zip(made, lie, strict=True)]
+                made = [
+                    one if mesh is None else self._landed_on(one, mesh)
+                    for one, mesh in zip(made, lie, strict=True)
+                ]
                 return tuple(
                     self.on(one) if isinstance(one, (Pending, Stacked)) else one for one in made
                 )

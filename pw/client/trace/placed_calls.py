@@ -33,11 +33,13 @@ def type_in_call(aval: Any, wanted: Any, mesh: Mesh, lies: NamedSharding | None)
 
 
 def traced_call(
-    kind: CallKind, equation: Any, types: tuple[ArrayType, ...]
+    kind: CallKind, equation: Any, types: tuple[ArrayType, ...], stack: str
 ) -> Traced | JoinedTraced:
-    """Return the computation of an equation that is a call, for arguments of these types."""
+    """Return the computation of an equation that is a call, for arguments of these types.
+
+    `stack` names the transformations that have made it, as "transpose(jvp())".
+    """
     params = equation.params
-    stack = str(equation.source_info.name_stack)
     is_backward = "transpose(" in stack
     # A call whose arguments have a gradient donates nothing: the backward computation needs them.
     flags = () if "jvp(" in stack else params["donated_invars"]

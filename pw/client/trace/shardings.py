@@ -56,7 +56,8 @@ def _results(trace: ProgramTrace, equation: Any) -> list[NamedSharding | None]:
             type_in_call(operand.aval, entry, kind.mesh, own)
             for operand, entry, own in zip(operands, wanted, lie, strict=True)
         )
-        return [type_.sharding for type_ in traced_call(kind, equation, types).outputs]
+        stack = str(equation.source_info.name_stack)
+        return [type_.sharding for type_ in traced_call(kind, equation, types, stack).outputs]
     joining = sharding_of_result(equation)
     if joining is not None:
         return joining
