@@ -284,6 +284,43 @@ def test_same_computation_is_shared(rt: LocalRuntime) -> None:
     assert len({c.artifact for p in rt.programs.values() for c in p.computations}) == 1
 
 
+def test_slices_of_one_shape_share_what_was_traced(rt: LocalRuntime) -> None:
+    traced = []
+
+    def double(x: Any) -> Any:
+        traced.append(x.shape)
+        return x * 2
+
+    def on(count: int, **how: Any) -> Any:
+        return jit(double, devices=devices(count), **how)
+
+    x = np.arange(4.0, dtype=np.float32)
+    for calls, call in enumerate(
+        (on(1), on(1), on(1), on(2), on(2), on(2, out_shardings=P("devices")))
+    ):
+        assert get(call(x)).tolist() == [0, 2, 4, 6]
+        assert len(traced) == (1, 1, 1, 2, 2, 3)[calls]
+    for _ in range(2):
+        assert get(pmap(double, devices=devices(2))(x.reshape(2, 2))).tolist() == [[0, 2], [4, 6]]
+    assert len(traced) == 4
+
+
+def test_what_a_function_closes_over_belongs_to_its_slice(rt: LocalRuntime) -> None:
+    places = [devices(2) for _ in range(2)]
+    weights = [
+        put(np.full(4, at, np.float32), sharding=NamedSharding(Mesh(place, ("x",)), P("x")))
+        for at, place in enumerate(places, 1)
+    ]
+    which = 0
+
+    def scaled(x: Any) -> Any:
+        return x * weights[which]
+
+    x = np.ones(4, np.float32)
+    for which, place in enumerate(places):
+        assert get(jit(scaled, mesh=Mesh(place, ("x",)))(x)).tolist() == [which + 1] * 4
+
+
 def test_captured_arrays_become_arguments(rt: LocalRuntime) -> None:
     mesh = Mesh(devices(2), "x")
     weights = put(np.arange(1000.0, dtype=np.float32), sharding=NamedSharding(mesh, P("x")))

@@ -25,6 +25,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
+from pw.client.trace.exported import Alike
 from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
@@ -42,6 +43,10 @@ class CallKind:
     """The tree of the arguments."""
     avals: tuple[Any, ...]
     """Of the arguments."""
+    alike: Alike
+    """Which other calls have the same module."""
+    body: list[Any] = field(default_factory=list)
+    """The jaxpr of its equations, until JAX transforms them."""
     traced: dict[Any, Any] = field(default_factory=dict)
     """What was made of its equations, by `pw.client.trace.place`."""
 
@@ -111,6 +116,7 @@ def bound(
     assert equation.invars == closed.jaxpr.invars
     assert equation.outvars == closed.jaxpr.outvars
     tree = jax.tree_util.tree_structure(shapes)
+    kind.body.append(equation.params["jaxpr"])
 
     def call(*leaves: Any) -> Any:
         program = program_trace()

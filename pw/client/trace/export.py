@@ -36,6 +36,7 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift
+from pw.client.trace.exported import Alike, Made, made_once
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.stablehlo import artifact_of, result_specs
 from pw.core.errors import TracingError
@@ -64,22 +65,6 @@ class Traced:
     """The positions of the rows and of the counts of each argument that is a `Ragged`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Made:
-    """A function that was traced and exported for a mesh."""
-
-    module: bytes
-    """A portable StableHLO module."""
-    captured: tuple[Array, ...]
-    inputs: tuple[ArrayType, ...]
-    """Of the explicit arguments, then of the captured arrays."""
-    outputs: tuple[ArrayType, ...]
-    checks: tuple[str, ...]
-    tree: Any
-    is_divided: bool
-    """Whether the module says how each result is divided."""
-
-
 def trace(
     function: Callable[..., Any],
     arguments: Any,
@@ -89,16 +74,22 @@ def trace(
     out_shardings: OutShardings,
     donated: Sequence[int],
     check_nans: bool = False,
+    alike: Alike | None = None,
 ) -> Traced:
     """Trace and export `function`, for arguments in the tree `arguments` with leaves of types `inputs`.
 
-    With `check_nans`, results with NaNs raise `NaNFound`.
+    With `check_nans`, results with NaNs raise `NaNFound`. `alike` says of which other calls the module can be.
 
     Raises:
         TracingError: the function can be traced but not sent to the hosts.
         Exception: the function's own errors.
     """
-    made = export(function, arguments, name, mesh, inputs, out_shardings, check_nans)
+    made = made_once(
+        alike,
+        mesh,
+        inputs,
+        lambda: export(function, arguments, name, mesh, inputs, out_shardings, check_nans),
+    )
     specs = [type_.spec for type_ in made.outputs]
     if made.checks:
         flags = jax.core.ShapedArray((len(made.checks),), np.dtype(bool))

@@ -48,6 +48,7 @@ from pw.client.trace.equations import (
     program_trace,
 )
 from pw.client.trace.export import OutShardings, Traced
+from pw.client.trace.exported import Alike, without_devices
 from pw.client.trace.joined.traced import JoinedTraced, trace_on
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.parameters import Donated, donated_leaves
@@ -231,7 +232,8 @@ class JitFunction(Wrapped[P, R]):
     def _equation(self, key: Any) -> Callable[..., Any]:
         call = self.call_of(key)
         tree, avals, _, mesh, _ = key
-        kind = CallKind(self._name, mesh, call.check_nans, tree, avals)
+        alike = self._alike(key, "an equation")  # it has no tree of results
+        kind = CallKind(self._name, mesh, call.check_nans, tree, avals, alike)
         wanted = self._input_shardings(tree, avals, mesh)
         donated = tuple(donated_leaves(tree, self._donated))
         return bound(kind, call.function, wanted, self._asked_out_shardings(), donated)
@@ -302,9 +304,21 @@ class JitFunction(Wrapped[P, R]):
                     call.output_shardings,
                     tuple(donated_leaves(call.tree, self._donated)),
                     call.check_nans,
+                    self._alike(key, "alone"),
                 )
             self._by_call[key] = traced
             return traced
+
+    def _alike(self, key: Any, way: str) -> Alike:
+        """Return what calls of this kind have in common with those on other devices."""
+        tree, _, statics, _, configuration = key
+        check_nans = checks_nans() if self._check_nans is None else self._check_nans
+        how = way, type(self), self._name, tree, statics, configuration, check_nans, self._how()
+        return Alike(self.__wrapped__, how)
+
+    def _how(self) -> Any:
+        """Return the options that are a part of the function's module, without devices."""
+        return without_devices(self._out_shardings)
 
     def call_of(self, key: Any) -> Call:
         """Return the types of a call, and the function to trace for it. Raises ShardingError."""

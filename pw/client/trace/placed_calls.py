@@ -79,6 +79,7 @@ def _traced(
         lambda _, results: outs,
         donated,
         kind.check_nans,
+        kind.alike if params["jaxpr"] in kind.body else None,
     )
 
 

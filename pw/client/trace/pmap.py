@@ -62,6 +62,10 @@ class _PmapFunction(JitFunction[P, R]):
             found = default_mesh(max(sizes, default=1) or 1)
         return Mesh(found.devices.reshape(-1), (self._axis_name,))
 
+    def _how(self) -> Any:
+        axes = jax.tree_util.tree_flatten((self._in_axes, self._out_axes), is_leaf=_is_none)
+        return self._axis_name, tuple(axes[0]), axes[1]
+
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         """Under another transformation: the same mathematics, vectorised."""
         given, named, statics = self._statics.split(args, kwargs)

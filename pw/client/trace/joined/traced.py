@@ -19,7 +19,8 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.trace.export import Made, OutShardings, Traced, export, trace
+from pw.client.trace.export import OutShardings, Traced, export, trace
+from pw.client.trace.exported import Alike, Made
 from pw.client.trace.joined.cutting import Cut, Piece
 from pw.client.trace.joined.local import Localizer
 from pw.client.trace.joined.module import CannotCut, Flat, prepare
@@ -152,10 +153,11 @@ def trace_on(
     out_shardings: OutShardings,
     donated: Sequence[int],
     check_nans: bool = False,
+    alike: Alike | None = None,
 ) -> Traced | JoinedTraced:
     """Trace `function` for a mesh on one island, or on several: see `trace` and `trace_joined`."""
-    make: Callable[..., Traced | JoinedTraced] = trace_joined if mesh.parts else trace
-    return make(function, arguments, name, mesh, inputs, out_shardings, donated, check_nans)
+    call = function, arguments, name, mesh, inputs, out_shardings, donated, check_nans
+    return trace_joined(*call) if mesh.parts else trace(*call, alike)
 
 
 def trace_joined(
