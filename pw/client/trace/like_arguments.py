@@ -24,7 +24,7 @@ tree_unflatten = jax.tree_util.tree_unflatten
 def like_arguments(
     jaxpr: Any,
     arguments: Any,
-    inputs: Sequence[ArrayType],
+    inputs: Sequence[Any],
     results: Any,
     wanted: Sequence[NamedSharding | None],
 ) -> list[NamedSharding | None]:
@@ -35,7 +35,7 @@ def like_arguments(
 
     Args:
         jaxpr: the function.
-        arguments: the tree of its arguments, of the types `inputs`.
+        arguments: the tree of its arguments, of the types `inputs`; other leaves of it lie nowhere.
         results: the tree of its results, whose shardings are `wanted`.
     """
     free = [not depends for depends in _depend(jaxpr, [True] * len(jaxpr.invars))]
@@ -43,9 +43,8 @@ def like_arguments(
     ends: dict[Any, set[NamedSharding]] = defaultdict(set)
     if any(free):
         for path, type_ in tree_flatten_with_path(tree_unflatten(arguments, inputs))[0]:
-            if (
-                type_.sharding.crossing_dimension is None
-            ):  # a random result may be impossible to cut
+            # a random result over several islands may be impossible to cut
+            if isinstance(type_, ArrayType) and type_.sharding.crossing_dimension is None:
                 for at in range(len(path) + 1):
                     ends[type_.aval.shape, path[at:]].add(type_.sharding)
     for path, index in tree_flatten_with_path(tree_unflatten(results, range(len(lies))))[0]:

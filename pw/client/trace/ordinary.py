@@ -10,6 +10,7 @@ import jax
 import jax.extend
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.tracer import ProgramTracer
@@ -32,13 +33,15 @@ _UNNAMED = jax.api_util.debug_info("pw.program", _name, (), {})._replace(
 class Pending:
     """A result of ordinary equations that no computation makes yet."""
 
-    __slots__ = ("__weakref__", "aval", "group", "made", "variable")
+    __slots__ = ("__weakref__", "aval", "group", "made", "variable", "wanted")
 
     def __init__(self, group: Group, variable: Any) -> None:
         self.group = group
         self.variable = variable
         self.aval = variable.aval
         self.made: ProgramTracer | None = None
+        self.wanted: NamedSharding | None = None
+        """How it is to lie; None for the compiler's choice."""
 
 
 class Group:
@@ -100,6 +103,7 @@ class Group:
         inputs = [variable for variable, _ in self._inputs.values()]
         used = _used(self._equations, outputs)
         name = _name(used) or self._program
+        lies = tuple(one.wanted for one in wanted)
         key = (
             "ordinary",
             name,
@@ -107,6 +111,7 @@ class Group:
             types,
             tuple(self._key),
             tuple(self._numbers[variable] for variable in outputs),
+            lies,
         )
 
         def traced_now() -> Any:
@@ -119,7 +124,7 @@ class Group:
                 name,
                 self.mesh,
                 types,
-                lambda _, results: [None] * len(results),
+                lambda _, results: lies,
                 (),
             )
 

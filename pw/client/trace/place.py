@@ -107,6 +107,14 @@ class Placement:
             return value.made
         return self._recorder.lift(value)
 
+    def result(self, value: Any, like: NamedSharding | None) -> ProgramTracer:
+        """Return a result of the program; one that floats is computed as something that it looks like lies."""
+        if isinstance(value, Floating) and like is not None and _mesh_of(value) is None:
+            value = self._landing(value, like.mesh)
+            if value.made is None:
+                value.wanted = like
+        return self.on(value)
+
     def _read(self, values: dict[Any, Any], atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else values[atom]
 

@@ -37,6 +37,7 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.launch import Launch
+from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
 from pw.client.trace.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
@@ -164,7 +165,10 @@ class ProgramFunction(Wrapped[P, R]):
         ]
         given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
         made = placement.add(closed.jaxpr, closed.consts, given)
-        outputs = [self._result(recorder, placement.on(one)) for one in made]
+        none: list[NamedSharding | None] = [None] * len(made)
+        likes = like_arguments(closed.jaxpr, tree, signature, out_tree, none)
+        pairs = zip(made, likes, strict=True)
+        outputs = [self._result(recorder, placement.result(*pair)) for pair in pairs]
         self._give(recorder, tree, leaves)
         return recorder.finish(outputs, out_tree)
 
