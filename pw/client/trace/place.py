@@ -109,7 +109,7 @@ class Placement:
 
     def result(self, value: Any, like: NamedSharding | None) -> ProgramTracer:
         """Return a result of the program; one that floats is computed as something that it looks like lies."""
-        if isinstance(value, Floating) and like is not None and _mesh_of(value) is None:
+        if isinstance(value, Floating) and like is not None and mesh_of(value) is None:
             value = self._landing(value, like.mesh)
             if value.made is None:
                 value.wanted = like
