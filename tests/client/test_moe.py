@@ -264,3 +264,26 @@ def test_rows_may_lie_on_several_islands(place: Place, spec: P) -> None:
     np.testing.assert_allclose(balance, wanted_balance, rtol=1e-6)
     with pytest.raises(pw.ShardingError, match="not split over them; split"):
         layer(params, pw.put(X, sharding=pw.NamedSharding(mesh, P("data"))), LOGITS)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_experts_in_a_loop(place: Place, is_alone: bool) -> None:
+    """The layer asks how the carry lies, and it lies as the loop leaves it."""
+    layer = pw.moe(expert, devices=place.experts["one slice"])
+    params = layer.put(PARAMS)
+    score = pw.jit(lambda x: x @ PARAMS["w"][0, :, :EXPERTS], mesh=place.rows)
+
+    def body(carry: Any) -> Any:
+        at, x = carry
+        return at + 1, layer(params, x, score(x))[0]
+
+    def loop(x: Any) -> Any:
+        return pw.while_loop(lambda carry: carry[0] < 2, body, (0, x), max_iterations=3)[1]
+
+    wanted = X
+    for _ in range(2):
+        wanted, _ = dense(PARAMS, wanted, wanted @ PARAMS["w"][0, :, :EXPERTS], 1, 2)
+    (x,) = place.put(X)
+    found = (loop if is_alone else pw.program(loop))(x)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert found.sharding == pw.NamedSharding(place.rows, P("x"))

@@ -66,6 +66,34 @@ def _scanned(m: Model, w: Any, x: Any) -> Any:
     return jax.lax.scan(step, x, jnp.arange(3.0), reverse=True)
 
 
+def _numbered(m: Model, w: Any, x: Any) -> Any:
+    """Numbers of this process go through the loop beside the values of the slices."""
+
+    def step(carry: Any, _: Any) -> Any:
+        at, c = carry
+        return (at + 1, m.near(w, m.far(w, c)) * at), (at * 2, at)
+
+    return jax.lax.scan(step, (1, x), None, length=3)
+
+
+def _ended(m: Model, w: Any, x: Any) -> Any:
+    """A loop of choices on one slice: one ends early, and the others do not."""
+
+    def over(stay: Callable[[Any], Any]) -> Any:
+        def step(carry: Any, _: Any) -> Any:
+            def go() -> Any:
+                return carry[0] & (carry[1].sum() < 9), m.near(w, carry[1]) + carry[1] + 1
+
+            return jax.lax.cond(carry[0], go, lambda: stay(carry)), None
+
+        return jax.lax.scan(step, (True, x), None, length=7)[0]
+
+    def again(carry: Any) -> Any:
+        return True, carry[1]
+
+    return over(lambda carry: carry), over(again), over(lambda carry: (False, carry[1] * 0))
+
+
 def _while(m: Model, w: Any, x: Any) -> Any:
     """All calls of the loop are on one slice."""
     return jax.lax.while_loop(lambda c: c.sum() < 100, lambda c: m.near(w, c) + c + 1, x)
@@ -112,6 +140,8 @@ CASES: dict[str, Callable[[Model], Callable[..., Any]]] = {
     "switch": lambda m: lambda w, x: _switches(m, w, x),
     "grad of switch": lambda m: jax.grad(lambda w, x: _switches(m, w, x)[1].sum()),
     "scan": lambda m: lambda w, x: _scanned(m, w, x),
+    "scan of numbers": lambda m: lambda w, x: _numbered(m, w, x),
+    "scan that ends early": lambda m: lambda w, x: _ended(m, w, x),
     "grad of scan": lambda m: jax.grad(lambda w, x: _scanned(m, w, x)[1].sum()),
     "fori_loop": lambda m: (
         lambda w, x: jax.lax.fori_loop(0, 3, lambda at, c: m.far(w, m.near(w, c)) + at, x)

@@ -155,7 +155,7 @@ def _in_program(
             f"most {RECORDED} elements, and was given {size}; call it outside of the program"
         )
     if not counts:
-        return jax.lax.map(lambda leaves: element.apply(*leaves), leaves)
+        return _scanned(fun, lambda leaves: element.apply(*leaves), leaves)
 
     def nothing() -> Any:
         return jax.tree_util.tree_map(lambda one: jnp.zeros(one.shape, one.dtype), element.result)
@@ -171,7 +171,17 @@ def _in_program(
         return jax.lax.cond(is_counted, taken, nothing)
 
     are_counted = first + jnp.arange(size) < jnp.asarray(counts[0], jnp.int32)
-    return jax.lax.map(choose, (are_counted, leaves))
+    return _scanned(fun, choose, (are_counted, leaves))
+
+
+def _scanned(fun: Callable[[Any], Any], element: Callable[[Any], Any], xs: Any) -> Any:
+    """Return what `jax.lax.map` does, with the name of the user's function."""
+
+    def step(_: None, x: Any) -> Any:
+        return None, element(x)
+
+    step.__name__ = f"map({name_of(fun)})"
+    return jax.lax.scan(step, None, xs)[1]
 
 
 class _Element:

@@ -57,8 +57,8 @@ def in_program(
     def step(carry: Sequence[Any]) -> Sequence[Any]:
         return loop.step(_lying(program, carry, like))
 
-    step.__name__ = name_of(loop.body_fun)
-    program.unbounded.append(step.__name__)
+    step.__name__ = loop.name
+    program.unbounded.append(name_of(loop.body_fun))
     made: Sequence[Any] = jax.lax.while_loop(
         lambda carry: loop.goes_on(_lying(program, carry, like)), step, list(leaves)
     )

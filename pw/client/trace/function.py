@@ -115,8 +115,6 @@ class JitFunction(Wrapped[P, R]):
     """A function that runs on virtual devices; made by `pw.jit`."""
 
     _kind = "pw.jit function"
-    why_no_gradient = ""
-    """Why its calls cannot be differentiated, as the end of a sentence; nothing if they can."""
 
     def __init__(
         self,

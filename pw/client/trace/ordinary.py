@@ -164,5 +164,8 @@ _NAMES = {
 
 
 def _name_of(equation: Any) -> str:
+    body = equation.params.get("body_jaxpr") or equation.params.get("jaxpr")
+    if equation.primitive.name in ("while", "scan") and body is not None:
+        return str(body.jaxpr.debug_info.func_name)
     name = str(equation.params.get("name") or equation.primitive.name).strip("_")
     return _NAMES.get(name, name)

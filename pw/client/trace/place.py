@@ -16,7 +16,6 @@ from typing import Any, cast
 import jax
 import jax.extend
 import jax.numpy as jnp
-import numpy as np
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
@@ -24,6 +23,7 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
 from pw.client.trace.branches import Apart, branches_of, chosen, kept_apart
 from pw.client.trace.counted_rows import has_counts
+from pw.client.trace.deferred import Floating, Stacked, is_number_of_predicate, mesh_of
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
 from pw.client.trace.joined.islands import is_apart, is_together
 from pw.client.trace.meshes import first_mesh, one_mesh
@@ -51,32 +51,6 @@ _SAME = ("reshard", "reshape")
 """Equations that change nothing if the shape stays: JAX makes some for shardings of abstract meshes."""
 
 
-class Floating:
-    """A result of an ordinary equation that is computed where it is needed: its operands are host values.
-
-    So is the number that the predicate of a `cond` becomes, which nothing needs.
-    """
-
-    __slots__ = ("__weakref__", "aval", "equation", "index", "operands")
-
-    def __init__(self, equation: Any, operands: Sequence[Any], index: int) -> None:
-        self.equation = equation
-        self.operands = operands
-        self.index = index
-        self.aval = equation.outvars[index].aval
-
-
-class Stacked:
-    """A result of each iteration of a loop, until something needs all of them as one array."""
-
-    __slots__ = ("aval", "parts", "whole")
-
-    def __init__(self, aval: Any, parts: Sequence[Any]) -> None:
-        self.aval = aval
-        self.parts = parts
-        self.whole: Pending | None = None
-
-
 class Placement:
     """Adds the equations of a jaxpr to a program."""
 
@@ -84,7 +58,12 @@ class Placement:
         self._recorder = recorder
         self._groups: dict[Mesh, Group] = {}
         self._landed: dict[tuple[int, Mesh], tuple[list[weakref.ref[Pending]], Any]] = {}
-        """The results of equations of floating values on a mesh, by the identity of the equation."""
+        """The results of floating values on a mesh, by the identity of their operands.
+
+        A loop adds the same equation in each iteration.
+        """
+        self._prepared: dict[int, tuple[Any, list[list[Any]], dict[int, list[int]], Any]] = {}
+        """What `add` knows of a jaxpr, by its identity; and the jaxpr, which has to stay."""
         self._taken: dict[tuple[int, Mesh], tuple[NamedSharding, ProgramTracer]] = {}
         """How a mesh takes a host value, by its identity: as the first call there does."""
         self._stack = ""
@@ -92,11 +71,15 @@ class Placement:
 
     def add(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """Add all equations; returns the results, some of which may be pending."""
-        jaxpr = with_fewer_residuals(jaxpr)
+        known = self._prepared.get(id(jaxpr))
+        if known is None:
+            own = with_fewer_residuals(jaxpr)
+            known = self._prepared[id(jaxpr)] = own, _last_uses(own), kept_apart(own), jaxpr
+        jaxpr, ends, apart, _ = known
+        around = self._stack
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         del arguments
-        ends, apart, around = _last_uses(jaxpr), kept_apart(jaxpr), self._stack
         for number, equation in enumerate(jaxpr.eqns):
             operands = [self._read(values, atom) for atom in equation.invars]
             for variable in ends[number]:
@@ -126,7 +109,7 @@ class Placement:
 
     def result(self, value: Any, like: NamedSharding | None) -> ProgramTracer:
         """Return a result of the program; one that floats is computed as something that it looks like lies."""
-        if isinstance(value, Floating) and like is not None and _mesh_of(value) is None:
+        if isinstance(value, Floating) and like is not None and mesh_of(value) is None:
             value = self._landing(value, like.mesh)
             if value.made is None:
                 value.wanted = like
@@ -240,8 +223,8 @@ class Placement:
                 "side effect. Callbacks into this process (jax.debug.print, io_callback) cannot travel: "
                 "return such values and print them here"
             )
-        mesh = next((found for one in operands if (found := _mesh_of(one)) is not None), None)
-        if mesh is None or _is_number_of_predicate(equation):
+        mesh = next((found for one in operands if (found := mesh_of(one)) is not None), None)
+        if mesh is None or is_number_of_predicate(equation):
             return [Floating(equation, operands, index) for index in range(len(equation.outvars))]
         return self._on_mesh(equation, operands, mesh)
 
@@ -267,15 +250,15 @@ class Placement:
         """Return a value; one that floats is computed where its operands are, or else on `mesh`."""
         if not isinstance(value, Floating):
             return value
-        return self._landing(value, _mesh_of(value) or mesh or default_mesh())
+        return self._landing(value, mesh_of(value) or mesh or default_mesh())
 
     def _landing(self, value: Floating, mesh: Mesh) -> Pending:
-        key = (id(value.equation), mesh)
+        key = (id(value.operands), mesh)
         known = self._landed.get(key)
         landed = None if known is None else known[0][value.index]()
         if landed is None:
             made = self._on_mesh(value.equation, value.operands, mesh)
-            self._landed[key] = [weakref.ref(one) for one in made], value.equation
+            self._landed[key] = [weakref.ref(one) for one in made], value.operands
             landed = made[value.index]
         return landed
 
@@ -294,7 +277,7 @@ class Placement:
         no, yes = equation.params[_BRANCHES]
         index, *rest = operands
         operands.clear()
-        if isinstance(index, Floating) and _is_number_of_predicate(index.equation):
+        if isinstance(index, Floating) and is_number_of_predicate(index.equation):
             (predicate,) = index.operands
         elif isinstance(index, (Pending, Floating, ProgramTracer)):
             closed = jax.make_jaxpr(lambda number: number != 0)(index.aval)
@@ -305,13 +288,13 @@ class Placement:
         sides, known = self._sides(rest)
         pairs = zip(
             *(
-                meshes_of_body(one.jaxpr, list(map(_mesh_of, own)))
+                meshes_of_body(one.jaxpr, list(map(mesh_of, own)))
                 for one, own in zip((yes, no), sides, strict=True)
             ),
             strict=True,
         )
         lie = [one or other for one, other in pairs]
-        beside = _mesh_of(predicate) or next((mesh for mesh in lie if mesh is not None), None)
+        beside = mesh_of(predicate) or next((mesh for mesh in lie if mesh is not None), None)
         lie = [mesh or beside for mesh in lie]
         for at in apart:
             lie[at] = None
@@ -332,7 +315,7 @@ class Placement:
             if isinstance(operand, Apart):
                 known, pair = operand.branches, operand.sides
             else:
-                pair = (operand if _mesh_of(operand) is None else self.on(operand),) * 2
+                pair = (operand if mesh_of(operand) is None else self.on(operand),) * 2
             for side, one in zip(sides, pair, strict=True):
                 side.append(one)
         return sides, known
@@ -343,7 +326,7 @@ class Placement:
             predicate = predicate.parts[0]
         if self._recorder.branch is None or self._recorder.is_of_branch(predicate):
             return predicate
-        mesh = _mesh_of(predicate) or mesh
+        mesh = mesh_of(predicate) or mesh
         made = self._computed(lambda one: [jnp.copy(one)], [predicate], [predicate.aval], mesh)
         return self.on(made[0])
 
@@ -397,7 +380,7 @@ class Placement:
         def elements(whole: Any) -> list[Any]:
             return [jax.lax.index_in_dim(whole, at, keepdims=False) for at in range(length)]
 
-        return self._computed(elements, [value], [aval], _mesh_of(value) or mesh)
+        return self._computed(elements, [value], [aval], mesh_of(value) or mesh)
 
     def _whole(self, value: Stacked) -> Pending:
         """Return the array of the results of a loop."""
@@ -406,7 +389,7 @@ class Placement:
             def stacked(*parts: Any) -> list[Any]:
                 return [jnp.stack(parts)]
 
-            mesh = next((mesh for one in value.parts if (mesh := _mesh_of(one)) is not None), None)
+            mesh = next((mesh for one in value.parts if (mesh := mesh_of(one)) is not None), None)
             aval = value.aval.update(shape=value.aval.shape[1:])
             (value.whole,) = self._computed(stacked, value.parts, [aval] * len(value.parts), mesh)
         return value.whole
@@ -436,22 +419,6 @@ class Placement:
             yield
         finally:
             self._groups, self._landed = before
-
-
-def _mesh_of(value: Any) -> Mesh | None:
-    if isinstance(value, Pending):
-        return value.group.mesh
-    if isinstance(value, (Floating, Stacked)):
-        parts = value.operands if isinstance(value, Floating) else value.parts
-        return next((mesh for one in parts if (mesh := _mesh_of(one)) is not None), None)
-    sharding = getattr(value, "sharding", None) if not isinstance(value, jax.Array) else None
-    return None if sharding is None else sharding.mesh
-
-
-def _is_number_of_predicate(equation: Any) -> bool:
-    """Whether an equation makes a number of a boolean, as JAX does for `cond`."""
-    source = equation.invars[0].aval if equation.primitive.name == "convert_element_type" else None
-    return source is not None and source.dtype == np.bool_ and not source.shape
 
 
 def _last_uses(jaxpr: Any) -> list[list[Any]]:

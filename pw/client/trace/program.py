@@ -225,9 +225,7 @@ class ProgramFunction(Wrapped[P, R]):
             return tracer
         # a host value that no computation has placed
         type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(default_mesh()))
-        return ProgramTracer(
-            recorder, tracer.aval, type_, recorder.place(tracer, type_, "return"), None
-        )
+        return ProgramTracer(tracer.aval, type_, recorder.place(tracer, type_, "return"), None)
 
 
 @overload

@@ -71,29 +71,20 @@ class ProgramRecorder:
                 ]
                 return self.joined(signature, parts)
             value = self._input(Feed(index, None, signature))
-            return ProgramTracer(self, signature.aval, signature, value, None)
-        return ProgramTracer(self, aval_of(signature), None, None, index)
+            return ProgramTracer(signature.aval, signature, value, None)
+        return ProgramTracer(aval_of(signature), None, None, index)
 
     def lift(self, leaf: Any) -> ProgramTracer:
         """Return an argument of a computation as a value of this program."""
         if isinstance(leaf, ProgramTracer):
-            if leaf.recorder is not self:
-                raise TracerError(
-                    f"a value {leaf.aval.str_short()} of the program {leaf.recorder.name!r} was kept "
-                    "and used after that program had been traced; return it from the program instead"
-                )
             return leaf
         if isinstance(leaf, Array):
             leaf._check_usable()
             if leaf._type.parts:
                 return self.joined(leaf._type, [self.lift(part) for part in leaf.members])
             value = self._input(Feed(-1, leaf, leaf._type))
-            return ProgramTracer(self, leaf.aval, leaf._type, value, None)
-        return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, Constant(leaf))
-
-    def constant_of(self, tracer: ProgramTracer) -> Any:
-        """Return the host value that the function has made or closed over; None for other values."""
-        return tracer._leaf.value if isinstance(tracer._leaf, Constant) else None
+            return ProgramTracer(leaf.aval, leaf._type, value, None)
+        return ProgramTracer(aval_of(signature_of(leaf)), None, None, Constant(leaf))
 
     def call(self, traced: Traced | JoinedTraced, leaves: Sequence[Any]) -> list[ProgramTracer]:
         """Add a node that applies `traced` to `leaves`; returns its results."""
@@ -147,7 +138,7 @@ class ProgramRecorder:
         self._made.append((types, branch))
         node = len(self._nodes) - 1
         return [
-            ProgramTracer(self, type_.aval, type_, ValueRef(node, result), None)
+            ProgramTracer(type_.aval, type_, ValueRef(node, result), None)
             for result, type_ in enumerate(types)
         ]
 
@@ -255,9 +246,7 @@ class ProgramRecorder:
             value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
             value.flags.writeable = False
             source = Constant(value)
-        return ProgramTracer(
-            self, tracer.aval, type_, tracer._value, source, object(), tracer.counts
-        )
+        return ProgramTracer(tracer.aval, type_, tracer._value, source, object(), tracer.counts)
 
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
@@ -285,7 +274,7 @@ class ProgramRecorder:
 
     def joined(self, type_: ArrayType, parts: Sequence[ProgramTracer]) -> JoinedTracer:
         """Return a value over several islands with these parts."""
-        return JoinedTracer(self, type_.aval, type_, None, None, parts=tuple(parts))
+        return JoinedTracer(type_.aval, type_, None, None, parts=tuple(parts))
 
     def blocks(self, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
         """Return the parts that islands take of a host value, to be an array of `type_`."""
@@ -300,7 +289,7 @@ class ProgramRecorder:
                 found.append(self._picked(pick, part))
             else:
                 own = source if along is None else Constant(source.value[pick.block])
-                found.append(ProgramTracer(self, part.aval, None, None, own))
+                found.append(ProgramTracer(part.aval, None, None, own))
         return found
 
     def _picked(self, pick: Pick, type_: ArrayType) -> ProgramTracer:
@@ -311,7 +300,7 @@ class ProgramRecorder:
             self._picks.append(pick)
             position = self._position_of[key] = -len(self._picks)
         value = self._input(Feed(position, None, type_))
-        return ProgramTracer(self, type_.aval, type_, value, None)
+        return ProgramTracer(type_.aval, type_, value, None)
 
     def _check_not_given(self, tracer: ProgramTracer, consumer: str) -> None:
         donated_to = self._given.get(tracer.identity)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.programs.program import ValueRef
 
 
-class Named(Protocol):
-    """The recorder of a program."""
-
-    name: str
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class ProgramTracer:
     """A value of a program while the program is traced: a shape and a dtype, without elements."""
 
-    recorder: Named
     aval: Any
     _type: ArrayType | None
     _value: ValueRef | None

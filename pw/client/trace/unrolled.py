@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.extend
 
+from pw.client.trace.deferred import is_number_of_predicate
 from pw.core.errors import ArgumentError
 
 jex = jax.extend.core
@@ -48,22 +49,21 @@ def ends_early(equation: Any) -> bool:
         return False
     index, choice = body.eqns
     more = index.invars[0]
-    if (
-        choice.primitive.name != "cond"
-        or more not in carry
-        or choice.invars[0] not in index.outvars
-    ):
+    if choice.primitive.name != "cond" or choice.invars[0] not in index.outvars:
+        return False
+    if not any(more is one for one in carry) or not is_number_of_predicate(index):
         return False
     stay = choice.params["branches"][0].jaxpr
     given = dict(zip(stay.invars, choice.invars[1:], strict=True))
-    kept = {
-        result: False if isinstance(atom, jex.Literal) and not atom.val else given.get(atom)
-        for result, atom in zip(choice.outvars, stay.outvars, strict=True)
-    }
-    results = [kept.get(result, result) for result in body.outvars]
+    kept: dict[Any, Any] = {}
+    for result, atom in zip(choice.outvars, stay.outvars, strict=True):
+        if not isinstance(atom, jex.Literal):
+            kept[result] = given.get(atom)
+        elif not atom.val:
+            kept[result] = more  # it is false then
     return all(
-        result is before or (result is False and before is more)
-        for result, before in zip(results, carry, strict=True)
+        not isinstance(result, jex.Literal) and kept.get(result, result) is before
+        for result, before in zip(body.outvars, carry, strict=True)
     )
 
 
@@ -86,6 +86,7 @@ def bounded(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         known.update(zip(choice.outvars, made, strict=True))
         return number + 1, [_read(known, atom) for atom in body.outvars]
 
+    iterate.__name__ = f"while_loop({choice.params['branches'][1].jaxpr.debug_info.func_name})"
     made: Sequence[Any] = jax.lax.while_loop(goes_on, iterate, (0, list(operands[at:])))[1]
     return made
 

@@ -1,0 +1,55 @@
+"""Values of a program that no computation makes yet, while it is placed; see also `ordinary.Pending`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.trace.ordinary import Pending
+
+
+class Floating:
+    """A result of an ordinary equation that is computed where it is needed: its operands are host values.
+
+    So is the number that the predicate of a `cond` becomes, which nothing needs.
+    """
+
+    __slots__ = ("__weakref__", "aval", "equation", "index", "operands")
+
+    def __init__(self, equation: Any, operands: Sequence[Any], index: int) -> None:
+        self.equation = equation
+        self.operands = operands
+        self.index = index
+        self.aval = equation.outvars[index].aval
+
+
+class Stacked:
+    """A result of each iteration of a loop, until something needs all of them as one array."""
+
+    __slots__ = ("aval", "parts", "whole")
+
+    def __init__(self, aval: Any, parts: Sequence[Any]) -> None:
+        self.aval = aval
+        self.parts = parts
+        self.whole: Pending | None = None
+
+
+def mesh_of(value: Any) -> Mesh | None:
+    """Return the mesh of a value while it is placed; None for a host value."""
+    if isinstance(value, Pending):
+        return value.group.mesh
+    if isinstance(value, (Floating, Stacked)):
+        parts = value.operands if isinstance(value, Floating) else value.parts
+        return next((mesh for one in parts if (mesh := mesh_of(one)) is not None), None)
+    sharding = getattr(value, "sharding", None) if not isinstance(value, jax.Array) else None
+    return None if sharding is None else sharding.mesh
+
+
+def is_number_of_predicate(equation: Any) -> bool:
+    """Whether an equation makes a number of a boolean, as JAX does for `cond`."""
+    source = equation.invars[0].aval if equation.primitive.name == "convert_element_type" else None
+    return source is not None and source.dtype == np.bool_ and not source.shape
