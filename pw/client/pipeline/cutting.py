@@ -1,4 +1,4 @@
-"""`stage_boundary`, and how one function with such marks is cut into stages.
+"""How one function is cut into stages: at its marks (`marks`), or where it is best (`choosing`).
 
 The function is traced as a whole, and its jaxpr is cut:
 
@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.gradients.graph import Graph, Literal, Name
+from pw.client.pipeline.choosing import Cuts, sources
+from pw.client.pipeline.groups import with_marks
+from pw.client.pipeline.marks import has_mark, mark
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -32,36 +33,16 @@ from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 
-def stage_boundary(x: Any) -> Any:
-    """Mark where `pw.pipeline` cuts a model: what is computed from the result belongs to the next stage.
-
-    Args:
-        x: a tree of arrays, which it returns. Elsewhere than in a pipeline it does nothing else.
-    """
-    leaves, tree = jax.tree.flatten(x)
-    return jax.tree.unflatten(tree, _mark.bind(*leaves)) if leaves else x
-
-
-_mark: Any = Primitive("pw_stage_boundary")
-_mark.multiple_results = True
-_mark.def_impl(lambda *values: list(values))
-_mark.def_abstract_eval(lambda *avals: list(avals))
-ad.primitive_jvps[_mark] = lambda primals, tangents: (_mark.bind(*primals), list(tangents))
-batching.primitive_batchers[_mark] = lambda values, dimensions: (
-    _mark.bind(*values),
-    dimensions,
-)
-mlir.register_lowering(_mark, lambda ctx, *values: list(values))
-
-
 def cut_stages(
     function: Callable[..., Any],
     mesh_of: Callable[[int, int], Mesh],
     params: Any,
     batch: Sequence[Any],
     key: Any,
+    count: int | None,
+    choose: Callable[[Graph], Cuts],
 ) -> list[Stage]:
-    """Trace `function(params, *batch)` and cut it at its marks.
+    """Trace `function(params, *batch)` and cut it at its marks, or where `choose` says.
 
     Args:
         function: returns the loss.
@@ -69,9 +50,12 @@ def cut_stages(
         params: a tree of `jax.ShapeDtypeStruct`s. Parameter i of a stage is leaf i of the whole tree.
         batch: trees of shapes of one microbatch.
         key: the type of a PRNG key, or None.
+        count: how many stages the user wants, or None.
+        choose: returns where a function without marks is cut.
 
     Raises:
-        ArgumentError: the function has no marks, or marks where it cannot be cut, or gives no loss.
+        ArgumentError: the function has no marks and `count` is None, or another number of marks, or marks where
+            it cannot be cut, or it gives no loss.
     """
     name = name_of(function)
 
@@ -91,46 +75,46 @@ def cut_stages(
     kinds = [("param", counts[0]), ("batch", counts[1]), ("key", counts[2])]
     takes = [(kind, index) for kind, count in kinds for index in range(count)]
     graph = Graph(closed, takes, [("y", 0)])
-    return _Cut(graph, name, mesh_of).stages()
+    if count is not None and not any(map(has_mark, graph.equations)):
+        cuts = choose(graph)
+        with tracing(mesh_of(0, 0)):
+            graph = Graph(with_marks(graph, cuts), takes, [("y", 0)])
+    return _Cut(graph, name, mesh_of, count).stages()
 
 
 class _Cut:
     """One function, cut at its marks."""
 
-    def __init__(self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh]) -> None:
+    def __init__(
+        self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh], count: int | None
+    ) -> None:
         self._graph, self._name, self._mesh_of = graph, name, mesh_of
-        self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is _mark]
+        self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is mark]
         for eqn in graph.equations:
-            if eqn.primitive is not _mark and _has_mark(eqn):
+            if eqn.primitive is not mark and has_mark(eqn):
                 raise ArgumentError(
                     f"{name!r} calls pw.stage_boundary inside of {eqn.primitive.name}; a model can be cut only "
                     "outside of loops, branches and checkpoints"
                 )
-        if not self._marks:
-            raise ArgumentError(
-                f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass a list of stage "
-                "functions, or mark where the stages meet"
-            )
         self._count = len(self._marks) + 1
-        self._source = self._sources()
+        if self._count != (count or self._count):
+            raise ArgumentError(
+                f"{name!r} has {len(self._marks)} pw.stage_boundary(x), which make {self._count} stages, and "
+                f"stages= says {count}; leave out one of both"
+            )
+        if not self._marks and count is None:
+            raise ArgumentError(
+                f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass stages= (how many), a "
+                "list of stage functions, or mark where the stages meet"
+            )
+        self._source = sources(graph)
         self._stage = self._places()
-
-    def _sources(self) -> dict[Any, frozenset[str]]:
-        """Return for each variable whether it follows from parameters, from the batch, or from both."""
-        found: dict[Any, frozenset[str]] = {}
-        for variable, (kind, _) in self._graph.arguments.items():
-            found[variable] = frozenset([kind if kind == "param" else "batch"])
-        for eqn in self._graph.equations:
-            before = [found.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)]
-            made = frozenset().union(*before)
-            found.update(dict.fromkeys(eqn.outvars, made))
-        return found
 
     def _places(self) -> dict[Any, int]:
         """Return the stage of each variable that belongs to one: the number of marks before it."""
         places: dict[Any, int] = {}
         for at, eqn in enumerate(self._graph.equations):
-            if eqn.primitive is _mark:
+            if eqn.primitive is mark:
                 continue
             if len(self._source[eqn.outvars[0]]) == 2:
                 stage = sum(mark < at for mark in self._marks)
@@ -190,7 +174,7 @@ class _Cut:
     def _through(self, variable: Any) -> Any:
         """Return the variable that a mark was put on."""
         at = self._graph.position.get(variable)
-        while at is not None and self._graph.equations[at].primitive is _mark:
+        while at is not None and self._graph.equations[at].primitive is mark:
             eqn = self._graph.equations[at]
             variable = eqn.invars[eqn.outvars.index(variable)]
             at = None if isinstance(variable, Literal) else self._graph.position.get(variable)
@@ -227,17 +211,3 @@ class _Cut:
 
 
 _ORDER = {"param": 0, "x": 1, "batch": 2, KEY[0]: 3}
-
-
-def _has_mark(eqn: Any) -> bool:
-    """Whether a jaxpr inside of an equation has a mark."""
-    for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-        if _is_jaxpr(param):
-            inside = param.jaxpr if isinstance(param, jax.extend.core.ClosedJaxpr) else param
-            if any(one.primitive is _mark or _has_mark(one) for one in inside.eqns):
-                return True
-    return False
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))

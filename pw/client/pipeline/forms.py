@@ -1,4 +1,4 @@
-"""The two forms of a model: a list of stage functions, and one function with marks.
+"""The two forms of a model: a list of stage functions, and one function that is cut.
 
 Both give the stages of a traced model, and say which leaf of the user's parameters is which parameter
 ("param", i) of which stage.
@@ -13,6 +13,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.gradients.graph import Graph
+from pw.client.pipeline.choosing import Cuts, choose
 from pw.client.pipeline.cutting import cut_stages
 from pw.client.pipeline.stages import (
     Stage,
@@ -177,12 +179,16 @@ class Listed:
 
 
 class Marked:
-    """A model that is one function of (params, *batch) with calls of `pw.stage_boundary`."""
+    """A model that is one function of (params, *batch), cut at its marks or into `count` stages."""
 
     folds_stage = False
 
     def __init__(
-        self, function: Callable[..., Any], meshes: Sequence[Mesh] | None, in_shardings: Any
+        self,
+        function: Callable[..., Any],
+        meshes: Sequence[Mesh] | None,
+        in_shardings: Any,
+        count: int | None,
     ) -> None:
         if not meshes:
             raise ArgumentError(
@@ -192,6 +198,9 @@ class Marked:
         self.name = name_of(function)
         self._meshes = meshes
         self._in_shardings = in_shardings
+        self._count = count
+        self._cuts: Cuts | None = None
+        """Where the function is cut, if it has no marks; known after it was traced."""
         self.takes_key = takes_key(function)
 
     def trees(self, params: Any, batch: Sequence[Any]) -> list[Any]:
@@ -246,7 +255,12 @@ class Marked:
         return stages
 
     def _cut(self, params: Any, batch: Sequence[Any], key: Any) -> list[Stage]:
-        return cut_stages(self._function, self.mesh, params, batch, key)
+        return cut_stages(self._function, self.mesh, params, batch, key, self._count, self._chosen)
+
+    def _chosen(self, graph: Graph) -> Cuts:
+        assert self._count is not None
+        self._cuts = choose(graph, self._count, self.name, self._cuts)
+        return self._cuts
 
     def mesh(self, number: int, count: int) -> Mesh:
         """Return the devices of a stage, given how many there are; without any, those that tracing is for."""

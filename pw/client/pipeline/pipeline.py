@@ -377,8 +377,9 @@ def _backward_follows(schedule: Schedule) -> bool:
 
 
 def pipeline(
-    stages: Callable[..., Any] | Sequence[Callable[..., Any]],
+    model: Callable[..., Any] | Sequence[Callable[..., Any]],
     *,
+    stages: int | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
     meshes: Sequence[Mesh] | None = None,
@@ -395,10 +396,12 @@ def pipeline(
     gradients are those of the whole model, up to the rounding of sums.
 
     Args:
-        stages: a list of functions, plain ones or of `pw.jit`. The first takes (params, inputs), the others
+        model: a list of functions, plain ones or of `pw.jit`. The first takes (params, inputs), the others
             (params, x) with what the one before returns, and the last one also the further parts of the batch;
             it returns the loss, the mean over a microbatch. Or one function of (params, *batch) that returns
-            the loss and calls `pw.stage_boundary` where it is to be cut.
+            the loss; it is cut where it calls `pw.stage_boundary`, or, without such calls, where stages cost
+            alike.
+        stages: into how many stages one function is cut; with marks it says nothing more.
         microbatches: into how many parts a batch is divided, by rows; a schedule of your own says it too.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", or a `pw.Schedule`.
         meshes: a mesh for each stage. If there are fewer, the stages take them in turn, so that several
@@ -428,19 +431,25 @@ def pipeline(
         raise ArgumentError(
             f"pw.pipeline needs microbatches=, a positive number of them, not {count!r}"
         )
-    if callable(stages):
+    if stages is not None and (isinstance(stages, bool) or int(stages) != stages or stages < 1):
+        raise ArgumentError(f"stages= is how many stages there are, not {stages!r}")
+    if callable(model):
         if tied:
             raise ArgumentError(
                 "tied= is for lists of stages; parameters that several stages of one function use are tied by "
                 "themselves"
             )
-        form: Listed | Marked = Marked(stages, meshes, in_shardings)
+        form: Listed | Marked = Marked(model, meshes, in_shardings, stages)
     else:
-        functions = list(stages)
+        functions = list(model)
         wrong = next((one for one in functions if not callable(one)), None)
         if not functions or wrong is not None:
             raise ArgumentError(
-                f"pw.pipeline takes functions, not {wrong if functions else stages!r}"
+                f"pw.pipeline takes functions, not {wrong if functions else model!r}"
+            )
+        if stages is not None and stages != len(functions):
+            raise ArgumentError(
+                f"stages= says {stages}, and the list has {len(functions)} stage functions; leave out stages="
             )
         form = Listed(functions, meshes, in_shardings, tied)
     return Pipeline(form, schedule, int(count), optimizer, recompute, timeout)
