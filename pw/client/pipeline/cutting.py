@@ -6,6 +6,7 @@ The function is traced as a whole, and its jaxpr is cut:
   of marks before it.
 - What depends on the parameters alone, or on the batch alone (a transposed weight, a mask), belongs to each
   stage that uses it. So a weight that two stages use, such as a tied embedding, is a parameter of both.
+- Of a parameter that stages use by rows (a stack of the layers' weights), each has those that it uses.
 - A value that a later stage uses travels through the stages between, as a part of their inputs and results.
 """
 
@@ -21,6 +22,7 @@ from pw.client.gradients.graph import Graph, Literal, Name
 from pw.client.pipeline.choosing import Cuts, sources
 from pw.client.pipeline.groups import with_marks
 from pw.client.pipeline.marks import has_mark, mark
+from pw.client.pipeline.rows import divided, of_rows
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -107,25 +109,34 @@ class _Cut:
                 f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass stages= (how many), a "
                 "list of stage functions, or mark where the stages meet"
             )
-        self._source = sources(graph)
         self._stage = self._places()
 
     def _places(self) -> dict[Any, int]:
-        """Return the stage of each variable that belongs to one: the number of marks before it."""
+        """Return the stage of each variable that belongs to one: the number of marks before it.
+
+        Marks go: what was computed from their results is computed from what they were put on.
+        """
+        graph, follows = self._graph, sources(self._graph)
         places: dict[Any, int] = {}
-        for at, eqn in enumerate(self._graph.equations):
+        marked: dict[Any, Any] = {}
+        stage = 0
+        for at, eqn in enumerate(graph.equations):
+            operands = [_behind(atom, marked) for atom in eqn.invars]
             if eqn.primitive is mark:
+                stage += 1
+                marked.update(zip(eqn.outvars, operands, strict=True))
                 continue
-            if len(self._source[eqn.outvars[0]]) == 2:
-                stage = sum(mark < at for mark in self._marks)
+            graph.equations[at] = eqn.replace(invars=operands)
+            if any(len(follows[variable]) == 2 for variable in eqn.outvars):
                 places.update(dict.fromkeys(eqn.outvars, stage))
+        graph.results |= {name: _behind(v, marked) for name, v in graph.results.items()}
         return places
 
     def stages(self) -> list[Stage]:
         """Return the stages."""
         graph, last = self._graph, self._count - 1
-        loss = self._through(graph.results["y", 0])
-        if self._stage.get(loss) != last:
+        loss = graph.results["y", 0]
+        if isinstance(loss, Literal) or self._stage.get(loss) != last:
             raise ArgumentError(
                 f"the loss of {self._name!r} does not depend on what follows its pw.stage_boundary number "
                 f"{last}; each stage has to add something to the loss"
@@ -136,7 +147,10 @@ class _Cut:
         ends[last] = [loss]
         parts: list[set[int]] = []
         for stage in range(last, -1, -1):
-            equations, starts = self._needed(stage, ends[stage])
+            equations, starts = graph.before(
+                ends[stage],
+                lambda v, stage=stage: self._stage.get(v, stage) < stage,  # type: ignore[misc]
+            )
             parts.insert(0, equations)
             if stage:
                 earlier = [v for v in starts if self._stage.get(v, stage) < stage]
@@ -147,57 +161,25 @@ class _Cut:
                         "used after it"
                     )
                 ends[stage - 1] = carried[stage]
-        return [self._built(n, parts[n], carried[n], ends[n]) for n in range(self._count)]
-
-    def _needed(self, stage: int, ends: Sequence[Any]) -> tuple[set[int], dict[Any, None]]:
-        """Return the equations of a stage, and the variables that it starts from."""
-        equations: set[int] = set()
-        starts: dict[Any, None] = {}
-        waiting = list(ends)
-        seen: set[Any] = set()
-        while waiting:
-            variable = waiting.pop()
-            if isinstance(variable, Literal):
-                continue
-            variable = self._through(variable)
-            if variable in seen:
-                continue
-            seen.add(variable)
-            at = self._graph.position.get(variable)
-            if at is None or self._stage.get(variable, stage) < stage:
-                starts[variable] = None
-            elif at not in equations:
-                equations.add(at)
-                waiting += self._graph.equations[at].invars
-        return equations, starts
-
-    def _through(self, variable: Any) -> Any:
-        """Return the variable that a mark was put on."""
-        at = self._graph.position.get(variable)
-        while at is not None and self._graph.equations[at].primitive is mark:
-            eqn = self._graph.equations[at]
-            variable = eqn.invars[eqn.outvars.index(variable)]
-            at = None if isinstance(variable, Literal) else self._graph.position.get(variable)
-        return variable
+        rows = divided(graph, parts)
+        return [self._built(n, parts[n], carried[n], ends[n], rows[n]) for n in range(self._count)]
 
     def _built(
-        self, number: int, equations: set[int], carried: Sequence[Any], ends: Sequence[Any]
+        self,
+        number: int,
+        equations: set[int],
+        carried: Sequence[Any],
+        ends: Sequence[Any],
+        rows: dict[Any, tuple[int, int]],
     ) -> Stage:
         graph = self._graph
+        parts, changed = of_rows(graph, equations, rows)
         names: dict[Any, Name] = dict(graph.arguments)
+        names |= {part: graph.arguments[variable] for variable, part in parts.items()}
         names |= {variable: ("x", index) for index, variable in enumerate(carried)}
         gives: dict[Name, Any] = {("y", index): end for index, end in enumerate(ends)}
-        marked = {
-            at: graph.equations[at].replace(
-                invars=[
-                    atom if isinstance(atom, Literal) else self._through(atom)
-                    for atom in graph.equations[at].invars
-                ]
-            )
-            for at in equations
-        }
         name = f"{self._name}_{number}"
-        piece = graph.piece(name, equations, gives, names, marked)
+        piece = graph.piece(name, equations, gives, names, changed)
         mesh = self._mesh_of(number, self._count)
         order = sorted(
             range(len(piece.takes)), key=lambda at: (_ORDER[piece.takes[at][0]], piece.takes[at][1])
@@ -207,7 +189,15 @@ class _Cut:
         closed = jax.extend.core.ClosedJaxpr(ordered, piece.closed.consts)
         takes = tuple(piece.takes[at] for at in order)
         x = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in carried]
-        return Stage(number, self._name, mesh, closed, takes, piece.gives, x if number else None)
+        own = {graph.arguments[variable][1]: part for variable, part in rows.items()}
+        return Stage(
+            number, self._name, mesh, closed, takes, piece.gives, x if number else None, own
+        )
 
 
 _ORDER = {"param": 0, "x": 1, "batch": 2, KEY[0]: 3}
+
+
+def _behind(atom: Any, marked: dict[Any, Any]) -> Any:
+    """Return what a mark was put on, for a result of the mark."""
+    return atom if isinstance(atom, Literal) else marked.get(atom, atom)

@@ -16,6 +16,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.gradients.graph import Graph
 from pw.client.pipeline.choosing import Cuts, choose
 from pw.client.pipeline.cutting import cut_stages
+from pw.client.pipeline.rows import Rows, joined, rows_of, shape_of
 from pw.client.pipeline.stages import (
     Stage,
     described,
@@ -204,7 +205,10 @@ class Marked:
         self.takes_key = takes_key(function)
 
     def trees(self, params: Any, batch: Sequence[Any]) -> list[Any]:
-        """Return the parameters of each stage: the user's tree, with None for those of other stages."""
+        """Return the parameters of each stage: the user's tree, with None for those of other stages.
+
+        Of a parameter whose rows are divided among stages, each has its `Rows`.
+        """
         if not batch:
             raise ArgumentError(
                 f"which stage of {self.name!r} has which parameters depends on the batch too: pass a batch, or "
@@ -215,44 +219,63 @@ class Marked:
         leaves, tree = jax.tree.flatten(params)
         used = [{index for kind, index in stage.takes if kind == "param"} for stage in stages]
         used[0] |= set(range(len(leaves))) - set().union(*used)
+
+        def own(stage: Stage, index: int, leaf: Any) -> Any:
+            if index in stage.rows:
+                return rows_of(leaf, stage.rows[index], stage.mesh)
+            return leaf if index in used[stage.number] else None
+
         return [
-            jax.tree.unflatten(tree, [v if at in own else None for at, v in enumerate(leaves)])
-            for own in used
+            jax.tree.unflatten(tree, [own(stage, *leaf) for leaf in enumerate(leaves)])
+            for stage in stages
         ]
 
     def whole(self, trees: Sequence[Any]) -> Any:
         """Return the parameters in the user's form."""
-        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
-        structure = jax.tree.structure(trees[0], is_leaf=_is_none)
-        merged = [
-            next((v for v in leaf if v is not None), None) for leaf in zip(*flat, strict=True)
-        ]
-        return jax.tree.unflatten(structure, merged)
+        return self._merged(trees, lambda leaf: joined(leaf) if _is_rows(leaf[0]) else leaf[0])
+
+    def _merged(self, trees: Sequence[Any], merge: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return the tree of the parameters, with what `merge` makes of the stages' values of each."""
+        leaves = [[value for value in leaf if value is not None] for leaf in self._leaves(trees)]
+        structure = jax.tree.structure(trees[0], is_leaf=_is_leaf)
+        return jax.tree.unflatten(structure, [merge(leaf) if leaf else None for leaf in leaves])
+
+    def _leaves(self, trees: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return what each stage has of each parameter: its value, some `Rows`, or None."""
+        flat = [jax.tree.leaves(tree, is_leaf=_is_leaf) for tree in trees]
+        return list(zip(*flat, strict=True))
 
     def numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
         """Return the leaves of each stage's tree by their numbers in the whole tree."""
-        numbered: list[dict[int, Any]] = [{} for _ in trees]
-        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
-        number = 0
-        for leaf in zip(*flat, strict=True):
-            for own, value in zip(numbered, leaf, strict=True):
-                if value is not None:
-                    own[number] = value
-            number += any(value is not None for value in leaf)
-        return numbered
+        return [
+            {index: value.value if _is_rows(value) else value for index, value in own.items()}
+            for own in self._numbered(trees)
+        ]
+
+    def _numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
+        leaves = [leaf for leaf in self._leaves(trees) if any(v is not None for v in leaf)]
+        return [
+            {index: leaf[stage] for index, leaf in enumerate(leaves) if leaf[stage] is not None}
+            for stage in range(len(trees))
+        ]
 
     def trace(self, trees: Sequence[Any], batch: Sequence[Any], key: Any) -> list[Stage]:
         """Trace the function for a microbatch, and cut it."""
-        stages = self._cut(shapes(self.whole(trees)), batch, key)
-        numbered = self.numbered(trees)
-        for stage, own in zip(stages, numbered, strict=True):
+        stages = self._cut(self._shapes(trees), batch, key)
+        for stage, own in zip(stages, self._numbered(trees), strict=True):
+            rows = {index: leaf.range for index, leaf in own.items() if _is_rows(leaf)}
             missing = {index for kind, index in stage.takes if kind == "param"} - set(own)
+            missing |= {index for index, _ in rows.items() ^ stage.rows.items()}
             if missing:
                 raise ArgumentError(
                     f"stage {stage.number} of {self.name!r} uses {len(missing)} parameters that its part of "
                     "the state does not have; make the state with init(params, *batch)"
                 )
         return stages
+
+    def _shapes(self, trees: Sequence[Any]) -> Any:
+        """Return the shapes of the parameters in the user's form."""
+        return self._merged(trees, lambda leaf: shape_of(leaf[0]))
 
     def _cut(self, params: Any, batch: Sequence[Any], key: Any) -> list[Stage]:
         return cut_stages(self._function, self.mesh, params, batch, key, self._count, self._chosen)
@@ -270,10 +293,10 @@ class Marked:
         """Return for each copy of a parameter the one that is updated: that of the first stage."""
         first: dict[int, Slot] = {}
         found: dict[Slot, Slot] = {}
-        for stage, own in enumerate(self.numbered(trees)):
-            for index in own:
+        for stage, own in enumerate(self._numbered(trees)):
+            for index, leaf in own.items():
                 owner = first.setdefault(index, (stage, index))
-                if owner[0] != stage:
+                if owner[0] != stage and not _is_rows(leaf):
                     found[stage, index] = owner
         return found
 
@@ -289,7 +312,7 @@ class Marked:
 
     def param_specs(self, trees: Sequence[Any]) -> Specs:
         """Return the user's shardings of parameters."""
-        flat = spread(self._entries(0)[0], self.whole(trees), self._what)
+        flat = spread(self._entries(0)[0], self._shapes(trees), self._what)
         numbered = enumerate(self.numbered(trees))
         return {(stage, index): flat[index] for stage, own in numbered for index in own}
 
@@ -345,5 +368,9 @@ def _plain(key: Any) -> Any:
     return key
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or isinstance(node, Rows)
