@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from jax._src.source_info_util import summarize
+from jax._src.source_info_util import user_frames
 
 from pw.client.gradients.graph import Graph, Literal, size_bytes
 from pw.client.pipeline.costs import cost_of, cost_of_jaxpr
@@ -236,6 +236,15 @@ def _evenest(
     return list(min(best)[2][:-1])
 
 
+def line_of(eqn: Any) -> str:
+    """Return the line of the user's code that an equation comes from: the innermost outside of libraries."""
+    frames = list(user_frames(eqn.source_info.traceback))
+    own = [frame for frame in frames if "site-packages" not in frame.file_name]
+    return next(
+        (f"{at.file_name}:{at.start_line} ({at.function_name})" for at in own or frames), "?"
+    )
+
+
 def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
     total = sum(unit.cost for unit in units)
     if len(units) < count:
@@ -247,7 +256,7 @@ def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
     eqn = graph.equations[unit.place.equation]
     return (
         f"{name!r} cannot be cut into {count} stages of about the same cost: {eqn.primitive.name} at "
-        f"{summarize(eqn.source_info)} takes {unit.cost / total:.0%} of the cost, and a stage cannot have less "
+        f"{line_of(eqn)} takes {unit.cost / total:.0%} of the cost, and a stage cannot have less "
         "than one operation; pass a smaller stages=, or call pw.stage_boundary where the stages meet"
     )
 

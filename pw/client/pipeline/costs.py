@@ -15,7 +15,9 @@ from pw.client.gradients.graph import jaxprs_inside, size_bytes
 FLOPS_PER_BYTE = 30
 """Operations in the time in which memory takes a byte of a fused elementwise operation."""
 
-FREE = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "stop_gradient"])
+FREE = frozenset(
+    ["broadcast_in_dim", "expand_dims", "reshape", "slice", "squeeze", "stop_gradient"]
+)
 """Primitives that take no time: XLA makes them a part of their users."""
 
 

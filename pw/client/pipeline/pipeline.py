@@ -19,6 +19,7 @@ from pw.client.pipeline.gradients import Tasks, tasks_of
 from pw.client.pipeline.measured import Measured, Names, measured
 from pw.client.pipeline.microbatches import Microbatches
 from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
+from pw.client.pipeline.plan import PipelinePlan
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
@@ -176,6 +177,14 @@ class Pipeline:
             total = total + self._form.loss(params, micro, key, number)
         return total / self.microbatches
 
+    def plan(self, params: Any, *batch: Any) -> PipelinePlan:
+        """Return what each stage costs, has and sends; prints as a table. Nothing runs.
+
+        Args:
+            params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
+        """
+        return PipelinePlan.of(self._form.name, self._stages(params, batch))
+
     def activation_bytes(self, params: Any, *batch: Any) -> list[int]:
         """Return the most that each stage keeps of forward passes for its backward passes, in bytes.
 
@@ -185,10 +194,7 @@ class Pipeline:
         Args:
             params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
         """
-        micro = self._parts.shapes(batch)
-        trees = self._form.trees(params, micro)
-        key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
-        stages = self._form.trace(trees, micro, key)
+        stages = self._stages(params, batch)
         if self._schedule is None:
             self._schedule = self._made([stage.mesh for stage in stages])
         each = [self._tasks(stage, self._schedule).kept_bytes() for stage in stages]
@@ -216,6 +222,13 @@ class Pipeline:
                 f"{self!r} has done no step; call one inside of the block of pw.trace"
             )
         return measured(self.schedule, self._names, timeline)
+
+    def _stages(self, params: Any, batch: Sequence[Any]) -> list[Stage]:
+        """Trace the stages, for shapes of parameters and of a batch."""
+        micro = self._parts.shapes(batch)
+        trees = self._form.trees(params, micro)
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
+        return self._form.trace(trees, micro, key)
 
     # --- the program ---------------------------------------------------------------------------------
 
@@ -431,7 +444,7 @@ def pipeline(
         raise ArgumentError(
             f"pw.pipeline needs microbatches=, a positive number of them, not {count!r}"
         )
-    if stages is not None and (isinstance(stages, bool) or int(stages) != stages or stages < 1):
+    if stages is not None and (not isinstance(stages, int) or stages < 1):
         raise ArgumentError(f"stages= is how many stages there are, not {stages!r}")
     if callable(model):
         if tied:

@@ -138,6 +138,6 @@ def _is_param(graph: Graph, variable: Any) -> bool:
 
 def _rows(eqn: Any, variable: Any) -> Range:
     """Return which rows of a variable an equation uses."""
-    if eqn.primitive.name == "slice" and eqn.params["strides"] is None:
+    if eqn.primitive.name == "slice":
         return eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
     return 0, max([1, *variable.aval.shape[:1]])
