@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from jax._src.source_info_util import user_frames
@@ -35,6 +36,9 @@ MOST_SLACK = 1.5
 
 CELLS = 100
 """Places for a cut that are compared, for each stage."""
+
+
+_HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def _evenest(
 def line_of(eqn: Any) -> str:
     """Return the line of the user's code that an equation comes from: the innermost outside of libraries."""
     frames = list(user_frames(eqn.source_info.traceback))
-    own = [frame for frame in frames if "site-packages" not in frame.file_name]
+    own = [f for f in frames if "site-packages" not in f.file_name and _HERE not in f.file_name]
     return next(
         (f"{at.file_name}:{at.start_line} ({at.function_name})" for at in own or frames), "?"
     )
@@ -247,17 +251,13 @@ def line_of(eqn: Any) -> str:
 
 def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
     total = sum(unit.cost for unit in units)
-    if len(units) < count:
-        return (
-            f"{name!r} has {len(units)} operations on parameters and batch, which are not enough for "
-            f"{count} stages; pass a smaller stages="
-        )
     unit = max(units, key=lambda unit: unit.cost)
     eqn = graph.equations[unit.place.equation]
     return (
-        f"{name!r} cannot be cut into {count} stages of about the same cost: {eqn.primitive.name} at "
-        f"{line_of(eqn)} takes {unit.cost / total:.0%} of the cost, and a stage cannot have less "
-        "than one operation; pass a smaller stages=, or call pw.stage_boundary where the stages meet"
+        f"{name!r} cannot be cut into {count} stages of about the same cost: of its {len(units)} operations on "
+        f"parameters and batch, {eqn.primitive.name} at {line_of(eqn)} takes {unit.cost / total:.0%} of the "
+        "cost, and is not divided; pass a smaller stages=, take loops and checkpoints apart, or call "
+        "pw.stage_boundary where the stages meet"
     )
 
 

@@ -62,10 +62,8 @@ def _in_groups(graph: Graph, eqn: Any, starts: Sequence[int]) -> Any:
             if begin:
                 mark.bind()
             rows = (length - end, length - begin) if params["reverse"] else (begin, end)
-            xs = [
-                jax.lax.convert_element_type(jax.lax.slice_in_dim(x, *rows), dtype)
-                for x, dtype in zip(operands[consts + carries :], dtypes, strict=True)
-            ]
+            xs = [jax.lax.slice_in_dim(x, *rows) for x in operands[consts + carries :]]
+            xs = [x if x.dtype == d else x.astype(d) for x, d in zip(xs, dtypes, strict=True)]
             own = {**params, "length": end - begin}
             results = eqn.primitive.bind(*first, *carry, *xs, **own)
             carry, ys = results[:carries], results[carries:]
@@ -84,5 +82,5 @@ def _uncast(graph: Graph, atom: Any) -> Any:
     at = None if isinstance(atom, Literal) else graph.position.get(atom)
     if at is not None and graph.equations[at].primitive.name == "convert_element_type":
         (before,) = graph.equations[at].invars
-        return before if before in graph.arguments else atom
+        return atom if isinstance(before, Literal) or before not in graph.arguments else before
     return atom
