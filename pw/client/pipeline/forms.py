@@ -200,6 +200,8 @@ class Marked:
         self._meshes = meshes
         self._in_shardings = in_shardings
         self._count = count
+        self.meshes = None if count is None else [self.mesh(n, count) for n in range(count)]
+        """Where the stages run; None if the marks say how many there are."""
         self._cuts: Cuts | None = None
         """Where the function is cut, if it has no marks; known after it was traced."""
         self.takes_key = takes_key(function)

@@ -56,7 +56,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._recompute = recompute
         self._schedule: Schedule | None = None
-        if isinstance(form, Listed):
+        if form.meshes is not None:
             self._schedule = self._made(form.meshes)
         self._train = recorded_program(self._train_step, timeout=timeout)
         self._differentiate = recorded_program(self._gradient_step, timeout=timeout)
@@ -68,7 +68,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; of a function with marks it is known after `init`."""
+        """The schedule; of a function with marks and no `stages` it is known after `init`."""
         if self._schedule is None:
             raise ArgumentError(
                 f"how many stages {self._form.name!r} has is not known yet; call init(params, *batch) first"
@@ -123,7 +123,7 @@ class Pipeline:
             batch: trees of arrays whose first dimension is divided into microbatches; the first goes to the
                 first stage, the others to the last (of one function: to the stages that use them).
             key: a PRNG key, for stage functions with a parameter `key`. A stage gets
-                `fold_in(fold_in(key, microbatch), stage)`, one function with marks `fold_in(key, microbatch)`,
+                `fold_in(fold_in(key, microbatch), stage)`, one function `fold_in(key, microbatch)`,
                 whatever the schedule.
 
         Raises:
@@ -414,7 +414,7 @@ def pipeline(
             it returns the loss, the mean over a microbatch. Or one function of (params, *batch) that returns
             the loss; it is cut where it calls `pw.stage_boundary`, or, without such calls, where stages cost
             alike.
-        stages: into how many stages one function is cut; with marks it says nothing more.
+        stages: into how many stages one function without marks is cut.
         microbatches: into how many parts a batch is divided, by rows; a schedule of your own says it too.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", or a `pw.Schedule`.
         meshes: a mesh for each stage. If there are fewer, the stages take them in turn, so that several
