@@ -17,10 +17,11 @@ import pytest
 
 import pw
 from pw.client.gradients.graph import Graph
-from pw.client.pipeline.choosing import balanced, units_of
+from pw.client.pipeline.choosing import balanced, choose
 from pw.client.pipeline.costs import FLOPS_PER_BYTE
 from pw.client.pipeline.forms import Marked
 from pw.client.pipeline.plan import PlannedStage
+from pw.client.pipeline.units import units_of
 from pw.testing import InProcessCluster
 from tests.stages.stage import mesh_on
 
@@ -173,6 +174,16 @@ def test_iterations_of_a_scan_are_units() -> None:
     assert [unit.sent_bytes for unit in scan] == [4 + 32 + 4, 4 + 32 + 8, 4 + 32 + 12]
 
 
+def test_a_scan_is_unrolled_where_its_iterations_are_too_coarse() -> None:
+    def choice(layers: int, stages: int) -> Any:
+        return choose(graph_of(cast, first_params(layers), *batch()), stages, "cast")
+
+    assert choice(16, 4).scans == ()
+    coarse = choice(3, 2)
+    assert len(coarse.scans) == 1
+    assert {place.iteration for place in coarse.places} == {0}
+
+
 # --- pipelines ---------------------------------------------------------------------------------------
 
 
@@ -300,18 +311,22 @@ def cast(params: Any, words: Any, targets: Any) -> Any:
     return jnp.mean((scores - targets) ** 2) + jnp.sum(means.astype(jnp.float32) * weights)
 
 
-def test_weights_in_another_precision_are_divided_too(meshes: list[pw.Mesh]) -> None:
-    params = first_params(layers=4)
+@pytest.mark.parametrize("layers", [4, 3])
+def test_weights_in_another_precision_are_divided_too(meshes: list[pw.Mesh], layers: int) -> None:
+    """With three layers the scan is unrolled: one of them is cut in its middle."""
+    params = first_params(layers)
     step = pw.pipeline(cast, stages=2, meshes=meshes[1:3], microbatches=2)
     plan = step.plan(params, *batch())
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert plan.imbalance < 1.15
     assert sum(stage.param_bytes for stage in plan.stages) == whole
     form = Marked(cast, meshes[1:3], None, 2)
     micro = [leaf[:2] for leaf in batch()]
     trees = form.trees(params, micro)
     near(form.whole(trees), params)
     stages = form.trace(trees, micro, None)
-    assert set(stages[0].rows.values()) == {(2, 4)}  # the last layers come first
+    # The last layers come first.
+    assert set(stages[0].rows.values()) == ({(2, 4)} if layers == 4 else {(1, 3), (2, 3)})
     values: list[Any] = []
     for stage, own in zip(stages, form.numbered(trees), strict=True):
         known = {("param", n): leaf for n, leaf in own.items()}
@@ -349,8 +364,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a checkpoint around all": (
         at_once,
-        {"stages": 2},
-        r"'at_once' cannot be cut into 2 stages .*: of its 1 operations .* at .*choosing.py:.* 100% of",
+        {"stages": 4},
+        r"'at_once' cannot be cut into 4 stages .*: of its 1 operations .* at .*choosing.py:.* 100% of",
     ),
     "no number": (scanned, {"stages": "4"}, "stages= is how many stages there are, not '4'"),
     "a list": ([scanned, scanned], {"stages": 3}, "the list has 2 stage functions"),

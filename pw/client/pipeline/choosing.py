@@ -1,12 +1,13 @@
 """Where a function without marks is cut: into stages that cost alike, with few bytes between them.
 
-The function is a list of units, in the order in which it was traced: equations, and the iterations of scans.
-It is cut between units. Three things decide, one after the other:
+The function is a list of units (`units`), and is cut between them. Three things decide, one after the other:
 
 1. How many bytes a cut may send: as few as are possible with a slowest stage that is at most `SLACK` times as
    slow as it could be. Still fewer if they save more time than the slowest stage loses.
 2. How slow the slowest stage is.
 3. How even all stages are, and what all cuts send.
+
+If the iterations of a scan are too coarse for stages that cost alike, the scan is unrolled first.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, pairwise
 
-from jax._src.source_info_util import user_frames
-
-from pw.client.gradients.graph import Graph, Literal, size_bytes
-from pw.client.pipeline.costs import cost_of, cost_of_jaxpr
+from pw.client.gradients.graph import Graph
+from pw.client.pipeline.groups import unrolled
+from pw.client.pipeline.units import Place, Unit, line_of, rounds_of, units_of
 from pw.core.errors import ArgumentError
 
 FLOPS_PER_SENT_BYTE = 300
@@ -34,29 +32,11 @@ SLACK = 1.1
 MOST_SLACK = 1.5
 """The same, where the bytes that are saved take longer than the slowest stage loses."""
 
+COARSE = 10
+"""A scan may be unrolled if a stage has fewer of its iterations."""
+
 CELLS = 100
 """Places for a cut that are compared, for each stage."""
-
-
-_HERE = str(Path(__file__).parent)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place between units: before an equation, or before one of the iterations of a scan."""
-
-    equation: int
-    iteration: int = 0
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is not cut: an equation, or an iteration of a scan."""
-
-    place: Place
-    cost: float
-    sent_bytes: int
-    """What later units use of this one and those before."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +45,10 @@ class Cuts:
 
     operations: tuple[tuple[str, int], ...]
     """The name of each equation, and into how many units it can be divided."""
+    scans: tuple[int, ...]
+    """The equations that are unrolled."""
     places: tuple[Place, ...]
+    """The places in the function that has these scans unrolled."""
 
 
 def choose(graph: Graph, count: int, name: str, before: Cuts | None = None) -> Cuts:
@@ -85,76 +68,28 @@ def choose(graph: Graph, count: int, name: str, before: Cuts | None = None) -> C
     if before and before.operations == operations and len(before.places) == count - 1:
         return before
     units = units_of(graph)
-    chosen = balanced([u.cost for u in units], [u.sent_bytes for u in units], count)
-    if chosen is None:
+    share = sum(unit.cost for unit in units) / count
+    coarse = {u.place.equation for u in units if u.place.iteration and u.cost * COARSE > share}
+    scans: tuple[int, ...] = ()
+    slowest, places = _cut(units, count)
+    if coarse and slowest > SLACK * share:
+        finer = units_of(unrolled(graph, coarse))
+        faster, others = _cut(finer, count)
+        if faster * SLACK < slowest:
+            slowest, places, scans = faster, others, tuple(coarse)
+    if slowest == math.inf:
         raise ArgumentError(_why_not(graph, units, count, name))
-    return Cuts(operations, tuple(units[at].place for at in chosen))
+    return Cuts(operations, scans, places)
 
 
-def sources(graph: Graph) -> dict[Any, frozenset[str]]:
-    """Return for each variable whether it follows from parameters ("param"), from the "batch", or both."""
-    sources: dict[Any, frozenset[str]] = {}
-    for variable, (kind, _) in graph.arguments.items():
-        sources[variable] = frozenset([kind if kind == "param" else "batch"])
-    for eqn in graph.equations:
-        operands = [sources.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)]
-        sources.update(dict.fromkeys(eqn.outvars, frozenset().union(*operands)))
-    return sources
-
-
-def units_of(graph: Graph) -> list[Unit]:
-    """Return the units of a function: of what the loss needs, and depends on parameters and batch.
-
-    What depends on one of them only is computed by each stage that uses it; its cost is that of the first user.
-    """
-    follows = sources(graph)
-    results = list(graph.results.values())
-    needed, _ = graph.before(results, lambda v: False)
-    mixed = {at for at in needed if len(follows[graph.equations[at].outvars[0]]) == 2}
-    last = {v: at for at in sorted(mixed) for v in _variables(graph.equations[at].invars)}
-    last |= dict.fromkeys(_variables(results), len(graph.equations))
-    counted = set(mixed)
-    units: list[Unit] = []
-    live: dict[Any, int] = {}
-    """The size of each value that is there and used later."""
-    for at in sorted(mixed):
-        eqn = graph.equations[at]
-        alone, _ = graph.before(eqn.invars, lambda v: graph.position[v] in counted)
-        counted.update(alone)
-        cost = sum(cost_of(graph.equations[one]) for one in alone)
-        rounds = rounds_of(eqn)
-        if rounds > 1:
-            each = cost_of_jaxpr(eqn.params["jaxpr"].jaxpr)
-            sent = _sent_within(eqn, live, last, follows, at)
-            units += [
-                Unit(Place(at, n), each + (0 if n else cost), sent[n]) for n in range(rounds - 1)
-            ]
-            cost = each
-        else:
-            cost += cost_of(eqn)
-        live = {v: size for v, size in live.items() if last[v] > at}
-        live |= {v: size_bytes(v.aval) for v in eqn.outvars if last.get(v, -1) > at}
-        units.append(Unit(Place(at, max(rounds - 1, 0)), cost, sum(live.values())))
-    return units
-
-
-def rounds_of(eqn: Any) -> int:
-    """Return into how many units an equation can be divided: the iterations of a scan."""
-    return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
-
-
-def _sent_within(
-    eqn: Any, live: dict[Any, int], last: dict[Any, int], follows: dict[Any, Any], at: int
-) -> list[int]:
-    """Return what a cut behind each iteration of a scan sends, and the parameters that both sides have."""
-    consts, carries, length = (eqn.params[n] for n in ("num_consts", "num_carry", "length"))
-    first, carried = eqn.invars[:consts], eqn.invars[consts : consts + carries]
-    kept = [v for v in live if last[v] > at or v not in _variables(carried) or v in first]
-    shared = {v for v in _variables(first) if "param" in follows.get(v, ()) and v not in live}
-    fixed = sum(live[v] for v in kept) + sum(size_bytes(v.aval) for v in shared)
-    fixed += sum(size_bytes(v.aval) for v in eqn.outvars[:carries])
-    row = sum(size_bytes(v.aval) for v in eqn.outvars[carries:] if v in last) // length
-    return [fixed + row * (n + 1) for n in range(length)]
+def _cut(units: Sequence[Unit], count: int) -> tuple[float, tuple[Place, ...]]:
+    """Return the cost of the slowest stage, and where the others begin; infinity if there is no choice."""
+    costs = [unit.cost for unit in units]
+    chosen = balanced(costs, [unit.sent_bytes for unit in units], count)
+    if chosen is None:
+        return math.inf, ()
+    ends = pairwise([0, *chosen, len(units)])
+    return max(sum(costs[a:b]) for a, b in ends), tuple(units[at].place for at in chosen)
 
 
 def balanced(costs: Sequence[float], sent: Sequence[int], count: int) -> list[int] | None:
@@ -240,15 +175,6 @@ def _evenest(
     return list(min(best)[2][:-1])
 
 
-def line_of(eqn: Any) -> str:
-    """Return the line of the user's code that an equation comes from: the innermost outside of libraries."""
-    frames = list(user_frames(eqn.source_info.traceback))
-    own = [f for f in frames if "site-packages" not in f.file_name and _HERE not in f.file_name]
-    return next(
-        (f"{at.file_name}:{at.start_line} ({at.function_name})" for at in own or frames), "?"
-    )
-
-
 def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
     total = sum(unit.cost for unit in units)
     unit = max(units, key=lambda unit: unit.cost)
@@ -259,7 +185,3 @@ def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
         "cost, and is not divided; pass a smaller stages=, take loops and checkpoints apart, or call "
         "pw.stage_boundary where the stages meet"
     )
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]

@@ -19,8 +19,8 @@ import jax
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.gradients.graph import Graph, Literal, Name
-from pw.client.pipeline.choosing import Cuts, sources
-from pw.client.pipeline.groups import with_marks
+from pw.client.pipeline.choosing import Cuts
+from pw.client.pipeline.groups import unrolled, with_marks
 from pw.client.pipeline.marks import has_mark, mark
 from pw.client.pipeline.rows import divided, of_rows
 from pw.client.pipeline.stages import (
@@ -30,6 +30,7 @@ from pw.client.pipeline.stages import (
     is_float,
     takes_key,
 )
+from pw.client.pipeline.units import sources
 from pw.client.trace.export import tracing
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
@@ -78,9 +79,9 @@ def cut_stages(
     takes = [(kind, index) for kind, count in kinds for index in range(count)]
     graph = Graph(closed, takes, [("y", 0)])
     if count is not None and not any(map(has_mark, graph.equations)):
-        cuts = choose(graph)
         with tracing(mesh_of(0, 0)):
-            graph = Graph(with_marks(graph, cuts), takes, [("y", 0)])
+            cuts = choose(graph)
+            graph = with_marks(unrolled(graph, cuts.scans), cuts.places)
     return _Cut(graph, name, mesh_of, count).stages()
 
 

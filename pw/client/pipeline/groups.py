@@ -1,9 +1,9 @@
-"""How a chosen cut becomes marks in a function: between equations, or between groups of a scan's iterations."""
+"""A function in which scans over layers are taken apart: into groups of iterations, or into all of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,33 +12,46 @@ import jax.numpy as jnp
 from jax._src.source_info_util import user_context
 
 from pw.client.gradients.graph import Graph, Literal
-from pw.client.pipeline.choosing import Cuts
 from pw.client.pipeline.marks import mark
+from pw.client.pipeline.units import Place
 
 
-def with_marks(graph: Graph, cuts: Cuts) -> Any:
-    """Return the function of a graph with a mark at each cut, as a `ClosedJaxpr`."""
+def with_marks(graph: Graph, places: Sequence[Place]) -> Graph:
+    """Return a function with a mark at each of these places; scans are divided into groups there."""
     inside: defaultdict[int, list[int]] = defaultdict(list)
-    for place in cuts.places:
+    for place in places:
         inside[place.equation].append(place.iteration)
     (alone,) = jax.make_jaxpr(mark.bind)().eqns
-    equations: list[Any] = []
-    for at, eqn in enumerate(graph.equations):
-        starts = inside[at]
-        if 0 in starts:
-            equations.append(alone)
+    instead: dict[int, list[Any]] = {}
+    for at, starts in inside.items():
+        eqn = graph.equations[at]
         groups = [start for start in starts if start]
-        equations.append(_in_groups(graph, eqn, groups) if groups else eqn)
+        instead[at] = [alone] if 0 in starts else []
+        instead[at].append(_apart(graph, eqn, groups, is_cut=True) if groups else eqn)
+    return _changed(graph, instead)
+
+
+def unrolled(graph: Graph, scans: Collection[int]) -> Graph:
+    """Return a function without some of its scans: with the operations of each of their iterations."""
+
+    def iterations(eqn: Any) -> Any:
+        return _apart(graph, eqn, range(1, eqn.params["length"]), is_cut=False)
+
+    return _changed(graph, {at: [iterations(graph.equations[at])] for at in scans})
+
+
+def _changed(graph: Graph, instead: Mapping[int, Sequence[Any]]) -> Graph:
+    """Return a function with other equations instead of some."""
+    equations = [one for at, eqn in enumerate(graph.equations) for one in instead.get(at, [eqn])]
     jaxpr = graph.jaxpr.replace(
-        constvars=list(graph.constants),
-        outvars=list(graph.results.values()),
-        eqns=equations,
+        constvars=list(graph.constants), outvars=list(graph.results.values()), eqns=equations
     )
-    return jax.extend.core.ClosedJaxpr(jaxpr, list(graph.constants.values()))
+    closed = jax.extend.core.ClosedJaxpr(jaxpr, list(graph.constants.values()))
+    return Graph(closed, list(graph.arguments.values()), list(graph.results))
 
 
-def _in_groups(graph: Graph, eqn: Any, starts: Sequence[int]) -> Any:
-    """Return a scan as a call of a function that scans group after group, with a mark between them.
+def _apart(graph: Graph, eqn: Any, starts: Sequence[int], *, is_cut: bool) -> Any:
+    """Return a scan as a call of a function that scans group after group.
 
     A parameter that is cast before the scan is cast after its rows were taken, so that stages need no others.
 
@@ -46,26 +59,33 @@ def _in_groups(graph: Graph, eqn: Any, starts: Sequence[int]) -> Any:
         graph: the function that has the equation.
         eqn: the equation of the scan.
         starts: the first iteration of each group but the first.
+        is_cut: put marks between the groups. Otherwise, a group is an iteration, and no scan.
     """
     params = eqn.params
     length, consts, carries = params["length"], params["num_consts"], params["num_carry"]
-    invars = [
-        *eqn.invars[: consts + carries],
-        *(_uncast(graph, x) for x in eqn.invars[consts + carries :]),
-    ]
-    dtypes = [x.aval.dtype for x in eqn.invars[consts + carries :]]
+    stacks = eqn.invars[consts + carries :]
+    invars = [*eqn.invars[: consts + carries], *(_uncast(graph, x) for x in stacks)]
+    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+
+    def iteration(operands: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        results = body(*operands, *(x.reshape(x.shape[1:]) for x in xs))
+        return [*results[:carries], *(y[None] for y in results[carries:])]
 
     def groups(*operands: Any) -> list[Any]:
         first, carry = operands[:consts], list(operands[consts : consts + carries])
         made: list[Any] = []
         for begin, end in pairwise([0, *starts, length]):
-            if begin:
+            if begin and is_cut:
                 mark.bind()
             rows = (length - end, length - begin) if params["reverse"] else (begin, end)
             xs = [jax.lax.slice_in_dim(x, *rows) for x in operands[consts + carries :]]
+            dtypes = [x.aval.dtype for x in stacks]
             xs = [x if x.dtype == d else x.astype(d) for x, d in zip(xs, dtypes, strict=True)]
-            own = {**params, "length": end - begin}
-            results = eqn.primitive.bind(*first, *carry, *xs, **own)
+            if is_cut:
+                own = {**params, "length": end - begin}
+                results = eqn.primitive.bind(*first, *carry, *xs, **own)
+            else:
+                results = iteration([*first, *carry], xs)
             carry, ys = results[:carries], results[carries:]
             made.insert(0 if params["reverse"] else len(made), ys)
         return [*carry, *map(jnp.concatenate, zip(*made, strict=True))]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pw.client.gradients.graph import size_bytes
-from pw.client.pipeline.choosing import line_of
 from pw.client.pipeline.costs import cost_of_jaxpr
 from pw.client.pipeline.stages import Stage
+from pw.client.pipeline.units import line_of
 from pw.client.show.tables import Shown, Table
 from pw.core.sizes import size_in_words
 
