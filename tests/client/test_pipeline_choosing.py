@@ -99,7 +99,7 @@ CASES: dict[str, tuple[list[float], list[int], int, list[int] | None]] = {
     "few bytes, for a little more time": ([10, 10, 1, 10, 10], [9, 9, 1, 9, 9], 2, [3]),
     "bytes do not outweigh half of the time": ([10.0] * 6, [1, 9, 9, 9, 9, 0], 2, [3]),
     "a large last one": ([4, 4, 4, 4, 12], [1] * 5, 3, [2, 4]),
-    "no stage that does nothing": ([1e-9, 5, 5, 1e-9], [0, 9, 0, 0], 2, [2]),
+    "no stage that does nothing": ([0, 1e-9, 5, 5, 1e-9, 0], [0, 0, 9, 0, 0, 0], 2, [3]),
     "one stage": ([1.0, 2.0], [3, 0], 1, []),
     "one giant": ([1, 98, 1], [1, 1, 1], 3, None),
     "fewer units than stages": ([1.0, 1.0], [1, 1], 3, None),
@@ -347,6 +347,10 @@ def few_operations(params: Any, words: Any, targets: Any) -> Any:
     return jnp.sum(params["words"]) + jnp.sum(params["words"][words])
 
 
+def no_parameters(params: Any, words: Any, targets: Any) -> Any:
+    return jnp.mean(words * 1.0)
+
+
 def at_once(params: Any, words: Any, targets: Any) -> Any:
     return jax.checkpoint(scanned)(params, words, targets)
 
@@ -362,6 +366,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"stages": 40},
         "'few_operations' cannot be cut into 40 stages of about the same cost: of its [3-6] operations",
     ),
+    "no parameters": (no_parameters, {"stages": 4}, "does not depend on both its parameters and"),
     "a checkpoint around all": (
         at_once,
         {"stages": 4},

@@ -68,6 +68,10 @@ def choose(graph: Graph, count: int, name: str, before: Cuts | None = None) -> C
     if before and before.operations == operations and len(before.places) == count - 1:
         return before
     units = units_of(graph)
+    if not units:
+        raise ArgumentError(
+            f"the loss of {name!r} does not depend on both its parameters and its batch"
+        )
     share = sum(unit.cost for unit in units) / count
     coarse = {u.place.equation for u in units if u.place.iteration and u.cost * COARSE > share}
     scans: tuple[int, ...] = ()
@@ -110,8 +114,8 @@ def balanced(costs: Sequence[float], sent: Sequence[int], count: int) -> list[in
     cells: dict[int, int] = {}
     for at in range(len(costs) - 1):
         cell = int(reached[at] / total * CELLS * count)
-        is_end = cell in (0, CELLS * count - 1)  # a stage that does nothing
-        if not is_end and (cell not in cells or sent[at] < sent[cells[cell]]):
+        does_something = 0 < cell < CELLS * count - 1  # the first stage, and the last
+        if does_something and (cell not in cells or sent[at] < sent[cells[cell]]):
             cells[cell] = at
     places = sorted(cells.values())
     sizes = sorted({sent[at] for at in places}) or [0]
