@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import pallas as pl
 
 import pw
 from pw.client.gradients.graph import Graph
+from pw.client.pipeline import costs
 from pw.client.pipeline.choosing import balanced, choose
-from pw.client.pipeline.costs import FLOPS_PER_BYTE
 from pw.client.pipeline.forms import Marked
 from pw.client.pipeline.plan import PlannedStage
 from pw.client.pipeline.units import units_of
@@ -134,6 +135,56 @@ def graph_of(function: Any, params: Any, *batch: Any) -> Graph:
     return Graph(closed, takes, [("y", 0)])
 
 
+def product(x: Any) -> Any:
+    return jnp.einsum("bij,bkj->bik", x, x)
+
+
+def convolution(x: Any) -> Any:
+    kernel = jnp.ones((5, 3, 2, 2))  # 5 features of 3, from 2 x 2
+    return jax.lax.conv(x[:, :3], kernel, (1, 1), "VALID")
+
+
+def repeated(x: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (product(x), None), x, None, 5)[0]
+
+
+def branch(x: Any) -> Any:
+    return jax.lax.cond(x[0, 0, 0] > 0, product, lambda x: x @ x @ x, x)
+
+
+def kernel(x: Any) -> Any:
+    def body(x: Any, y: Any) -> None:
+        y[...] = x[...] @ x[...]
+
+    block = pl.BlockSpec((1, 4, 4), lambda n: (n, 0, 0))
+    return pl.pallas_call(
+        lambda x, y: body(x.at[0], y.at[0]),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(6,),
+        in_specs=[block],
+        out_specs=block,
+    )(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "flops"),
+    [
+        (product, (6, 4, 4), 6 * 2 * 4**3),
+        (convolution, (2, 3, 4, 4), 2 * (3 * 2 * 2) * (2 * 5 * 3 * 3)),
+        (jax.checkpoint(product), (6, 4, 4), 6 * 2 * 4**3),
+        (repeated, (6, 4, 4), 5 * 6 * 2 * 4**3),
+        (branch, (6, 4, 4), 2 * 6 * 2 * 4**3),
+        (kernel, (6, 4, 4), 6 * 2 * 4**3),
+    ],
+    ids=["product", "convolution", "checkpoint", "scan", "branch", "kernel"],
+)
+def test_products_count_their_operations(
+    function: Any, shape: Any, flops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "FLOPS_PER_BYTE", 0)
+    assert costs.cost_of_jaxpr(jax.make_jaxpr(function)(jnp.ones(shape)).jaxpr) == flops
+
+
 def test_units_are_what_depends_on_parameters_and_batch() -> None:
     def loss(params: Any, x: Any) -> Any:
         mask = jnp.exp(x)  # by the batch alone: computed where it is used, and never sent
@@ -144,7 +195,7 @@ def test_units_are_what_depends_on_parameters_and_batch() -> None:
         graph_of(loss, {"w": np.ones((4, 4), np.float32)}, np.ones((2, 4), np.float32))
     )
     product = 2 * 2 * 4 * 4
-    written = FLOPS_PER_BYTE * 4 * 2 * 4
+    written = costs.FLOPS_PER_BYTE * 4 * 2 * 4
     assert [unit.cost for unit in units] == [
         product + 2 * written,  # with the weight
         product,

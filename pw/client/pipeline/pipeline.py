@@ -1,7 +1,8 @@
 """`pw.pipeline`: a model in stages on several slices, trained step by step as one program.
 
-See `docs/pipelines.md`. The stages are traced (`forms`, `stages`, `cutting`), each becomes a few computations
-(`gradients`), a schedule orders them (`schedule`, `schedules`), and one program calls them (`step`).
+See `docs/pipelines.md`. The stages are traced (`forms`, `stages`, `cutting`; `choosing` for models without
+marks), each becomes a few computations (`gradients`), a schedule orders them (`schedule`, `schedules`), and one
+program calls them (`step`).
 """
 
 from __future__ import annotations
