@@ -183,9 +183,11 @@ def _why_not(graph: Graph, units: Sequence[Unit], count: int, name: str) -> str:
     total = sum(unit.cost for unit in units)
     unit = max(units, key=lambda unit: unit.cost)
     eqn = graph.equations[unit.place.equation]
+    what = (
+        f"{eqn.primitive.name} at {line_of(eqn) or '?'} takes {unit.cost / total:.0%} of the cost"
+    )
     return (
         f"{name!r} cannot be cut into {count} stages of about the same cost: of its {len(units)} operations on "
-        f"parameters and batch, {eqn.primitive.name} at {line_of(eqn)} takes {unit.cost / total:.0%} of the "
-        "cost, and is not divided; pass a smaller stages=, take loops and checkpoints apart, or call "
-        "pw.stage_boundary where the stages meet"
+        f"parameters and batch, {what}, and is not divided; pass a smaller stages=, take loops and checkpoints "
+        "apart, or call pw.stage_boundary where the stages meet"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
 
 from pw.client.gradients.graph import size_bytes
 from pw.client.pipeline.costs import cost_of_jaxpr
@@ -33,13 +35,16 @@ class PlannedStage:
         names = dict(zip(jaxpr.invars, stage.takes, strict=True))
         params = [v for v, (kind, _) in names.items() if kind == "param"]
         inputs = [v for v, (kind, _) in names.items() if kind == ("x" if stage.number else "batch")]
-        takes_inputs = (e for e in jaxpr.eqns if any(v is x for v in e.invars for x in inputs))
-        first = next(takes_inputs, None)
+
+        def is_before(eqn: Any) -> bool:
+            return not any(atom is taken for atom in eqn.invars for taken in inputs)
+
+        lines = map(line_of, dropwhile(is_before, jaxpr.eqns))
         return cls(
             cost_of_jaxpr(jaxpr),
             sum(size_bytes(v.aval) for v in params),
             0 if is_last else sum(map(size_bytes, stage.outputs)),
-            line_of(first) if first else "?",
+            next(filter(None, lines), "?"),
         )
 
 

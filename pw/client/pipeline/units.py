@@ -99,12 +99,14 @@ def _sent_within(
 
 
 def line_of(eqn: Any) -> str:
-    """Return the line of the user's code that an equation comes from: the innermost outside of libraries."""
+    """Return the line of the user's code that an equation comes from; JAX may not know it.
+
+    It is the innermost line outside of libraries.
+    """
     frames = list(user_frames(eqn.source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name and _HERE not in f.file_name]
-    return next(
-        (f"{at.file_name}:{at.start_line} ({at.function_name})" for at in own or frames), "?"
-    )
+    lines = (f"{at.file_name}:{at.start_line} ({at.function_name})" for at in own or frames)
+    return next(lines, "")
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
