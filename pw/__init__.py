@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from pw.client.loops.while_loop import while_loop
     from pw.client.memory import memory
     from pw.client.moe.layer import moe
-    from pw.client.pipeline.cutting import stage_boundary
+    from pw.client.pipeline.marks import stage_boundary
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
     from pw.client.plan import plan
@@ -108,7 +108,7 @@ _LAZY = {
     "Stream": "pw.client.feeding.stream",
     "pipeline": "pw.client.pipeline.pipeline",
     "Pipeline": "pw.client.pipeline.pipeline",
-    "stage_boundary": "pw.client.pipeline.cutting",
+    "stage_boundary": "pw.client.pipeline.marks",
     "Schedule": "pw.client.pipeline.schedule",
     "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",

@@ -305,7 +305,7 @@ def test_the_examples_of_the_page_run(
     cluster: InProcessCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipelines.md").read_text(), re.S)
-    training, marked, printed, own, traced = blocks
+    training, marked, plain, printed, own, traced = blocks
     known: dict[str, Any] = {}
     exec(training.replace("range(10)", "range(2)"), known)
     assert 4 < float(known["loss"]) < 8
@@ -314,6 +314,10 @@ def test_the_examples_of_the_page_run(
     known |= {"params": [{"words": words}, known["middle"]()], "targets": known["inputs"]}
     exec(marked.replace("meshes[:3]", "meshes[:1]"), known)
     assert [len(jax.tree.leaves(stage["params"])) for stage in known["state"]] == [1, 2, 1]
+    exec(plain, known)
+    assert "plain: 2 stages; the slowest costs 1." in capsys.readouterr().out
+    layers = [stage["params"]["layers"]["up"].range for stage in known["state"]]
+    assert layers[0][1] == layers[1][0]
     shown = printed.splitlines()[2:]
     assert shown == str(named("1f1b", [0, 1], 3)).splitlines()[1:]
     with_pictures = {"plot", "stages"}  # the last two lines need matplotlib, and stages

@@ -1,4 +1,4 @@
-"""`stage_boundary`, and how one function with such marks is cut into stages.
+"""How one function is cut into stages: at its marks (`marks`), or where it is best (`choosing`).
 
 The function is traced as a whole, and its jaxpr is cut:
 
@@ -6,6 +6,7 @@ The function is traced as a whole, and its jaxpr is cut:
   of marks before it.
 - What depends on the parameters alone, or on the batch alone (a transposed weight, a mask), belongs to each
   stage that uses it. So a weight that two stages use, such as a tied embedding, is a parameter of both.
+- Of a parameter that stages use by rows (a stack of the layers' weights), each has those that it uses.
 - A value that a later stage uses travels through the stages between, as a part of their inputs and results.
 """
 
@@ -15,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.pipeline.choosing import Cuts
+from pw.client.pipeline.groups import unrolled, with_marks
+from pw.client.pipeline.marks import has_mark, mark
+from pw.client.pipeline.rows import divided, of_rows
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -26,32 +29,11 @@ from pw.client.pipeline.stages import (
     is_float,
     takes_key,
 )
+from pw.client.pipeline.units import sources
 from pw.client.trace.export import tracing
 from pw.client.trace.graph import Graph, Literal, Name
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
-
-
-def stage_boundary(x: Any) -> Any:
-    """Mark where `pw.pipeline` cuts a model: what is computed from the result belongs to the next stage.
-
-    Args:
-        x: a tree of arrays, which it returns. Elsewhere than in a pipeline it does nothing else.
-    """
-    leaves, tree = jax.tree.flatten(x)
-    return jax.tree.unflatten(tree, _mark.bind(*leaves)) if leaves else x
-
-
-_mark: Any = Primitive("pw_stage_boundary")
-_mark.multiple_results = True
-_mark.def_impl(lambda *values: list(values))
-_mark.def_abstract_eval(lambda *avals: list(avals))
-ad.primitive_jvps[_mark] = lambda primals, tangents: (_mark.bind(*primals), list(tangents))
-batching.primitive_batchers[_mark] = lambda values, dimensions: (
-    _mark.bind(*values),
-    dimensions,
-)
-mlir.register_lowering(_mark, lambda ctx, *values: list(values))
 
 
 def cut_stages(
@@ -60,8 +42,10 @@ def cut_stages(
     params: Any,
     batch: Sequence[Any],
     key: Any,
+    count: int | None,
+    choose: Callable[[Graph], Cuts],
 ) -> list[Stage]:
-    """Trace `function(params, *batch)` and cut it at its marks.
+    """Trace `function(params, *batch)` and cut it at its marks, or where `choose` says.
 
     Args:
         function: returns the loss.
@@ -69,9 +53,12 @@ def cut_stages(
         params: a tree of `jax.ShapeDtypeStruct`s. Parameter i of a stage is leaf i of the whole tree.
         batch: trees of shapes of one microbatch.
         key: the type of a PRNG key, or None.
+        count: how many stages the user wants, or None.
+        choose: returns where a function without marks is cut.
 
     Raises:
-        ArgumentError: the function has no marks, or marks where it cannot be cut, or gives no loss.
+        ArgumentError: the function has no marks and `count` is None, or another number of marks, or marks where
+            it cannot be cut, or it gives no loss.
     """
     name = name_of(function)
 
@@ -91,57 +78,66 @@ def cut_stages(
     kinds = [("param", counts[0]), ("batch", counts[1]), ("key", counts[2])]
     takes = [(kind, index) for kind, count in kinds for index in range(count)]
     graph = Graph(closed, takes, [("y", 0)])
-    return _Cut(graph, name, mesh_of).stages()
+    if count is not None and not any(map(has_mark, graph.equations)):
+        with tracing(mesh_of(0, 0)):
+            cuts = choose(graph)
+            graph = with_marks(unrolled(graph, cuts.scans), cuts.places)
+    return _Cut(graph, name, mesh_of, count).stages()
 
 
 class _Cut:
     """One function, cut at its marks."""
 
-    def __init__(self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh]) -> None:
+    def __init__(
+        self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh], count: int | None
+    ) -> None:
         self._graph, self._name, self._mesh_of = graph, name, mesh_of
-        self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is _mark]
+        self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is mark]
         for eqn in graph.equations:
-            if eqn.primitive is not _mark and _has_mark(eqn):
+            if eqn.primitive is not mark and has_mark(eqn):
                 raise ArgumentError(
                     f"{name!r} calls pw.stage_boundary inside of {eqn.primitive.name}; a model can be cut only "
                     "outside of loops, branches and checkpoints"
                 )
-        if not self._marks:
-            raise ArgumentError(
-                f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass a list of stage "
-                "functions, or mark where the stages meet"
-            )
         self._count = len(self._marks) + 1
-        self._source = self._sources()
+        if self._count != (count or self._count):
+            raise ArgumentError(
+                f"{name!r} has {len(self._marks)} pw.stage_boundary(x), which make {self._count} stages, and "
+                f"stages= says {count}; leave out one of both"
+            )
+        if not self._marks and count is None:
+            raise ArgumentError(
+                f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass stages= (how many), a "
+                "list of stage functions, or mark where the stages meet"
+            )
         self._stage = self._places()
 
-    def _sources(self) -> dict[Any, frozenset[str]]:
-        """Return for each variable whether it follows from parameters, from the batch, or from both."""
-        found: dict[Any, frozenset[str]] = {}
-        for variable, (kind, _) in self._graph.arguments.items():
-            found[variable] = frozenset([kind if kind == "param" else "batch"])
-        for eqn in self._graph.equations:
-            before = [found.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)]
-            made = frozenset().union(*before)
-            found.update(dict.fromkeys(eqn.outvars, made))
-        return found
-
     def _places(self) -> dict[Any, int]:
-        """Return the stage of each variable that belongs to one: the number of marks before it."""
+        """Return the stage of each variable that belongs to one: the number of marks before it.
+
+        Marks go: what was computed from their results is computed from what they were put on.
+        """
+        graph, follows = self._graph, sources(self._graph)
         places: dict[Any, int] = {}
-        for at, eqn in enumerate(self._graph.equations):
-            if eqn.primitive is _mark:
+        marked: dict[Any, Any] = {}
+        stage = 0
+        for at, eqn in enumerate(graph.equations):
+            operands = [_behind(atom, marked) for atom in eqn.invars]
+            if eqn.primitive is mark:
+                stage += 1
+                marked.update(zip(eqn.outvars, operands, strict=True))
                 continue
-            if len(self._source[eqn.outvars[0]]) == 2:
-                stage = sum(mark < at for mark in self._marks)
+            graph.equations[at] = eqn.replace(invars=operands)
+            if any(len(follows[variable]) == 2 for variable in eqn.outvars):
                 places.update(dict.fromkeys(eqn.outvars, stage))
+        graph.results |= {name: _behind(v, marked) for name, v in graph.results.items()}
         return places
 
     def stages(self) -> list[Stage]:
         """Return the stages."""
         graph, last = self._graph, self._count - 1
-        loss = self._through(graph.results["y", 0])
-        if self._stage.get(loss) != last:
+        loss = graph.results["y", 0]
+        if isinstance(loss, Literal) or self._stage.get(loss) != last:
             raise ArgumentError(
                 f"the loss of {self._name!r} does not depend on what follows its pw.stage_boundary number "
                 f"{last}; each stage has to add something to the loss"
@@ -152,7 +148,10 @@ class _Cut:
         ends[last] = [loss]
         parts: list[set[int]] = []
         for stage in range(last, -1, -1):
-            equations, starts = self._needed(stage, ends[stage])
+            equations, starts = graph.before(
+                ends[stage],
+                lambda v, stage=stage: self._stage.get(v, stage) < stage,  # type: ignore[misc]
+            )
             parts.insert(0, equations)
             if stage:
                 earlier = [v for v in starts if self._stage.get(v, stage) < stage]
@@ -163,57 +162,25 @@ class _Cut:
                         "used after it"
                     )
                 ends[stage - 1] = carried[stage]
-        return [self._built(n, parts[n], carried[n], ends[n]) for n in range(self._count)]
-
-    def _needed(self, stage: int, ends: Sequence[Any]) -> tuple[set[int], dict[Any, None]]:
-        """Return the equations of a stage, and the variables that it starts from."""
-        equations: set[int] = set()
-        starts: dict[Any, None] = {}
-        waiting = list(ends)
-        seen: set[Any] = set()
-        while waiting:
-            variable = waiting.pop()
-            if isinstance(variable, Literal):
-                continue
-            variable = self._through(variable)
-            if variable in seen:
-                continue
-            seen.add(variable)
-            at = self._graph.position.get(variable)
-            if at is None or self._stage.get(variable, stage) < stage:
-                starts[variable] = None
-            elif at not in equations:
-                equations.add(at)
-                waiting += self._graph.equations[at].invars
-        return equations, starts
-
-    def _through(self, variable: Any) -> Any:
-        """Return the variable that a mark was put on."""
-        at = self._graph.position.get(variable)
-        while at is not None and self._graph.equations[at].primitive is _mark:
-            eqn = self._graph.equations[at]
-            variable = eqn.invars[eqn.outvars.index(variable)]
-            at = None if isinstance(variable, Literal) else self._graph.position.get(variable)
-        return variable
+        rows = divided(graph, parts)
+        return [self._built(n, parts[n], carried[n], ends[n], rows[n]) for n in range(self._count)]
 
     def _built(
-        self, number: int, equations: set[int], carried: Sequence[Any], ends: Sequence[Any]
+        self,
+        number: int,
+        equations: set[int],
+        carried: Sequence[Any],
+        ends: Sequence[Any],
+        rows: dict[Any, tuple[int, int]],
     ) -> Stage:
         graph = self._graph
+        parts, changed = of_rows(graph, equations, rows)
         names: dict[Any, Name] = dict(graph.arguments)
+        names |= {part: graph.arguments[variable] for variable, part in parts.items()}
         names |= {variable: ("x", index) for index, variable in enumerate(carried)}
         gives: dict[Name, Any] = {("y", index): end for index, end in enumerate(ends)}
-        marked = {
-            at: graph.equations[at].replace(
-                invars=[
-                    atom if isinstance(atom, Literal) else self._through(atom)
-                    for atom in graph.equations[at].invars
-                ]
-            )
-            for at in equations
-        }
         name = f"{self._name}_{number}"
-        piece = graph.piece(name, equations, gives, names, marked)
+        piece = graph.piece(name, equations, gives, names, changed)
         mesh = self._mesh_of(number, self._count)
         order = sorted(
             range(len(piece.takes)), key=lambda at: (_ORDER[piece.takes[at][0]], piece.takes[at][1])
@@ -223,21 +190,15 @@ class _Cut:
         closed = jax.extend.core.ClosedJaxpr(ordered, piece.closed.consts)
         takes = tuple(piece.takes[at] for at in order)
         x = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in carried]
-        return Stage(number, self._name, mesh, closed, takes, piece.gives, x if number else None)
+        own = {graph.arguments[variable][1]: part for variable, part in rows.items()}
+        return Stage(
+            number, self._name, mesh, closed, takes, piece.gives, x if number else None, own
+        )
 
 
 _ORDER = {"param": 0, "x": 1, "batch": 2, KEY[0]: 3}
 
 
-def _has_mark(eqn: Any) -> bool:
-    """Whether a jaxpr inside of an equation has a mark."""
-    for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-        if _is_jaxpr(param):
-            inside = param.jaxpr if isinstance(param, jax.extend.core.ClosedJaxpr) else param
-            if any(one.primitive is _mark or _has_mark(one) for one in inside.eqns):
-                return True
-    return False
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
+def _behind(atom: Any, marked: dict[Any, Any]) -> Any:
+    """Return what a mark was put on, for a result of the mark."""
+    return atom if isinstance(atom, Literal) else marked.get(atom, atom)

@@ -1,4 +1,4 @@
-"""The two forms of a model: a list of stage functions, and one function with marks.
+"""The two forms of a model: a list of stage functions, and one function that is cut.
 
 Both give the stages of a traced model, and say which leaf of the user's parameters is which parameter
 ("param", i) of which stage.
@@ -13,7 +13,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.pipeline.choosing import Cuts, choose
 from pw.client.pipeline.cutting import cut_stages
+from pw.client.pipeline.rows import Rows, joined, rows_of, shape_of
 from pw.client.pipeline.stages import (
     Stage,
     described,
@@ -23,6 +25,7 @@ from pw.client.pipeline.stages import (
     trace_stages,
 )
 from pw.client.trace.function import JitFunction
+from pw.client.trace.graph import Graph
 from pw.client.trace.prefixes import spread
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
@@ -177,12 +180,16 @@ class Listed:
 
 
 class Marked:
-    """A model that is one function of (params, *batch) with calls of `pw.stage_boundary`."""
+    """A model that is one function of (params, *batch), cut at its marks or into `count` stages."""
 
     folds_stage = False
 
     def __init__(
-        self, function: Callable[..., Any], meshes: Sequence[Mesh] | None, in_shardings: Any
+        self,
+        function: Callable[..., Any],
+        meshes: Sequence[Mesh] | None,
+        in_shardings: Any,
+        count: int | None,
     ) -> None:
         if not meshes:
             raise ArgumentError(
@@ -192,10 +199,18 @@ class Marked:
         self.name = name_of(function)
         self._meshes = meshes
         self._in_shardings = in_shardings
+        self._count = count
+        self.meshes = None if count is None else [self.mesh(n, count) for n in range(count)]
+        """Where the stages run; None if the marks say how many there are."""
+        self._cuts: Cuts | None = None
+        """Where the function is cut, if it has no marks; known after it was traced."""
         self.takes_key = takes_key(function)
 
     def trees(self, params: Any, batch: Sequence[Any]) -> list[Any]:
-        """Return the parameters of each stage: the user's tree, with None for those of other stages."""
+        """Return the parameters of each stage: the user's tree, with None for those of other stages.
+
+        Of a parameter whose rows are divided among stages, each has its `Rows`.
+        """
         if not batch:
             raise ArgumentError(
                 f"which stage of {self.name!r} has which parameters depends on the batch too: pass a batch, or "
@@ -206,38 +221,53 @@ class Marked:
         leaves, tree = jax.tree.flatten(params)
         used = [{index for kind, index in stage.takes if kind == "param"} for stage in stages]
         used[0] |= set(range(len(leaves))) - set().union(*used)
+
+        def own(stage: Stage, index: int, leaf: Any) -> Any:
+            if index in stage.rows:
+                return rows_of(leaf, stage.rows[index], stage.mesh)
+            return leaf if index in used[stage.number] else None
+
         return [
-            jax.tree.unflatten(tree, [v if at in own else None for at, v in enumerate(leaves)])
-            for own in used
+            jax.tree.unflatten(tree, [own(stage, *leaf) for leaf in enumerate(leaves)])
+            for stage in stages
         ]
 
     def whole(self, trees: Sequence[Any]) -> Any:
         """Return the parameters in the user's form."""
-        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
-        structure = jax.tree.structure(trees[0], is_leaf=_is_none)
-        merged = [
-            next((v for v in leaf if v is not None), None) for leaf in zip(*flat, strict=True)
-        ]
-        return jax.tree.unflatten(structure, merged)
+        return self._merged(trees, lambda leaf: joined(leaf) if _is_rows(leaf[0]) else leaf[0])
+
+    def _merged(self, trees: Sequence[Any], merge: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return the tree of the parameters, with what `merge` makes of the stages' values of each."""
+        leaves = [[value for value in leaf if value is not None] for leaf in self._leaves(trees)]
+        structure = jax.tree.structure(trees[0], is_leaf=_is_leaf)
+        return jax.tree.unflatten(structure, [merge(leaf) if leaf else None for leaf in leaves])
+
+    def _leaves(self, trees: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return what each stage has of each parameter: its value, some `Rows`, or None."""
+        flat = [jax.tree.leaves(tree, is_leaf=_is_leaf) for tree in trees]
+        return list(zip(*flat, strict=True))
 
     def numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
         """Return the leaves of each stage's tree by their numbers in the whole tree."""
-        numbered: list[dict[int, Any]] = [{} for _ in trees]
-        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
-        number = 0
-        for leaf in zip(*flat, strict=True):
-            for own, value in zip(numbered, leaf, strict=True):
-                if value is not None:
-                    own[number] = value
-            number += any(value is not None for value in leaf)
-        return numbered
+        return [
+            {index: value.value if _is_rows(value) else value for index, value in own.items()}
+            for own in self._numbered(trees)
+        ]
+
+    def _numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
+        leaves = [leaf for leaf in self._leaves(trees) if any(v is not None for v in leaf)]
+        return [
+            {index: leaf[stage] for index, leaf in enumerate(leaves) if leaf[stage] is not None}
+            for stage in range(len(trees))
+        ]
 
     def trace(self, trees: Sequence[Any], batch: Sequence[Any], key: Any) -> list[Stage]:
         """Trace the function for a microbatch, and cut it."""
-        stages = self._cut(shapes(self.whole(trees)), batch, key)
-        numbered = self.numbered(trees)
-        for stage, own in zip(stages, numbered, strict=True):
+        stages = self._cut(self._shapes(trees), batch, key)
+        for stage, own in zip(stages, self._numbered(trees), strict=True):
+            rows = {index: leaf.range for index, leaf in own.items() if _is_rows(leaf)}
             missing = {index for kind, index in stage.takes if kind == "param"} - set(own)
+            missing |= {index for index, _ in rows.items() ^ stage.rows.items()}
             if missing:
                 raise ArgumentError(
                     f"stage {stage.number} of {self.name!r} uses {len(missing)} parameters that its part of "
@@ -245,8 +275,17 @@ class Marked:
                 )
         return stages
 
+    def _shapes(self, trees: Sequence[Any]) -> Any:
+        """Return the shapes of the parameters in the user's form."""
+        return self._merged(trees, lambda leaf: shape_of(leaf[0]))
+
     def _cut(self, params: Any, batch: Sequence[Any], key: Any) -> list[Stage]:
-        return cut_stages(self._function, self.mesh, params, batch, key)
+        return cut_stages(self._function, self.mesh, params, batch, key, self._count, self._chosen)
+
+    def _chosen(self, graph: Graph) -> Cuts:
+        assert self._count is not None
+        self._cuts = choose(graph, self._count, self.name, self._cuts)
+        return self._cuts
 
     def mesh(self, number: int, count: int) -> Mesh:
         """Return the devices of a stage, given how many there are; without any, those that tracing is for."""
@@ -256,10 +295,10 @@ class Marked:
         """Return for each copy of a parameter the one that is updated: that of the first stage."""
         first: dict[int, Slot] = {}
         found: dict[Slot, Slot] = {}
-        for stage, own in enumerate(self.numbered(trees)):
-            for index in own:
+        for stage, own in enumerate(self._numbered(trees)):
+            for index, leaf in own.items():
                 owner = first.setdefault(index, (stage, index))
-                if owner[0] != stage:
+                if owner[0] != stage and not _is_rows(leaf):
                     found[stage, index] = owner
         return found
 
@@ -275,7 +314,7 @@ class Marked:
 
     def param_specs(self, trees: Sequence[Any]) -> Specs:
         """Return the user's shardings of parameters."""
-        flat = spread(self._entries(0)[0], self.whole(trees), self._what)
+        flat = spread(self._entries(0)[0], self._shapes(trees), self._what)
         numbered = enumerate(self.numbered(trees))
         return {(stage, index): flat[index] for stage, own in numbered for index in own}
 
@@ -331,5 +370,9 @@ def _plain(key: Any) -> Any:
     return key
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or isinstance(node, Rows)

@@ -1,7 +1,8 @@
 """`pw.pipeline`: a model in stages on several slices, trained step by step as one program.
 
-See `docs/pipelines.md`. The stages are traced (`forms`, `stages`, `cutting`), each becomes a few computations
-(`gradients`), a schedule orders them (`schedule`, `schedules`), and one program calls them (`step`).
+See `docs/pipelines.md`. The stages are traced (`forms`, `stages`, `cutting`; `choosing` for models without
+marks), each becomes a few computations (`gradients`), a schedule orders them (`schedule`, `schedules`), and one
+program calls them (`step`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pw.client.pipeline.gradients import Tasks, tasks_of
 from pw.client.pipeline.measured import Measured, Names, measured
 from pw.client.pipeline.microbatches import Microbatches
 from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
+from pw.client.pipeline.plan import PipelinePlan
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
@@ -53,7 +55,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._recompute = recompute
         self._schedule: Schedule | None = None
-        if isinstance(form, Listed):
+        if form.meshes is not None:
             self._schedule = self._made(form.meshes)
         self._train = program(self._train_step, timeout=timeout)
         self._differentiate = program(self._gradient_step, timeout=timeout)
@@ -65,7 +67,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; of a function with marks it is known after `init`."""
+        """The schedule; of a function with marks and no `stages` it is known after `init`."""
         if self._schedule is None:
             raise ArgumentError(
                 f"how many stages {self._form.name!r} has is not known yet; call init(params, *batch) first"
@@ -120,7 +122,7 @@ class Pipeline:
             batch: trees of arrays whose first dimension is divided into microbatches; the first goes to the
                 first stage, the others to the last (of one function: to the stages that use them).
             key: a PRNG key, for stage functions with a parameter `key`. A stage gets
-                `fold_in(fold_in(key, microbatch), stage)`, one function with marks `fold_in(key, microbatch)`,
+                `fold_in(fold_in(key, microbatch), stage)`, one function `fold_in(key, microbatch)`,
                 whatever the schedule.
 
         Raises:
@@ -174,6 +176,14 @@ class Pipeline:
             total = total + self._form.loss(params, micro, key, number)
         return total / self.microbatches
 
+    def plan(self, params: Any, *batch: Any) -> PipelinePlan:
+        """Return what each stage costs, has and sends; prints as a table. Nothing runs.
+
+        Args:
+            params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
+        """
+        return PipelinePlan.of(self._form.name, self._stages(params, batch))
+
     def activation_bytes(self, params: Any, *batch: Any) -> list[int]:
         """Return the most that each stage keeps of forward passes for its backward passes, in bytes.
 
@@ -183,10 +193,7 @@ class Pipeline:
         Args:
             params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
         """
-        micro = self._parts.shapes(batch)
-        trees = self._form.trees(params, micro)
-        key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
-        stages = self._form.trace(trees, micro, key)
+        stages = self._stages(params, batch)
         if self._schedule is None:
             self._schedule = self._made([stage.mesh for stage in stages])
         each = [self._tasks(stage, self._schedule).kept_bytes() for stage in stages]
@@ -214,6 +221,13 @@ class Pipeline:
                 f"{self!r} has done no step; call one inside of the block of pw.trace"
             )
         return measured(self.schedule, self._names, timeline)
+
+    def _stages(self, params: Any, batch: Sequence[Any]) -> list[Stage]:
+        """Trace the stages, for shapes of parameters and of a batch."""
+        micro = self._parts.shapes(batch)
+        trees = self._form.trees(params, micro)
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
+        return self._form.trace(trees, micro, key)
 
     # --- the program ---------------------------------------------------------------------------------
 
@@ -373,8 +387,9 @@ def _backward_follows(schedule: Schedule) -> bool:
 
 
 def pipeline(
-    stages: Callable[..., Any] | Sequence[Callable[..., Any]],
+    model: Callable[..., Any] | Sequence[Callable[..., Any]],
     *,
+    stages: int | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
     meshes: Sequence[Mesh] | None = None,
@@ -391,10 +406,12 @@ def pipeline(
     gradients are those of the whole model, up to the rounding of sums.
 
     Args:
-        stages: a list of functions, plain ones or of `pw.jit`. The first takes (params, inputs), the others
+        model: a list of functions, plain ones or of `pw.jit`. The first takes (params, inputs), the others
             (params, x) with what the one before returns, and the last one also the further parts of the batch;
             it returns the loss, the mean over a microbatch. Or one function of (params, *batch) that returns
-            the loss and calls `pw.stage_boundary` where it is to be cut.
+            the loss; it is cut where it calls `pw.stage_boundary`, or, without such calls, where stages cost
+            alike.
+        stages: into how many stages one function without marks is cut.
         microbatches: into how many parts a batch is divided, by rows; a schedule of your own says it too.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", or a `pw.Schedule`.
         meshes: a mesh for each stage. If there are fewer, the stages take them in turn, so that several
@@ -424,19 +441,25 @@ def pipeline(
         raise ArgumentError(
             f"pw.pipeline needs microbatches=, a positive number of them, not {count!r}"
         )
-    if callable(stages):
+    if stages is not None and (not isinstance(stages, int) or stages < 1):
+        raise ArgumentError(f"stages= is how many stages there are, not {stages!r}")
+    if callable(model):
         if tied:
             raise ArgumentError(
                 "tied= is for lists of stages; parameters that several stages of one function use are tied by "
                 "themselves"
             )
-        form: Listed | Marked = Marked(stages, meshes, in_shardings)
+        form: Listed | Marked = Marked(model, meshes, in_shardings, stages)
     else:
-        functions = list(stages)
+        functions = list(model)
         wrong = next((one for one in functions if not callable(one)), None)
         if not functions or wrong is not None:
             raise ArgumentError(
-                f"pw.pipeline takes functions, not {wrong if functions else stages!r}"
+                f"pw.pipeline takes functions, not {wrong if functions else model!r}"
+            )
+        if stages is not None and stages != len(functions):
+            raise ArgumentError(
+                f"stages= says {stages}, and the list has {len(functions)} stage functions; leave out stages="
             )
         form = Listed(functions, meshes, in_shardings, tied)
     return Pipeline(form, schedule, int(count), optimizer, recompute, timeout)

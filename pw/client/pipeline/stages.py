@@ -8,8 +8,8 @@ the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -37,6 +37,8 @@ class Stage:
     gives: tuple[Name, ...]
     x: Any = None
     """The tree of what it takes from the stage before; of the first stage, nothing."""
+    rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """The first row and the end of each parameter of which it has some rows only."""
 
     @property
     def outputs(self) -> list[Any]:

@@ -267,6 +267,16 @@ def size_bytes(aval: Any) -> int:
     return int(math.prod(aval.shape) * itemsize)
 
 
+def jaxprs_inside(eqn: Any) -> list[Any]:
+    """Return the jaxprs that an equation calls: the bodies of loops, branches and checkpoints."""
+    closed, bare = jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr
+    leaves = jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda leaf: isinstance(leaf, (closed, bare))
+    )
+    bodies = [leaf for leaf in leaves if isinstance(leaf, (closed, bare))]
+    return [body.jaxpr if isinstance(body, closed) else body for body in bodies]
+
+
 def _current(atom: Any, renamed: Mapping[Any, Any]) -> Any:
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
