@@ -113,6 +113,24 @@ def _bounded(m: Model, w: Any, x: Any) -> Any:
     return x
 
 
+def _nested(m: Model, w: Any, x: Any) -> Any:
+    """Loops in a loop: what inner iterations keep for the backward half is kept by outer ones."""
+
+    def steps(step: Callable[[Any], Any], count: int, x: Any) -> Any:
+        if m.mesh is not None:
+            return pw.while_loop(
+                lambda carry: carry[0] < count,
+                lambda carry: (carry[0] + 1, step(carry[1])),
+                (0, x),
+                max_iterations=count + 1,
+            )[1]
+        for _ in range(count):
+            x = step(x)
+        return x
+
+    return steps(lambda x: steps(lambda x: m.far(w, m.near(w, x)) + x, 2, x), 2, x).sum()
+
+
 def _mapped(m: Model, w: Any, x: Any) -> Any:
     over = jax.lax.map if m.mesh is None else pw.map
     return over(lambda row: m.far(w, m.near(w, row)), x)
@@ -155,6 +173,10 @@ CASES: dict[str, Callable[[Model], Callable[..., Any]]] = {
     "vmap of pw.while_loop": lambda m: lambda w, x: jax.vmap(lambda row: _bounded(m, w, row))(x),
     "checkpoint of pw.while_loop": lambda m: jax.grad(
         jax.checkpoint(lambda w, x: _bounded(m, w, x).sum())
+    ),
+    "grad of nested loops": lambda m: jax.grad(lambda w, x: _nested(m, w, x), (0, 1)),
+    "jvp of grad of nested loops": lambda m: (
+        lambda w, x: jax.jvp(jax.grad(lambda w: _nested(m, w, x)), (w,), (w,))
     ),
     "pw.map": lambda m: lambda w, x: _mapped(m, w, x),
     "grad of pw.map": lambda m: jax.grad(lambda w, x: (_mapped(m, w, x) ** 2).sum(), (0, 1)),

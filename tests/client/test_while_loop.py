@@ -497,6 +497,19 @@ def test_a_loop_with_a_bound_has_a_gradient(place: Place) -> None:
         pw.grad(lambda x: loss(x, None))(ONES)
 
 
+def test_iterations_that_do_not_run_keep_nothing_for_gradients(place: Place) -> None:
+    square = pw.jit(lambda x: x * x, mesh=place.here)
+
+    def loss(x: Any) -> Any:
+        return pw.while_loop(
+            place.is_small, lambda x: place.add(square(x)), x, max_iterations=3
+        ).sum()
+
+    step = pw.program(jax.grad(loss))
+    assert pw.get(step(ONES)).tolist() == [80.0] * 4
+    assert "empty" not in repr(pw.plan(step)), "JAX's zeros in place of residuals"
+
+
 def test_map_says_what_is_wrong(place: Place) -> None:
     for xs, words in (
         ((ONES, ONES[:2]), r"one size, but xs\[0\] is float32\[4\] and xs\[1\] is float32\[2\]"),

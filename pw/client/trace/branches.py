@@ -16,21 +16,11 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
 from pw.client.trace.cond_errors import name_of_both
 from pw.client.trace.counted import counts_of
+from pw.client.trace.deferred import Apart
 from pw.client.trace.meshes import first_mesh
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.programs.program import ValueRef
-
-
-class Apart:
-    """A result of both branches that only another `cond` with the same predicate uses: it is not merged."""
-
-    __slots__ = ("branches", "sides")
-
-    def __init__(self, branches: tuple[Branch, Branch], sides: tuple[Any, Any]) -> None:
-        self.branches = branches
-        self.sides = sides
-        """For a true predicate, and for a false one."""
 
 
 def kept_apart(jaxpr: Any) -> dict[int, list[int]]:
@@ -62,6 +52,22 @@ def kept_apart(jaxpr: Any) -> dict[int, list[int]]:
         ]
         for at in several
     }
+
+
+def kept_in_loop(jaxpr: Any, carried: int) -> dict[int, list[int]]:
+    """Return for each `cond` of a loop's body the results that are no part of the carry, nor used in it."""
+    used = {atom for equation in jaxpr.eqns for atom in equation.invars if is_variable(atom)}
+    used |= set(filter(is_variable, jaxpr.outvars[:carried]))
+    return {
+        at: [number for number, variable in enumerate(equation.outvars) if variable not in used]
+        for at, equation in enumerate(jaxpr.eqns)
+        if is_choice(equation)
+    }
+
+
+def is_variable(atom: Any) -> bool:
+    """Whether an operand is the result of an equation, or an argument."""
+    return not isinstance(atom, Literal)
 
 
 def is_choice(equation: Any) -> bool:
@@ -97,7 +103,8 @@ def chosen(
     recorder: ProgramRecorder,
     branches: tuple[Branch, Branch],
     functions: tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[Any]]],
-    apart: Collection[int],
+    apart: Collection[int] = (),
+    index: Any = None,
 ) -> list[Any]:
     """Return the results of one of two functions, as a predicate says.
 
@@ -106,6 +113,7 @@ def chosen(
         branches: in which the functions add what they do.
         functions: for a true predicate, and for a false one; with results of the same avals.
         apart: the numbers of results that are not merged.
+        index: what chooses, for these.
     """
     sides: list[Sequence[Any]] = []
     for branch, fun in zip(branches, functions, strict=True):
@@ -118,7 +126,7 @@ def chosen(
     merged: list[Any] = _merged(recorder, branches, name_of_both(functions), made)
     for rows, own in counts.items():
         merged[rows] = replace(merged[rows], counts=merged[own])
-    results: list[Any] = [Apart(branches, pair) for pair in pairs]
+    results: list[Any] = [Apart(index, branches, pair) for pair in pairs]
     for at, one in zip(together, merged, strict=False):
         results[at] = one
     return results

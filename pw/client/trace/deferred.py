@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from pw.client.arrays.mesh import Mesh
+from pw.client.trace.branch import Branch
 from pw.client.trace.ordinary import Pending
+from pw.client.trace.tracer import ProgramTracer
 
 
 class Floating:
@@ -26,6 +28,8 @@ class Floating:
         self.index = index
         self.aval = equation.outvars[index].aval
 
+    made_of = property(lambda self: self.operands)
+
 
 class Stacked:
     """A result of each iteration of a loop, until something needs all of them as one array."""
@@ -37,14 +41,30 @@ class Stacked:
         self.parts = parts
         self.whole: Pending | None = None
 
+    made_of = property(lambda self: self.parts)
+
+
+class Apart:
+    """A result of both branches of a `cond`, until something else than such with its predicate needs it."""
+
+    __slots__ = ("branches", "index", "merged", "sides")
+
+    def __init__(self, index: Any, branches: tuple[Branch, Branch], sides: tuple[Any, Any]) -> None:
+        self.index = index
+        self.branches = branches
+        self.sides = sides
+        """For a true predicate, and for a false one."""
+        self.merged: ProgramTracer | None = None
+
+    made_of = property(lambda self: self.sides)
+
 
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh of a value while it is placed; None for a host value."""
     if isinstance(value, Pending):
         return value.group.mesh
-    if isinstance(value, (Floating, Stacked)):
-        parts = value.operands if isinstance(value, Floating) else value.parts
-        return next((mesh for one in parts if (mesh := mesh_of(one)) is not None), None)
+    if isinstance(value, (Apart, Floating, Stacked)):
+        return next((mesh for one in value.made_of if (mesh := mesh_of(one)) is not None), None)
     sharding = getattr(value, "sharding", None) if not isinstance(value, jax.Array) else None
     return None if sharding is None else sharding.mesh
 

@@ -21,9 +21,9 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace import unrolled
-from pw.client.trace.branches import Apart, branches_of, chosen, kept_apart
+from pw.client.trace.branches import branches_of, chosen, kept_apart, kept_in_loop
 from pw.client.trace.counted_rows import has_counts
-from pw.client.trace.deferred import Floating, Stacked, is_number_of_predicate, mesh_of
+from pw.client.trace.deferred import Apart, Floating, Stacked, is_number_of_predicate, mesh_of
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
 from pw.client.trace.joined.islands import is_apart, is_together
 from pw.client.trace.meshes import first_mesh, one_mesh
@@ -98,6 +98,8 @@ class Placement:
     def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
         """Return a value of the program, wherever it is; one that floats is computed on a mesh."""
         value = self._landed_on(value, mesh)
+        if isinstance(value, Apart):
+            return self._merged(value)
         if isinstance(value, Stacked):
             value = self._whole(value)
         if isinstance(value, Pending):
@@ -233,8 +235,8 @@ class Placement:
         for operand in operands:
             if isinstance(operand, Floating):
                 operand = self._landing(operand, mesh)
-            elif isinstance(operand, Stacked):
-                operand = self._whole(operand)
+            elif isinstance(operand, (Apart, Stacked)):
+                operand = self.on(operand)
             if isinstance(operand, Pending):
                 if operand.made is None and operand.group is not self._groups.get(mesh):
                     self._finish(operand.group)
@@ -277,6 +279,7 @@ class Placement:
         no, yes = equation.params[_BRANCHES]
         index, *rest = operands
         operands.clear()
+        sides, known = self._sides(rest, index)
         if isinstance(index, Floating) and is_number_of_predicate(index.equation):
             (predicate,) = index.operands
         elif isinstance(index, (Pending, Floating, ProgramTracer)):
@@ -284,8 +287,6 @@ class Placement:
             (predicate,) = self.add(closed.jaxpr, closed.consts, [index])
         else:
             predicate = bool(index)
-        del index
-        sides, known = self._sides(rest)
         pairs = zip(
             *(
                 meshes_of_body(one.jaxpr, list(map(mesh_of, own)))
@@ -305,20 +306,31 @@ class Placement:
             is_iteration = unrolled.is_of_loop(equation)
             known = branches_of(self._recorder, given, names, is_iteration)
         with self._inside():
-            return chosen(self._recorder, known, functions, apart)
+            return chosen(self._recorder, known, functions, apart, index if apart else None)
 
-    def _sides(self, operands: Sequence[Any]) -> tuple[list[list[Any]], Any]:
+    def _sides(self, operands: Sequence[Any], index: Any) -> tuple[list[list[Any]], Any]:
         """Return the operands of both branches, and the branches if an earlier `cond` has them."""
         known = None
         sides: list[list[Any]] = [[], []]
         for operand in operands:
-            if isinstance(operand, Apart):
+            if isinstance(operand, Apart) and operand.index is index:
                 known, pair = operand.branches, operand.sides
             else:
                 pair = (operand if mesh_of(operand) is None else self.on(operand),) * 2
             for side, one in zip(sides, pair, strict=True):
                 side.append(one)
         return sides, known
+
+    def _merged(self, value: Apart) -> ProgramTracer:
+        """Return a result of both branches after all."""
+        if value.merged is None:
+            mesh = mesh_of(value)
+            true, false = (lambda side=side: [self.on(side, mesh)] for side in value.sides)
+            true.__name__, false.__name__ = (branch.name for branch in value.branches)
+            with self._inside():
+                (value.merged,) = chosen(self._recorder, value.branches, (true, false))
+        assert value.merged is not None
+        return value.merged
 
     def _of_branch(self, predicate: ProgramTracer, mesh: Mesh | None) -> ProgramTracer:
         """Return a predicate that is computed in the branch around, so it is skipped with that one."""
@@ -360,6 +372,10 @@ class Placement:
         pairs = zip(operands[end:], equation.invars[end:], strict=True)
         xs = [self._elements(value, variable.aval, length, mesh) for value, variable in pairs]
         operands.clear()
+        if unrolled.is_of_loop(equation):
+            own = with_fewer_residuals(body.jaxpr)
+            apart = kept_in_loop(own, end - at)
+            self._prepared[id(body.jaxpr)] = own, _last_uses(own), apart, body.jaxpr
         made: list[Sequence[Any]] = [()] * length
         for number in reversed(range(length)) if params["reverse"] else range(length):
             own = [*constants, *carry, *[x[number] for x in xs]]
