@@ -20,7 +20,7 @@ import numpy as np
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.graph import Graph, Literal, Var
 from pw.client.trace.jit import jit
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.shardings import sharding_of
 from pw.client.transfer import put
 
 Range = tuple[int, int]
@@ -50,7 +50,7 @@ def rows_of(parameter: Any, rows: Range, mesh: Mesh) -> Rows:
     shape, dtype = parameter.shape, parameter.dtype
     if isinstance(parameter, jax.ShapeDtypeStruct):
         value: Any = jax.ShapeDtypeStruct((stop - start, *shape[1:]), dtype)
-    elif isinstance(parameter, ProgramTracer) and parameter.sharding is None:
+    elif isinstance(parameter, jax.core.Tracer) and sharding_of(parameter) is None:
 
         def rows_of_parameter(whole: Any) -> Any:
             return whole[start:stop]
@@ -73,7 +73,9 @@ def joined(parts: Sequence[Rows]) -> Any:
     values = [part.value for part in sorted(parts, key=lambda part: part.start)]
     if isinstance(values[0], np.ndarray):
         return np.concatenate(values)
-    sharding = parts[0].value.sharding
+    sharding = sharding_of(parts[0].value)
+    if sharding is None:  # a host value in a program
+        return jnp.concatenate(values)
 
     def join_rows(parts: Sequence[Any]) -> Any:
         return jnp.concatenate(parts)
