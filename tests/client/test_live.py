@@ -408,11 +408,11 @@ SCRIPT = """
 import signal, sys, time
 import numpy as np
 import pw
-from pw.client.show import live
+from pw.client.connection import waiting
 from pw.testing import InProcessCluster
 from tests.stages.stage import held, mesh_on, numbers
 
-live.QUIET_S = 0.2
+waiting.QUIET_S = 0.2
 with InProcessCluster(devices_per_island=1) as cluster:
     f = pw.jit(lambda x: x + 1)
     f(1.0).block_until_ready()
