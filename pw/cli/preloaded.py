@@ -21,6 +21,6 @@ def _read(text: str = "", fraction: float = 0.0, is_set: bool = False) -> None:
     pass
 
 
-_program = typer.Typer()
+_program = typer.Typer(add_completion=False)
 _program.command()(_read)
 _program([], standalone_mode=False)
