@@ -84,16 +84,26 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 LONG = {
-    *("test_sim.py", "test_tracing.py", "test_while_loop.py", "test_pipelines.py"),
-    *("test_gradients.py", "test_moe.py"),
+    *("test_bulk.py", "test_gradients.py", "test_jax_backend.py", "test_links.py"),
+    *("test_methods.py", "test_moe.py", "test_pipelines.py", "test_ragged.py", "test_sim.py"),
+    *("test_tracing.py", "test_transforms.py", "test_transport.py", "test_while_loop.py"),
+    *("test_cli.py", "test_exits.py", "test_gateway.py", "test_gateway_scripts.py", "test_live.py"),
+    *("test_embedded.py", "test_local_cluster.py", "test_secure_cluster.py", "test_survival.py"),
 }
-"""The longest files without processes."""
+"""The longest files."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that workers end together: those with processes first."""
+    """Begin with the files that take longest, so that workers end together.
+
+    Files with processes, which wait, alternate with others, which do not: then there is always work.
+    """
     processes = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: (item.path not in processes, item.path.name not in LONG))
+    files = sorted({item.path: None for item in items}, key=lambda path: path.name not in LONG)
+    waiting = [path for path in files if path in processes]
+    working = [path for path in files if path not in processes]
+    places = {path: at / len(some) for some in (waiting, working) for at, path in enumerate(some)}
+    items.sort(key=lambda item: (places[item.path], item.path not in processes, item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -72,7 +72,7 @@ def _not_fitting(what: str) -> VersionMismatch:
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    files = dict(_descriptors())
+    descriptors, found = _descriptors(), dict[str, Any]()
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
 
@@ -80,11 +80,14 @@ def _pool() -> descriptor_pool.DescriptorPool:
         if name in added:
             return
         added.add(name)
-        if name not in files:
-            raise _not_fitting(f"no file {name}")
-        for dependency in files[name].dependency:
+        while name not in found:
+            try:
+                found.update([next(descriptors)])
+            except StopIteration:
+                raise _not_fitting(f"no file {name}") from None
+        for dependency in found[name].dependency:
             add(dependency)
-        pool.AddSerializedFile(files[name].SerializeToString())
+        pool.AddSerializedFile(found[name].SerializeToString())
 
     for name in _FILES:
         add(name)
@@ -92,7 +95,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 
 def _descriptors() -> Iterator[tuple[str, Any]]:
-    """Yield the descriptors in jaxlib's shared library; takes a fraction of a second."""
+    """Yield the descriptors in jaxlib's shared library: they lie together near its begin."""
     found = importlib.util.find_spec("jaxlib")
     assert found is not None
     assert found.origin is not None

@@ -326,14 +326,15 @@ def test_what_is_in_the_way_of_the_controller_is_said(start: Start) -> None:
     closed = "without credentials this process reaches only .* --credentials"
     with socket.create_server(("127.0.0.1", 0)) as other:
         other_address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        for address, insecure, words in (
+        cases = (
             (here, "1", f"within 1 s: {nothing}"),
             (here, "0", f"within 1 s: {nothing}"),
             ("tcp://nowhere.invalid:9", "1", unknown),
             (other_address, "0", closed),
-        ):
-            how = ("--address", address, "--timeout", 1)
-            status = start("pw.cli.main", "status", *how, PW_INSECURE=insecure)
+        )
+        how = ("pw.cli.main", "status", "--timeout", 1)
+        asked = [start(*how, "--address", where, PW_INSECURE=flag) for where, flag, _ in cases]
+        for status, (_, _, words) in zip(asked, cases, strict=True):
             fails(status, "pw", words)
             assert "check the address" not in status.err or words != closed
 

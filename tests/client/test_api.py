@@ -17,6 +17,7 @@ import pw
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 from tests.stages.inside import traced_of
+from tests.stages.samples import diagonal
 from tests.stages.stage import held, mesh_on, numbers, split
 
 
@@ -206,8 +207,7 @@ CAPTURING: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", CAPTURING)
-@pytest.mark.parametrize("kind", ["pw", "jax"])
+@pytest.mark.parametrize(("kind", "how"), diagonal(["pw", "jax"], list(CAPTURING)))
 def test_what_is_closed_over_is_an_argument_at_any_depth(
     how: str, kind: str, east: pw.Mesh, west: pw.Mesh
 ) -> None:

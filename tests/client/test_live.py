@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -26,7 +25,7 @@ from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
 from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
-from tests.stages.programs import ROOT
+from tests.stages.programs import ROOT, start
 from tests.stages.stage import held, mesh_on, numbers, split
 
 # --- what is said, on a clock that moves with the wait -----------------------------------------------------
@@ -409,11 +408,11 @@ SCRIPT = """
 import signal, sys, time
 import numpy as np
 import pw
-from pw.client.show import live
+from pw.client.connection import waiting
 from pw.testing import InProcessCluster
 from tests.stages.stage import held, mesh_on, numbers
 
-live.QUIET_S = 0.2
+waiting.QUIET_S = 0.2
 with InProcessCluster(devices_per_island=1) as cluster:
     f = pw.jit(lambda x: x + 1)
     f(1.0).block_until_ready()
@@ -432,32 +431,24 @@ with InProcessCluster(devices_per_island=1) as cluster:
 @pytest.mark.parametrize("progress", ["1", "0"])
 def test_ctrl_c_ends_a_wait_at_once_and_leaves_a_clean_terminal(progress: str) -> None:
     ours, theirs = pty.openpty()
-    environment = {
-        **os.environ,
-        "PW_PROGRESS": progress,
-        "TERM": "xterm",
-        "COLUMNS": "80",
-        "PYTHONPATH": str(ROOT),
-    }
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env=environment,
-        text=True,
-    )
+    said, says = os.pipe()
+    environment = {**os.environ, "PW_PROGRESS": progress, "TERM": "xterm", "COLUMNS": "80"}
+    with open(os.devnull) as nothing:
+        streams = (nothing.fileno(), says, theirs)
+        script = start(["-c", SCRIPT], environment, ROOT, streams)
+    os.close(says)
     os.close(theirs)
     try:
-        assert script.stdout is not None
-        assert script.stdout.readline() == "waits\n"
-        terminal = b""
-        if progress == "1":
-            while b"waiting" not in terminal:
-                terminal += os.read(ours, 4096)
-        script.send_signal(signal.SIGINT)
-        assert script.stdout.readline() == "interrupted\n", terminal
-        assert script.stdout.readline() == "3.0\n"
-        assert script.wait(30) == 0
+        with os.fdopen(said) as out:
+            assert out.readline() == "waits\n"
+            terminal = b""
+            if progress == "1":
+                while b"waiting" not in terminal:
+                    terminal += os.read(ours, 4096)
+            script.send_signal(signal.SIGINT)
+            assert out.readline() == "interrupted\n", terminal
+            assert out.readline() == "3.0\n"
+            assert script.wait(30) == 0
         try:
             while more := os.read(ours, 4096):
                 terminal += more

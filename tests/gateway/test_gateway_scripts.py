@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stages.daemons import Program
+from tests.stages.samples import long
 
 pytestmark = [
     pytest.mark.processes,
@@ -63,6 +64,8 @@ ENDS = {
     "leaves by sys.exit": (WORKING + "sys.exit(3)", None, 3),
     "leaves by os._exit": (WORKING + "os._exit(4)", None, 4),
 }
+LIKE_OTHERS = ("leaves by sys.exit", "leaves by os._exit")
+"""Ends like `raises`, and like SIGKILL."""
 OWN_WORDS = {"raises": "KeyError: 'mine'", "gets Ctrl-C": "KeyboardInterrupt"}
 
 
@@ -81,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
         script.kill()
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", [long(how) if how in LIKE_OTHERS else how for how in ENDS])
 def test_the_end_is_silent_and_leaves_nothing_of_a_script_that(
     how: str, start: Callable[[str], Program]
 ) -> None:

@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = {"PYTHONPATH": str(ROOT)}
 PRELOADED = (
     *("tests.stages.forked", "pw", "pw.jax", "jax.experimental.shard_map", "jax.extend", "optax"),
-    *("pw.cli.controller", "pw.cli.gateway", "pw.cli.host", "pw.cli.main", "pw.cli.worker"),
+    *("pw.cli.gateway", "pw.cli.main", "pw.cli.preloaded", "rich.console", "rich.table"),
+    *("pw.client.status", "pw.client.timeline", "jaxlib.mlir.dialects.mhlo", "encodings.idna"),
+    *("numpy.testing", "pw.cli.requests", "pw.client.timeline.tracing", "pw.client.trace.jit"),
 )
 READ_AT_START = ("JAX_", "TF_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_")
 """Variables that an interpreter or a library reads at its start, except three that a fork can change."""

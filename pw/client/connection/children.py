@@ -30,7 +30,7 @@ _OWN_SETTINGS = (
 )
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """Settings of this process only; children inherit all other flags."""
-_PRELOADED = ("pw.cli.host", "pw.cli.worker", "pw.cli.controller")
+_PRELOADED = ("pw.cli.preloaded",)
 
 _server: ForkServer | None = None
 """Forks daemons, so that each of them need not import JAX."""
