@@ -16,6 +16,7 @@ import pw
 from pw.client.connection import current
 from tests.stages.daemons import Program
 from tests.stages.programs import ROOT
+from tests.stages.samples import some
 from tests.stages.scripts import PRELUDE, finish, start_client
 
 SUM = """
@@ -141,7 +142,7 @@ OWN_WORDS = {"raises": "KeyError: 'mine'", "gets Ctrl-C": "KeyboardInterrupt"}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", some([*ENDS], 2))
 def test_an_exit_is_silent_and_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     body, number, code = ENDS[how]
     script = Program(tmp_path, ["-c", PRELUDE + body])

@@ -18,7 +18,7 @@ from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT
-from tests.stages.samples import long
+from tests.stages.samples import long, some
 from tests.stages.stage import mesh_on
 
 Place = Callable[..., Any]
@@ -226,7 +226,7 @@ def last(rt: LocalRuntime) -> Program:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some([*CASES], 2))
 def test_values_and_gradients_are_those_of_plain_jax(meshes: list[pw.Mesh], case: str) -> None:
     make, args, options = CASES[case]
     expected = jax.jit(jax.value_and_grad(make(here), **options))(*args)

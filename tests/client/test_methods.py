@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
+from tests.stages.samples import some
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -82,7 +83,7 @@ def test_a_mask_of_this_machine_chooses_rows(x: pw.Array) -> None:
     assert chosen.tolist() == VALUE[mask].tolist()
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", some(USES, 2))
 def test_they_are_those_of_jax(x: pw.Array, use: Callable[[Any], Any]) -> None:
     wanted = use(jnp.asarray(VALUE))
     for found in (use(x), pw.program(use)(x)):

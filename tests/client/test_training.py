@@ -12,6 +12,7 @@ import pytest
 
 import pw
 from pw.testing import InProcessCluster
+from tests.stages.samples import long
 from tests.stages.stage import mesh_on
 
 WIDTH, ROWS, STEPS = 8, 6, 4
@@ -80,7 +81,7 @@ def trained(stages: Any, last: Any, whole: Any, model: Any) -> tuple[list[float]
     return losses, model
 
 
-@pytest.mark.parametrize("islands", [1, 3])
+@pytest.mark.parametrize("islands", [long(1), 3])
 def test_three_stages_on_three_slices_train_as_in_plain_jax(islands: int) -> None:
     arrays, statics = eqx.partition(blocks(), eqx.is_array)
 
