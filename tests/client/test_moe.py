@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,3 +288,17 @@ def test_experts_in_a_loop(place: Place, is_alone: bool) -> None:
     found = (loop if is_alone else pw.program(loop))(x)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert found.sharding == pw.NamedSharding(place.rows, P("x"))
+
+
+def test_rows_and_their_cotangents_go_there_and_back_once(place: Place) -> None:
+    layer = pw.moe(expert, devices=place.experts["islands"])
+    params = layer.put(PARAMS)
+
+    def loss(params: Any, x: Any, logits: Any) -> Any:
+        return place.square(*layer(params, x, logits))
+
+    program = pw.program(lambda *args: pw.grad(loss, (0, 1, 2))(*args))
+    text = program.lower(params, *place.put(X, LOGITS)).as_text()
+    moved = re.findall(r"as float32\[\d+,\d+,\d+,\d+\]\S* on slice\d(, of which)?", text)
+    assert len(moved) == 2 * 4, text  # two slices; rows, results, and cotangents of both
+    assert all(moved), text

@@ -105,6 +105,7 @@ def chosen(
     functions: tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[Any]]],
     apart: Collection[int] = (),
     index: Any = None,
+    is_backward: bool = False,
 ) -> list[Any]:
     """Return the results of one of two functions, as a predicate says.
 
@@ -114,6 +115,8 @@ def chosen(
         functions: for a true predicate, and for a false one; with results of the same avals.
         apart: the numbers of results that are not merged.
         index: what chooses, for these.
+        is_backward: a cotangent that one branch only passes on stays where it is. Others, as all results, lie
+            where the true branch leaves them.
     """
     sides: list[Sequence[Any]] = []
     for branch, fun in zip(branches, functions, strict=True):
@@ -123,7 +126,8 @@ def chosen(
     together = [at for at in range(len(pairs)) if at not in apart]
     made = [[recorder.lift(side[at]) for at in together] for side in sides]
     counts = _with_counts_of_rows(made)
-    merged: list[Any] = _merged(recorder, branches, name_of_both(functions), made)
+    name = name_of_both(functions)
+    merged: list[Any] = _merged(recorder, branches, name, made, is_backward)
     for rows, own in counts.items():
         merged[rows] = replace(merged[rows], counts=merged[own])
     results: list[Any] = [Apart(index, branches, pair) for pair in pairs]
@@ -155,9 +159,14 @@ def _merged(
     branches: tuple[Branch, Branch],
     name: str,
     made: Sequence[Sequence[ProgramTracer]],
+    is_backward: bool,
 ) -> list[ProgramTracer]:
     predicate = branches[0].predicate
-    types = [_type(one, other, predicate) for one, other in zip(*made, strict=True)]
+    types = []
+    for pair in zip(*made, strict=True):
+        new = [recorder.is_of_branch(*one) for one in zip(pair, branches, strict=True)]
+        first, second = reversed(pair) if is_backward and new == [True, False] else pair
+        types.append(_type(first, second, predicate))
     values, counted = [], []
     for branch, results in zip(branches, made, strict=True):
         with recorder.within(branch):
@@ -182,14 +191,14 @@ def _merged(
     ]
 
 
-def _type(true: ProgramTracer, false: ProgramTracer, predicate: ProgramTracer) -> ArrayType:
-    """Return the type of a result: it lies where the true branch leaves it."""
-    sharding = true.sharding or false.sharding
+def _type(first: ProgramTracer, second: ProgramTracer, predicate: ProgramTracer) -> ArrayType:
+    """Return the type of a result: it lies where the first of both sides does."""
+    sharding = first.sharding or second.sharding
     if sharding is None:
         mesh = default_mesh() if predicate.sharding is None else predicate.sharding.mesh
         sharding = NamedSharding.replicated(mesh)
-    is_weak = true.weak_type and false.weak_type
-    aval = jax.core.ShapedArray(true.aval.shape, true.aval.dtype, weak_type=is_weak)
+    is_weak = first.weak_type and second.weak_type
+    aval = jax.core.ShapedArray(first.aval.shape, first.aval.dtype, weak_type=is_weak)
     return ArrayType.of(aval, sharding)
 
 

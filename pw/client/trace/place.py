@@ -306,7 +306,9 @@ class Placement:
             is_iteration = unrolled.is_of_loop(equation)
             known = branches_of(self._recorder, given, names, is_iteration)
         with self._inside():
-            return chosen(self._recorder, known, functions, apart, index if apart else None)
+            is_backward = "transpose(" in self._stack
+            given_index = index if apart else None
+            return chosen(self._recorder, known, functions, apart, given_index, is_backward)
 
     def _sides(self, operands: Sequence[Any], index: Any) -> tuple[list[list[Any]], Any]:
         """Return the operands of both branches, and the branches if an earlier `cond` has them."""
@@ -336,7 +338,9 @@ class Placement:
         """Return a predicate that is computed in the branch around, so it is skipped with that one."""
         if isinstance(predicate, JoinedTracer):
             predicate = predicate.parts[0]
-        if self._recorder.branch is None or self._recorder.is_of_branch(predicate):
+        if self._recorder.branch is None or self._recorder.is_of_branch(
+            predicate, self._recorder.branch
+        ):
             return predicate
         mesh = mesh_of(predicate) or mesh
         made = self._computed(lambda one: [jnp.copy(one)], [predicate], [predicate.aval], mesh)

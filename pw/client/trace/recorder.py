@@ -178,10 +178,10 @@ class ProgramRecorder:
             branch.given = self._given
             self.branch, self._given = outer, given
 
-    def is_of_branch(self, tracer: ProgramTracer) -> bool:
-        """Whether a value is made in the current branch, and not before it."""
+    def is_of_branch(self, tracer: ProgramTracer, branch: Branch | None) -> bool:
+        """Whether a value is made in a branch, and not before it."""
         value = tracer._value
-        return value is not None and value.node >= 0 and self._made[value.node][1] is self.branch
+        return value is not None and value.node >= 0 and self._made[value.node][1] is branch
 
     def merge(
         self,
