@@ -129,21 +129,29 @@ def chosen(
     name = name_of_both(functions)
     merged: list[Any] = _merged(recorder, branches, name, made, is_backward)
     for rows, own in counts.items():
-        merged[rows] = replace(merged[rows], counts=merged[own])
+        both = merged[own] if isinstance(own, int) else own
+        merged[rows] = replace(merged[rows], counts=both)
     results: list[Any] = [Apart(index, branches, pair) for pair in pairs]
     for at, one in zip(together, merged, strict=False):
         results[at] = one
     return results
 
 
-def _with_counts_of_rows(made: list[list[ProgramTracer]]) -> dict[int, int]:
-    """Let counts of rows be results too; returns their numbers, by those of the rows."""
-    found: dict[int, int] = {}
+def _with_counts_of_rows(made: list[list[ProgramTracer]]) -> dict[int, int | ProgramTracer]:
+    """Let counts of rows be results too, if branches have different ones.
+
+    Returns:
+        By the numbers of rows: the numbers of their counts, or the counts that both branches have.
+    """
+    found: dict[int, int | ProgramTracer] = {}
     numbers = {
         pair: at for at, pair in enumerate(zip(*(map(id, side) for side in made), strict=True))
     }
     for at, (one, other) in enumerate(list(zip(*made, strict=True))):
         if one.counts is None or other.counts is None:
+            continue
+        if one.counts is other.counts:
+            found[at] = one.counts
             continue
         pair = id(one.counts), id(other.counts)
         if pair not in numbers:
