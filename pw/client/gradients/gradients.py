@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.array import Array
-from pw.client.arrays.signature import aval_of, describe_leaf, signature_of
+from pw.client.arrays.signature import aval_of, describe_leaf
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.equations import ProgramTrace, program_trace
-from pw.client.trace.function import tree_flatten, under_jax_trace
+from pw.client.trace.function import signature_of_call, tree_flatten, under_jax_trace
 from pw.client.trace.program import program
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
@@ -130,7 +129,7 @@ def _laid(gradient: Any, sharding: Any) -> Any:
 def _check_active(where: str, leaf: Any) -> None:
     """Raise ArgumentError if it is impossible to differentiate by a value."""
     try:
-        aval = leaf.aval if isinstance(leaf, Array) else aval_of(signature_of(leaf))
+        aval = aval_of(*signature_of_call([leaf]))
     except ArgumentError:
         raise ArgumentError(
             f"{where} is {leaf!r}, which is no array: name another argument in argnums="
@@ -151,7 +150,7 @@ def _check_loss(name: str, value: Any, has_aux: bool) -> None:
         )
     leaf = value[0] if has_aux else value
     try:
-        aval = leaf.aval if isinstance(leaf, Array) else aval_of(signature_of(leaf))
+        aval = aval_of(*signature_of_call([leaf]))
     except ArgumentError:
         aval = None
     if aval is None or aval.shape or not jnp.issubdtype(aval.dtype, jnp.floating):

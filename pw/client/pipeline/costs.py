@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pw.client.trace.graph import jaxprs_inside, size_bytes
+from pw.client.trace.graph import bodies, size_bytes
 
 FLOPS_PER_BYTE = 30
 """Operations in the time in which memory takes a byte of a fused elementwise operation."""
@@ -35,8 +35,8 @@ def cost_of(eqn: Any) -> float:
         size = math.prod(eqn.outvars[0].aval.shape)
         return float(2 * size * math.prod(kernel) // features)
     if name == "cond":
-        return max(map(cost_of_jaxpr, jaxprs_inside(eqn)))
-    if inside := jaxprs_inside(eqn):
+        return max(map(cost_of_jaxpr, bodies(eqn)))
+    if inside := list(bodies(eqn)):
         grid = getattr(params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
         times = params.get("length", 1) * math.prod(grid)
         return float(times * sum(map(cost_of_jaxpr, inside)))

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pw.client.trace.graph import jaxprs_inside
+from pw.client.trace.graph import bodies
 
 
 def stage_boundary(x: Any) -> Any:
@@ -32,5 +32,5 @@ mlir.register_lowering(mark, lambda ctx, *values: list(values))
 
 def has_mark(eqn: Any) -> bool:
     """Whether an equation is a mark, or a jaxpr inside of it has one."""
-    inside = (one for jaxpr in jaxprs_inside(eqn) for one in jaxpr.eqns)
+    inside = (one for jaxpr in bodies(eqn) for one in jaxpr.eqns)
     return eqn.primitive is mark or any(map(has_mark, inside))

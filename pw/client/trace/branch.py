@@ -24,11 +24,6 @@ class Branch:
     given: dict[object, str] | None = None
     """What was donated before it and in it, by `ProgramTracer.identity`; None before it is traced."""
 
-    @property
-    def depth(self) -> int:
-        """In how many branches it lies."""
-        return 0 if self.outer is None else self.outer.depth + 1
-
     def encloses(self, other: Branch | None) -> bool:
         """Whether another branch is this one, or lies in it."""
         while other is not None:

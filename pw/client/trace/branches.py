@@ -35,20 +35,21 @@ def kept_apart(jaxpr: Any) -> dict[int, list[int]]:
     several = {at for same in conds.values() for at in same if len(same) > 1}
     if not several:
         return {}
-    users: defaultdict[Any, list[tuple[int, Any]]] = defaultdict(list)
+    users: defaultdict[Any, list[Any]] = defaultdict(list)
+    # The predicates of those that take a variable; None for others than such a `cond`.
     for at, equation in enumerate(jaxpr.eqns):
         predicate = equation.invars[0] if at in several else None
         for number, atom in enumerate(equation.invars):
-            if not isinstance(atom, Literal):
-                users[atom].append((at, predicate if number else None))
-    given = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+            if is_variable(atom):
+                users[atom].append(predicate if number else None)
+    given = set(filter(is_variable, jaxpr.outvars))
     return {
         at: [
             number
             for number, variable in enumerate(jaxpr.eqns[at].outvars)
             if variable not in given
             and users[variable]
-            and all(predicate is jaxpr.eqns[at].invars[0] for _, predicate in users[variable])
+            and all(predicate is jaxpr.eqns[at].invars[0] for predicate in users[variable])
         ]
         for at in several
     }
@@ -75,7 +76,7 @@ def is_choice(equation: Any) -> bool:
     return (
         equation.primitive.name == "cond"
         and len(equation.params["branches"]) == 2
-        and not isinstance(equation.invars[0], Literal)
+        and is_variable(equation.invars[0])
         and first_mesh([equation]) is not None
     )
 

@@ -233,7 +233,7 @@ class JitFunction(Wrapped[P, R]):
     def _equation(self, key: Any) -> Callable[..., Any]:
         call = self.call_of(key)
         tree, avals, _, mesh, _ = key
-        alike = self._alike(key, "an equation")  # it has no tree of results
+        alike = self._alike(call, key, "an equation")  # it has no tree of results
         kind = CallKind(self._name, mesh, call.check_nans, tree, avals, alike)
         wanted = self._input_shardings(tree, avals, mesh)
         donated = tuple(donated_leaves(tree, self._donated))
@@ -305,16 +305,24 @@ class JitFunction(Wrapped[P, R]):
                     call.output_shardings,
                     tuple(donated_leaves(call.tree, self._donated)),
                     call.check_nans,
-                    self._alike(key, "alone"),
+                    self._alike(call, key, "alone"),
                 )
             self._by_call[key] = traced
             return traced
 
-    def _alike(self, key: Any, way: str) -> Alike:
+    def _alike(self, call: Call, key: Any, way: str) -> Alike:
         """Return what calls of this kind have in common with those on other devices."""
         tree, _, statics, _, configuration = key
-        check_nans = checks_nans() if self._check_nans is None else self._check_nans
-        how = way, type(self), self._name, tree, statics, configuration, check_nans, self._how()
+        how = (
+            way,
+            type(self),
+            self._name,
+            tree,
+            statics,
+            configuration,
+            call.check_nans,
+            self._how(),
+        )
         return Alike(self.__wrapped__, how)
 
     def _how(self) -> Any:

@@ -7,7 +7,7 @@ function apart: it returns the piece that computes some of its values from other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,14 +267,14 @@ def size_bytes(aval: Any) -> int:
     return int(math.prod(aval.shape) * itemsize)
 
 
-def jaxprs_inside(eqn: Any) -> list[Any]:
-    """Return the jaxprs that an equation calls: the bodies of loops, branches and checkpoints."""
-    closed, bare = jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr
-    leaves = jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda leaf: isinstance(leaf, (closed, bare))
-    )
-    bodies = [leaf for leaf in leaves if isinstance(leaf, (closed, bare))]
-    return [body.jaxpr if isinstance(body, closed) else body for body in bodies]
+def bodies(equation: Any) -> Iterator[Any]:
+    """Yield the jaxprs that an equation calls: the bodies of loops, branches and checkpoints."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, jax.extend.core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, jax.extend.core.Jaxpr):
+                yield one
 
 
 def _current(atom: Any, renamed: Mapping[Any, Any]) -> Any:

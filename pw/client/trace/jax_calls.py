@@ -19,7 +19,7 @@ from pw.client.arrays.of_jax import abstract, own_sharding
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import checks_nans
 from pw.client.trace.equations import CallKind, equation_name, kind_of, meshes_named_by
-from pw.client.trace.meshes import bodies
+from pw.client.trace.graph import bodies
 from pw.client.trace.python_calls import is_python_call
 from pw.core.errors import PlacementError
 

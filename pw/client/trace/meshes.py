@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax.extend
-
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.equations import kind_of
+from pw.client.trace.graph import bodies
 from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
-
-jex = jax.extend.core
 
 
 def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
@@ -48,13 +45,3 @@ def is_on_several(equations: Iterable[Any]) -> bool:
     """Whether calls or moves cannot be one computation."""
     own = list(equations)
     return first_mesh(own) is not None and one_mesh(own) is None
-
-
-def bodies(equation: Any) -> Iterator[Any]:
-    """Yield the jaxprs in an equation."""
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, jex.ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, jex.Jaxpr):
-                yield one

@@ -409,7 +409,7 @@ class Placement:
             def stacked(*parts: Any) -> list[Any]:
                 return [jnp.stack(parts)]
 
-            mesh = next((mesh for one in value.parts if (mesh := mesh_of(one)) is not None), None)
+            mesh = mesh_of(value)
             aval = value.aval.update(shape=value.aval.shape[1:])
             (value.whole,) = self._computed(stacked, value.parts, [aval] * len(value.parts), mesh)
         return value.whole
