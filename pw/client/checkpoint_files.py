@@ -42,11 +42,13 @@ def save(tree: Any, leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -
     where = normal_path(path)
     described: list[Leaf] = []
     names: dict[int, str] = {}
+    moved: list[Array] = []  # until the hosts are asked: an array without a handle is deleted
     session = None
     for keys, leaf in leaves:
         key = jax.tree_util.keystr(keys)
         if isinstance(leaf, Array):
             leaf = _on_one_island(leaf)
+            moved.append(leaf)
             session = leaf._runtime
             name = names.setdefault(leaf._id, key or SINGLE)
             type_ = leaf._type

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.client.connection import runtime
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -110,6 +111,17 @@ def test_checkpoints_on_disk(mesh: pw.Mesh, tmp_path: Path) -> None:
         for name, array in pw.restore(tmp_path / "saved", like).items():
             assert array.sharding == getattr(like[name], "sharding", like[name])
             np.testing.assert_array_equal(array, value)
+
+
+def test_what_moves_for_a_checkpoint_lives_until_it_is_written(
+    mesh: pw.Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "RELEASES_KEPT", 0)  # each call deletes what has no handle
+    split = pw.NamedSharding(mesh, P("island"))
+    arrays = [pw.put(rows(step), sharding=split) for step in range(3)]
+    pw.checkpoint(arrays, path=tmp_path / "split").result(60)
+    for step, array in enumerate(pw.restore(tmp_path / "split", arrays)):
+        np.testing.assert_array_equal(array, rows(step))
 
 
 def sent() -> dict[str, int]:

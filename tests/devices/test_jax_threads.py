@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pw.devices.jax import threads as jax_threads
+from pw.devices.jax.layouts import local_shards
 from pw.devices.jax.threads import Completions, QueueThread, join_all
 
 BOUND_S = 30.0
@@ -120,3 +125,26 @@ def test_a_thread_handles_all_in_order_and_goes_on_after_an_error(nap_s: float) 
     assert join_all([thread], BOUND_S)
     assert seen == [0, 1, 2, 4]
     assert [str(error) for error in errors] == ["3"]
+
+
+def test_threads_that_take_an_array_apart_at_once_get_all_its_shards() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+    ones = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            array, ready, counts = ones + 1, threading.Barrier(3), list[int]()
+
+            def count(array: Any = array, ready: Any = ready, counts: Any = counts) -> None:
+                ready.wait(BOUND_S)
+                counts.append(len(local_shards(array)))
+
+            together = [threading.Thread(target=count) for _ in range(3)]
+            for thread in together:
+                thread.start()
+            for thread in together:
+                thread.join(BOUND_S)
+            assert counts == [8, 8, 8]
+    finally:
+        sys.setswitchinterval(before)

@@ -7,6 +7,7 @@ can be addressed. The rest of the system names shards by their positions in a me
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from pw.devices.host.backend import Part
 
 _LAYOUTS_KEPT = 4096
 _AVALS_KEPT = 16384
+_listing = threading.Lock()
 
 
 class DeviceLayout(NamedTuple):
@@ -90,11 +92,13 @@ class Layouts:
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """This host's shards of `array` by device, each an array that shares its buffer.
+    """This host's shards of `array` by device, each an array that shares its buffer; from any thread.
 
-    By device, because JAX may list a shard twice if two threads ask for the list at the same time.
+    One thread at a time: while JAX makes the list of an array's shards, another thread would get a part
+    of it, or see a shard twice.
     """
-    return {shard.device: shard.data for shard in array.addressable_shards}
+    with _listing:
+        return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def assemble(spec: ArraySpec, layout: DeviceLayout, shards: dict[int, jax.Array]) -> jax.Array:
