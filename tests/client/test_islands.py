@@ -19,10 +19,10 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.feeding.stream import stream
 from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit
-from pw.client.trace.joined import cutting, writing
 from pw.client.trace.program import program
 from pw.client.transfer import get, put
 from pw.core.errors import ArrayDeleted, PlacementError, ShardingError, TracingError
+from pw.islands import cutting, sums
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT
 
@@ -56,7 +56,7 @@ def mesh() -> Mesh:
 def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models too have several pieces, and sums in parts."""
     monkeypatch.setattr(cutting, "BUCKET_BYTES", 64)
-    monkeypatch.setattr(writing, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(sums, "WHOLE_BYTES", 64)
 
 
 def apart(ours: Any, theirs: Any) -> float:

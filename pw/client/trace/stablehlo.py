@@ -62,11 +62,16 @@ def artifact_of(module: bytes, donated: Sequence[int], results: Sequence[ArraySp
         marks = parsed(module)
         main = _main(marks)
         add_attributes(main, "arg_attrs", len(main.type.inputs), donors(donated))
-        mesh = _mesh_of(marks, results[0].sharding) if results else ""
-        if mesh:  # a module without one has whole results
-            split = [{SHARDING: sharding_of(mesh, _axes(spec))} for spec in results]
-            add_attributes(main, "res_attrs", len(results), dict(enumerate(split)))
+        divide_results(marks, results)
         return encode(Stablehlo(portable(marks)))
+
+
+def divide_results(module: Any, results: Sequence[ArraySpec]) -> None:
+    """Let the results of a module be divided as these say; in place."""
+    mesh = _mesh_of(module, results[0].sharding) if results else ""
+    if mesh:  # a module without one has whole results
+        split = [{SHARDING: sharding_of(mesh, _axes(spec))} for spec in results]
+        add_attributes(_main(module), "res_attrs", len(results), dict(enumerate(split)))
 
 
 def donors(donated: Sequence[int]) -> dict[int, dict[str, Any]]:

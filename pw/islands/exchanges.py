@@ -1,0 +1,378 @@
+"""Collectives between islands that move values: what is done before and behind the move.
+
+An exchange makes *wires* of its operand: values that lie on the devices of an island, and that other islands take as
+they are. Devices at the same position exchange, so what has to change places does so inside of an island, by XLA's
+collectives, before the wires or behind them. Groups that do not lie the same way on all islands have one wire: all
+values of the island, from which each device picks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.mlir import ir
+
+from pw.islands.assignment import Assignment
+from pw.islands.emit import Emit
+from pw.islands.flat import shape_of
+from pw.islands.groups import PERMUTE, REDUCE, Aligned, Groups, aligned, groups_of
+from pw.islands.partial_sums import reducer
+
+GATHER = "stablehlo.all_gather"
+TO_ALL = "stablehlo.all_to_all"
+SCATTER = "stablehlo.reduce_scatter"
+BROADCAST = "stablehlo.collective_broadcast"
+
+
+class Wire(NamedTuple):
+    """A value that an island offers to others."""
+
+    shape: tuple[int, ...]
+    """On a device."""
+    is_equal: bool = False
+    """Whether all devices of an island hold the same."""
+    is_operand: bool = False
+    """Whether it is the operand as it is."""
+
+
+Source = tuple[int, int]
+"""A wire, and the island that it comes from."""
+
+
+class Exchange:
+    """One collective between islands with one operand and one result."""
+
+    def __init__(self, operation: Any, assignment: Assignment) -> None:
+        self.operation = operation
+        self.operand = operation.operands[0]
+        self.result = operation.results[0]
+        self._assignment = assignment
+        self._groups = groups_of(operation)
+
+    @property
+    def wires(self) -> list[Wire]:
+        """What each island offers."""
+        raise NotImplementedError
+
+    def needs(self, island: int) -> list[Source]:
+        """Return what an island takes, its own included."""
+        raise NotImplementedError
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Return the wires of an island."""
+        raise NotImplementedError
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Return the result on an island."""
+        raise NotImplementedError
+
+    def _number(self, name: str) -> int:
+        return int(ir.IntegerAttr(self.operation.attributes[name]).value)
+
+
+class Gather(Exchange):
+    """An all-gather of aligned groups: the operand travels."""
+
+    def __init__(self, operation: Any, assignment: Assignment, lies: Aligned) -> None:
+        super().__init__(operation, assignment)
+        self.lies = lies
+
+    @property
+    def wires(self) -> list[Wire]:
+        """The operand."""
+        return [Wire(shape_of(self.operand), is_operand=True)]
+
+    def needs(self, island: int) -> list[Source]:
+        """The operands of all islands of its groups."""
+        return [(0, other) for other in self.lies.islands[island]]
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Nothing is done before."""
+        return [operand]
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Gather inside of the island, and bring all in the order of the group."""
+        lies, along = self.lies, self._number("all_gather_dim")
+        values = [arrived[0, other] for other in lies.islands[emit.island]]
+        order = lies.order[emit.island]
+        if lies.width == 1:
+            return emit.concat([values[island] for island, _ in order], along)
+        inner = lies.inner[emit.island]
+        if order == tuple((a, b) for a in range(lies.spread) for b in range(lies.width)):
+            gathered = [_gathered(emit, value, inner, along, lies.width) for value in values]
+            return emit.concat(gathered, along)
+        whole = emit.all_gather(emit.stack(values), inner)
+        return emit.concat(
+            [emit.row(whole, at * lies.spread + island) for island, at in order], along
+        )
+
+
+def _gathered(emit: Emit, value: Any, groups: Groups, along: int, width: int) -> Any:
+    if along == 0:
+        return emit.all_gather(value, groups)
+    whole = emit.all_gather(emit.stack([value]), groups)
+    return emit.concat([emit.row(whole, at) for at in range(width)], along)
+
+
+class ToAll(Exchange):
+    """An all-to-all of aligned groups: an island has a wire for each island of a group."""
+
+    def __init__(self, operation: Any, assignment: Assignment, lies: Aligned) -> None:
+        super().__init__(operation, assignment)
+        self.lies = lies
+
+    @property
+    def wires(self) -> list[Wire]:
+        """For each island the chunks of its members, by sender."""
+        return [Wire((self.lies.width, *self._chunk))] * self.lies.spread
+
+    @property
+    def _split(self) -> int:
+        return self._number("split_dimension")
+
+    @property
+    def _chunk(self) -> tuple[int, ...]:
+        shape = list(shape_of(self.operand))
+        shape[self._split] //= self.lies.spread * self.lies.width
+        return tuple(shape)
+
+    def needs(self, island: int) -> list[Source]:
+        """What each island of its groups has for this one."""
+        own = self.lies.islands[island]
+        return [(own.index(island), other) for other in own]
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Let the members of an island exchange the chunks for each island."""
+        return [
+            emit.all_to_all(emit.stack(chunks), self.lies.inner[emit.island])
+            for chunks in _by_island(emit, operand, self._split, self.lies)
+        ]
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Put the chunks side by side, in the order of their senders."""
+        own = self.lies.islands[emit.island]
+        mine = own.index(emit.island)
+        chunks = [
+            emit.row(arrived[mine, own[island]], at) for island, at in self.lies.order[emit.island]
+        ]
+        return emit.concat(chunks, self._number("concat_dimension"))
+
+
+def _by_island(emit: Emit, operand: Any, split: int, lies: Aligned) -> list[list[Any]]:
+    """Return the chunks for each island, by member."""
+    order = lies.order[emit.island]
+    chunks = emit.parts(operand, split, len(order))
+    by_member = dict(zip(order, chunks, strict=True))
+    return [[by_member[island, at] for at in range(lies.width)] for island in range(lies.spread)]
+
+
+class Scatter(ToAll):
+    """A reduce-scatter of aligned groups: as an all-to-all, and what arrives is added."""
+
+    def __init__(self, operation: Any, assignment: Assignment, lies: Aligned) -> None:
+        super().__init__(operation, assignment, lies)
+        self._kind = str(reducer(operation))
+
+    @property
+    def wires(self) -> list[Wire]:
+        """For each island what this island's members add up for it."""
+        return [Wire(self._chunk)] * self.lies.spread
+
+    @property
+    def _split(self) -> int:
+        return self._number("scatter_dimension")
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Add up inside of the island."""
+        made = []
+        for chunks in _by_island(emit, operand, self._split, self.lies):
+            total = emit.reduce_scatter(
+                emit.stack(chunks), self.lies.inner[emit.island], self._kind
+            )
+            made.append(emit.row(total, 0))
+        return made
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Add, in the order of the islands."""
+        total, *rest = [arrived[source] for source in self.needs(emit.island)]
+        for part in rest:
+            total = emit.combine(self._kind, total, part)
+        return total
+
+
+class Permute(Exchange):
+    """A permutation: values change places inside of their island first, then go to the same place elsewhere."""
+
+    def __init__(self, operation: Any, assignment: Assignment) -> None:
+        super().__init__(operation, assignment)
+        crossing = [pair for pair in self._groups if assignment.crosses(pair)]
+        self._own = [pair for pair in self._groups if not assignment.crosses(pair)]
+        islands, position = assignment.islands, assignment.position
+        self._moves: list[list[tuple[int, int]]] = [[] for _ in range(assignment.count)]
+        """By island: the positions from and to which its values for other islands move."""
+        self._sources: list[dict[int, int]] = [{} for _ in range(assignment.count)]
+        """By island and position there: the island that sends."""
+        for source, target in crossing:
+            self._moves[islands[source]].append((position[source], position[target]))
+            self._sources[islands[target]][position[target]] = islands[source]
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether no two values of an island go to the same position of different islands."""
+        return all(len({there for _, there in own}) == len(own) for own in self._moves)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether each island has all its values from one other, at their positions."""
+        return (
+            self._is_straight
+            and not self._own
+            and all(
+                len(set(sources.values())) == 1 and len(sources) == len(members)
+                for sources, members in zip(self._sources, self._assignment.members, strict=True)
+            )
+        )
+
+    @property
+    def _is_straight(self) -> bool:
+        """Whether all values keep their positions."""
+        return all(here == there for own in self._moves for here, there in own)
+
+    @property
+    def wires(self) -> list[Wire]:
+        """The values for other islands, then those that stay."""
+        shape = shape_of(self.operand)
+        return [Wire(shape, is_operand=self._is_straight), *([Wire(shape)] if self._own else [])]
+
+    def needs(self, island: int) -> list[Source]:
+        """The values of islands that send to this one, and its own."""
+        found = [(0, other) for other in sorted(set(self._sources[island].values()))]
+        return [*found, *([(1, island)] if self._own else [])]
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Bring values to their places on the island."""
+        away = operand
+        if not self._is_straight:
+            away = emit.permute(operand, tuple(self._moves[emit.island]))
+        if not self._own:
+            return [away]
+        position, members = self._assignment.position, self._assignment.members[emit.island]
+        pairs = [(position[a], position[b]) for a, b in self._own if a in members]
+        return [away, emit.permute(operand, tuple(pairs))]
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Choose: what has arrived, what has stayed, or zeros."""
+        island = emit.island
+        made = arrived[1, island] if self._own else emit.zeros(self.result.type)
+        sources = self._sources[island]
+        for other in sorted(set(sources.values())):
+            away = arrived[0, other]
+            is_all = len(sources) == emit.devices and len(set(sources.values())) == 1
+            made = away if is_all else emit.select(self._is_from(emit, other), away, made)
+        return made
+
+    def _is_from(self, emit: Emit, other: int) -> Any:
+        """Return whether this device's value comes from the island `other`."""
+        assignment = self._assignment
+        mine = [
+            self._sources[island].get(place) == other
+            for island, place in zip(assignment.islands, assignment.position, strict=True)
+        ]
+        return emit.flag(mine)
+
+
+class PickFromAll(Exchange):
+    """Any collective: every island gets all values, and each device picks those of its group."""
+
+    @property
+    def wires(self) -> list[Wire]:
+        """All values of the island."""
+        devices = max(map(len, self._assignment.members))
+        return [Wire((devices, *shape_of(self.operand)), is_equal=True)]
+
+    def needs(self, island: int) -> list[Source]:
+        """The values of all islands."""
+        return [(0, other) for other in range(self._assignment.count)]
+
+    def pack(self, emit: Emit, operand: Any) -> list[Any]:
+        """Gather the values of the island."""
+        whole = emit.all_gather(emit.stack([operand]), (tuple(range(emit.devices)),))
+        missing = self.wires[0].shape[0] - emit.devices
+        if missing:
+            type_ = emit.type((missing, *shape_of(operand)), operand)
+            whole = emit.concat([whole, emit.zeros(type_)], 0)
+        return [whole]
+
+    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
+        """Pick the values of the group, and do what the collective does."""
+        assignment = self._assignment
+        each = self.wires[0].shape[0]
+        whole = emit.concat([arrived[source] for source in self.needs(emit.island)], 0)
+        rank = [
+            island * each + place
+            for island, place in zip(assignment.islands, assignment.position, strict=True)
+        ]
+        if self.operation.name == PERMUTE:
+            return self._permuted(emit, whole, rank)
+        groups: dict[int, tuple[int, ...]] = {one: group for group in self._groups for one in group}
+        group_of = [groups.get(one, (one,)) for one in range(assignment.partitions)]
+        width = max(map(len, self._groups))
+        if self.operation.name == BROADCAST:
+            width = 1
+
+        def member(at: int) -> Any:
+            index = np.array([rank[group[at % len(group)]] for group in group_of], np.int32)
+            return emit.row_at(whole, emit.table(index))
+
+        values = [member(at) for at in range(width)]
+        own = np.array([group.index(one) for one, group in enumerate(group_of)], np.int32)
+        if self.operation.name == BROADCAST:
+            return values[0]
+        if self.operation.name == GATHER:
+            return emit.concat(values, self._number("all_gather_dim"))
+        if self.operation.name == REDUCE:
+            made = values[0]
+            for at, value in enumerate(values[1:], 1):
+                total = emit.fold([made, value], self.operation)
+                is_member = [at < len(group) for group in group_of]
+                made = (
+                    total if all(is_member) else emit.select(emit.flag(is_member), total, made)
+                )
+            return made
+        split = self._number(
+            "scatter_dimension" if self.operation.name == SCATTER else "split_dimension"
+        )
+        place = emit.table(own)
+        chunks = [
+            emit.row_at(emit.stack(emit.parts(value, split, width)), place) for value in values
+        ]
+        if self.operation.name == SCATTER:
+            return emit.fold(chunks, self.operation)
+        return emit.concat(chunks, self._number("concat_dimension"))
+
+    def _permuted(self, emit: Emit, whole: Any, rank: list[int]) -> Any:
+        source = {target: rank[origin] for origin, target in self._groups}
+        index = [source.get(one, -1) for one in range(self._assignment.partitions)]
+        taken = emit.row_at(whole, emit.table(np.maximum(np.array(index, np.int32), 0)))
+        if -1 not in index:
+            return taken
+        flag = emit.flag([one >= 0 for one in index])
+        return emit.new("stablehlo.select", taken.type, [flag, taken, emit.zeros(taken.type)])
+
+
+def exchange_of(operation: Any, assignment: Assignment) -> Exchange:
+    """Return how a collective between islands is made."""
+    if operation.name == PERMUTE:
+        moved = Permute(operation, assignment)
+        return moved if moved.is_simple else PickFromAll(operation, assignment)
+    lies = aligned(groups_of(operation), assignment)
+    if lies is not None:
+        if operation.name == GATHER:
+            return Gather(operation, assignment, lies)
+        if operation.name == TO_ALL:
+            return ToAll(operation, assignment, lies)
+        if operation.name == SCATTER and reducer(operation) is not None:
+            return Scatter(operation, assignment, lies)
+    return PickFromAll(operation, assignment)

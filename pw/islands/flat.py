@@ -1,0 +1,165 @@
+"""The function of a divided module: without calls, without what only XLA's compilers read; and walks over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from pw.islands.errors import cannot
+
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+_UNARY = {
+    f"mhlo.{name}": f"chlo.{name}"
+    for name in "acos acosh asin asinh atanh cosh erf sinh".split()
+}
+_DROPPED = ("result_layout", "xla_shape", "mhlo.sharding", "mhlo.frontend_attributes")
+
+
+def flatten(module: Any) -> Any:
+    """Put the bodies of called functions in place of the calls; in place. Returns the operation of `main`."""
+    functions = {
+        ir.StringAttr(one.operation.attributes["sym_name"]).value: one.operation
+        for one in module.body.operations
+        if one.operation.name == "func.func"
+    }
+    main = functions.pop("main")
+    calls = [one for one in walk(main) if one.name in _CALLS]
+    while calls:
+        call = calls.pop()
+        callee = functions[ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value]
+        body = entry(callee)
+        given = dict(zip(body.arguments, call.operands, strict=True))
+        before = ir.InsertionPoint(call)
+        *steps, last = list(body.operations)
+        for step in steps:
+            copied = step.operation.clone(before)
+            for one in (copied, *walk(copied)):
+                replace_operands(one, given)
+                if one.name in _CALLS:
+                    calls.append(one)
+            given.update(zip(step.operation.results, copied.results, strict=True))
+        for old, new in zip(call.results, last.operation.operands, strict=True):
+            old.replace_all_uses_with(given.get(new, new))
+        call.erase()
+    for function in functions.values():
+        function.erase()
+    for one in [one for one in walk(main) if one.name == "stablehlo.custom_call"]:
+        if isinstance(one.results[0].type, ir.TupleType):
+            _without_tuple(one)
+    for one in [one for one in walk(main) if one.name == "stablehlo.tuple"]:
+        one.erase()
+    for one in list(walk(main)):
+        if one.name == "mhlo.copy":
+            one.results[0].replace_all_uses_with(one.operands[0])
+            one.erase()
+            continue
+        if one.name == "mhlo.topk" or one.name in _UNARY:
+            one = _as_exported(one)
+        for name in _DROPPED:
+            if name in one.attributes:
+                del one.attributes[name]
+    return main
+
+
+def _without_tuple(call: Any) -> Any:
+    """Let a native call have several results in place of a tuple of them."""
+    kinds = ir.TupleType(call.results[0].type)
+    types = [kinds.get_type(at) for at in range(kinds.num_types)]
+    attributes = {name: call.attributes[name] for name in call.attributes}
+    made = ir.Operation.create(
+        call.name, types, list(call.operands), attributes, loc=call.location, ip=ir.InsertionPoint(call)
+    )
+    for use in list(call.results[0].uses):
+        element = use.owner.operation
+        at = ir.IntegerAttr(element.attributes["index"]).value
+        element.results[0].replace_all_uses_with(made.results[at])
+        element.erase()
+    call.erase()
+    return made
+
+
+def _as_exported(one: Any) -> Any:
+    """Put an operation that hosts know in the place of XLA's own."""
+    name, attributes = _UNARY.get(one.name, "chlo.top_k"), {}
+    if one.name == "mhlo.topk":
+        if not ir.BoolAttr(one.attributes["largest"]).value:
+            cannot("the smallest elements of a value (top_k) are not supported over islands", one)
+        attributes["k"] = one.attributes["k"]
+    types = [result.type for result in one.results]
+    made = ir.Operation.create(
+        name, types, list(one.operands), attributes, loc=one.location, ip=ir.InsertionPoint(one)
+    )
+    for old, new in zip(one.results, made.results, strict=True):
+        old.replace_all_uses_with(new)
+    one.erase()
+    return made
+
+
+def walk(operation: Any) -> Iterator[Any]:
+    """Yield all operations inside of `operation`, in order, outer ones first."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in list(block.operations):
+                yield inner.operation
+                yield from walk(inner.operation)
+
+
+def entry(operation: Any, region: int = 0) -> Any:
+    """Return the only block of a region."""
+    return operation.regions[region].blocks[0]
+
+
+def operations_of(block: Any) -> list[Any]:
+    """Return the operations of a block but for the last, which returns."""
+    return [one.operation for one in block.operations][:-1]
+
+
+def returned(block: Any) -> list[Any]:
+    """Return the values that a block returns."""
+    return list(block.operations[len(block.operations) - 1].operation.operands)
+
+
+def used_by(operation: Any) -> Iterator[Any]:
+    """Yield the values from outside that an operation and its regions use."""
+    inside: set[Any] = set()
+    for one in (operation, *walk(operation)):
+        for region in one.regions:
+            for block in region.blocks:
+                inside.update(block.arguments)
+        for value in one.operands:
+            if value not in inside:
+                yield value
+        if one is not operation:
+            inside.update(one.results)
+
+
+def replace_operands(operation: Any, given: dict[Any, Any]) -> None:
+    """Let an operation use other values."""
+    for at, operand in enumerate(operation.operands):
+        if operand in given:
+            operation.operands[at] = given[operand]
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a value on a device."""
+    return tuple(ir.RankedTensorType(value.type).shape)
+
+
+def element_of(value: Any) -> Any:
+    """Return the type of a value's elements."""
+    return ir.RankedTensorType(value.type).element_type
+
+
+def elements_of(value: Any) -> int:
+    """Return how many elements a value has on a device."""
+    return math.prod(shape_of(value))
+
+
+def bytes_of(value: Any) -> int:
+    """Return the size of a value on a device."""
+    kind = element_of(value)
+    bits = kind.width if isinstance(kind, (ir.FloatType, ir.IntegerType)) else 128
+    return elements_of(value) * max(8, int(bits)) // 8

@@ -1,0 +1,96 @@
+"""Collectives: the groups of partitions that they work in, and how these lie over islands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import ir
+
+from pw.islands.assignment import Assignment
+
+Groups = tuple[tuple[int, ...], ...]
+
+PERMUTE = "stablehlo.collective_permute"
+REDUCE = "stablehlo.all_reduce"
+NAMES = {
+    REDUCE,
+    PERMUTE,
+    "stablehlo.all_gather",
+    "stablehlo.all_to_all",
+    "stablehlo.reduce_scatter",
+    "stablehlo.collective_broadcast",
+}
+"""The collectives of StableHLO."""
+
+
+def groups_of(operation: Any) -> Groups:
+    """Return the groups of a collective; of a permutation, the pairs of source and target."""
+    name = "source_target_pairs" if operation.name == PERMUTE else "replica_groups"
+    dense = np.array(ir.DenseIntElementsAttr(operation.attributes[name]))
+    return tuple(tuple(int(one) for one in row if one >= 0) for row in dense)
+
+
+def is_crossing(operation: Any, assignment: Assignment) -> bool:
+    """Whether an operation is a collective over devices of several islands."""
+    return operation.name in NAMES and any(map(assignment.crosses, groups_of(operation)))
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Groups that are the same on each of their islands: at the same positions, in the same order."""
+
+    islands: tuple[tuple[int, ...], ...]
+    """By island: those that its groups are on, in the order of the groups, itself included."""
+    inner: tuple[Groups, ...]
+    """By island: the positions of each group there."""
+    order: tuple[tuple[tuple[int, int], ...], ...]
+    """By island: for each member of a group the index of its island, and its index on the island."""
+
+    @cached_property
+    def width(self) -> int:
+        """How many members a group has on an island."""
+        return len(self.inner[0][0])
+
+    @cached_property
+    def spread(self) -> int:
+        """How many islands a group is on."""
+        return len(self.islands[0])
+
+
+def aligned(groups: Groups, assignment: Assignment) -> Aligned | None:
+    """Return how groups lie over islands, if they lie the same way on all."""
+    islands: dict[int, tuple[int, ...]] = {}
+    inner: dict[int, list[tuple[int, ...]]] = {}
+    order: dict[int, tuple[tuple[int, int], ...]] = {}
+    for group in groups:
+        by_island: dict[int, list[int]] = {}
+        for one in group:
+            by_island.setdefault(assignment.islands[one], []).append(assignment.position[one])
+        own = tuple(sorted(by_island))
+        if len({tuple(positions) for positions in by_island.values()}) != 1:
+            return None
+        positions = tuple(by_island[own[0]])
+        pattern = tuple(
+            (own.index(assignment.islands[one]), positions.index(assignment.position[one]))
+            for one in group
+        )
+        for island in own:
+            if (
+                islands.setdefault(island, own) != own
+                or order.setdefault(island, pattern) != pattern
+            ):
+                return None
+            inner.setdefault(island, []).append(positions)
+    every = range(assignment.count)
+    if len(islands) != assignment.count:
+        return None
+    found = Aligned(
+        tuple(islands[at] for at in every),
+        tuple(tuple(inner[at]) for at in every),
+        tuple(order[at] for at in every),
+    )
+    widths = {len(positions) for own in found.inner for positions in own}
+    return found if len(widths) == 1 and len({len(one) for one in found.islands}) == 1 else None

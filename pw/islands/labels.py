@@ -1,0 +1,120 @@
+"""Which devices hold equal values.
+
+A value's *labels* are one number for each partition; partitions with equal labels hold equal elements. So a value
+that is the same on all devices of an island is kept, and sent, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxlib import xla_client
+
+from pw.islands.flat import entry, operations_of, returned, used_by
+from pw.islands.groups import NAMES, PERMUTE, groups_of
+
+Labels = tuple[int, ...]
+
+_EACH_OWN = {"stablehlo.partition_id", "stablehlo.replica_id"}
+_BY_POSITION = {"stablehlo.all_to_all", "stablehlo.reduce_scatter"}
+
+
+def number(keys: Iterable[object]) -> Labels:
+    """Return labels that are equal where the keys are."""
+    known: dict[object, int] = {}
+    return tuple([known.setdefault(key, len(known)) for key in keys])
+
+
+class LabelsOf:
+    """The labels of all values of a function.
+
+    Args:
+        arguments: the labels of its arguments.
+    """
+
+    def __init__(self, block: Any, arguments: Sequence[Labels], partitions: int) -> None:
+        self._partitions = partitions
+        self._none: Labels = (0,) * partitions
+        self._known: dict[Any, Labels] = {}
+        self._joined: dict[tuple[Labels, Labels], Labels] = {}
+        self.add(block, arguments)
+
+    def __getitem__(self, value: Any) -> Labels:
+        return self._known[value]
+
+    def add(self, block: Any, arguments: Sequence[Labels]) -> list[Labels]:
+        """Find the labels of a block's values; return those of what it returns."""
+        self._known.update(zip(block.arguments, arguments, strict=True))
+        for one in operations_of(block):
+            self._operation(one)
+        return [self._known[value] for value in returned(block)]
+
+    def join(self, labels: Iterable[Labels]) -> Labels:
+        """Return the labels of what is computed from values with these labels."""
+        made = self._none
+        for one in labels:
+            if one is made or one == self._none:
+                continue
+            if made == self._none:
+                made = one
+                continue
+            key = (made, one)
+            if key not in self._joined:
+                self._joined[key] = number(zip(made, one, strict=True))
+            made = self._joined[key]
+        return made
+
+    def _operation(self, one: Any) -> None:
+        if one.name == "stablehlo.while":
+            made = self._loop(one)
+        elif one.name in ("stablehlo.if", "stablehlo.case"):
+            made = self._branches(one)
+        else:
+            made = [self._simple(one)] * len(one.results)
+        self._known.update(zip(one.results, made, strict=True))
+
+    def _simple(self, one: Any) -> Labels:
+        if one.name in _EACH_OWN:
+            return tuple(range(self._partitions))
+        operands = self.join(self._known[value] for value in used_by(one) if value in self._known)
+        if one.name not in NAMES:
+            return operands
+        keys: list[object] = [None] * self._partitions
+        for group in groups_of(one):
+            if one.name == PERMUTE:
+                keys[group[1]] = operands[group[0]]
+                continue
+            members = tuple([operands[at] for at in group])
+            for at, partition in enumerate(group):
+                keys[partition] = (members, at if one.name in _BY_POSITION else 0)
+        return number(keys)
+
+    def _loop(self, one: Any) -> list[Labels]:
+        carried = [self._known[value] for value in one.operands]
+        condition, body = entry(one, 0), entry(one, 1)
+        while True:
+            going = self.add(condition, carried)
+            after = self.add(body, carried)
+            joined = [self.join([*pair, *going]) for pair in zip(carried, after, strict=True)]
+            if joined == carried:
+                return carried
+            carried = joined
+
+    def _branches(self, one: Any) -> list[Labels]:
+        chosen = self._known[one.operands[0]]
+        ends = [self.add(entry(one, at), ()) for at in range(len(one.regions))]
+        return [self.join([chosen, *same]) for same in zip(*ends, strict=True)]
+
+
+def labels_of(sharding: str, partitions: int) -> Labels:
+    """Return the labels of an array that is divided as an HLO sharding says, in XLA's words."""
+    said = xla_client.HloSharding.from_string(sharding)
+    if said.is_replicated():
+        return (0,) * partitions
+    if not said.is_tiled():
+        return tuple(range(partitions))
+    holders = list(said.tile_assignment_devices())
+    copies = said.tile_assignment_dimensions()[-1] if said.replicate_on_last_tile_dim() else 1
+    tile = dict(zip(holders, (at // copies for at in range(len(holders))), strict=True))
+    return number(tile[at] for at in range(partitions))

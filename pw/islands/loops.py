@@ -1,0 +1,129 @@
+"""Loops and branches that need other islands inside: how often a loop runs, and branches as choices of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from pw.islands.errors import cannot
+from pw.islands.flat import entry, operations_of, replace_operands, returned, walk
+
+ITERATIONS = 4096
+"""An opened loop has at most so many iterations: each is a computation of its own."""
+
+_LESS = {"LT": 0, "LE": 1}
+
+
+def iterations(loop: Any) -> int:
+    """Return how often a loop runs, which a counter decides. Raises CannotCut if that is not known."""
+    count = _counted(loop)
+    if count is None:
+        cannot(
+            "a loop needs values of other islands in each iteration, and how often it runs depends on its values. "
+            "Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a pw.program",
+            loop,
+        )
+    if count > ITERATIONS:
+        cannot(
+            f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} can be "
+            "run one by one; use pw.while_loop in a pw.program",
+            loop,
+        )
+    return count
+
+
+def _counted(loop: Any) -> int | None:
+    (going,) = returned(entry(loop, 0))
+    compare = _maker(going)
+    if compare is None or compare.name != "stablehlo.compare":
+        return None
+    direction = str(compare.attributes["comparison_direction"])
+    more = next((add for name, add in _LESS.items() if f" {name}" in direction), None)
+    counter, limit = compare.operands[0], _number(compare.operands[1])
+    if more is None or limit is None or not isinstance(counter.owner, ir.Block):
+        return None
+    at = counter.arg_number
+    start = _number(loop.operands[at])
+    step = _maker(returned(entry(loop, 1))[at])
+    if start is None or step is None or step.name != "stablehlo.add":
+        return None
+    own = entry(loop, 1).arguments[at]
+    sides = list(step.operands)
+    if own not in sides:
+        return None
+    by = _number(sides[1 - sides.index(own)])
+    if not by or by < 0:
+        return None
+    return max(0, -(-(limit + more - start) // by))
+
+
+def _maker(value: Any) -> Any:
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def _number(value: Any) -> int | None:
+    """Return the value of an integer constant, also through conversions and reshapes; None for others."""
+    one = _maker(value)
+    while one is not None and one.name in ("stablehlo.convert", "stablehlo.reshape"):
+        one = _maker(one.operands[0])
+    if one is None or one.name != "stablehlo.constant":
+        return None
+    dense = ir.DenseElementsAttr(one.attributes["value"])
+    if not dense.is_splat or not isinstance(dense.type.element_type, ir.IntegerType):
+        return None
+    return int(str(dense.get_splat_value()).split(" :")[0])
+
+
+def choose(branches: Any) -> None:
+    """Put all branches of a choice in its place, and choose among their results; in place."""
+    point = ir.InsertionPoint(branches)
+    results: list[list[Any]] = []
+    for at in range(len(branches.regions)):
+        block = entry(branches, at)
+        given: dict[Any, Any] = {}
+        for one in operations_of(block):
+            copied = one.clone(point)
+            for inner in (copied, *walk(copied)):
+                replace_operands(inner, given)
+            given.update(zip(one.results, copied.results, strict=True))
+        results.append([given.get(value, value) for value in returned(block)])
+    (chosen,) = branches.operands
+    for place, result in enumerate(branches.results):
+        made = results[-1][place]
+        for at in reversed(range(len(results) - 1)):
+            flag = chosen if branches.name == "stablehlo.if" else _is(chosen, at, branches, point)
+            made = ir.Operation.create(
+                "stablehlo.select",
+                [result.type],
+                [flag, results[at][place], made],
+                loc=branches.location,
+                ip=point,
+            ).results[0]
+        result.replace_all_uses_with(made)
+    branches.erase()
+
+
+def _is(chosen: Any, at: int, branches: Any, point: Any) -> Any:
+    """Return whether an index is `at`."""
+    attribute = ir.DenseElementsAttr.get_splat(
+        chosen.type, ir.IntegerAttr.get(ir.RankedTensorType(chosen.type).element_type, at)
+    )
+    number = ir.Operation.create(
+        "stablehlo.constant",
+        [chosen.type],
+        [],
+        {"value": attribute},
+        loc=branches.location,
+        ip=point,
+    )
+    flag = ir.RankedTensorType.get([], ir.IntegerType.get_signless(1))
+    direction = ir.Attribute.parse("#stablehlo<comparison_direction EQ>")
+    return ir.Operation.create(
+        "stablehlo.compare",
+        [flag],
+        [chosen, number.results[0]],
+        {"comparison_direction": direction},
+        loc=branches.location,
+        ip=point,
+    ).results[0]

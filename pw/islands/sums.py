@@ -1,0 +1,99 @@
+"""Sums over islands: what goes into a bucket, how its parts are added, and what comes out.
+
+A bucket is reduced by a reduce-scatter and an all-gather over the devices of the islands (Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, give the bound of 2 (N - 1) / N times
+the size): the devices of an island add up their values first, each for its own part of the bucket. Of that part each
+island adds one piece, in the order of the islands, and sends the sum to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from pw.islands.emit import Emit, flat
+from pw.islands.flat import bytes_of, element_of, elements_of, shape_of
+from pw.islands.partial_sums import Sum
+
+WHOLE_BYTES = 64 << 10
+"""Buckets up to this size are added on every island: one transfer takes less time than two."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Values of one dtype that are reduced together."""
+
+    index: int
+    sum: Sum
+    values: list[Any]
+    """Each is flattened, one after the other."""
+
+    @property
+    def elements(self) -> int:
+        """How many elements a device has."""
+        return sum(elements_of(value) for value in self.values)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every island adds all of it."""
+        return sum(bytes_of(value) for value in self.values) <= WHOLE_BYTES
+
+    @property
+    def parts(self) -> int:
+        """How many parts it has, each of which one island adds."""
+        return 1 if self.is_small else self.sum.aligned.spread
+
+    @property
+    def divided(self) -> int:
+        """Among how many devices of an island a part is divided."""
+        return 1 if self.is_small else self.sum.aligned.width
+
+    @property
+    def each(self) -> int:
+        """How many elements a device has of a part."""
+        return -(-self.elements // (self.parts * self.divided))
+
+    def is_equal_on(self, devices: int) -> bool:
+        """Whether all devices of an island hold equal parts."""
+        return self.is_small and self.sum.aligned.width == devices
+
+    @property
+    def element(self) -> Any:
+        """The type of its elements."""
+        return element_of(self.values[0])
+
+    def pack(self, emit: Emit, values: Sequence[Any]) -> list[Any]:
+        """Return the parts of a bucket with these values."""
+        line = [flat(emit, value) for value in values]
+        if spare := self.each * self.parts * self.divided - self.elements:
+            line.append(emit.zeros(ir.RankedTensorType.get([spare], self.element)))
+        whole = emit.concat(line, 0)
+        inner = self.sum.aligned.inner[emit.island]
+        if self.is_small:
+            return [emit.all_reduce(whole, inner, self.sum.kind)]
+        return emit.parts(emit.reduce_scatter(whole, inner, self.sum.kind), 0, self.parts)
+
+    def add(self, emit: Emit, parts: Sequence[Any]) -> Any:
+        """Return the sum of the islands' parts, in their order."""
+        wide = self.element
+        is_small = isinstance(wide, ir.FloatType) and wide.width < 32
+        if is_small and self.sum.kind == "stablehlo.add":
+            wide = ir.F32Type.get()
+        total, *rest = [emit.convert(part, wide) for part in parts]
+        for part in rest:
+            total = emit.combine(self.sum.kind, total, part)
+        return emit.convert(total, self.element)
+
+    def unpack(self, emit: Emit, parts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield the values of a bucket and their sums."""
+        whole = emit.concat(parts, 0)
+        if self.divided > 1:
+            whole = emit.all_gather(whole, self.sum.aligned.inner[emit.island])
+        start = 0
+        for value in self.values:
+            stop = start + elements_of(value)
+            yield value, emit.reshape(emit.slice(whole, 0, start, stop), shape_of(value))
+            start = stop

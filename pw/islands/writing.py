@@ -1,0 +1,360 @@
+"""Makes a module of each piece, for the devices of an island.
+
+A piece is one manual computation over the mesh of an island: its operations are those of one device. So XLA has
+nothing to divide there, and compiles what it was given.
+
+Values between pieces are *stacked*, the shards of an island's devices side by side in the first dimension; those
+that are equal on all devices of an island are kept once. Arguments and results lie as their owner says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax._src.export._export import _module_to_bytecode  # what `jax.export` makes portable with
+from jax._src.interpreters import mlir  # types of elements
+from jax.extend.mlir import ir, passmanager
+
+from pw.core.dtypes import BY_MLIR
+from pw.core.programs.stablehlo import Stablehlo, encode
+from pw.core.sharding import dtype_of
+from pw.islands.assignment import Assignment
+from pw.islands.cutting import Cut, Piece
+from pw.islands.emit import Emit
+from pw.islands.exchanges import Exchange, Wire
+from pw.islands.flat import element_of, replace_operands, shape_of, used_by, walk
+from pw.islands.groups import NAMES, REDUCE, Groups, is_crossing
+from pw.islands.labels import LabelsOf
+from pw.islands.plan import Code, Lies
+from pw.islands.sums import Bucket
+
+Mesh = dict[str, int]
+"""The axes of an island's devices with their sizes."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How the arguments and results of a function lie on its islands."""
+
+    meshes: tuple[Mesh, ...]
+    arguments: tuple[tuple[Lies, ...], ...]
+    """By argument and island."""
+    results: tuple[tuple[Lies, ...], ...]
+
+
+class Writer:
+    """Writes the pieces of one function."""
+
+    def __init__(
+        self, main: Any, meshes: Sequence[Mesh], assignment: Assignment, labels: LabelsOf, name: str
+    ) -> None:
+        self._location = main.location
+        self._meshes = tuple(meshes)
+        self._assignment = assignment
+        self._labels = labels
+        self.name = name
+
+    # --- how values lie -----------------------------------------------------------------------------
+
+    def lies(self, shape: Sequence[int], element: Any, island: int, *, is_equal: bool) -> Lies:
+        """Return how a value of this shape on each device lies between pieces."""
+        dtype = dtype_of(BY_MLIR[str(element)])
+        devices = self._assignment.devices(island)
+        if is_equal or devices == 1:
+            return Lies(tuple(shape), dtype, ())
+        first, *rest = shape or (1,)
+        return Lies((devices * first, *rest), dtype, (tuple(self._meshes[island]),))
+
+    def between(self, value: Any, island: int) -> Lies:
+        """Return how a value of a function lies between its pieces."""
+        return self.lies(shape_of(value), element_of(value), island, is_equal=self.is_equal(value))
+
+    def is_equal(self, value: Any) -> bool:
+        """Whether a value is the same on all devices of each island."""
+        labels = self._labels[value]
+        return all(len({labels[one] for one in own}) == 1 for own in self._assignment.members)
+
+    def of_bucket(self, bucket: Bucket, island: int) -> Lies:
+        """Return how a part of a bucket lies."""
+        is_equal = bucket.is_equal_on(self._assignment.devices(island))
+        return self.lies((bucket.each,), bucket.element, island, is_equal=is_equal)
+
+    def of_wire(self, exchange: Exchange, wire: Wire, island: int) -> Lies:
+        """Return how a wire lies."""
+        is_equal = wire.is_equal or (wire.is_operand and self.is_equal(exchange.operand))
+        return self.lies(wire.shape, element_of(exchange.operand), island, is_equal=is_equal)
+
+    # --- code -------------------------------------------------------------------------------------
+
+    def piece(
+        self,
+        cut: Cut,
+        piece: Piece,
+        island: int,
+        inputs: Sequence[tuple[Any, Lies]],
+        outputs: Sequence[tuple[Any, Lies]],
+        name: str,
+        donated: Sequence[int],
+    ) -> tuple[Code, bool]:
+        """Write a piece for an island.
+
+        Args:
+            cut: has the piece.
+            piece: of the function.
+            island: its number.
+            inputs: what each input is: a value, (bucket, part) or (exchange, source); and how it lies.
+            outputs: what each output is: a value, ("whole", value), (bucket, part) or (exchange, wire).
+            name: for the user.
+            donated: positions of inputs.
+
+        Returns the code, and whether it has the number of the island as its last input.
+        """
+
+        def body(emit: Emit, given: Sequence[Any]) -> list[Any]:
+            return _Body(self, cut, piece, emit).write(
+                dict(zip((what for what, _ in inputs), given, strict=False)),
+                [what for what, _ in outputs],
+            )
+
+        lies = [one for _, one in inputs], [one for _, one in outputs]
+        return self._code(name, island, *lies, donated, body)
+
+    def adder(self, bucket: Bucket, island: int) -> Code:
+        """Write the computation that adds the islands' parts of a bucket."""
+        lies = self.of_bucket(bucket, island)
+        count = bucket.sum.aligned.spread
+        kind = bucket.sum.kind.partition(".")[2]
+        code, _ = self._code(
+            f"{self.name} ({kind} over islands)",
+            island,
+            [lies] * count,
+            [lies],
+            (),
+            lambda emit, parts: [bucket.add(emit, parts)],
+        )
+        return code
+
+    def _code(
+        self,
+        name: str,
+        island: int,
+        inputs: Sequence[Lies],
+        outputs: Sequence[Lies],
+        donated: Sequence[int],
+        body: Callable[[Emit, Sequence[Any]], list[Any]],
+    ) -> tuple[Code, bool]:
+        module, emit = self._module(island, inputs, outputs, donated, body, has_number=False)
+        has_number = emit.wants_number
+        if has_number:
+            inputs = [*inputs, Lies((), np.dtype(np.int32), ())]
+            module, _ = self._module(island, inputs, outputs, donated, body, has_number=True)
+        # Equal code has equal artifacts, wherever it is in a script.
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        artifact = encode(Stablehlo(bytes(_module_to_bytecode(module))))
+        return Code(name, artifact, tuple(inputs), tuple(outputs), tuple(donated)), has_number
+
+    def _module(
+        self,
+        island: int,
+        inputs: Sequence[Lies],
+        outputs: Sequence[Lies],
+        donated: Sequence[int],
+        body: Callable[[Emit, Sequence[Any]], list[Any]],
+        *,
+        has_number: bool,
+    ) -> tuple[Any, Emit]:
+        mesh, location = self._meshes[island], self._location
+        devices = self._assignment.devices(island)
+        axes = ", ".join(f'"{name}"={size}' for name, size in mesh.items())
+        said = f"sdy.mesh @mesh = <[{axes}]>" if devices > 1 else ""
+        module = ir.Module.parse(
+            f"module @jit_{''.join(c if c.isalnum() else '_' for c in self.name)} attributes {{"
+            f"mhlo.num_partitions = {devices} : i32, mhlo.num_replicas = 1 : i32}} {{\n{said}\n}}"
+        )
+        types = [[_tensor(one.shape, one) for one in side] for side in (inputs, outputs)]
+        function = ir.Operation.create(
+            "func.func",
+            attributes={
+                "sym_name": ir.StringAttr.get("main"),
+                "sym_visibility": ir.StringAttr.get("public"),
+                "function_type": ir.TypeAttr.get(ir.FunctionType.get(*types)),
+                "arg_attrs": _described(inputs, devices, donated),
+                "res_attrs": _described(outputs, devices, ()),
+            },
+            regions=1,
+            loc=location,
+            ip=ir.InsertionPoint(module.body),
+        )
+        block = ir.Block.create_at_start(function.regions[0], types[0], [location] * len(inputs))
+        end = ir.InsertionPoint(block)
+        given = list(block.arguments)
+        manual = None
+        if devices > 1:
+            local = [
+                [_tensor(_local(one, mesh), one) for one in side] for side in (inputs, outputs)
+            ]
+            names = ", ".join(f'"{name}"' for name in mesh)
+            manual = ir.Operation.create(
+                "sdy.manual_computation",
+                types[1],
+                given,
+                {
+                    "in_shardings": _per_value(inputs),
+                    "out_shardings": _per_value(outputs),
+                    "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{names}}}>"),
+                },
+                regions=1,
+                loc=location,
+                ip=end,
+            )
+            inner = ir.Block.create_at_start(manual.regions[0], local[0], [location] * len(inputs))
+            given = list(inner.arguments)
+        inside = ir.InsertionPoint(inner) if manual is not None else end
+        number = given[-1] if has_number else None
+        emit = Emit(inside, location, self._assignment, island, number)
+        made = body(emit, given)
+        shaped = [
+            emit.reshape(value, _local(one, mesh)) for value, one in zip(made, outputs, strict=True)
+        ]
+        if manual is not None:
+            ir.Operation.create("sdy.return", [], shaped, {}, loc=location, ip=inside)
+            shaped = list(manual.results)
+        ir.Operation.create("func.return", [], shaped, {}, loc=location, ip=end)
+        return module, emit
+
+
+class _Body:
+    """The operations of a piece on an island."""
+
+    def __init__(self, writer: Writer, cut: Cut, piece: Piece, emit: Emit) -> None:
+        self._writer = writer
+        self._cut = cut
+        self._piece = piece
+        self._emit = emit
+        self._values: dict[Any, Any] = {}
+        self._sums: dict[Any, Any] = {}
+
+    def write(self, given: dict[Any, Any], outputs: Sequence[Any]) -> list[Any]:
+        """Write all operations; return the values of the outputs."""
+        emit, piece = self._emit, self._piece
+        for value in piece.inputs:
+            self._values[value] = emit.reshape(given[value], shape_of(value))
+        for bucket in piece.sums:
+            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(bucket.parts)]
+            self._sums.update(bucket.unpack(emit, parts))
+        for exchange in piece.takes:
+            arrived = {}
+            for source in exchange.needs(emit.island):
+                wire = exchange.wires[source[0]]
+                arrived[source] = emit.reshape(given[exchange, source], wire.shape)
+            self._values[exchange.result] = exchange.unpack(emit, arrived)
+        for one in piece.operations:
+            self._copy(one)
+        packed: dict[Any, Any] = {}
+        for exchange in piece.sends:
+            wires = exchange.pack(emit, self._find(exchange.operand))
+            packed.update({(exchange, at): wire for at, wire in enumerate(wires)})
+        if piece.makes is not None:
+            parts = piece.makes.pack(emit, [self._find(v, whole=False) for v in piece.makes.values])
+            packed.update({(piece.makes, at): part for at, part in enumerate(parts)})
+        made = []
+        for what in outputs:
+            if what in packed:
+                made.append(packed[what])
+            elif isinstance(what, tuple):
+                made.append(self._find(what[1]))
+            else:
+                made.append(self._find(what, whole=False))
+        return made
+
+    def _find(self, value: Any, *, whole: bool = True) -> Any:
+        if whole and value in self._sums:
+            return self._sums[value]
+        if value not in self._values:
+            self._copy(self._cut.maker(value))  # a cheap one
+        return self._values[value]
+
+    def _copy(self, one: Any) -> None:
+        emit = self._emit
+        if one.name == "stablehlo.partition_id":
+            self._values[one.results[0]] = emit.partition()
+            return
+        assignment = emit.assignment
+        if one.name == REDUCE and is_crossing(one, assignment):
+            self._values[one.results[0]] = self._find(
+                one.operands[0]
+            )  # partial, until it is reduced
+            return
+        used = dict.fromkeys(used_by(one))
+        given = {value: self._find(value) for value in used}
+        masked = {
+            at: self._counted_once(given[one.operands[at]], groups)
+            for other, at, groups in self._cut.sums.masked
+            if other == one
+        }
+        ids = emit.partition() if _has_partition_id(one) else None
+        copied = one.clone(emit.end)
+        for inner in (copied, *walk(copied)):
+            replace_operands(inner, given)
+        for at, value in masked.items():
+            copied.operands[at] = value
+        for inner in list((copied, *walk(copied))):
+            if inner.name == "stablehlo.partition_id":
+                inner.results[0].replace_all_uses_with(ids)
+                inner.erase()
+            elif inner.name == REDUCE and is_crossing(inner, assignment):
+                inner.results[0].replace_all_uses_with(inner.operands[0])
+                inner.erase()
+            elif inner.name in NAMES:
+                emit.here(inner)
+        self._values.update(zip(one.results, copied.results, strict=True))
+
+    def _counted_once(self, value: Any, groups: Groups) -> Any:
+        """Return a value that is zero on all devices of a group but the first."""
+        first = {group[0] for group in groups}
+        partitions = range(self._emit.assignment.partitions)
+        flag = self._emit.flag([one in first for one in partitions])
+        return self._emit.select(flag, value, self._emit.zeros(value.type))
+
+
+def _has_partition_id(one: Any) -> bool:
+    return any(inner.name == "stablehlo.partition_id" for inner in walk(one))
+
+
+def _local(lies: Lies, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of a device's shard."""
+    shape = list(lies.shape)
+    for at, names in enumerate(lies.axes):
+        for name in names:
+            shape[at] //= mesh[name]
+    return tuple(shape)
+
+
+def _tensor(shape: Sequence[int], lies: Lies) -> Any:
+    return ir.RankedTensorType.get(list(shape), mlir.dtype_to_ir_type(lies.dtype))
+
+
+def _sharding(lies: Lies) -> str:
+    axes = [*lies.axes, *[()] * (len(lies.shape) - len(lies.axes))]
+    entries = ["{" + ", ".join(f'"{name}"' for name in names) + "}" for names in axes]
+    return f"<@mesh, [{', '.join(entries)}]>"
+
+
+def _per_value(side: Sequence[Lies]) -> Any:
+    return ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(map(_sharding, side))}]>")
+
+
+def _described(side: Sequence[Lies], devices: int, donated: Sequence[int]) -> Any:
+    """Return the attributes of arguments or results."""
+    found = []
+    for at, lies in enumerate(side):
+        attributes: dict[str, Any] = {}
+        if devices > 1:
+            attributes["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding{_sharding(lies)}")
+        if at in donated:
+            attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        found.append(ir.DictAttr.get(attributes))
+    return ir.ArrayAttr.get(found)

@@ -1,0 +1,268 @@
+"""What functions over several islands compute, against the same in plain JAX over as many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding as JaxSharding
+from jax.sharding import PartitionSpec as P
+
+from pw.client.arrays.devices import make_virtual_device_set
+from pw.client.arrays.mesh import Mesh
+from pw.client.trace.jit import jit
+from pw.client.transfer import get
+from tests.stages.local_runtime import LocalRuntime
+
+ISLANDS, EACH = 2, 4
+BATCH = P(("island", "data"))
+_numbers = np.random.default_rng(0)
+X = _numbers.normal(size=(16, 8)).astype(np.float32)
+V = _numbers.normal(size=16).astype(np.float32)
+W = _numbers.normal(size=(8, 8)).astype(np.float32)
+STACK = (_numbers.normal(size=(6, 8, 8)) / 4).astype(np.float32)
+ROWS = _numbers.integers(0, 16, 16).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def rt() -> Iterator[LocalRuntime]:
+    with LocalRuntime.in_use(("east", "west")) as local:
+        yield local
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    joined = make_virtual_device_set().add_slice(devices=ISLANDS * EACH, islands=ISLANDS)
+    return Mesh(np.reshape(joined.devices, (ISLANDS, EACH)), ("island", "data"))
+
+
+def plain() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.reshape(jax.devices(), (ISLANDS, EACH)), ("island", "data"))
+
+
+def check(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    specs: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    out: Any = None,
+    *,
+    exactly: bool = False,
+) -> None:
+    """Compare with plain JAX over a mesh of one process."""
+    how = {} if out is None else {"out_shardings": out}
+    made = get(jit(function, mesh=mesh, in_shardings=specs, **how)(*arguments))
+    here = plain()
+    with jax.sharding.set_mesh(here):
+        shardings = [None if spec is None else JaxSharding(here, spec) for spec in specs]
+        placed = [
+            one if where is None else jax.device_put(one, where)
+            for one, where in zip(arguments, shardings, strict=True)
+        ]
+        expected = jax.jit(function)(*placed)
+    for ours, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        if exactly:
+            np.testing.assert_array_equal(ours, theirs)
+        else:
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def layers(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0]
+
+
+MOVES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "sort along the split axis": (jnp.sort, (BATCH,), (V,)),
+    "sort rows": (lambda x: jnp.sort(x, 0), (BATCH,), (X,)),
+    "argsort": (jnp.argsort, (BATCH,), (V,)),
+    "reverse and roll": (lambda v: jnp.roll(v[::-1], 3), (BATCH,), (V,)),
+    "slice": (lambda x: (x[3], x[2:13:3], x[:, 2:5]), (BATCH,), (X,)),
+    "gather rows": (lambda x, i: x[i], (BATCH, BATCH), (X, ROWS)),
+    "transpose": (lambda x: x.T + 1, (BATCH,), (X,)),
+    "top_k": (lambda v: jax.lax.top_k(v, 3), (BATCH,), (V,)),
+    "concatenate": (lambda x: jnp.concatenate([x, x[::-1]]), (BATCH,), (X,)),
+    "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 0))), (BATCH,), (X,)),
+    "reshape": (lambda x: x.reshape(4, 32), (BATCH,), (X,)),
+    "random": (lambda x: x + jax.random.normal(jax.random.key(1), x.shape), (BATCH,), (X,)),
+    "rbg": (
+        lambda x: x + jax.random.normal(jax.random.key(1, impl="rbg"), x.shape),
+        (BATCH,),
+        (X,),
+    ),
+    "dynamic update": (
+        lambda x: jax.lax.dynamic_update_slice(x, x[:2] * 3, (5, 0)),
+        (BATCH,),
+        (X,),
+    ),
+    "scatter": (lambda x, i: jnp.zeros_like(x).at[i].set(x), (BATCH, BATCH), (X, ROWS * 0 + 3)),
+    "erf and others": (lambda x: jax.scipy.special.erf(x) + jnp.arcsinh(x), (BATCH,), (X,)),
+}
+
+SUMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "cumsum": (jnp.cumsum, (BATCH,), (V,)),
+    "product of rows": (lambda x: x @ x.T, (BATCH,), (X,)),
+    "contraction": (lambda x: x.T @ x, (BATCH,), (X,)),
+    "scatter add": (lambda x, i: jnp.zeros_like(x).at[i].add(x), (BATCH, BATCH), (X, ROWS)),
+    "fft": (lambda v: jnp.abs(jnp.fft.fft(v)), (BATCH,), (V,)),
+    "convolution over space": (
+        lambda v: jnp.convolve(v, jnp.array([1.0, 2.0, 3.0]), "same"),
+        (BATCH,),
+        (V,),
+    ),
+    "inverse": (lambda w: jnp.linalg.inv(w + 8 * jnp.eye(8)), (P("island"),), (W,)),
+    "cholesky": (lambda w: jnp.linalg.cholesky(w @ w.T + 8 * jnp.eye(8)), (P("island"),), (W,)),
+    "tensor parallel": (
+        lambda a, b, x: jnp.tanh(x @ a) @ b,
+        (P(None, "island"), P("island", None), None),
+        (W, W, X),
+    ),
+    "a product": (lambda v: jnp.prod(v), (BATCH,), (V,)),
+    "argmax": (lambda v: (jnp.argmax(v), jnp.argmin(v)), (BATCH,), (V,)),
+    "fsdp in a scan": (layers, (P(None, "island"), BATCH), (STACK, X)),
+    "its gradient": (
+        jax.grad(lambda w, x: (layers(w, x) ** 2).mean()),
+        (P(None, "island"), BATCH),
+        (STACK, X),
+    ),
+    "its gradient, rematerialized": (
+        jax.grad(lambda w, x: (jax.checkpoint(layers)(w, x) ** 2).mean()),
+        (P(None, "island"), BATCH),
+        (STACK, X),
+    ),
+    "a sum in a loop": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c * c.sum() + i), x),
+        (BATCH,),
+        (X,),
+    ),
+    "loops in loops": (
+        lambda x: jax.lax.fori_loop(
+            0, 3, lambda _, c: jax.lax.fori_loop(0, 2, lambda _, d: jnp.sin(d - d.mean()), c), x
+        ),
+        (BATCH,),
+        (X,),
+    ),
+    "a branch": (
+        lambda x: jax.lax.cond(x.sum() > 0, lambda x: x - x.mean(), lambda x: x[::-1] * 2, x),
+        (BATCH,),
+        (X,),
+    ),
+    "switch": (
+        lambda x: jax.lax.switch(
+            jnp.int32(x[0, 0] > 9) + 1, [lambda x: x, lambda x: x - x.max(0), lambda x: x * 2], x
+        ),
+        (BATCH,),
+        (X,),
+    ),
+    "norms in each layer": (
+        lambda x: jax.lax.scan(lambda h, _: ((h - h.mean(0)) / (h.std(0) + 1), h.sum()), x, None, 4),
+        (BATCH,),
+        (X,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_is_the_same(mesh: Mesh, name: str) -> None:
+    check(mesh, *MOVES[name], exactly=True)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_adds_up_is_alike(mesh: Mesh, name: str) -> None:
+    check(mesh, *SUMS[name])
+
+
+RESHARDS = {
+    "whole": (BATCH, P()),
+    "columns to rows": (P(None, "island"), P("island")),
+    "permuted axes": (BATCH, P("data", "island")),
+    "only data": (BATCH, P("data")),
+    "from whole": (P(), BATCH),
+}
+
+
+@pytest.mark.parametrize("name", RESHARDS)
+def test_shardings_of_results(mesh: Mesh, name: str) -> None:
+    before, after = RESHARDS[name]
+    check(mesh, lambda x: x + 1, (before,), (X,), after, exactly=True)
+
+
+# --- manual parts --------------------------------------------------------------------------------
+
+RING = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 0)]
+BOTH = ("island", "data")
+
+
+def attention(q: Any) -> Any:
+    """A ring over all devices: each adds what the others hold."""
+
+    def step(_: Any, carried: Any) -> Any:
+        total, block = carried
+        total = total + q @ block.T @ block
+        return total, jax.lax.ppermute(block, BOTH, RING)
+
+    return jax.lax.fori_loop(0, 8, step, (jnp.zeros_like(q), q))[0]
+
+
+MANUAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "psum": (lambda x: jax.lax.psum(x, BOTH), P()),
+    "psum of islands": (lambda x: jax.lax.psum(x, "island"), P("data")),
+    "psum inside": (lambda x: jax.lax.psum(x, "data"), P("island")),
+    "pmean": (lambda x: jax.lax.pmean(x, "island"), P("data")),
+    "pmax and pmin": (lambda x: jax.lax.pmax(x, "island") - jax.lax.pmin(x, "island"), P("data")),
+    "all_gather": (lambda x: jax.lax.all_gather(x, BOTH, tiled=True)[:2], BATCH),
+    "all_gather of islands": (lambda x: jax.lax.all_gather(x, "island"), P(None, ("data", "island"))),
+    "all_gather the other way": (
+        lambda x: jax.lax.all_gather(x, ("data", "island"), tiled=True)[2:4],
+        BATCH,
+    ),
+    "all_to_all": (lambda x: jax.lax.all_to_all(x, BOTH, 1, 0, tiled=True), BATCH),
+    "all_to_all of islands": (lambda x: jax.lax.all_to_all(x, "island", 1, 1, tiled=True), BATCH),
+    "ppermute of islands": (lambda x: jax.lax.ppermute(x, "island", [(0, 1), (1, 0)]), BATCH),
+    "ppermute one way": (lambda x: jax.lax.ppermute(x, "island", [(0, 1)]), BATCH),
+    "a ring": (lambda x: jax.lax.ppermute(x, BOTH, RING), BATCH),
+    "any permutation": (
+        lambda x: jax.lax.ppermute(x, BOTH, [(0, 5), (1, 4), (6, 1), (2, 3), (5, 0), (7, 7)]),
+        BATCH,
+    ),
+    "psum_scatter": (
+        lambda x: jax.lax.psum_scatter(x, BOTH, scatter_dimension=1, tiled=True),
+        P(None, BOTH),
+    ),
+    "psum_scatter of islands": (
+        lambda x: jax.lax.psum_scatter(x, "island", scatter_dimension=1, tiled=True),
+        P("data", "island"),
+    ),
+    "axis_index": (
+        lambda x: x + 8 * jax.lax.axis_index("island") + jax.lax.axis_index("data"),
+        BATCH,
+    ),
+    "ring attention": (attention, BATCH),
+    "psum in a loop": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + jax.lax.psum(c, BOTH) / 9, x),
+        BATCH,
+    ),
+    "uneven groups": (
+        lambda x: jax.lax.psum(x, BOTH, axis_index_groups=[[0, 1, 4], [2, 3, 5, 6, 7]]),
+        BATCH,
+    ),
+    "groups that lie otherwise": (
+        lambda x: jax.lax.all_gather(
+            x, BOTH, axis_index_groups=[[0, 5], [1, 4], [2, 3], [6, 7]], tiled=True
+        )[:2],
+        BATCH,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANUAL)
+def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
+    body, out = MANUAL[name]
+
+    def mapped(x: Any) -> Any:
+        return jax.shard_map(body, in_specs=BATCH, out_specs=out, check_vma=False)(x)
+
+    check(mesh, mapped, (BATCH,), (X,))
