@@ -34,7 +34,7 @@ from bench.placement import new_mesh
 from bench.report import Chart, Result
 from bench.train import on_pw
 from bench.training import SEED, Task, Trainer, farthest
-from pw.client.trace.joined import cutting
+from pw.islands import cutting
 
 BOUND = 0.95
 BYTES_BOUND = 1.05

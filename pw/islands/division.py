@@ -1,8 +1,8 @@
 """XLA's own partitioner, for any number of devices, without devices.
 
-The partitioner is one of the first steps of XLA's compilers, and the same on all platforms. jaxlib has no function
-that runs it alone. So a module is compiled for a private CPU client of this process, which has as many devices as
-are wanted and runs nothing, and XLA writes down the module as it is behind the partitioner.
+The partitioner is one of the first steps of XLA's compilers, and the same on all platforms. jaxlib has no
+function that runs it alone. So a module is compiled for a private CPU client of this process, which has as
+many devices as are wanted and runs nothing, and XLA writes down the module as it is behind the partitioner.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _client: tuple[int, int, Any] = (0, 0, None)
 
 
 def _compile(module: bytes, devices: int, options: Any) -> Exception | None:
-    """Compile for the first devices of the private client; return XLA's error, which may come after the partitioner."""
+    """Compile for the first devices of the private client; return XLA's error, if there is one."""
     global _client
     with _lock:
         process, size, client = _client

@@ -55,7 +55,7 @@ class Emit:
 
     def constant(self, value: np.ndarray[Any, Any] | np.generic) -> Any:
         """Return a constant."""
-        array = np.asarray(value, order="C")
+        array: Any = np.asarray(value, order="C")
         kind = mlir.dtype_to_ir_type(array.dtype)
         dense: Any = ir.DenseElementsAttr.get(array, type=kind, shape=array.shape)
         return self.new("stablehlo.constant", dense.type, [], value=dense)
@@ -204,7 +204,7 @@ class Emit:
         )
 
     def all_to_all(self, value: Any, groups: Groups) -> Any:
-        """Exchange: row r of the first dimension goes to member r of the group, and is its row of the sender."""
+        """Exchange: row r of the first dimension goes to member r of the group."""
         if len(groups[0]) == 1:
             return value
         return self.new(

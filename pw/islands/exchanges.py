@@ -1,9 +1,9 @@
 """Collectives between islands that move values: what is done before and behind the move.
 
-An exchange makes *wires* of its operand: values that lie on the devices of an island, and that other islands take as
-they are. Devices at the same position exchange, so what has to change places does so inside of an island, by XLA's
-collectives, before the wires or behind them. Groups that do not lie the same way on all islands have one wire: all
-values of the island, from which each device picks.
+An exchange makes *wires* of its operand: values that lie on the devices of an island, and that other
+islands take as they are. Devices at the same position exchange, so what has to change places does so inside
+of an island, by XLA's collectives, before the wires or behind them. Groups that do not lie the same way on
+all islands have one wire: all values of the island, from which each device picks.
 """
 
 from __future__ import annotations
@@ -337,9 +337,7 @@ class PickFromAll(Exchange):
             for at, value in enumerate(values[1:], 1):
                 total = emit.fold([made, value], self.operation)
                 is_member = [at < len(group) for group in group_of]
-                made = (
-                    total if all(is_member) else emit.select(emit.flag(is_member), total, made)
-                )
+                made = total if all(is_member) else emit.select(emit.flag(is_member), total, made)
             return made
         split = self._number(
             "scatter_dimension" if self.operation.name == SCATTER else "split_dimension"

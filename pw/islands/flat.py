@@ -1,4 +1,4 @@
-"""The function of a divided module: without calls, without what only XLA's compilers read; and walks over it."""
+"""The function of a divided module, without calls and what only XLA reads; and walks over it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pw.islands.errors import cannot
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 _UNARY = {
     f"mhlo.{name}": f"chlo.{name}"
-    for name in "acos acosh asin asinh atanh cosh erf sinh".split()
+    for name in ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "erf", "sinh")
 }
-_DROPPED = ("result_layout", "xla_shape", "mhlo.sharding", "mhlo.frontend_attributes")
+_OPTIONS = "mhlo.frontend_attributes"
+_DROPPED = ("result_layout", "xla_shape", "mhlo.sharding", _OPTIONS)
 
 
 def flatten(module: Any) -> Any:
@@ -47,8 +48,9 @@ def flatten(module: Any) -> Any:
     for function in functions.values():
         function.erase()
     for one in [one for one in walk(main) if one.name == "stablehlo.custom_call"]:
-        if isinstance(one.results[0].type, ir.TupleType):
-            _without_tuple(one)
+        if len(one.results) == 1 and isinstance(one.results[0].type, ir.TupleType):
+            one = _without_tuple(one)
+        _with_options(one)
     for one in [one for one in walk(main) if one.name == "stablehlo.tuple"]:
         one.erase()
     for one in list(walk(main)):
@@ -59,7 +61,8 @@ def flatten(module: Any) -> Any:
         if one.name == "mhlo.topk" or one.name in _UNARY:
             one = _as_exported(one)
         for name in _DROPPED:
-            if name in one.attributes:
+            is_option = name == _OPTIONS and one.name == "stablehlo.custom_call"
+            if name in one.attributes and not is_option:
                 del one.attributes[name]
     return main
 
@@ -70,7 +73,12 @@ def _without_tuple(call: Any) -> Any:
     types = [kinds.get_type(at) for at in range(kinds.num_types)]
     attributes = {name: call.attributes[name] for name in call.attributes}
     made = ir.Operation.create(
-        call.name, types, list(call.operands), attributes, loc=call.location, ip=ir.InsertionPoint(call)
+        call.name,
+        types,
+        list(call.operands),
+        attributes,
+        loc=call.location,
+        ip=ir.InsertionPoint(call),
     )
     for use in list(call.results[0].uses):
         element = use.owner.operation
@@ -79,6 +87,15 @@ def _without_tuple(call: Any) -> Any:
         element.erase()
     call.erase()
     return made
+
+
+def _with_options(call: Any) -> None:
+    """Name the options of a native call as JAX does."""
+    options = call.attributes.get("backend_config", None)
+    if isinstance(options, ir.DictAttr):
+        del call.attributes["backend_config"]
+        del call.attributes["api_version"]
+        call.attributes["mhlo.backend_config"] = options
 
 
 def _as_exported(one: Any) -> Any:

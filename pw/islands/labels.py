@@ -1,7 +1,7 @@
 """Which devices hold equal values.
 
-A value's *labels* are one number for each partition; partitions with equal labels hold equal elements. So a value
-that is the same on all devices of an island is kept, and sent, once.
+A value's *labels* are one number for each partition; partitions with equal labels hold equal elements. So a
+value that is the same on all devices of an island is kept, and sent, once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops and branches that need other islands inside: how often a loop runs, and branches as choices of values."""
+"""Loops and branches that need other islands: how often a loop runs, and branches as choices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def iterations(loop: Any) -> int:
     count = _counted(loop)
     if count is None:
         cannot(
-            "a loop needs values of other islands in each iteration, and how often it runs depends on its values. "
-            "Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a pw.program",
+            "a loop needs values of other islands in each iteration, and its values decide how often it "
+            "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a "
+            "pw.program",
             loop,
         )
     if count > ITERATIONS:
         cannot(
-            f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} can be "
-            "run one by one; use pw.while_loop in a pw.program",
+            f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} "
+            "can be run one by one; use pw.while_loop in a pw.program",
             loop,
         )
     return count
@@ -70,7 +71,9 @@ def _number(value: Any) -> int | None:
     if one is None or one.name != "stablehlo.constant":
         return None
     dense = ir.DenseElementsAttr(one.attributes["value"])
-    if not dense.is_splat or not isinstance(dense.type.element_type, ir.IntegerType):
+    if not dense.is_splat or not isinstance(
+        ir.RankedTensorType(dense.type).element_type, ir.IntegerType
+    ):
         return None
     return int(str(dense.get_splat_value()).split(" :")[0])
 

@@ -1,12 +1,13 @@
 """Finds where a function needs sums over islands.
 
-XLA puts an all-reduce behind each operation that adds up over devices. The value before it is *partial*: the sum of
-the values of all devices of a group is meant. A linear operation on partial values makes partial values, so the sum
-can wait: behind a loop over layers that stacks gradients, or over micro-batches that adds them. Outside of loops a
-sum waits only where that is free. Where another operation needs the value, it is *reduced*.
+XLA puts an all-reduce behind each operation that adds up over devices. The value before it is *partial*:
+the sum of the values of all devices of a group is meant. A linear operation on partial values makes partial
+values, so the sum can wait: behind a loop over layers that stacks gradients, or over micro-batches that
+adds them. Outside of loops a sum waits only where that is free. Where another operation needs the value, it
+is *reduced*.
 
-A loop that needs a sum, or another collective between islands, in each iteration is *opened*: its body is cut like
-a function.
+A loop that needs a sum, or another collective between islands, in each iteration is *opened*: its body is
+cut like a function.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Sums:
         self._flags.update(dict.fromkeys(operation.results, flag))
 
     def _whole(self, value: Any, is_inside: bool) -> None:
-        """Somebody needs the reduced value."""
+        """Have a value reduced, because it is needed."""
         flag = self._flags.get(value)
         if not isinstance(flag, Sum):
             return
@@ -233,9 +234,9 @@ class Sums:
         for value, flag in zip(operands, flags, strict=True):
             if flag == WHOLE and not self._is_equal(value, total.groups):
                 return None  # each device of a group would weigh its part otherwise
-            if flag is total and not is_inside:
-                if value in self.reduced or not self._can_wait(value):
-                    return None
+            is_early = value in self.reduced or not self._can_wait(value)
+            if flag is total and not is_inside and is_early:
+                return None
         return total
 
     def _is_equal(self, value: Any, groups: Groups) -> bool:

@@ -82,7 +82,7 @@ class _Block(NamedTuple):
 
 
 class _RawLoop(NamedTuple):
-    count: int
+    iterations: int
     operands: list[int]
     body: _Block
     outputs: list[int]
@@ -238,7 +238,8 @@ class _Planner:
         return len({argument(place[operand], island) for island in self._islands}) == 1
 
     def _adder(self, bucket: Bucket, named: Callable[[Any], int]) -> Step:
-        codes, inputs = [], []
+        codes: list[Code] = []
+        inputs: list[tuple[Ref, ...]] = []
         for island in self._islands:
             if not codes or not self._is_uniform:
                 codes.append(self._writer.adder(bucket, island))
@@ -323,9 +324,9 @@ class _Planner:
             for own, after in zip(body.arguments, body.results, strict=True)
             if own != after and body.results.count(after) == 1
         }
-        rest, _ = self._written(body, changing) if loop.count > 1 else (first, set())
+        rest, _ = self._written(body, changing) if loop.iterations > 1 else (first, set())
         return Loop(
-            loop.count,
+            loop.iterations,
             tuple(loop.operands),
             tuple(body.arguments),
             tuple(first),
@@ -362,9 +363,10 @@ def _last_uses(block: _Block, wanted: set[int]) -> dict[int, int]:
     for value, at in last.items():
         here = uses.get((value, at), [])
         islands = [island for island, _ in here]
-        if at >= 0 and all(a == b for a, b in here) and len(set(islands)) == len(islands):
-            if isinstance(block.steps[at], _Raw) and value not in block.results:
-                found[value] = at
+        is_own = all(a == b for a, b in here) and len(set(islands)) == len(islands)
+        is_piece = at >= 0 and isinstance(block.steps[at], _Raw)
+        if is_own and is_piece and value not in block.results:
+            found[value] = at
     return found
 
 

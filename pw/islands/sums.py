@@ -1,9 +1,10 @@
 """Sums over islands: what goes into a bucket, how its parts are added, and what comes out.
 
-A bucket is reduced by a reduce-scatter and an all-gather over the devices of the islands (Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, give the bound of 2 (N - 1) / N times
-the size): the devices of an island add up their values first, each for its own part of the bucket. Of that part each
-island adds one piece, in the order of the islands, and sends the sum to the others.
+A bucket is reduced by a reduce-scatter and an all-gather over the devices of the islands (Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, give the bound of 2 (N -
+1) / N times the size): the devices of an island add up their values first, each for its own part of the
+bucket. Of that part each island adds one piece, in the order of the islands, and sends the sum to the
+others.
 """
 
 from __future__ import annotations

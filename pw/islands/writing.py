@@ -1,10 +1,11 @@
 """Makes a module of each piece, for the devices of an island.
 
-A piece is one manual computation over the mesh of an island: its operations are those of one device. So XLA has
-nothing to divide there, and compiles what it was given.
+A piece is one manual computation over the mesh of an island: its operations are those of one device. So XLA
+has nothing to divide there, and compiles what it was given.
 
-Values between pieces are *stacked*, the shards of an island's devices side by side in the first dimension; those
-that are equal on all devices of an island are kept once. Arguments and results lie as their owner says.
+Values between pieces are *stacked*, the shards of an island's devices side by side in the first dimension;
+those that are equal on all devices of an island are kept once. Arguments and results lie as their owner
+says.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class _Body:
             replace_operands(inner, given)
         for at, value in masked.items():
             copied.operands[at] = value
-        for inner in list((copied, *walk(copied))):
+        for inner in [copied, *walk(copied)]:
             if inner.name == "stablehlo.partition_id":
                 inner.results[0].replace_all_uses_with(ids)
                 inner.erase()

@@ -158,7 +158,9 @@ SUMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (X,),
     ),
     "norms in each layer": (
-        lambda x: jax.lax.scan(lambda h, _: ((h - h.mean(0)) / (h.std(0) + 1), h.sum()), x, None, 4),
+        lambda x: jax.lax.scan(
+            lambda h, _: ((h - h.mean(0)) / (h.std(0) + 1), h.sum()), x, None, 4
+        ),
         (BATCH,),
         (X,),
     ),
@@ -214,7 +216,10 @@ MANUAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "pmean": (lambda x: jax.lax.pmean(x, "island"), P("data")),
     "pmax and pmin": (lambda x: jax.lax.pmax(x, "island") - jax.lax.pmin(x, "island"), P("data")),
     "all_gather": (lambda x: jax.lax.all_gather(x, BOTH, tiled=True)[:2], BATCH),
-    "all_gather of islands": (lambda x: jax.lax.all_gather(x, "island"), P(None, ("data", "island"))),
+    "all_gather of islands": (
+        lambda x: jax.lax.all_gather(x, "island"),
+        P(None, ("data", "island")),
+    ),
     "all_gather the other way": (
         lambda x: jax.lax.all_gather(x, ("data", "island"), tiled=True)[2:4],
         BATCH,

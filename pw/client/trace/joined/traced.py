@@ -163,9 +163,7 @@ def trace_joined(
 def _cut(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
     module = parsed(made.module)
     divide_results(module, [type_.spec for type_ in made.outputs])
-    islands = {
-        device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat
-    }
+    islands = {device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat}
     return plan(
         divide(module, mesh.size),
         Assignment([islands[device] for device in mesh.devices.flat]),
