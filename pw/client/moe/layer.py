@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pw.client.arrays.island_parts import is_divided, parts_of
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
@@ -196,13 +197,15 @@ class MixtureOfExperts:
         lie = _sharding_of_rows(x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
+        islands = parts_of(lie, x.shape)
         xs, scores = (apart(one, lie) for one in (x, logits))
         made = [
-            self._on_island(placed, own, logits, lie.on_island(at))
-            for at, (own, logits) in enumerate(zip(xs, scores, strict=True))
+            self._on_island(placed, own, logits, island.sharding)
+            for island, own, logits in zip(islands, xs, scores, strict=True)
         ]
         parts, balances = zip(*made, strict=True)
-        return together(parts, lie), _mean(balances, lie.mesh.parts[0])
+        shape = (x.shape[0], *parts[0].shape[1:])
+        return together(parts, lie, shape), _mean(balances, lie.mesh.parts[0])
 
     def _on_island(
         self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
@@ -411,10 +414,11 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
         sharding = sharding_of(value)
         if sharding is not None:
             lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-            if lie.mesh.parts and lie.crossing_dimension is None:
+            shape = value.shape
+            if lie.mesh.parts and not is_divided(parts_of(lie, shape), shape):
                 raise ShardingError(
                     f"the rows of a pw.moe lie on a mesh over several islands, {lie.mesh!r}, and are not "
-                    f"split over them; split their first dimension, as with P({lie.mesh.crossing!r})"
+                    f"split over all of them; split their first dimension, as with P({lie.mesh.axis_names})"
                 )
             return lie
     return NamedSharding.replicated(default_mesh())
