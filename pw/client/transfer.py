@@ -72,7 +72,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             wanted.append(NamedSharding(mesh, entry))
         elif entry is not None and not isinstance(entry, NamedSharding):
             raise ShardingError(f"pw.put needs a pw.NamedSharding, not {entry!r}")
-        elif entry is not None and mesh is not None and entry.mesh.placement != mesh.placement:
+        elif entry is not None and mesh is not None and entry.mesh._devices != mesh._devices:
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))

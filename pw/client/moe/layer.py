@@ -205,7 +205,8 @@ class MixtureOfExperts:
         ]
         parts, balances = zip(*made, strict=True)
         shape = (x.shape[0], *parts[0].shape[1:])
-        return together(parts, lie, shape), _mean(balances, lie.mesh.parts[0])
+        rows = [island.shape[0] for island in islands]
+        return together(parts, lie, shape), _mean(balances, rows, lie.mesh.parts[0])
 
     def _on_island(
         self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
@@ -383,13 +384,14 @@ class MixtureOfExperts:
             raise ArgumentError(f"{self!r}: top_k={self._top_k}, but there are {experts} experts")
 
 
-def _mean(balances: Sequence[Any], mesh: Mesh) -> Any:
-    """Return the mean of the balances of several islands."""
+def _mean(balances: Sequence[Any], rows: Sequence[int], mesh: Mesh) -> Any:
+    """Return the mean of the balances of several islands, which have so many rows."""
 
     def mean(*balances: Any) -> Any:
-        return sum(balances) / len(balances)
+        return sum(one * n for one, n in zip(balances, rows, strict=True)) / sum(rows)
 
-    made = mesh.slice.compiled.made(("mean of balances", mesh), lambda: jit(mean, mesh=mesh))
+    key = ("mean of balances", mesh, *rows)
+    made = mesh.slice.compiled.made(key, lambda: jit(mean, mesh=mesh))
     return made(*balances)
 
 
@@ -418,7 +420,7 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
             if lie.mesh.parts and not is_divided(parts_of(lie, shape), shape):
                 raise ShardingError(
                     f"the rows of a pw.moe lie on a mesh over several islands, {lie.mesh!r}, and are not "
-                    f"split over all of them; split their first dimension, as with P({lie.mesh.axis_names})"
+                    f"split over them; split their first dimension over all axes: P({lie.mesh.axis_names})"
                 )
             return lie
     return NamedSharding.replicated(default_mesh())

@@ -29,7 +29,7 @@ def divided(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[Prog
     assert source is not None
     if not isinstance(tracer, JoinedTracer):
         return _split(recorder, tracer, type_.islands)
-    own = [_alike(tracer, part) for part in type_.islands]
+    own = [_alike(tracer, part, at) for at, part in enumerate(type_.islands)]
     if None not in own:
         return [part for part in own if part is not None]
     if source.sharding.mesh == type_.sharding.mesh:
@@ -57,13 +57,13 @@ def gathered(recorder: Any, tracer: JoinedTracer, type_: ArrayType) -> ProgramTr
     return _put_together(recorder, tracer, type_.sharding)
 
 
-def _alike(tracer: JoinedTracer, wanted: IslandPart) -> ProgramTracer | None:
-    """Return a part with the same elements, if there is one on the same devices."""
+def _alike(tracer: JoinedTracer, wanted: IslandPart, number: int) -> ProgramTracer | None:
+    """Return a part with the same elements, if possible one on the same slice; `number` spreads the others."""
     assert tracer._type is not None
     pairs = zip(tracer._type.islands, tracer.parts, strict=True)
     same = [(island.sharding.mesh.slice, part) for island, part in pairs if island == wanted]
-    here = [part for slice_, part in same if slice_ is wanted.sharding.mesh.slice]
-    return next(iter(here), same[0][1] if same else None)
+    here = (part for slice_, part in same if slice_ is wanted.sharding.mesh.slice)
+    return next(here, same[number % len(same)][1] if same else None)
 
 
 def _move(source: ArrayType, target: ArrayType) -> JoinedTraced:
