@@ -107,6 +107,8 @@ class Cut:
         self._cheap: set[Any] = set()
         for one in self._operations:
             self._consider(one)
+        self._depth: dict[Any, int] = {}
+        """How many operations each waits for, one after the other: XLA keeps no other order."""
         self._phase = self._phases()
         self.bucket_of: dict[Any, Bucket] = {}
         self.steps = self._steps()
@@ -136,6 +138,8 @@ class Cut:
     def _phases(self) -> dict[Any, int]:
         phase: dict[Any, int] = {}
         for one in self._operations:
+            before = (self._depth.get(self._maker.get(value), 0) for value in self._uses[one])
+            self._depth[one] = 1 + max(before, default=0)
             if one not in self._cheap:
                 phase[one] = max(
                     (self._known_at(value, phase) for value in self._uses[one]), default=0
@@ -216,6 +220,7 @@ class Cut:
         if sent:
             add([one.operand for one in sent], sends=sent)
         due = [value for value in self.sums.reduced if self._known_at(value, self._phase) == at + 1]
+        due.sort(key=lambda value: self._depth[self._maker[value]])
         for bucket in self._buckets(due):
             add(bucket.values, makes=bucket)
         rest = [

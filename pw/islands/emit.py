@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
 from pw.islands.flat import element_of, elements_of, entry, shape_of
-from pw.islands.groups import Groups
+from pw.islands.groups import Groups, dense
 
 
 class Emit:
@@ -223,7 +223,7 @@ class Emit:
             "stablehlo.collective_permute",
             value.type,
             [value],
-            source_target_pairs=_dense(pairs),
+            source_target_pairs=dense(pairs),
             channel_handle=self._channel(),
         )
 
@@ -305,7 +305,7 @@ class Emit:
         return made.results[0]
 
     def _among(self, groups: Groups) -> dict[str, Any]:
-        return {"replica_groups": _dense(groups), "channel_handle": self._channel()}
+        return {"replica_groups": dense(groups), "channel_handle": self._channel()}
 
     def _channel(self) -> Any:
         return ir.Attribute.parse(
@@ -324,7 +324,7 @@ class Emit:
             for row in rows
             if int(row[0]) in members
         ]
-        one.attributes[name] = _dense(own)
+        one.attributes[name] = dense(own)
         one.attributes["channel_handle"] = self._channel()
 
 
@@ -349,11 +349,3 @@ def _i64(value: int) -> Any:
 
 def _array(values: Sequence[int]) -> Any:
     return ir.DenseI64ArrayAttr.get(list(values))
-
-
-def _dense(rows: Sequence[Sequence[int]]) -> Any:
-    width = max(map(len, rows), default=2)
-    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-    array: Any = np.array(padded, np.int64).reshape(len(rows), width)
-    sixty_four = ir.IntegerType.get_signless(64)
-    return ir.DenseElementsAttr.get(array, type=sixty_four, shape=array.shape)

@@ -17,6 +17,7 @@ from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
 from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
+from pw.islands.reductions import merge
 from pw.islands.sums import Bucket
 from pw.islands.writing import Sides, Writer
 
@@ -47,6 +48,7 @@ def plan(
         CannotCut: with the reason.
     """
     main = flatten(divided.module)
+    merge(main, assignment)
     block = entry(main)
     given = [labels_of(one, assignment.partitions) for one in divided.arguments]
     planner = _Planner(main, assignment, sides, name)
@@ -169,10 +171,8 @@ class _Planner:
                 for value in piece.inputs
             ]
             for bucket in piece.sums:
-                own = bucket.sum.aligned.islands[island]
                 lies = self._writer.of_bucket(bucket, island)
-                for part in range(bucket.parts):
-                    holder = island if bucket.parts == 1 else own[part]
+                for part, holder in enumerate(bucket.sums(island)):
                     found.append(_Input((bucket, part), Ref(named(("sum", bucket)), holder), lies))
             for exchange in piece.takes:
                 for source in exchange.needs(island):

@@ -244,7 +244,8 @@ class _Body:
         for value in piece.inputs:
             self._values[value] = emit.reshape(given[value], shape_of(value))
         for bucket in piece.sums:
-            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(bucket.parts)]
+            count = len(bucket.sums(emit.island))
+            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(count)]
             self._sums.update(bucket.unpack(emit, parts))
         for exchange in piece.takes:
             arrived = {}
@@ -288,6 +289,10 @@ class _Body:
             self._values[one.results[0]] = self._find(
                 one.operands[0]
             )  # partial, until it is reduced
+            return
+        total = self._cut.sums.reduced.get(one.results[0]) if len(one.results) == 1 else None
+        if total is not None and total.along is not None:  # all parts, until they are added up
+            self._values[one.results[0]] = self._find(one.operands[0], whole=False)
             return
         used = dict.fromkeys(used_by(one))
         given = {value: self._find(value) for value in used}
