@@ -1,11 +1,11 @@
 """Divides the operations of a function into pieces, between the collectives that cross islands.
 
 An operation's *phase* is the number of collectives between islands that it waits for, one after the other.
-A training step has two: gradients, then the update. Within a phase the reduced values go into buckets in
-program order, so the transfer of the first gradients starts while the others are computed: the piece of a
-bucket has the operations that the bucket needs and no earlier bucket has needed. What no bucket of its
-phase needs, such as the update, is the last piece of the phase. An opened loop comes behind the pieces of
-its phase.
+A training step has two: gradients, then the update. Within a phase the reduced values go into buckets,
+those that are known first to the first, so the transfer of the first gradients starts while the others are
+computed: the piece of a bucket has the operations that the bucket needs and no earlier bucket has needed.
+What no bucket of its phase needs, such as the update, is the last piece of the phase. An opened loop comes
+behind the pieces of its phase.
 """
 
 from __future__ import annotations

@@ -16,13 +16,10 @@ from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
-from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
+from pw.islands.plan import NUMBER, Code, Counter, Lies, Loop, Plan, Ref, Step
 from pw.islands.reductions import merge
 from pw.islands.sums import Bucket
 from pw.islands.writing import Sides, Writer
-
-LAG = 1
-"""How many pieces are enqueued between a bucket's piece and its additions, which wait for other islands."""
 
 _LiesOf = Callable[[int, int], Lies]
 """How argument or result `at` lies on an island."""
@@ -85,6 +82,7 @@ class _Block(NamedTuple):
 
 class _RawLoop(NamedTuple):
     iterations: int
+    counter: Counter
     operands: list[int]
     body: _Block
     outputs: list[int]
@@ -141,7 +139,6 @@ class _Planner:
         }
         """By value: as what an opened loop carries it."""
         steps: list[Any] = []
-        filled: dict[Bucket, int] = {}
         count = len(cut.pieces)
 
         def named(what: Any) -> int:
@@ -200,10 +197,6 @@ class _Planner:
         def handed(value: Any, island: int) -> Lies:
             return self._writer.between(carried_as.get(value, value), island)
 
-        def add_up(bucket: Bucket) -> None:
-            del filled[bucket]
-            steps.append(self._adder(bucket, named))
-
         seen = 0
         for step in cut.steps:
             if isinstance(step, Opened):
@@ -214,9 +207,6 @@ class _Planner:
                     if is_kept and cut.is_ready(value):
                         kept_lies[result_] = partial(lies_of, value)
                 continue
-            for bucket in list(filled):
-                if filled[bucket] + LAG < seen or bucket in step.sums:
-                    add_up(bucket)
             inputs = [inputs_of(step, island) for island in self._islands]
             outputs = [outputs_of(step, island) for island in self._islands]
             numbers = [named(what) for what, _ in outputs[0]]
@@ -227,7 +217,7 @@ class _Planner:
             if numbers:
                 steps.append(_Raw(step, name, inputs, outputs, numbers))
             if step.makes is not None:
-                filled[step.makes] = seen
+                steps.append(self._adder(step.makes, named))
             seen += 1
         return _Block(cut, steps, arguments, results)
 
@@ -258,7 +248,7 @@ class _Planner:
         lies_of: Callable[[Any, int], Lies],
     ) -> _RawLoop:
         loop = opened.operation
-        count, body = iterations(loop), entry(loop, 1)
+        (count, counter), body = iterations(loop), entry(loop, 1)
         is_ready = [
             is_kept and cut.is_ready(value)
             for value, is_kept in zip(loop.operands, opened.kept, strict=True)
@@ -269,13 +259,16 @@ class _Planner:
         ]
 
         def carried(at: int, island: int) -> Lies:
+            if at == counter.at:
+                return Lies((), counter.start.dtype, ())
             if is_ready[at]:
                 return lies_of(loop.operands[at], island)
             return self._writer.between(body.arguments[at], island)
 
-        kept = [at for at, is_kept in enumerate(opened.kept) if is_kept]
+        kept = [at for at, is_kept in enumerate(opened.kept) if is_kept or at == counter.at]
         made = self._block(body, carried, carried, kept)
-        return _RawLoop(count, operands, made, [named(value) for value in loop.results])
+        outputs = [named(value) for value in loop.results]
+        return _RawLoop(count, counter, operands, made, outputs)
 
     # --- code -------------------------------------------------------------------------------------
 
@@ -327,6 +320,7 @@ class _Planner:
         rest, _ = self._written(body, changing) if loop.iterations > 1 else (first, set())
         return Loop(
             loop.iterations,
+            loop.counter,
             tuple(loop.operands),
             tuple(body.arguments),
             tuple(first),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.interpreters import mlir  # a context that knows all of JAX's dialects
 from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec
@@ -25,12 +24,12 @@ from pw.client.trace.stablehlo import divide_results, parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
 from pw.core.programs.program import Computation
-from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
 from pw.islands.division import divide
 from pw.islands.errors import CannotCut
 from pw.islands.plan import Code, Lies, Plan
 from pw.islands.planning import plan
+from pw.islands.running import run
 from pw.islands.writing import Sides
 
 
@@ -62,11 +61,10 @@ class JoinedTraced:
             divided(recorder, argument, type_)
             for argument, type_ in zip(arguments, self.types, strict=True)
         ]
-        numbers = [np.int32(at) for at in range(len(self.mesh.parts))]
-        made = plans.run(
+        made = run(
             self.plan,
             parts,
-            numbers,
+            _constant,
             lambda code, island, given: recorder.call(self._traced(code, island), given),
         )
         for number in self.plan.unused:
@@ -94,6 +92,11 @@ class JoinedTraced:
             known = Traced(computation, code.artifact, mesh, inputs, (), outputs, None)
             self._on[code, island] = known
         return known
+
+
+def _constant(number: Any) -> Any:
+    """Return a number as an argument of a computation that is recorded."""
+    return number
 
 
 def _type_on(mesh: Mesh, lies: Lies) -> ArrayType:
