@@ -139,6 +139,17 @@ class Emit:
         """Return one of two values."""
         return self.new("stablehlo.select", left.type, [flag, left, right])
 
+    def portion(self, value: Any, copies: Groups) -> Any:
+        """Return this device's part of the elements of a value that all devices of a group hold."""
+        width, size = len(copies[0]), elements_of(value)
+        each = -(-size // width)
+        line = flat(self, value)
+        if spare := each * width - size:
+            line = self.concat([line, self.zeros(self.type((spare,), value))], 0)
+        rank = {position: at for group in copies for at, position in enumerate(group)}
+        own = np.array([rank[at] for at in self.assignment.position], np.int32)
+        return self.row_at(self.reshape(line, (width, each)), self.table(own))
+
     def convert(self, value: Any, element: Any) -> Any:
         """Return a value with elements of another type."""
         if element_of(value) == element:

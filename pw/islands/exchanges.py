@@ -35,6 +35,8 @@ class Wire(NamedTuple):
     """Whether all devices of an island hold the same."""
     is_operand: bool = False
     """Whether it is the operand as it is."""
+    follows: bool = False
+    """Whether devices with equal operands hold the same."""
 
 
 Source = tuple[int, int]
@@ -82,7 +84,7 @@ class Gather(Exchange):
     @property
     def wires(self) -> list[Wire]:
         """The operand."""
-        return [Wire(shape_of(self.operand), is_operand=True)]
+        return [Wire(shape_of(self.operand), is_operand=True, follows=True)]
 
     def needs(self, island: int) -> list[Source]:
         """The operands of all islands of its groups."""
@@ -126,7 +128,8 @@ class ToAll(Exchange):
     @property
     def wires(self) -> list[Wire]:
         """For each island the chunks of its members, by sender."""
-        return [Wire((self.lies.width, *self._chunk))] * self.lies.spread
+        follows = self.lies.width == 1
+        return [Wire((self.lies.width, *self._chunk), follows=follows)] * self.lies.spread
 
     @property
     def _split(self) -> int:
@@ -178,7 +181,7 @@ class Scatter(ToAll):
     @property
     def wires(self) -> list[Wire]:
         """For each island what this island's members add up for it."""
-        return [Wire(self._chunk)] * self.lies.spread
+        return [Wire(self._chunk, follows=self.lies.width == 1)] * self.lies.spread
 
     @property
     def _split(self) -> int:
@@ -244,7 +247,9 @@ class Permute(Exchange):
     def wires(self) -> list[Wire]:
         """The values for other islands, then those that stay."""
         shape = shape_of(self.operand)
-        return [Wire(shape, is_operand=self._is_straight), *([Wire(shape)] if self._own else [])]
+        is_operand = self._is_straight
+        away = Wire(shape, is_operand=is_operand, follows=is_operand)
+        return [away, *([Wire(shape)] if self._own else [])]
 
     def needs(self, island: int) -> list[Source]:
         """The values of islands that send to this one, and its own."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
-from pw.islands.exchanges import Exchange, Permute, exchange_of
+from pw.islands.exchanges import Exchange, Permute, Wire, exchange_of
 from pw.islands.flat import entry, flatten, walk
 from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
@@ -117,7 +117,12 @@ class _Planner:
     # --- steps ------------------------------------------------------------------------------------
 
     def _block(
-        self, block: Any, argument: _LiesOf, result: _LiesOf, kept: Collection[int] = ()
+        self,
+        block: Any,
+        argument: _LiesOf,
+        result: _LiesOf,
+        kept: Collection[int] = (),
+        within: str = "",
     ) -> _Block:
         sums = Sums(block, self._assignment, self._labels)
         while choices := [one for one in sums.opened if one.name != "stablehlo.while"]:
@@ -153,9 +158,14 @@ class _Planner:
                 return kept_lies[value](island)
             return self._writer.between(value, island)
 
+        def is_as_given(exchange: Exchange, kind: Wire) -> bool:
+            """Whether a wire is an argument, which needs no computation."""
+            is_argument = kind.is_operand and self._is_alike(exchange.operand, place, argument)
+            return is_argument and self._writer.copies(exchange, kind) is None
+
         def wire(exchange: Exchange, at: int, source: int, island: int) -> tuple[Ref, Lies]:
             kind, operand = exchange.wires[at], exchange.operand
-            if kind.is_operand and self._is_alike(operand, place, argument):
+            if is_as_given(exchange, kind):
                 return Ref(number[operand], source), argument(place[operand], island)
             return (
                 Ref(named((exchange, at)), source),
@@ -184,7 +194,7 @@ class _Planner:
             made += [(("whole", value), handed(value, island)) for value in piece.handed]
             for exchange in piece.sends:
                 for at, kind in enumerate(exchange.wires):
-                    if kind.is_operand and self._is_alike(exchange.operand, place, argument):
+                    if is_as_given(exchange, kind):
                         continue
                     lies = self._writer.of_wire(exchange, kind, island)
                     made.append(((exchange, at), lies))
@@ -213,7 +223,7 @@ class _Planner:
             for (what, _), one in zip(outputs[0], numbers, strict=True):
                 if isinstance(what, tuple) and what[0] == "result":
                     results[what[2]] = one
-            name = self._name if count == 1 else f"{self._name} ({seen + 1} of {count})"
+            name = self._name if count == 1 else f"{self._name} ({within}{seen + 1} of {count})"
             if numbers:
                 steps.append(_Raw(step, name, inputs, outputs, numbers))
             if step.makes is not None:
@@ -266,7 +276,7 @@ class _Planner:
             return self._writer.between(body.arguments[at], island)
 
         kept = [at for at, is_kept in enumerate(opened.kept) if is_kept or at == counter.at]
-        made = self._block(body, carried, carried, kept)
+        made = self._block(body, carried, carried, kept, "of an iteration ")
         outputs = [named(value) for value in loop.results]
         return _RawLoop(count, counter, operands, made, outputs)
 

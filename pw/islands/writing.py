@@ -10,6 +10,7 @@ says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ from jax.extend.mlir import ir, passmanager
 from pw.core.dtypes import BY_MLIR
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import dtype_of
+from pw.islands import sums
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Piece
-from pw.islands.emit import Emit
+from pw.islands.emit import Emit, flat
 from pw.islands.exchanges import Exchange, Wire
 from pw.islands.flat import element_of, replace_operands, shape_of, used_by, walk
 from pw.islands.groups import NAMES, REDUCE, Groups, is_crossing
@@ -85,8 +87,26 @@ class Writer:
 
     def of_wire(self, exchange: Exchange, wire: Wire, island: int) -> Lies:
         """Return how a wire lies."""
-        is_equal = wire.is_equal or (wire.is_operand and self.is_equal(exchange.operand))
+        if (copies := self.copies(exchange, wire)) is not None:
+            each = -(-math.prod(wire.shape) // len(copies[0]))
+            return self.lies((each,), element_of(exchange.operand), island, is_equal=False)
+        is_equal = wire.is_equal or (wire.follows and self.is_equal(exchange.operand))
         return self.lies(wire.shape, element_of(exchange.operand), island, is_equal=is_equal)
+
+    def copies(self, exchange: Exchange, wire: Wire) -> Groups | None:
+        """Return the positions that hold equal values of a large wire: each sends a portion of it."""
+        dtype = dtype_of(BY_MLIR[str(element_of(exchange.operand))])
+        if not wire.follows or math.prod(wire.shape) * dtype.itemsize <= sums.WHOLE_BYTES:
+            return None
+        labels = self._labels[exchange.operand]
+        found = []
+        for own in self._assignment.members:
+            equal: dict[int, list[int]] = {}
+            for position, partition in enumerate(own):
+                equal.setdefault(labels[partition], []).append(position)
+            found.append(tuple(map(tuple, equal.values())))
+        sizes = {len(group) for groups in found for group in groups}
+        return found[0] if len(set(found)) == 1 and len(sizes) == 1 and sizes != {1} else None
 
     # --- code -------------------------------------------------------------------------------------
 
@@ -251,26 +271,36 @@ class _Body:
             arrived = {}
             for source in exchange.needs(emit.island):
                 wire = exchange.wires[source[0]]
-                arrived[source] = emit.reshape(given[exchange, source], wire.shape)
+                arrived[source] = self._whole_wire(exchange, wire, given[exchange, source])
             self._values[exchange.result] = exchange.unpack(emit, arrived)
         for one in piece.operations:
             self._copy(one)
         packed: dict[Any, Any] = {}
         for exchange in piece.sends:
             wires = exchange.pack(emit, self._find(exchange.operand))
-            packed.update({(exchange, at): wire for at, wire in enumerate(wires)})
+            for at, (wire, made) in enumerate(zip(exchange.wires, wires, strict=True)):
+                copies = self._writer.copies(exchange, wire)
+                packed[exchange, at] = made if copies is None else emit.portion(made, copies)
         if piece.makes is not None:
             parts = piece.makes.pack(emit, [self._find(v, whole=False) for v in piece.makes.values])
             packed.update({(piece.makes, at): part for at, part in enumerate(parts)})
-        made = []
+        results = []
         for what in outputs:
             if what in packed:
-                made.append(packed[what])
+                results.append(packed[what])
             elif isinstance(what, tuple):
-                made.append(self._find(what[1]))
+                results.append(self._find(what[1]))
             else:
-                made.append(self._find(what, whole=False))
-        return made
+                results.append(self._find(what, whole=False))
+        return results
+
+    def _whole_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
+        """Return a wire as it was before each device has sent a portion of it."""
+        copies = self._writer.copies(exchange, wire)
+        if copies is not None:
+            arrived = self._emit.all_gather(flat(self._emit, arrived), copies)
+            arrived = self._emit.slice(arrived, 0, 0, math.prod(wire.shape))
+        return self._emit.reshape(arrived, wire.shape)
 
     def _find(self, value: Any, *, whole: bool = True) -> Any:
         if whole and value in self._sums:

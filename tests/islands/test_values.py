@@ -16,6 +16,7 @@ from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.jit import jit
 from pw.client.transfer import get
+from pw.islands import sums
 from tests.stages.local_runtime import LocalRuntime
 
 ISLANDS, EACH = 2, 4
@@ -271,3 +272,11 @@ def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
         return jax.shard_map(body, in_specs=BATCH, out_specs=out, check_vma=False)(x)
 
     check(mesh, mapped, (BATCH,), (X,))
+
+
+def test_large_values_are_sent_in_portions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
+    for name in ("fsdp in a scan", "its gradient", "tensor parallel"):
+        check(mesh, *SUMS[name])
+    check(mesh, lambda x: x + 1, (P("island"),), (X,), P(None, "island"), exactly=True)
+    check(mesh, lambda x: x + 1, (P("island"),), (X,), P(), exactly=True)
