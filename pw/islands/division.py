@@ -3,10 +3,13 @@
 The partitioner is one of the first steps of XLA's compilers, and the same on all platforms. jaxlib has no
 function that runs it alone. So a module is compiled for a private CPU client of this process, which has as
 many devices as are wanted and runs nothing, and XLA writes down the module as it is behind the partitioner.
+What it has written is kept on disk for the next run.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,13 +17,20 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jaxlib.version
 import numpy as np
 from jax._src.interpreters import mlir  # how JAX gives a module to a compiler
 from jax.extend.mlir import ir
 from jaxlib import _jax, xla_client
 
 from pw.islands.errors import CannotCut
+from pw.processes.kept_files import KeptFiles, cache_folder
 
+LIMIT_BYTES = 256 << 20
+"""A larger folder of divided modules loses those that were used longest ago."""
+
+_FORMAT = 1
+"""Grows when a file holds something else."""
 _AFTER = "after_spmd-partitioning"
 
 
@@ -45,6 +55,18 @@ def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
     """
+    key = hashlib.sha256(module.operation.get_asm(enable_debug_info=False).encode())
+    key.update(f"{devices} ".encode() + options)
+    known = _kept().load_with(key.digest(), bytes)
+    if known is not None:
+        return _read(known, module.context)
+    local = _divided(module, devices, options)
+    _kept().save_with(key.digest(), lambda: local)
+    return _read(local, module.context)
+
+
+def _divided(module: Any, devices: int, options: bytes) -> bytes:
+    """Return a divided module, as MLIR writes it."""
     wanted = xla_client.CompileOptions()
     if options:
         wanted = xla_client.CompileOptions.ParseFromString(options)
@@ -71,10 +93,13 @@ def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
         if not found:
             words = str(error).splitlines()[0] if error else "its partitioner did not run"
             raise CannotCut(f"XLA does not divide it: {words}")
-        local = _jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes()))
+        return bytes(_jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes())))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    made = ir.Module.parse(local, module.context)
+
+
+def _read(local: bytes, context: Any) -> Divided:
+    made = ir.Module.parse(local, context)
     attributes = made.operation.attributes
     arguments = tuple(
         ir.StringAttr(one).value
@@ -83,6 +108,22 @@ def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
     return Divided(
         made, arguments, _each(ir.StringAttr(attributes["mhlo.spmd_output_sharding"]).value)
     )
+
+
+class _Divisions(KeptFiles):
+    """The folder of divided modules."""
+
+    def __init__(self) -> None:
+        advice = "give the folder to this user alone (chown, chmod -R go-w), or set XDG_CACHE_HOME"
+        super().__init__(cache_folder("divisions"), LIMIT_BYTES, "divided functions", advice)
+
+    def _made_by(self) -> bytes:
+        return f"{_FORMAT} {jaxlib.version.__version__}".encode()
+
+
+@functools.cache
+def _kept() -> _Divisions:
+    return _Divisions()
 
 
 _lock = threading.Lock()
