@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 
 from pw.core.dtypes import BY_MLIR
 from pw.core.sharding import dtype_of
-from pw.islands.errors import cannot
+from pw.islands.errors import UncountedLoop, cannot
 from pw.islands.flat import element_of, entry, operations_of, replace_operands, returned, walk
 from pw.islands.plan import Counter
 
@@ -22,7 +22,7 @@ def iterations(loop: Any) -> tuple[int, Counter]:
     """Return how often a loop runs, and what counts that. Raises CannotCut if it is not known."""
     found = _counted(loop)
     if found is None:
-        cannot(
+        raise UncountedLoop(
             "a loop needs values of other islands in each iteration, and its values decide how often it "
             "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a "
             "pw.program",
@@ -36,6 +36,11 @@ def iterations(loop: Any) -> tuple[int, Counter]:
             loop,
         )
     return count, counter
+
+
+def is_counted(loop: Any) -> bool:
+    """Whether it is known how often a loop runs."""
+    return _counted(loop) is not None
 
 
 def _counted(loop: Any) -> tuple[int, Counter] | None:

@@ -68,13 +68,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     joined = make_virtual_device_set().add_slice(devices=ISLANDS * EACH, islands=ISLANDS)
     mesh = Mesh(np.reshape(joined.devices, (ISLANDS, EACH)), ("island", "data"))
     found: list[Plan] = []
-    plan = traced.plan
+    plan = traced.cut
 
     def noted(*args: Any, **how: Any) -> Plan:
         found.append(plan(*args, **how))
         return found[-1]
 
-    monkeypatch.setattr(traced, "plan", noted)
+    monkeypatch.setattr(traced, "cut", noted)
 
     def of(function: Callable[..., Any], specs: Any, arguments: Any, out: Any = None) -> Plan:
         how = {} if out is None else {"out_shardings": out}

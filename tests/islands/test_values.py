@@ -280,3 +280,16 @@ def test_large_values_are_sent_in_portions(mesh: Mesh, monkeypatch: pytest.Monke
         check(mesh, *SUMS[name])
     check(mesh, lambda x: x + 1, (P("island"),), (X,), P(None, "island"), exactly=True)
     check(mesh, lambda x: x + 1, (P("island"),), (X,), P(), exactly=True)
+
+
+def test_a_loop_that_its_values_end_runs_whole_on_each_device(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def halved(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: jnp.abs(c).sum() > 1, lambda c: c / 2, x)
+
+    check(mesh, halved, (BATCH,), (X,))
+    (warning,) = [one.getMessage() for one in caplog.records if "not divided" in one.getMessage()]
+    assert "'halved'" in warning
+    assert "test_values.py" in warning
+    assert f"bytes={X.nbytes}" in warning

@@ -25,10 +25,9 @@ from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
 from pw.core.programs.program import Computation
 from pw.islands.assignment import Assignment
-from pw.islands.division import divide
+from pw.islands.cut import cut
 from pw.islands.errors import CannotCut
 from pw.islands.plan import Code, Lies, Plan
-from pw.islands.planning import plan
 from pw.islands.running import run
 from pw.islands.writing import Sides
 
@@ -145,7 +144,7 @@ def trace_joined(
     made = export(function, arguments, name, mesh, inputs, out_shardings)
     try:
         with mlir.make_ir_context(), ir.Location.unknown():
-            cut = _cut(made, name, mesh, donated)
+            planned = _planned(made, name, mesh, donated)
     except CannotCut as error:
         raise TracingError(
             f"{name!r} cannot run on the islands {mesh.slice.island} together: {error.why}{error.where}"
@@ -158,26 +157,22 @@ def trace_joined(
         made.outputs,
         made.tree,
         made.inputs,
-        cut,
+        planned,
         pairs_of(arguments),
     )
 
 
-def _cut(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
+def _planned(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
     module = parsed(made.module)
     divide_results(module, [type_.spec for type_ in made.outputs])
     islands = {device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat}
-    return plan(
-        divide(module, mesh.size),
-        Assignment([islands[device] for device in mesh.devices.flat]),
-        Sides(
-            tuple(dict(part.shape) for part in mesh.parts),
-            tuple(map(_lies, made.inputs)),
-            tuple(map(_lies, made.outputs)),
-        ),
-        name,
-        donated,
+    sides = Sides(
+        tuple(dict(part.shape) for part in mesh.parts),
+        tuple(map(_lies, made.inputs)),
+        tuple(map(_lies, made.outputs)),
     )
+    assignment = Assignment([islands[device] for device in mesh.devices.flat])
+    return cut(module, assignment, lambda _: sides, name, donated)
 
 
 def _lies(type_: ArrayType) -> tuple[Lies, ...]:
