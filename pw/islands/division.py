@@ -44,25 +44,21 @@ class Divided(NamedTuple):
     results: tuple[str, ...]
 
 
-def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
+def divide(
+    module: Any, devices: int, options: bytes = b"", files: Divisions | None = None
+) -> Divided:
     """Divide a module over so many devices, as its shardings say.
 
     Args:
         module: of MLIR.
         devices: its partitions.
         options: a serialized `xla.CompileOptionsProto`; without it, what JAX chooses.
+        files: what was divided before; the user's, if not given.
 
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
     """
-    key = hashlib.sha256(module.operation.get_asm(enable_debug_info=False).encode())
-    key.update(f"{devices} ".encode() + options)
-    known = _kept().load_with(key.digest(), bytes)
-    if known is not None:
-        return _read(known, module.context)
-    local = _divided(module, devices, options)
-    _kept().save_with(key.digest(), lambda: local)
-    return _read(local, module.context)
+    return (files or _files()).divide(module, devices, options)
 
 
 def _divided(module: Any, devices: int, options: bytes) -> bytes:
@@ -110,20 +106,30 @@ def _read(local: bytes, context: Any) -> Divided:
     )
 
 
-class _Divisions(KeptFiles):
-    """The folder of divided modules."""
+class Divisions(KeptFiles):
+    """A folder of divided modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         advice = "give the folder to this user alone (chown, chmod -R go-w), or set XDG_CACHE_HOME"
-        super().__init__(cache_folder("divisions"), LIMIT_BYTES, "divided functions", advice)
+        super().__init__(folder, LIMIT_BYTES, "divided functions", advice)
+
+    def divide(self, module: Any, devices: int, options: bytes) -> Divided:
+        """Return what `divide` does."""
+        text = module.operation.get_asm(enable_debug_info=False)
+        key = hashlib.sha256(f"{devices} {text}".encode() + options).digest()
+        local = self.load_with(key, bytes)
+        if local is None:
+            local = made = _divided(module, devices, options)
+            self.save_with(key, lambda: made)
+        return _read(local, module.context)
 
     def _made_by(self) -> bytes:
         return f"{_FORMAT} {jaxlib.version.__version__}".encode()
 
 
 @functools.cache
-def _kept() -> _Divisions:
-    return _Divisions()
+def _files() -> Divisions:
+    return Divisions(cache_folder("divisions"))
 
 
 _lock = threading.Lock()
