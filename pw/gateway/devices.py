@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pw.client.arrays.devices import Slice
 from pw.core.platforms import platform_of
@@ -22,6 +22,16 @@ class Device:
     slice: Slice
     index: int
     island_number: int
+
+
+class Island(NamedTuple):
+    """Those of some devices that are on one island."""
+
+    positions: tuple[int, ...]
+    """Among all of them."""
+    devices: tuple[int, ...]
+    """JAX's numbers."""
+    placement: Placement
 
 
 class Devices:
@@ -81,6 +91,14 @@ class Devices:
             indices = tuple(device.index for device in devices)
             known = self._placements[numbers] = Placement(devices[0].slice.id, indices)
         return known
+
+    def islands(self, numbers: tuple[int, ...]) -> list[Island]:
+        """Return the islands of devices, with their share. Raises StatusError: there is no such device."""
+        found = []
+        for positions in self.by_slice(numbers).values():
+            own = tuple(numbers[at] for at in positions)
+            found.append(Island(tuple(positions), own, self.placement(own)))
+        return found
 
     def by_slice(self, numbers: Iterable[int]) -> dict[Slice, list[int]]:
         """Group positions in `numbers` by the slice of the device there."""

@@ -21,6 +21,7 @@ from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
+from pw.gateway.executor import Executor
 from pw.gateway.functions import Caller, Line, Script
 from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
@@ -83,12 +84,13 @@ class GatewayClient:
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
+        executor = Executor(devices, self._runs)
         self._reshards = Reshards(devices, self._runs, transfers)
         loaders = {
             PLUGIN: Plugins(devices, self._runs, self._reshards).find,
             CUSTOM: Colocated(devices, self._runs, self._reshards).load,
         }
-        self.executables = Executables(self.arrays, devices, self._runs, self._caller, loaders)
+        self.executables = Executables(self.arrays, self._runs, executor, self._caller, loaders)
         self.reply: Callable[[Any], None] = lambda reply: None
         """Takes each reply."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from pw.core.programs.stablehlo import CALLS
 from pw.islands.errors import cannot
 
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -122,6 +123,13 @@ def walk(operation: Any) -> Iterator[Any]:
             for inner in list(block.operations):
                 yield inner.operation
                 yield from walk(inner.operation)
+
+
+def is_call(operation: Any) -> bool:
+    """Whether an operation calls a function in its client's process."""
+    if operation.name != "stablehlo.custom_call":
+        return False
+    return ir.StringAttr(operation.attributes["call_target_name"]).value in CALLS
 
 
 def entry(operation: Any, region: int = 0) -> Any:

@@ -26,7 +26,7 @@ from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Piece
 from pw.islands.emit import Emit
 from pw.islands.exchanges import Exchange, Wire
-from pw.islands.flat import element_of, replace_operands, shape_of, used_by, walk
+from pw.islands.flat import element_of, is_call, replace_operands, shape_of, used_by, walk
 from pw.islands.groups import NAMES, REDUCE, Groups, is_crossing
 from pw.islands.labels import LabelsOf
 from pw.islands.plan import Code, Lies
@@ -155,7 +155,9 @@ class Writer:
         # Equal code has equal artifacts, wherever it is in a script.
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         artifact = encode(Stablehlo(bytes(_module_to_bytecode(module))))
-        return Code(name, artifact, tuple(inputs), tuple(outputs), tuple(donated)), has_number
+        calls_back = any(map(is_call, walk(module.operation)))
+        made = Code(name, artifact, tuple(inputs), tuple(outputs), tuple(donated), calls_back)
+        return made, has_number
 
     def _module(
         self,
