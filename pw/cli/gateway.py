@@ -65,6 +65,7 @@ class _Sessions:
         self._wanted = wanted
         self._share, self._priority = share, priority
         self._address = address
+        self._are_slices = choosing.are_slices(os.environ)
         self._security = security
         # Begun now, so that what is wrong is an error of this command.
         self._first: _Session | None = self._begin() if address else self._start_cluster(cluster)
@@ -85,7 +86,10 @@ class _Sessions:
         runtime = Runtime(start, self._share, self._priority, name=self._name)
         cluster.callback(runtime.close)
         self._address = runtime.endpoint or ""
-        return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
+        return runtime, self._devices(runtime), lambda: None
+
+    def _devices(self, runtime: Runtime) -> Devices:
+        return Devices(choosing.allocate(runtime, self._wanted), self._are_slices)
 
     def close(self) -> None:
         """End the first session if no connection has come for it."""
@@ -105,7 +109,7 @@ class _Sessions:
             name=self._name,
         )
         try:
-            devices = Devices(choosing.allocate(runtime, self._wanted))
+            devices = self._devices(runtime)
         except BaseException:
             runtime.close()
             raise

@@ -39,13 +39,15 @@ class Devices:
 
     Args:
         slices: at least one.
+        are_slices: whether JAX sees each island as a slice of its own (`slice_index`), else all as one.
 
     Raises:
         StatusError: the slices are of several platforms.
     """
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
+    def __init__(self, slices: Sequence[Slice], are_slices: bool = False) -> None:
         self.slices = tuple(slices)
+        self._are_slices = are_slices
         islands = list(dict.fromkeys(one.island for one in slices))
         self.all = [
             Device(one, index, islands.index(one.island))
@@ -84,9 +86,8 @@ class Devices:
             islands = list(dict.fromkeys(device.slice.island for device in devices))
             if len(islands) > 1:
                 raise unsupported(
-                    f"the devices of one computation lie on the islands {' and '.join(islands)}, but a "
-                    "computation runs on one island. Make a mesh for each island (device.slice_index), jit a "
-                    "function over each, and move values between them with jax.device_put"
+                    f"the devices lie on the islands {' and '.join(islands)}, and this works on one island only. "
+                    "Make a mesh for each island (device.island), and move values with jax.device_put"
                 )
             indices = tuple(device.index for device in devices)
             known = self._placements[numbers] = Placement(devices[0].slice.id, indices)
@@ -115,7 +116,7 @@ class Devices:
         return self.all[number]
 
     def default_assignment(self, count: int) -> list[int]:
-        """Return the first devices of the first island that has so many."""
+        """Return the first devices of the first island that has so many; without one, the first of all."""
         for slice_, positions in self.by_slice(range(len(self.all))).items():
             if slice_.size >= count:
                 return positions[:count]
@@ -158,7 +159,7 @@ class Devices:
                     to_string=f"{kind} of {name}",
                 )
             attributes = added.attributes.attributes
-            attributes["slice_index"].int64_value = device.island_number
+            attributes["slice_index"].int64_value = device.island_number * self._are_slices
             attributes["coords"].int64_list_value.elements.extend((device.index, 0, 0))
             attributes["core_on_chip"].int64_value = 0
             attributes["island"].string_value = device.slice.island.encode()

@@ -230,8 +230,7 @@ class Executables:
         if isinstance(made, Plugin):
             made.release()
         elif made is not None:
-            for program in made.programs.values():
-                self._runs.runtime.release_program(program)
+            self._executor.release(made)
             if made.calls_back:
                 self._forget_functions(made)
 

@@ -81,6 +81,11 @@ class Executor:
             made.programs[donated] = number
         return number
 
+    def release(self, made: GatewayExecutable) -> None:
+        """Release the programs of an executable."""
+        for program in made.programs.values():
+            self._runs.runtime.release_program(program)
+
     # --- running -------------------------------------------------------------------------------------
 
     def run(

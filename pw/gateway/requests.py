@@ -23,6 +23,7 @@ from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
 from pw.gateway.executor import Executor
 from pw.gateway.functions import Caller, Line, Script
+from pw.gateway.moves import Moves
 from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
@@ -85,7 +86,8 @@ class GatewayClient:
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         executor = Executor(devices, self._runs)
-        self._reshards = Reshards(devices, self._runs, transfers)
+        self._moves = Moves(executor)
+        self._reshards = Reshards(devices, self._runs, self._moves, transfers)
         loaders = {
             PLUGIN: Plugins(devices, self._runs, self._reshards).find,
             CUSTOM: Colocated(devices, self._runs, self._reshards).load,
@@ -251,6 +253,7 @@ class GatewayClient:
             task.cancel()
         self.buffers.close(Disconnected("the client has left"))
         self.executables.close()
+        self._moves.close()
         self._waits.close()
         self._caller.close()
         self._runs.close()
