@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from jaxlib import utils
 
 from pw.cli.process import Daemon, check_bind, command, configure_logging
 from pw.client.connection import embedded
@@ -38,6 +39,8 @@ PLAIN = (
     "JAX's protocol is not encrypted, and credentials do not change that; listen at 127.0.0.1 and use ssh -L, "
     "or give --insecure on a network that you trust"
 )
+_ERRORS = 2
+"""From which level on XLA's partitioner, which runs here, may write to the terminal."""
 CONNECTING = 4
 """Sessions that are begun at the same time."""
 
@@ -135,6 +138,7 @@ def serve(
         Error: it cannot listen there, or there are not so many devices.
     """
     configure_logging("error")
+    utils.absl_set_min_log_level(_ERRORS)
     if not address:
         fork_children()
     check_bind(bind, Security(None, insecure=insecure), PLAIN)

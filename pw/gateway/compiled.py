@@ -144,7 +144,7 @@ def results_of(
         shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
         results.append(
             ResultFacts(
-                _dtype(one),
+                dtype_in(one),
                 shape,
                 one.shape,
                 one.memory_kind or DEFAULT_MEMORY,
@@ -186,7 +186,7 @@ def write_metadata(made: GatewayExecutable, said: Any) -> None:
     said.size_of_generated_code_in_bytes = facts.code_bytes
 
 
-def _dtype(one: ShardFacts) -> str:
+def dtype_in(one: ShardFacts) -> str:
     """Return the dtype of an argument or result; a token lies in an array of no booleans."""
     return "bool" if one.dtype == "token" else one.dtype
 
@@ -221,5 +221,5 @@ def _is_replicated(one: ShardFacts, devices: int, *, is_divided: bool) -> bool:
 def _spec(placement: Placement, one: ShardFacts, *, is_replicated: bool) -> ArraySpec:
     memory = memory_of(one.memory_kind)
     return spec_of_shards(
-        one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
+        one.shape, dtype_in(one), placement, is_stacked=not is_replicated, memory=memory
     )

@@ -86,8 +86,8 @@ class Devices:
             islands = list(dict.fromkeys(device.slice.island for device in devices))
             if len(islands) > 1:
                 raise unsupported(
-                    f"the devices lie on the islands {' and '.join(islands)}, and this works on one island only. "
-                    "Make a mesh for each island (device.island), and move values with jax.device_put"
+                    f"the devices are on the islands {' and '.join(islands)}, and this works on one only; "
+                    "make a mesh for each island (device.island), and move values with jax.device_put"
                 )
             indices = tuple(device.index for device in devices)
             known = self._placements[numbers] = Placement(devices[0].slice.id, indices)

@@ -159,7 +159,7 @@ class Executor:
             _result(made, result, stored[at * count : (at + 1) * count])
             for at, result in enumerate(results)
         ]
-        return Ran(arrays, stored[-count:])
+        return Ran(arrays, stored if made.calls_back else stored[-count:])
 
 
 def _result(made: GatewayExecutable, result: ResultFacts, stored: Sequence[Stored]) -> ProxyArray:

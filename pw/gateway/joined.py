@@ -22,7 +22,7 @@ from pw.core.programs.program import Computation, Node, Output, Program, ValueRe
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, Sharding, dtype_of
 from pw.gateway.arrays import ProxyArray
-from pw.gateway.compiled import GatewayExecutable, Source, results_of
+from pw.gateway.compiled import GatewayExecutable, Source, dtype_in, results_of
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Island
 from pw.gateway.statuses import unsupported
@@ -30,7 +30,7 @@ from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
 from pw.islands.division import Divided, divide
 from pw.islands.errors import CannotCut
-from pw.islands.flat import element_of, shape_of
+from pw.islands.flat import element_of, is_token, shape_of
 from pw.islands.labels import labels_of
 from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Step
 from pw.islands.planning import plan
@@ -126,7 +126,7 @@ class _Joined:
     def _lies(self, one: ShardFacts, said: str, assignment: Assignment) -> tuple[Lies, ...]:
         labels = labels_of(said, assignment.partitions)
         is_equal = all(len({labels[at] for at in own}) == 1 for own in assignment.members)
-        dtype = dtype_of(one.dtype)
+        dtype = dtype_of(dtype_in(one))
         found = []
         for own in assignment.members:
             if is_equal or not one.shape or len(own) == 1:
@@ -262,7 +262,8 @@ def _facts(
 
 def _shard(value: Any, said: str) -> ShardFacts:
     """Return what is known of an argument or result of the divided function."""
-    shape, dtype = shape_of(value), BY_MLIR[str(element_of(value))]
+    shape = shape_of(value)
+    dtype = "token" if is_token(value) else BY_MLIR[str(element_of(value))]
     sharding = xla_client.HloSharding.from_string(said).to_proto().SerializeToString()
     bits = _bits(value)
     order = tuple(reversed(range(len(shape))))
@@ -279,7 +280,7 @@ def _bits(value: Any) -> int:
 
 
 def _bytes(one: ShardFacts) -> int:
-    each = one.element_bits or 8 * dtype_of(one.dtype).itemsize
+    each = one.element_bits or 8 * dtype_of(dtype_in(one)).itemsize
     return -(-math.prod(one.shape) * each // 8)
 
 
