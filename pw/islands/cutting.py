@@ -16,7 +16,7 @@ from typing import Any
 
 from pw.islands.assignment import Assignment
 from pw.islands.exchanges import Exchange, exchange_of
-from pw.islands.flat import bytes_of, element_of, entry, operations_of, returned, used_by
+from pw.islands.flat import bytes_of, calls, element_of, entry, operations_of, returned, used_by
 from pw.islands.partial_sums import Sum, Sums
 from pw.islands.sums import Bucket
 
@@ -148,6 +148,9 @@ class Cut:
             [*phase.values(), *(self._known_at(value, phase) for value in self.results)], default=0
         )
         self._delay(phase)
+        for one in self._operations:
+            if one in phase and calls(one) and not any(list(value.uses) for value in one.results):
+                phase[one] = self._last
         return phase
 
     def _known_at(self, value: Any, phase: dict[Any, int]) -> int:
@@ -263,10 +266,14 @@ class Cut:
                 made_by.update(dict.fromkeys(one.results, step))
         pieces = self.pieces
         arguments = set(self.arguments)
+        calling = any(map(calls, pieces[-1].operations))
+        # The function has ended when its results are there: so the last piece has one if it calls the client.
+        made = [value for at, value in enumerate(self.results) if at not in self._kept]
+        last = min(made, key=bytes_of) if made and calling else None
         for at, value in enumerate(self.results):
             if at in self._kept:
                 continue
-            own = None if value in self.sums.reduced else made_by.get(value)
+            own = None if value in self.sums.reduced or value is last else made_by.get(value)
             (own if isinstance(own, Piece) else pieces[-1]).results.append(at)
         for at, step in enumerate(self.steps):
             if isinstance(step, Opened):

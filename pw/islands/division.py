@@ -63,14 +63,15 @@ def divide(
 
 def _divided(module: Any, devices: int, options: bytes) -> bytes:
     """Return a divided module, as MLIR writes it."""
-    wanted = xla_client.CompileOptions()
     if options:
         wanted = xla_client.CompileOptions.ParseFromString(options)
+    else:
+        wanted = xla_client.CompileOptions()
+        wanted.executable_build_options.use_shardy_partitioner = True
     wanted.num_replicas, wanted.num_partitions = 1, devices
     build = wanted.executable_build_options
     build.num_replicas, build.num_partitions = 1, devices
     build.use_spmd_partitioning = True
-    build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(1, -1))
     folder = tempfile.mkdtemp(prefix="pw-division-")
     wanted.env_option_overrides = [

@@ -76,6 +76,10 @@ class Emit:
         dense = zeros_of(type_)
         return self.new("stablehlo.constant", type_, [], value=dense)
 
+    def token(self) -> Any:
+        """Return a token."""
+        return self.new("stablehlo.create_token", ir.Type.parse("!stablehlo.token"), [])
+
     def reshape(self, value: Any, shape: Sequence[int]) -> Any:
         """Return a value in another shape."""
         if shape_of(value) == tuple(shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -9,7 +10,16 @@ from jax.extend.mlir import ir
 from pw.core.dtypes import BY_MLIR
 from pw.core.sharding import dtype_of
 from pw.islands.errors import UncountedLoop, cannot
-from pw.islands.flat import element_of, entry, operations_of, replace_operands, returned, walk
+from pw.islands.flat import (
+    calls,
+    element_of,
+    entry,
+    is_token,
+    operations_of,
+    replace_operands,
+    returned,
+    walk,
+)
 from pw.islands.plan import Counter
 
 ITERATIONS = 4096
@@ -89,7 +99,11 @@ def _number(value: Any) -> int | None:
 
 
 def choose(branches: Any) -> None:
-    """Put all branches of a choice in its place, and choose among their results; in place."""
+    """Put all branches of a choice in its place, and choose among their results; in place.
+
+    Raises:
+        CannotCut: a branch calls a function of the client, other than where XLA does it on one device.
+    """
     point = ir.InsertionPoint(branches)
     results: list[list[Any]] = []
     for at in range(len(branches.regions)):
@@ -99,10 +113,19 @@ def choose(branches: Any) -> None:
             copied = one.clone(point)
             for inner in (copied, *walk(copied)):
                 replace_operands(inner, given)
+            if calls(copied):
+                _only_in(copied, branches, at, point)
             given.update(zip(one.results, copied.results, strict=True))
         results.append([given.get(value, value) for value in returned(block)])
     (chosen,) = branches.operands
     for place, result in enumerate(branches.results):
+        if is_token(result):
+            tokens = [own[place] for own in results]
+            made = ir.Operation.create(
+                "stablehlo.after_all", [result.type], tokens, loc=branches.location, ip=point
+            ).results[0]
+            result.replace_all_uses_with(made)
+            continue
         made = results[-1][place]
         for at in reversed(range(len(results) - 1)):
             flag = chosen if branches.name == "stablehlo.if" else _is(chosen, at, branches, point)
@@ -115,6 +138,34 @@ def choose(branches: Any) -> None:
             ).results[0]
         result.replace_all_uses_with(made)
     branches.erase()
+
+
+def _only_in(one: Any, branches: Any, at: int, point: Any) -> None:
+    """Let a call of a branch happen only if the branch is taken."""
+    if one.name != "stablehlo.if":
+        cannot(
+            "a branch that needs values of other islands calls a function of the script on each device, or in "
+            "a loop; call it outside of the branch",
+            one,
+        )
+    (chosen,) = branches.operands
+    before = ir.InsertionPoint(one)
+
+    def new(name: str, *operands: Any) -> Any:
+        kinds = [operands[0].type]
+        made = ir.Operation.create(name, kinds, list(operands), loc=one.location, ip=before)
+        return made.results[0]
+
+    if branches.name == "stablehlo.if":
+        flag = chosen if at == 0 else new("stablehlo.not", chosen)
+    elif at < len(branches.regions) - 1:
+        flag = _is(chosen, at, branches, before)
+    else:
+        others = [_is(chosen, other, branches, before) for other in range(at)]
+        flag = new(
+            "stablehlo.not", functools.reduce(lambda a, b: new("stablehlo.or", a, b), others)
+        )
+    one.operands[0] = new("stablehlo.and", one.operands[0], flag)
 
 
 def _is(chosen: Any, at: int, branches: Any, point: Any) -> Any:

@@ -127,9 +127,11 @@ class Sums:
         flag = self._flags.get(value)
         if not isinstance(flag, Sum):
             return
+        if value in self.reduced:
+            return
         if is_inside:
             raise _MustOpen
-        self.reduced.setdefault(value, flag)
+        self.reduced[value] = flag
 
     def _collective(self, operation: Any, is_inside: bool) -> None:
         total = self._sum_of(operation)
@@ -274,6 +276,9 @@ class Sums:
         if len(uses) != 1 or uses[0].owner.operation.name.endswith(".return"):
             return False
         user = uses[0].owner.operation
+        owner = value.owner
+        if user.parent != (owner.owner if isinstance(owner, ir.Block) else owner.parent):
+            return False  # a branch uses it, which has no sums inside
         return user.name in _MOVES | _ADDS | {"stablehlo.convert"} and all(
             elements_of(result) <= sum(elements_of(one) for one in user.operands)
             for result in user.results

@@ -32,6 +32,8 @@ class Code:
     outputs: tuple[Lies, ...]
     donated: tuple[int, ...] = ()
     """Positions of the inputs whose buffers it takes."""
+    calls_back: bool = False
+    """It calls functions in its client's process."""
 
 
 class Ref(NamedTuple):

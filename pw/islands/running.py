@@ -34,7 +34,7 @@ class _Issued(NamedTuple):
 def run(
     plan: Plan,
     arguments: Sequence[Sequence[V]],
-    constant: Callable[[np.generic], V],
+    constant: Callable[[np.generic, int], V],
     call: Call[V],
 ) -> list[list[V]]:
     """Have `call` add all computations of a plan, in an order in which they can run.
@@ -42,7 +42,7 @@ def run(
     Args:
         plan: of the function.
         arguments: for each its part on each island.
-        constant: makes a value of a number.
+        constant: makes a value of a number, for an island.
         call: adds a computation.
 
     Returns the results, by island.
@@ -52,8 +52,10 @@ def run(
     names = {number: number for number in range(len(arguments))}
     order.add(plan.steps, names)
     values: dict[int, list[V]] = {at: list(parts) for at, parts in enumerate(arguments)}
-    for number, known in order.constants.items():
-        values[number] = [constant(one) for one in known]
+    used = {ref.value for one in order.issued for own in one.inputs for ref in own}
+    for number in used.intersection(order.constants):
+        known = order.constants[number]
+        values[number] = [constant(one, island) for island, one in enumerate(known)]
     for issued in _early(order.issued):
         made = [
             call(code, island, [values[ref.value][ref.island] for ref in issued.inputs[island]])

@@ -28,7 +28,7 @@ from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Piece
 from pw.islands.emit import Emit, flat
 from pw.islands.exchanges import Exchange, Wire
-from pw.islands.flat import element_of, replace_operands, shape_of, used_by, walk
+from pw.islands.flat import calls, element_of, is_token, replace_operands, shape_of, used_by, walk
 from pw.islands.groups import NAMES, REDUCE, Groups, is_crossing
 from pw.islands.labels import LabelsOf
 from pw.islands.plan import Code, Lies
@@ -77,6 +77,8 @@ class Writer:
 
     def is_equal(self, value: Any) -> bool:
         """Whether a value is the same on all devices of each island."""
+        if is_token(value):
+            return True
         labels = self._labels[value]
         return all(len({labels[one] for one in own}) == 1 for own in self._assignment.members)
 
@@ -175,7 +177,10 @@ class Writer:
         # Equal code has equal artifacts, wherever it is in a script.
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         artifact = encode(Stablehlo(bytes(_module_to_bytecode(module))))
-        return Code(name, artifact, tuple(inputs), tuple(outputs), tuple(donated)), has_number
+        made = Code(
+            name, artifact, tuple(inputs), tuple(outputs), tuple(donated), calls(module.operation)
+        )
+        return made, has_number
 
     def _module(
         self,
@@ -262,7 +267,9 @@ class _Body:
         """Write all operations; return the values of the outputs."""
         emit, piece = self._emit, self._piece
         for value in piece.inputs:
-            self._values[value] = emit.reshape(given[value], shape_of(value))
+            self._values[value] = (
+                emit.token() if is_token(value) else emit.reshape(given[value], shape_of(value))
+            )
         for bucket in piece.sums:
             count = len(bucket.sums(emit.island))
             parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(count)]
@@ -292,7 +299,9 @@ class _Body:
                 results.append(self._find(what[1]))
             else:
                 results.append(self._find(what, whole=False))
-        return results
+        # A computation's results are there when it has ended, and so has what a token stands for.
+        none = ir.RankedTensorType.get([0], ir.IntegerType.get_signless(1))
+        return [emit.zeros(none) if is_token(value) else value for value in results]
 
     def _whole_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
         """Return a wire as it was before each device has sent a portion of it."""

@@ -46,7 +46,7 @@ class Seen:
         given = [
             [Value(island, "an argument", 0) for island in range(ISLANDS)] for _ in range(arguments)
         ]
-        run(plan, given, lambda number: Value(-1, "a number", 1), self._call)
+        run(plan, given, lambda number, island: Value(island, "a number", 1), self._call)
 
     def _call(self, code: Code, island: int, given: list[Value]) -> list[Value]:
         if island == 0:

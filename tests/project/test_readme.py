@@ -73,7 +73,7 @@ def test_a_page_runs(name: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("block", PLAIN)
 def test_a_program_of_plain_jax_runs(block: str) -> None:
-    islands = {"PW_ISLANDS": "2"} if "slice_index" in block else {}
+    islands = {"PW_ISLANDS": "2"} if ".island" in block else {}
     variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", **islands}
     done = run_python(["-c", block], environment=without_address() | variables)
     assert done.returncode == 0, done.stderr

@@ -93,8 +93,8 @@ class JoinedTraced:
         return known
 
 
-def _constant(number: Any) -> Any:
-    """Return a number as an argument of a computation that is recorded."""
+def _constant(number: Any, island: int) -> Any:
+    """Return a number as an argument of a computation that is recorded, on any island."""
     return number
 
 
