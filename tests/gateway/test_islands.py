@@ -221,6 +221,19 @@ def shardings_as_before_shardy(devices: Devices) -> Any:
 
 
 @case
+def memories_of_hosts(devices: Devices) -> Any:
+    split, same = grid(devices, ALL), grid(devices)
+    pinned, outside = (one.with_memory_kind("pinned_host") for one in (split, same))
+    x = jax.device_put(numbers(8, 2), pinned)
+    f = jax.jit(lambda x: (x * 2, x.sum(0)), in_shardings=pinned, out_shardings=(pinned, outside))
+    made = f(x)
+    back = jax.device_put(made[0], split)
+    moved = jax.device_put(back, grid(devices, "b").with_memory_kind("pinned_host"))
+    every = [*made, back, moved]
+    return [shards(one) for one in every], [one.sharding.memory_kind for one in every]
+
+
+@case
 def all_sorts_of_dtypes(devices: Devices) -> Any:
     split = grid(devices, ALL)
     kinds = ("bool", "int8", "uint16", "int4", "float16", "bfloat16", "complex64", "float8_e4m3fn")
