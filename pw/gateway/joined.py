@@ -17,11 +17,11 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 from jax.extend.mlir import ir
 from jaxlib import _jax, xla_client
 
-from pw.core.dtypes import BY_MLIR
+from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, Sharding, dtype_of
-from pw.gateway.arrays import ProxyArray
+from pw.gateway.arrays import ProxyArray, memory_of
 from pw.gateway.compiled import GatewayExecutable, Source, dtype_in, results_of
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Island
@@ -38,6 +38,7 @@ from pw.islands.writing import Sides
 
 _AXIS = "_"
 """The only axis of an island's devices."""
+_MEMORY = "mhlo.memory_kind"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 
 
@@ -95,33 +96,43 @@ class _Joined:
 
     def executable(self) -> GatewayExecutable:
         """Divide, cut and describe the function; in a context of MLIR."""
+        if xla_client.CompileOptions.ParseFromString(self._code.options).num_replicas > 1:
+            raise CannotCut("it has replicas; use jax.jit or jax.shard_map")
         module = _parsed(self._code.module)
         has_completion = not _main(module).type.results
         if has_completion:
             module = _parsed(with_completion(self._code.module))
         name = ir.StringAttr(module.operation.attributes["sym_name"]).value
-        donated = _donated(_main(module))
+        given, made = (_attributes(_main(module), of) for of in ("arg_attrs", "res_attrs"))
+        donated = tuple(at for at, one in enumerate(given) if any(name in one for name in _DONATED))
+        memories = [_memory(one) for one in given], [_memory(one) for one in made]
         of_partition = {
             at: number for number, one in enumerate(self._islands) for at in one.positions
         }
         assignment = Assignment([of_partition[at] for at in range(len(self._devices))])
 
         def sides(divided: Divided) -> Sides:
-            self._describe(divided, name, donated, assignment)
+            self._describe(divided, name, memories, donated, assignment)
             return self._sides
 
         short = name.removeprefix("jit_")
-        made = cut(module, assignment, sides, short, donated, self._code.options)
-        return self._recorded(made, has_completion=has_completion)
+        planned = cut(module, assignment, sides, short, donated, self._code.options)
+        return self._recorded(planned, has_completion=has_completion)
 
     def _describe(
-        self, divided: Divided, name: str, donated: tuple[int, ...], assignment: Assignment
+        self,
+        divided: Divided,
+        name: str,
+        memories: tuple[list[str], list[str]],
+        donated: tuple[int, ...],
+        assignment: Assignment,
     ) -> None:
         """Note what is known of the divided function."""
         inner = _main(divided.module)
         block = inner.regions[0].blocks[0]
         returned = list(block.operations[len(block.operations) - 1].operation.operands)
-        self._facts = _facts(name, divided, list(block.arguments), returned, donated)
+        values = (list(block.arguments), returned)
+        self._facts = _facts(name, divided, values, memories, donated)
         self._text = _text(divided.module)
         arguments, results = (
             [self._lies(one, words, assignment) for one, words in zip(side, said, strict=True)]
@@ -149,20 +160,27 @@ class _Joined:
                 found.append(Lies((len(own) * first, *rest), dtype, ((_AXIS,),)))
         return tuple(found)
 
-    def _spec(self, lies: Lies, island: int) -> ArraySpec:
+    def _spec(self, lies: Lies, island: int, memory: str = "") -> ArraySpec:
         placement = self._islands[island].placement
         sharding = Sharding((_AXIS,), (len(placement.devices),), lies.axes)
-        return ArraySpec(lies.shape, lies.dtype.name, sharding, placement)
+        return ArraySpec(lies.shape, lies.dtype.name, sharding, placement, memory)
+
+    def _specs(
+        self, side: Sequence[Sequence[Lies]], facts: Sequence[ShardFacts]
+    ) -> list[tuple[ArraySpec, ...]]:
+        """Return how the parts of arguments or results are given to the program, or taken from it."""
+        return [
+            tuple(
+                self._spec(lies, island, memory_of(one.memory_kind))
+                for island, lies in enumerate(own)
+            )
+            for own, one in zip(side, facts, strict=True)
+        ]
 
     def _recorded(self, made: Plan, *, has_completion: bool) -> GatewayExecutable:
         facts, sides, count = self._facts, self._sides, len(self._islands)
-        inputs = [
-            self._spec(lies, island) for own in sides.arguments for island, lies in enumerate(own)
-        ]
-        specs = [
-            tuple(self._spec(lies, island) for island, lies in enumerate(own))
-            for own in sides.results
-        ]
+        inputs = [one for own in self._specs(sides.arguments, facts.inputs) for one in own]
+        specs = self._specs(sides.results, facts.outputs)
         numbers: list[bytes] = []
         of_numbers: list[ArraySpec] = []
         computations: dict[Computation, int] = {}
@@ -250,48 +268,44 @@ def _main(module: Any) -> Any:
     return ir.SymbolTable(module.operation)["main"]
 
 
-def _donated(main: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments whose buffers a function takes."""
-    if "arg_attrs" not in main.attributes:
-        return ()
-    attributes = [ir.DictAttr(one) for one in ir.ArrayAttr(main.attributes["arg_attrs"])]
-    return tuple(at for at, one in enumerate(attributes) if any(name in one for name in _DONATED))
+def _attributes(main: Any, of: str) -> list[Any]:
+    """Return the attributes of each argument, or of each result."""
+    count = len(main.type.inputs if of == "arg_attrs" else main.type.results)
+    if of not in main.attributes:
+        return [{}] * count
+    return [ir.DictAttr(one) for one in ir.ArrayAttr(main.attributes[of])]
+
+
+def _memory(attributes: Any) -> str:
+    return ir.StringAttr(attributes[_MEMORY]).value if _MEMORY in attributes else ""
 
 
 def _facts(
     name: str,
     divided: Divided,
-    arguments: Sequence[Any],
-    results: Sequence[Any],
+    values: tuple[Sequence[Any], Sequence[Any]],
+    memories: tuple[Sequence[str], Sequence[str]],
     donated: tuple[int, ...],
 ) -> Facts:
-    """Return what a compiler would say."""
+    """Return what a compiler would say; `values` are the arguments, and what is returned."""
     inputs, outputs = (
-        tuple(map(_shard, values, said))
-        for values, said in ((arguments, divided.arguments), (results, divided.results))
+        tuple(map(_shard, own, said, kinds))
+        for own, said, kinds in zip(
+            values, (divided.arguments, divided.results), memories, strict=True
+        )
     )
     taken, given = (sum(map(_bytes, side)) for side in (inputs, outputs))
     reused = min(given, sum(_bytes(inputs[at]) for at in donated))
     return Facts(name, inputs, outputs, donated, 0, taken, given, reused, 0)
 
 
-def _shard(value: Any, said: str) -> ShardFacts:
+def _shard(value: Any, said: str, memory: str) -> ShardFacts:
     """Return what is known of an argument or result of the divided function."""
     shape = shape_of(value)
     dtype = "token" if is_token(value) else BY_MLIR[str(element_of(value))]
     sharding = xla_client.HloSharding.from_string(said).to_proto().SerializeToString()
-    bits = _bits(value)
-    order = tuple(reversed(range(len(shape))))
-    return ShardFacts(
-        dtype, shape, sharding, order, bits if bits < 8 and dtype != "bool" else 0, ""
-    )
-
-
-def _bits(value: Any) -> int:
-    kind = element_of(value)
-    if isinstance(kind, ir.ComplexType):
-        return 2 * int(ir.FloatType(kind.element_type).width)
-    return int(kind.width)
+    bits = element_of(value).width if dtype in PACKED else 0
+    return ShardFacts(dtype, shape, sharding, tuple(reversed(range(len(shape)))), bits, memory)
 
 
 def _bytes(one: ShardFacts) -> int:

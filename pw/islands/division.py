@@ -98,10 +98,9 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
 def _read(local: bytes, context: Any) -> Divided:
     made = ir.Module.parse(local, context)
     attributes = made.operation.attributes
-    arguments = tuple(
-        ir.StringAttr(one).value
-        for one in ir.ArrayAttr(attributes["mhlo.spmd_parameters_shardings"])
-    )
+    of_parameters = "mhlo.spmd_parameters_shardings"
+    listed = ir.ArrayAttr(attributes[of_parameters]) if of_parameters in attributes else ()
+    arguments = tuple(ir.StringAttr(one).value for one in listed)
     return Divided(
         made, arguments, _each(ir.StringAttr(attributes["mhlo.spmd_output_sharding"]).value)
     )

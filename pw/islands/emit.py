@@ -73,7 +73,15 @@ class Emit:
 
     def zeros(self, type_: Any) -> Any:
         """Return zeros of a type."""
-        dense = zeros_of(type_)
+        kind = type_.element_type
+        if isinstance(kind, ir.ComplexType):  # Python has no attributes of complex numbers
+            part = self.zeros(ir.RankedTensorType.get(type_.shape, kind.element_type))
+            return self.new("stablehlo.complex", type_, [part, part])
+        if isinstance(kind, ir.IntegerType):
+            zero = "false" if kind.width == 1 else "0"
+        else:
+            zero = "0.0"
+        dense = ir.Attribute.parse(f"dense<{zero}> : {type_}")
         return self.new("stablehlo.constant", type_, [], value=dense)
 
     def token(self) -> Any:
@@ -346,16 +354,6 @@ class Emit:
 def flat(emit: Emit, value: Any) -> Any:
     """Return the elements of a value in one dimension."""
     return emit.reshape(value, (elements_of(value),))
-
-
-def zeros_of(type_: Any) -> Any:
-    """Return an attribute with zeros of a tensor type."""
-    kind = type_.element_type
-    if isinstance(kind, ir.IntegerType):
-        zero = "false" if kind.width == 1 else "0"
-    else:
-        zero = "0.0" if isinstance(kind, ir.FloatType) else "(0.0, 0.0)"
-    return ir.Attribute.parse(f"dense<{zero}> : {type_}")
 
 
 def _i64(value: int) -> Any:

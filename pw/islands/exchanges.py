@@ -369,7 +369,8 @@ def exchange_of(operation: Any, assignment: Assignment) -> Exchange:
     """Return how a collective between islands is made."""
     if operation.name == PERMUTE:
         moved = Permute(operation, assignment)
-        return moved if moved.is_simple else PickFromAll(operation, assignment)
+        is_simple = moved.is_simple and assignment.is_even
+        return moved if is_simple else PickFromAll(operation, assignment)
     lies = aligned(groups_of(operation), assignment)
     if lies is not None:
         if operation.name == GATHER:

@@ -311,6 +311,10 @@ class Sums:
     def _is_zero(self, operation: Any) -> bool:
         name = operation.name
         if name == "stablehlo.constant":
+            if isinstance(element_of(operation.results[0]), ir.ComplexType):
+                return _COMPLEX_ZEROS in str(
+                    operation
+                )  # Python has no attributes of complex numbers
             dense = ir.DenseElementsAttr(operation.attributes["value"])
             return dense.is_splat and str(dense.get_splat_value()).split(" :")[0] in _ZEROS
         if name in _MOVES or name in ("stablehlo.convert", "stablehlo.optimization_barrier"):
@@ -318,7 +322,8 @@ class Sums:
         return False
 
 
-_ZEROS = {"0", "false", "0.000000e+00", "(0.000000e+00,0.000000e+00)"}
+_ZEROS = {"0", "false", "0.000000e+00"}
+_COMPLEX_ZEROS = "dense<(0.000000e+00,0.000000e+00)>"
 
 
 def _join(start: Flag, end: Flag) -> Flag:

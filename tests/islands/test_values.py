@@ -100,6 +100,11 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
         (X,),
     ),
     "scatter": (lambda x, i: jnp.zeros_like(x).at[i].set(x), (BATCH, BATCH), (X, ROWS * 0 + 3)),
+    "complex numbers": (
+        lambda x: jnp.pad(jax.lax.complex(x, x) + 1j, ((1, 1), (0, 0)))[::-1],
+        (BATCH,),
+        (X,),
+    ),
     "erf and others": (lambda x: jax.scipy.special.erf(x) + jnp.arcsinh(x), (BATCH,), (X,)),
 }
 
