@@ -120,7 +120,7 @@ class _Planner:
                 choose(one)
             self._labels.add(block, [self._labels[value] for value in block.arguments])
             sums = Sums(block, self._assignment, self._labels)
-        cut = Cut(block, sums, self._assignment, kept)
+        cut = Cut(block, sums, self._labels, self._assignment, kept)
         scope = Scope(cut, self._writer, self._numbers, self._islands, argument, result)
         results = [scope.arguments[at] if at in kept else 0 for at in range(len(cut.results))]
         steps: list[Any] = []

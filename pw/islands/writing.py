@@ -279,12 +279,13 @@ class _Body:
             for source in exchange.needs(emit.island):
                 wire = exchange.wires[source[0]]
                 arrived[source] = self._whole_wire(exchange, wire, given[exchange, source])
-            self._values[exchange.result] = exchange.unpack(emit, arrived)
+            made = exchange.unpack_all(emit, arrived)
+            self._values.update(zip(exchange.results, made, strict=True))
         for one in piece.operations:
             self._copy(one)
         packed: dict[Any, Any] = {}
         for exchange in piece.sends:
-            wires = exchange.pack(emit, self._find(exchange.operand))
+            wires = exchange.pack_all(emit, [self._find(value) for value in exchange.operands])
             for at, (wire, made) in enumerate(zip(exchange.wires, wires, strict=True)):
                 copies = self._writer.copies(exchange, wire)
                 packed[exchange, at] = made if copies is None else emit.portion(made, copies)

@@ -131,6 +131,22 @@ def test_the_next_layer_travels_while_one_is_computed(planned: Callable[..., Pla
     assert all(later > before for later, before in zip(sent[2:], computed, strict=False))
 
 
+def test_small_gathers_travel_together(planned: Callable[..., Plan]) -> None:
+    def two(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, own: (jnp.tanh(h @ own[0]) @ own[1], None), x, w)[0]
+
+    plan = planned(two, ((P(None, "island"), P(None, "island")), BATCH), ((STACK, STACK), X))
+    (loop,) = [step for step in plan.steps if isinstance(step, Loop)]
+    away = [
+        ref
+        for step in loop.first
+        if not isinstance(step, Loop)
+        for ref in step.inputs[0]
+        if ref.island
+    ]
+    assert len(away) == 1
+
+
 def test_chunks_of_an_all_to_all_are_sent_once(planned: Callable[..., Plan]) -> None:
     def swapped(x: Any) -> Any:
         def body(rows: Any) -> Any:
