@@ -7,18 +7,20 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
 from pw.islands.exchanges import Exchange, Permute, exchange_of
-from pw.islands.flat import entry, flatten, walk
+from pw.islands.flat import calls, entry, flatten, walk
 from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
 from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
 from pw.islands.sums import Bucket
-from pw.islands.writing import Sides, Writer
+from pw.islands.writing import ENDED, Sides, Writer
 
 LAG = 1
 """How many pieces are enqueued between a bucket's piece and its additions, which wait for other islands."""
@@ -195,6 +197,9 @@ class _Planner:
             if piece.makes is not None:
                 lies = self._writer.of_bucket(piece.makes, island)
                 made += [((piece.makes, at), lies) for at in range(piece.makes.parts)]
+            if any(map(calls, piece.operations)):
+                # XLA drops operations on several devices that only make what is empty, calls too.
+                made.append(((ENDED, piece), Lies((), np.dtype(np.bool_), ())))
             return made
 
         def handed(value: Any, island: int) -> Lies:

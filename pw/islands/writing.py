@@ -32,6 +32,8 @@ from pw.islands.labels import LabelsOf
 from pw.islands.plan import Code, Lies
 from pw.islands.sums import Bucket
 
+ENDED = "ended"
+
 Mesh = dict[str, int]
 """The axes of an island's devices with their sizes."""
 
@@ -109,7 +111,8 @@ class Writer:
             piece: of the function.
             island: its number.
             inputs: what each input is: a value, (bucket, part) or (exchange, source); and how it lies.
-            outputs: what each output is: a value, ("whole", value), (bucket, part) or (exchange, wire).
+            outputs: what each output is: a value, ("whole", value), (bucket, part), (exchange, wire) or
+                (ENDED, piece), which says no more than that the piece has ended.
             name: for the user.
             donated: positions of inputs.
 
@@ -273,7 +276,7 @@ class _Body:
             if what in packed:
                 made.append(packed[what])
             elif isinstance(what, tuple):
-                made.append(self._find(what[1]))
+                made.append(emit.constant(np.bool_(0)) if what[0] == ENDED else self._find(what[1]))
             else:
                 made.append(self._find(what, whole=False))
         # A computation's results are there when it has ended, and so has what a token stands for.
