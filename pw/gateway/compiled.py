@@ -44,7 +44,6 @@ class GatewayExecutable:
     devices: tuple[int, ...]
     facts: Facts
     sources: tuple[Source, ...]
-    """Of the first island."""
     graph: Program
     """What runs, without donations."""
     artifacts: Mapping[bytes, bytes]

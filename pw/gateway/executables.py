@@ -219,7 +219,9 @@ class Executables:
     async def _details(self, body: Any, detail: Detail) -> list[Any]:
         made = self.find(body.loaded_executable_handle)
         ask = self._runs.runtime.ask
-        asked = [ask.compile(code, placement, detail) for code, placement in made.sources]
+        first = made.sources[0].placement
+        own = [one for one in made.sources if one.placement == first]
+        asked = [ask.compile(code, placement, detail) for code, placement in own]
         return [await self._runs.waited(one) for one in asked]
 
     # --- ends ----------------------------------------------------------------------------------------

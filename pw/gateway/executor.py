@@ -50,7 +50,7 @@ class Executor:
             told = await asyncio.gather(*(self._facts(*source) for source in made.sources))
             made.facts = replace(
                 made.facts,
-                code_bytes=sum(one.code_bytes for one in told),
+                code_bytes=sum(one.code_bytes for one in told) // len(islands),
                 temporary_bytes=max(one.temporary_bytes for one in told),
             )
             return made

@@ -196,8 +196,7 @@ class _Joined:
                 known[code, island] = computation
                 computations.setdefault(computation, len(computations))
                 artifacts[computation.artifact] = artifact
-                if island == 0:
-                    sources.append(Source(decode(artifact), computation.placement))
+                sources.append(Source(decode(artifact), computation.placement))
             nodes.append(Node(computations[computation], tuple(values)))
             return [ValueRef(len(nodes) - 1, at) for at in range(len(code.outputs))]
 

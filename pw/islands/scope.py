@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.exchanges import Exchange, Wire
-from pw.islands.flat import entry
+from pw.islands.flat import calls, entry
 from pw.islands.plan import Counter, Lies, Ref
 from pw.islands.sums import Bucket
-from pw.islands.writing import Writer
+from pw.islands.writing import ENDED, Writer
 
 LiesOf = Callable[[int, int], Lies]
 """How argument or result `at` lies on an island."""
@@ -111,6 +113,9 @@ class Scope:
         if piece.makes is not None:
             lies = self._writer.of_bucket(piece.makes, island)
             made += [((piece.makes, at), lies) for at in range(piece.makes.parts)]
+        if any(map(calls, piece.operations)):
+            # XLA drops operations on several devices that only make what is empty, calls too.
+            made.append(((ENDED, piece), Lies((), np.dtype(np.bool_), ())))
         return made
 
     def _wire(self, exchange: Exchange, at: int, source: int, island: int) -> Input:

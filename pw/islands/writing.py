@@ -34,6 +34,8 @@ from pw.islands.labels import LabelsOf
 from pw.islands.plan import Code, Lies
 from pw.islands.sums import Bucket
 
+ENDED = "ended"
+
 Mesh = dict[str, int]
 """The axes of an island's devices with their sizes."""
 
@@ -129,7 +131,8 @@ class Writer:
             piece: of the function.
             island: its number.
             inputs: what each input is: a value, (bucket, part) or (exchange, source); and how it lies.
-            outputs: what each output is: a value, ("whole", value), (bucket, part) or (exchange, wire).
+            outputs: what each output is: a value, ("whole", value), (bucket, part), (exchange, wire) or
+                (ENDED, piece), which says no more than that the piece has ended.
             name: for the user.
             donated: positions of inputs.
 
@@ -296,6 +299,8 @@ class _Body:
         for what in outputs:
             if what in packed:
                 results.append(packed[what])
+            elif isinstance(what, tuple) and what[0] == ENDED:
+                results.append(emit.constant(np.bool_(0)))
             elif isinstance(what, tuple):
                 results.append(self._find(what[1]))
             else:

@@ -308,6 +308,17 @@ seen.clear()
 h(x)
 jax.effects_barrier()
 print(sorted(seen))
+seen.clear()
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P(("a", "b")), out_specs=None)
+def k(x):
+    for at in range(2):
+        io_callback(lambda v: seen.append(float(v[0])), None, x + at, ordered=True)
+
+k(x)
+jax.effects_barrier()
+print(sorted(seen))
 """
 
 
@@ -321,6 +332,7 @@ def test_functions_of_the_script_are_called_once() -> None:
         "[25.0, 26.0, 27.0]",
         "yes",
         "[1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]",
+        str([float(at) for at in range(16)]),
     ]
 
 
