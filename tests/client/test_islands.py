@@ -378,6 +378,6 @@ def test_the_code_of_each_piece_can_be_read(mesh: Mesh) -> None:
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "islands.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "pw.jit" in one]
     exec(code, {})
     assert float(capsys.readouterr().out) > 0

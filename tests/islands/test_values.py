@@ -281,7 +281,7 @@ def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
     check(mesh, mapped, (BATCH,), (X,))
 
 
-def test_large_values_are_sent_in_portions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_values_are_sent_in_fractions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
     for name in ("fsdp in a scan", "its gradient", "tensor parallel"):
         check(mesh, *SUMS[name])
