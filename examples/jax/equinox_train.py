@@ -46,8 +46,9 @@ def step(batch, model, state):
 def two_islands():
     """Return the devices of two islands; of plain JAX's devices, two halves."""
     devices = jax.devices()
-    if hasattr(devices[0], "slice_index"):
-        return [[one for one in devices if one.slice_index == island] for island in (0, 1)]
+    if hasattr(devices[0], "island"):
+        names = sorted({one.island for one in devices})[:2]
+        return [[one for one in devices if one.island == name] for name in names]
     half = len(devices) // 2
     return [devices[:half], devices[half:]]
 
@@ -56,9 +57,7 @@ def main():
     if "--two-islands" in sys.argv:
         training, evaluating = two_islands()
     else:
-        training = evaluating = [
-            one for one in jax.devices() if getattr(one, "slice_index", 0) == 0
-        ]
+        training = evaluating = jax.devices()
     mesh = Mesh(np.array(training), ("batch",))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("batch"))
     there = NamedSharding(Mesh(np.array(evaluating), ("batch",)), P())

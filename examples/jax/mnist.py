@@ -114,8 +114,9 @@ def draw_digits(count, seed):
 def two_islands():
     """Return the devices of two islands; of plain JAX's devices, two halves."""
     devices = jax.devices()
-    if hasattr(devices[0], "slice_index"):
-        return [[one for one in devices if one.slice_index == island] for island in (0, 1)]
+    if hasattr(devices[0], "island"):
+        names = sorted({one.island for one in devices})[:2]
+        return [[one for one in devices if one.island == name] for name in names]
     half = len(devices) // 2
     return [devices[:half], devices[half:]]
 

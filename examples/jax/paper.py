@@ -13,8 +13,9 @@ import numpy
 def get_devices(n, island=0):
     """Return `n` devices of an island; of plain JAX's devices, each half is an island."""
     devices = jax.devices()
-    if hasattr(devices[0], "slice_index"):
-        devices = [device for device in devices if device.slice_index == island]
+    if hasattr(devices[0], "island"):
+        name = sorted({device.island for device in devices})[island]
+        devices = [device for device in devices if device.island == name]
     else:
         half = len(devices) // 2
         devices = devices[island * half :]

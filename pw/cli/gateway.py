@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from jaxlib import utils
 
 from pw.cli.process import Daemon, check_bind, command, configure_logging
 from pw.client.connection import embedded
@@ -38,6 +39,8 @@ PLAIN = (
     "JAX's protocol is not encrypted, and credentials do not change that; listen at 127.0.0.1 and use ssh -L, "
     "or give --insecure on a network that you trust"
 )
+_ERRORS = 2
+"""From which level on XLA's partitioner, which runs here, may write to the terminal."""
 CONNECTING = 4
 """Sessions that are begun at the same time."""
 
@@ -65,6 +68,7 @@ class _Sessions:
         self._wanted = wanted
         self._share, self._priority = share, priority
         self._address = address
+        self._are_slices = choosing.are_slices(os.environ)
         self._security = security
         # Begun now, so that what is wrong is an error of this command.
         self._first: _Session | None = self._begin() if address else self._start_cluster(cluster)
@@ -85,7 +89,10 @@ class _Sessions:
         runtime = Runtime(start, self._share, self._priority, name=self._name)
         cluster.callback(runtime.close)
         self._address = runtime.endpoint or ""
-        return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
+        return runtime, self._devices(runtime), lambda: None
+
+    def _devices(self, runtime: Runtime) -> Devices:
+        return Devices(choosing.allocate(runtime, self._wanted), self._are_slices)
 
     def close(self) -> None:
         """End the first session if no connection has come for it."""
@@ -105,7 +112,7 @@ class _Sessions:
             name=self._name,
         )
         try:
-            devices = Devices(choosing.allocate(runtime, self._wanted))
+            devices = self._devices(runtime)
         except BaseException:
             runtime.close()
             raise
@@ -131,6 +138,7 @@ def serve(
         Error: it cannot listen there, or there are not so many devices.
     """
     configure_logging("error")
+    utils.absl_set_min_log_level(_ERRORS)
     if not address:
         fork_children()
     check_bind(bind, Security(None, insecure=insecure), PLAIN)

@@ -47,6 +47,14 @@ class Wanted(NamedTuple):
         return self.devices // islands
 
 
+def are_slices(environment: Mapping[str, str]) -> bool:
+    """Whether JAX sees each island as a slice, as `PW_SLICES=islands` asks for. Raises Error."""
+    asked = environment.get("PW_SLICES", "")
+    if asked not in ("", "one", "islands"):
+        raise Error(f"PW_SLICES must be one or islands, not {asked!r}")
+    return asked == "islands"
+
+
 def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
     """Allocate one slice on each island that is wanted.
 

@@ -69,9 +69,7 @@ class Colocated:
             for array in args:
                 if array.value is not None:
                     self._runs.own(array)
-                if (named := await self._reshards.named(array)) is None:
-                    raise _several(said.name)
-                stored.append(named)
+                stored.append(await self._reshards.gathered(array))
             made, targets = [], []
             for whole, layout, one in zip(outputs, layouts, said.output_specs, strict=True):
                 if one.dtype.kind == kind_of(STRING):

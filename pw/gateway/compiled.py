@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.gateway import protos, shardings
@@ -22,8 +24,16 @@ class ResultFacts:
     shard_shape: tuple[int, ...]
     memory: str
     is_replicated: bool
-    spec: ArraySpec
+    specs: tuple[ArraySpec, ...]
+    """Of its part on each island."""
     sharding: bytes | None
+
+
+class Source(NamedTuple):
+    """What hosts compile."""
+
+    code: Stablehlo
+    placement: Placement
 
 
 @dataclass(slots=True, eq=False)
@@ -32,23 +42,40 @@ class GatewayExecutable:
 
     name: str
     devices: tuple[int, ...]
-    placement: Placement
-    code: Stablehlo
-    artifact: bytes
     facts: Facts
+    sources: tuple[Source, ...]
+    graph: Program
+    """What runs, without donations."""
+    artifacts: Mapping[bytes, bytes]
     inputs: tuple[ArraySpec, ...]
+    """Of the parts of all arguments: argument by argument, island by island."""
     results: tuple[ResultFacts, ...]
     has_completion: bool
     """It has no results; the runtime's computation has one more, which is ready when it has ended."""
+    islands: tuple[tuple[int, ...], ...] = ()
+    """The positions of the devices of each island, if there are several."""
+    numbers: tuple[bytes, ...] = ()
+    """Values of the program's last inputs, which are the same in each run."""
+    text: str = ""
+    """What each device does, if there are several islands."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The registered programs, by the positions of the arguments that they donate."""
+    """The registered programs, by the positions of the inputs that they donate."""
     digest: bytes = field(init=False)
-    """The SHA-256 of the artifact."""
+    """The SHA-256 of the code."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 
     def __post_init__(self) -> None:
-        self.digest = hashlib.sha256(self.artifact).digest()
+        self.digest = (
+            next(iter(self.artifacts))
+            if len(self.artifacts) == 1
+            else hashlib.sha256(b"".join(self.artifacts)).digest()
+        )
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether it calls functions of the script."""
+        return any(one.calls_back for one in self.graph.computations)
 
 
 def describe(
@@ -59,41 +86,73 @@ def describe(
     *,
     has_completion: bool,
 ) -> GatewayExecutable:
-    """Return an executable whose shapes and shardings are the compiler's."""
+    """Return an executable on one island, whose shapes and shardings are the compiler's."""
     is_divided = _is_divided(code, len(devices))
     replicated = partial(_is_replicated, devices=len(devices), is_divided=is_divided)
     inputs = tuple(_spec(placement, one, is_replicated=replicated(one)) for one in facts.inputs)
+    outputs = [_spec(placement, one, is_replicated=replicated(one)) for one in facts.outputs]
+    results = results_of(facts, len(devices), [(one,) for one in outputs], is_divided=is_divided)
+    artifact = encode(code)
+    digest = hashlib.sha256(artifact).digest()
+    computation = Computation(
+        facts.name,
+        digest,
+        placement,
+        inputs,
+        tuple(outputs),
+        facts.donated,
+        calls_back=bool(code.callbacks),
+    )
+    graph = Program(
+        facts.name,
+        (computation,),
+        (Node(0, tuple(ValueRef(-1, at) for at in range(len(inputs)))),),
+        inputs,
+        tuple(Output(ValueRef(0, at), spec) for at, spec in enumerate(outputs)),
+    )
+    return GatewayExecutable(
+        facts.name,
+        devices,
+        facts,
+        (Source(code, placement),),
+        graph,
+        {digest: artifact},
+        inputs,
+        results,
+        has_completion,
+    )
+
+
+def results_of(
+    facts: Facts, devices: int, specs: Sequence[tuple[ArraySpec, ...]], *, is_divided: bool
+) -> tuple[ResultFacts, ...]:
+    """Return what the results of all executions have in common.
+
+    Args:
+        facts: the compiler's.
+        devices: how many devices run the program.
+        specs: of the parts of each result.
+        is_divided: whether XLA divides the program over them.
+    """
     results = []
-    for one in facts.outputs:
-        is_replicated = replicated(one)
+    for one, own in zip(facts.outputs, specs, strict=True):
         sharding = _op_sharding(one)
         parts = (1,) * len(one.shape)
-        if sharding is not None and len(devices) > 1:
+        if sharding is not None and devices > 1:
             parts = shardings.partitions(sharding, len(one.shape))
         shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
         results.append(
             ResultFacts(
-                _dtype(one),
+                dtype_in(one),
                 shape,
                 one.shape,
                 one.memory_kind or DEFAULT_MEMORY,
-                is_replicated,
-                _spec(placement, one, is_replicated=is_replicated),
+                _is_replicated(one, devices, is_divided=is_divided),
+                own,
                 one.sharding if one.sharding or is_divided else None,
             )
         )
-    artifact = encode(code)
-    return GatewayExecutable(
-        facts.name,
-        devices,
-        placement,
-        code,
-        artifact,
-        facts,
-        inputs,
-        tuple(results),
-        has_completion,
-    )
+    return tuple(results)
 
 
 def write_metadata(made: GatewayExecutable, said: Any) -> None:
@@ -126,7 +185,7 @@ def write_metadata(made: GatewayExecutable, said: Any) -> None:
     said.size_of_generated_code_in_bytes = facts.code_bytes
 
 
-def _dtype(one: ShardFacts) -> str:
+def dtype_in(one: ShardFacts) -> str:
     """Return the dtype of an argument or result; a token lies in an array of no booleans."""
     return "bool" if one.dtype == "token" else one.dtype
 
@@ -161,5 +220,5 @@ def _is_replicated(one: ShardFacts, devices: int, *, is_divided: bool) -> bool:
 def _spec(placement: Placement, one: ShardFacts, *, is_replicated: bool) -> ArraySpec:
     memory = memory_of(one.memory_kind)
     return spec_of_shards(
-        one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
+        one.shape, dtype_in(one), placement, is_stacked=not is_replicated, memory=memory
     )

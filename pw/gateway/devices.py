@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pw.client.arrays.devices import Slice
 from pw.core.platforms import platform_of
@@ -24,18 +24,30 @@ class Device:
     island_number: int
 
 
+class Island(NamedTuple):
+    """Those of some devices that are on one island."""
+
+    positions: tuple[int, ...]
+    """Among all of them."""
+    devices: tuple[int, ...]
+    """JAX's numbers."""
+    placement: Placement
+
+
 class Devices:
     """The devices of a session in JAX's order: slice by slice.
 
     Args:
         slices: at least one.
+        are_slices: whether JAX sees each island as a slice of its own (`slice_index`), else all as one.
 
     Raises:
         StatusError: the slices are of several platforms.
     """
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
+    def __init__(self, slices: Sequence[Slice], are_slices: bool = False) -> None:
         self.slices = tuple(slices)
+        self._are_slices = are_slices
         islands = list(dict.fromkeys(one.island for one in slices))
         self.all = [
             Device(one, index, islands.index(one.island))
@@ -74,13 +86,20 @@ class Devices:
             islands = list(dict.fromkeys(device.slice.island for device in devices))
             if len(islands) > 1:
                 raise unsupported(
-                    f"the devices of one computation lie on the islands {' and '.join(islands)}, but a "
-                    "computation runs on one island. Make a mesh for each island (device.slice_index), jit a "
-                    "function over each, and move values between them with jax.device_put"
+                    f"the devices are on the islands {' and '.join(islands)}, and this works on one only; "
+                    "make a mesh for each island (device.island), and move values with jax.device_put"
                 )
             indices = tuple(device.index for device in devices)
             known = self._placements[numbers] = Placement(devices[0].slice.id, indices)
         return known
+
+    def islands(self, numbers: tuple[int, ...]) -> list[Island]:
+        """Return the islands of devices, with their share. Raises StatusError: there is no such device."""
+        found = []
+        for positions in self.by_slice(numbers).values():
+            own = tuple(numbers[at] for at in positions)
+            found.append(Island(tuple(positions), own, self.placement(own)))
+        return found
 
     def by_slice(self, numbers: Iterable[int]) -> dict[Slice, list[int]]:
         """Group positions in `numbers` by the slice of the device there."""
@@ -97,7 +116,7 @@ class Devices:
         return self.all[number]
 
     def default_assignment(self, count: int) -> list[int]:
-        """Return the first devices of the first island that has so many."""
+        """Return the first devices of the first island that has so many; without one, the first of all."""
         for slice_, positions in self.by_slice(range(len(self.all))).items():
             if slice_.size >= count:
                 return positions[:count]
@@ -140,7 +159,7 @@ class Devices:
                     to_string=f"{kind} of {name}",
                 )
             attributes = added.attributes.attributes
-            attributes["slice_index"].int64_value = device.island_number
+            attributes["slice_index"].int64_value = device.island_number * self._are_slices
             attributes["coords"].int64_list_value.elements.extend((device.index, 0, 0))
             attributes["core_on_chip"].int64_value = 0
             attributes["island"].string_value = device.slice.island.encode()

@@ -1,27 +1,20 @@
-"""Compiled programs of one client: compiling, describing and running them.
-
-A computation of JAX becomes a program of one computation (`pw.core.programs.stablehlo`). A host
-compiles it first, because only the compiler knows how the results are divided; then the program is
-registered, and each execution is a run of it.
-"""
+"""Compiled programs of one client, by its handles: compiling, describing and running them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from pw.core.messages import Detail
-from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
-from pw.core.programs.stablehlo import Facts, Stablehlo
-from pw.core.sharding import Placement
+from pw.core.programs.stablehlo import Stablehlo
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
-from pw.gateway.compiled import GatewayExecutable, describe, write_metadata
-from pw.gateway.completion import with_completion
-from pw.gateway.devices import Devices
+from pw.gateway.compiled import GatewayExecutable, write_metadata
 from pw.gateway.dtypes import kind_of
+from pw.gateway.executor import Executor, Ran
 from pw.gateway.functions import Caller
 from pw.gateway.plugins import Plugin
 from pw.gateway.runs import Runs
@@ -35,15 +28,15 @@ class Executables:
     def __init__(
         self,
         arrays: ProxyArrays,
-        devices: Devices,
         runs: Runs,
+        executor: Executor,
         caller: Caller,
         loaders: Mapping[str, Callable[[bytes], Plugin]],
     ) -> None:
         self._arrays = arrays
         self._caller = caller
-        self._devices = devices
         self._runs = runs
+        self._executor = executor
         self._loaders = loaders
         self._known: dict[int, GatewayExecutable | Plugin] = {}
         self._next = 1
@@ -93,16 +86,11 @@ class Executables:
             options.SerializeToString(deterministic=True),
             tuple(body.host_callbacks),
         )
-        placement = self._devices.placement(devices)
-        facts = await self._facts(code, placement)
-        has_completion = not facts.outputs
-        if has_completion:
-            code = Stablehlo(with_completion(code.module), code.options, code.callbacks)
-            facts = await self._facts(code, placement)
-        made = describe(devices, placement, code, facts, has_completion=has_completion)
-        if code.callbacks:
-            self._caller.know(made.digest, _functions(code))
-        self._program(made, facts.donated)
+        made = await self._executor.compiled(code, devices)
+        for one in made.graph.computations:
+            if one.calls_back:
+                self._caller.know(one.artifact, _functions(code))
+        self._executor.register(made)
         self._add(made, made.name, devices, made.digest, response)
         functions = response.compile_response.loaded_host_callback_handles
         functions.extend(self._new_handle() for _ in code.callbacks)
@@ -126,38 +114,6 @@ class Executables:
         said.fingerprint_value = fingerprint
         said.ready_future_handle = handle  # it is ready: `check_future` knows no other ones
 
-    async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
-        asked = self._runs.runtime.ask.compile(code, placement, Detail.FACTS)
-        compiled = await self._runs.waited(asked)
-        assert compiled.facts is not None
-        return compiled.facts
-
-    def _program(self, made: GatewayExecutable, donated: tuple[int, ...]) -> int:
-        """Return the program that donates these arguments; registers it the first time."""
-        number = made.programs.get(donated)
-        if number is None:
-            outputs = tuple(result.spec for result in made.results)
-            computation = Computation(
-                made.name,
-                made.digest,
-                made.placement,
-                made.inputs,
-                outputs,
-                made.facts.donated,
-                calls_back=bool(made.code.callbacks),
-            )
-            body = Program(
-                made.name,
-                (computation,),
-                (Node(0, tuple(ValueRef(-1, at) for at in range(len(made.inputs)))),),
-                made.inputs,
-                tuple(Output(ValueRef(0, at), spec) for at, spec in enumerate(outputs)),
-                donated,
-            )
-            number = self._runs.runtime.register_program(body, {made.digest: made.artifact})
-            made.programs[donated] = number
-        return number
-
     # --- running -------------------------------------------------------------------------------------
 
     def execute(self, body: Any, response: Any) -> Awaitable[None] | None:
@@ -174,80 +130,22 @@ class Executables:
             return self._run_plugin(plugin, args, body, response)
         made = self.find(body.loaded_executable_handle)
         options = body.execute_options
-        if len(args) != len(made.inputs):
-            raise statuses.StatusError(
-                "INVALID_ARGUMENT",
-                f"{made.name} takes {len(made.inputs)} arrays, and was given {len(args)}",
-            )
         kept = options.non_donatable_input_indices
         given = [at for at in made.facts.donated if at not in kept] if made.facts.donated else []
-        if given:
-            _check_donated(args, given)
-        argument = self._runs.argument
-        arguments = [argument(one, spec) for one, spec in zip(args, made.inputs, strict=True)]
-        if None in arguments:
-            _check_places(made, args)
-        elif self._runs.runtime.has_credit():
-            self._run(made, args, arguments, given, body, response)
+        ran = self._executor.run(made, args, given)
+        if isinstance(ran, Ran):
+            self._executed(body, response, *ran)
             return None
-        return self._run_later(made, args, arguments, given, body, response)
+        return self._run_later(ran, body, response)
+
+    async def _run_later(self, running: Awaitable[Ran], body: Any, response: Any) -> None:
+        self._executed(body, response, *await running)
 
     async def _run_plugin(
         self, plugin: Plugin, args: Sequence[ProxyArray], body: Any, response: Any
     ) -> None:
         made, ends = await plugin.run(args)
         self._executed(body, response, made, ends)
-
-    async def _run_later(
-        self,
-        made: GatewayExecutable,
-        args: Sequence[ProxyArray],
-        arguments: list[int | bytes | None],
-        given: Sequence[int],
-        body: Any,
-        response: Any,
-    ) -> None:
-        """Make the views that the arguments need, and run when there is a credit."""
-        kept: list[Stored] = []
-        for at, known in enumerate(arguments):
-            if known is None:
-                kept.append(await self._runs.fitting(args[at], made.inputs[at]))
-                arguments[at] = kept[-1].number
-        await self._runs.credit()
-        self._run(made, args, arguments, given, body, response)
-
-    def _run(
-        self,
-        made: GatewayExecutable,
-        args: Sequence[ProxyArray],
-        arguments: Sequence[Any],
-        given: Sequence[int],
-        body: Any,
-        response: Any,
-    ) -> None:
-        donated = tuple(at for at in given if _may_be_donated(args[at]))
-        program = self._program(made, donated)
-        specs = [result.spec for result in made.results]
-        stored = self._runs.run(program, arguments, specs)
-        if made.code.callbacks:
-            made.last = tuple(stored)
-        for at in given:
-            args[at].delete()
-        results = stored[: len(stored) - 1] if made.has_completion else stored
-        made_arrays = []
-        for one, result in zip(results, made.results, strict=False):
-            array = ProxyArray(
-                result.dtype,
-                result.shape,
-                result.shard_shape,
-                made.devices,
-                result.memory,
-                result.is_replicated,
-                sharding=result.sharding,
-            )
-            array.consist_of(one)
-            made_arrays.append(array)
-        self._executed(body, response, made_arrays, stored[-1:])
 
     def _executed(
         self,
@@ -300,8 +198,10 @@ class Executables:
         write_metadata(made, response.loaded_executable_metadata_response)
 
     async def cost_analysis(self, body: Any, response: Any) -> None:
-        """Tell what a compiled program costs."""
-        costs = (await self._detail(body, Detail.COSTS)).costs
+        """Tell what a compiled program costs: of several computations, all together."""
+        costs: Counter[str] = Counter()
+        for told in await self._details(body, Detail.COSTS):
+            costs.update(told.costs)
         attributes = response.loaded_executable_cost_analysis_response.attributes
         attributes.SetInParent()
         for key, value in costs.items():
@@ -309,14 +209,20 @@ class Executables:
 
     async def text(self, body: Any, response: Any) -> None:
         """Show a compiled program."""
-        text = (await self._detail(body, Detail.TEXT)).text
+        text = self.find(body.loaded_executable_handle).text
+        if not text:
+            (told,) = await self._details(body, Detail.TEXT)
+            text = told.text
         said = response.loaded_executable_human_readable_program_text_response
         said.human_readable_program_text = text
 
-    async def _detail(self, body: Any, detail: Detail) -> Any:
+    async def _details(self, body: Any, detail: Detail) -> list[Any]:
         made = self.find(body.loaded_executable_handle)
-        asked = self._runs.runtime.ask.compile(made.code, made.placement, detail)
-        return await self._runs.waited(asked)
+        ask = self._runs.runtime.ask
+        first = made.sources[0].placement
+        own = [one for one in made.sources if one.placement == first]
+        asked = [ask.compile(code, placement, detail) for code, placement in own]
+        return [await self._runs.waited(one) for one in asked]
 
     # --- ends ----------------------------------------------------------------------------------------
 
@@ -326,9 +232,8 @@ class Executables:
         if isinstance(made, Plugin):
             made.release()
         elif made is not None:
-            for program in made.programs.values():
-                self._runs.runtime.release_program(program)
-            if made.code.callbacks:
+            self._executor.release(made)
+            if made.calls_back:
                 self._forget_functions(made)
 
     def _forget_functions(self, made: GatewayExecutable) -> None:
@@ -337,7 +242,8 @@ class Executables:
 
         def ended(_: object = None) -> None:
             made.last = ()
-            self._caller.forget(made.digest)
+            for one in made.graph.computations:
+                self._caller.forget(one.artifact)
 
         if last:
             waiting = self._runs.runtime.wait([(one.number, one.spec) for one in last])
@@ -369,41 +275,6 @@ def _functions(code: Stablehlo) -> tuple[int, ...]:
         for callback in code.callbacks
         for operand in proto.FromString(callback).operands[:1]
     )
-
-
-def _may_be_donated(array: ProxyArray) -> bool:
-    stored = array.stored
-    return stored is not None and stored.may_be_donated
-
-
-def _check_donated(args: Sequence[ProxyArray], given: Sequence[int]) -> None:
-    """Raise Status if an array is donated that is also another argument."""
-    roots: dict[int, int] = {}
-    for at, array in enumerate(args):
-        for root in _identities(array):
-            other = roots.setdefault(root, at)
-            if other != at and (at in given or other in given):
-                raise statuses.StatusError(
-                    "INVALID_ARGUMENT",
-                    f"Attempt to donate the same buffer twice in Execute() (arguments {other} and {at}); pass "
-                    "a copy, or do not donate it",
-                )
-
-
-def _identities(array: ProxyArray) -> Iterator[int]:
-    for root in array.roots():
-        yield id(root.stored or root)
-
-
-def _check_places(made: GatewayExecutable, args: Sequence[ProxyArray]) -> None:
-    """Raise Status unless all arguments lie on the devices of an executable."""
-    for at, array in enumerate(args):
-        if array.devices != made.devices:
-            raise statuses.StatusError(
-                "INVALID_ARGUMENT",
-                f"{made.name} runs on the devices {list(made.devices)}, but its argument {at} lies on "
-                f"{list(array.devices)}; move it with jax.device_put",
-            )
 
 
 def _describe_result(into: Any, array: ProxyArray) -> None:

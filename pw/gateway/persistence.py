@@ -35,9 +35,7 @@ class Persistence:
         path = _path(location, name)
         if array.value is not None:
             self._runs.own(array)
-        stored = await self._reshards.named(array)
-        if stored is None:
-            raise _spread(name)
+        stored = await self._reshards.gathered(array)
         named = {checkpoint_tree.SINGLE: stored.number}
         tree = checkpoint_tree.single_tree(array.shape, array.dtype)
         saving = self._runs.runtime.ask.save(path, True, named, tree)
@@ -58,8 +56,11 @@ class Persistence:
         if known is None:
             raise statuses.unsupported(f"arrays of {dtype} cannot be read from files")
         target = self._reshards.unfilled(known, shape, layout)
+        is_spread = target is None  # each island reads all, and keeps its part
         if target is None:
-            raise _spread(name)
+            whole = self._reshards.on_each(shape, layout.devices, layout.memory)
+            target = self._reshards.unfilled(known, shape, whole)
+            assert target is not None
         array, parts = target
         runtime = self._runs.runtime
         described = await self._runs.settled(runtime.ask.look(path, parts[0][1].placement))
@@ -72,6 +73,8 @@ class Persistence:
         source = FileSource(path, described.checkpoint, checkpoint_tree.SINGLE)
         for part, spec in parts:
             part.consist_of(Stored(runtime, runtime.load(source, spec), spec))
+        if is_spread:
+            (array,) = await self._reshards.reshard([array], [layout])
         return array
 
     async def arrived(self, arrays: Sequence[ProxyArray]) -> list[Future[Any]]:
@@ -87,10 +90,3 @@ def _path(location: str, name: str) -> str:
             "INVALID_ARGUMENT", f"{name!r} cannot be the name of an array in files"
         )
     return os.path.join(checkpoint_files.normal_path(location), name)
-
-
-def _spread(name: str) -> statuses.StatusError:
-    return statuses.unsupported(
-        f"the array {name} is divided over several islands, and files are written and read by the hosts of "
-        "one: move it to the devices of one island first, with jax.device_put or pathwaysutils' reshard"
-    )

@@ -21,7 +21,9 @@ from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
+from pw.gateway.executor import Executor
 from pw.gateway.functions import Caller, Line, Script
+from pw.gateway.moves import Moves
 from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
@@ -83,12 +85,14 @@ class GatewayClient:
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
-        self._reshards = Reshards(devices, self._runs, transfers)
+        executor = Executor(devices, self._runs)
+        self._moves = Moves(executor)
+        self._reshards = Reshards(devices, self._runs, self._moves, transfers)
         loaders = {
             PLUGIN: Plugins(devices, self._runs, self._reshards).find,
             CUSTOM: Colocated(devices, self._runs, self._reshards).load,
         }
-        self.executables = Executables(self.arrays, devices, self._runs, self._caller, loaders)
+        self.executables = Executables(self.arrays, self._runs, executor, self._caller, loaders)
         self.reply: Callable[[Any], None] = lambda reply: None
         """Takes each reply."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
@@ -249,6 +253,7 @@ class GatewayClient:
             task.cancel()
         self.buffers.close(Disconnected("the client has left"))
         self.executables.close()
+        self._moves.close()
         self._waits.close()
         self._caller.close()
         self._runs.close()

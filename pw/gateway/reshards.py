@@ -3,7 +3,8 @@
 The runtime's edges re-shard between any two specs, each on one slice. So an array is named by its
 true spec first (a view: its shards stay where they are), moved to the spec of the result, and the
 result is named again in the order of the client's devices. An array that is spread over several
-islands takes part if one of them has all of it. Else its tiles come together in the gateway.
+islands takes part if one of them has all of it. Else a function over all its devices divides it
+otherwise (`Moves`): so that each island has all of it, or right away as the result is divided.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.gateway import tiles
-from pw.gateway.arrays import ProxyArray, Stored, memory_of
+from pw.gateway.arrays import DEFAULT_MEMORY, ProxyArray, Stored, memory_of
 from pw.gateway.devices import Devices
+from pw.gateway.moves import Moves
 from pw.gateway.runs import Runs
 from pw.gateway.shardings import ShardLayout
 from pw.gateway.tiles import Tiles
@@ -27,9 +29,10 @@ _Part = tuple[ProxyArray, ArraySpec]
 class Reshards:
     """Divides the arrays of one client."""
 
-    def __init__(self, devices: Devices, runs: Runs, transfers: Transfers) -> None:
+    def __init__(self, devices: Devices, runs: Runs, moves: Moves, transfers: Transfers) -> None:
         self._devices = devices
         self._runs = runs
+        self._moves = moves
         self._transfers = transfers
 
     async def reshard(
@@ -38,10 +41,13 @@ class Reshards:
         """Return copies of arrays, divided as the layouts say. Raises Status."""
         made, moves = [], []
         for source, layout in zip(sources, layouts, strict=True):
-            stored = None if source.value is not None else await self.named(source)
-            target = None if stored is None else self.unfilled(source.dtype, source.shape, layout)
+            if source.value is not None:
+                made.append(await self._of_value(source, layout))
+                continue
+            stored = await self.named(source)
+            target = self.unfilled(source.dtype, source.shape, layout)
             if stored is None or target is None:
-                made.append(await self._through_here(source, layout))
+                made.append(await self._spread(source, layout))
                 continue
             array, parts = target
             made.append(array)
@@ -124,8 +130,71 @@ class Reshards:
             array.pieces = tuple(pieces[position] for position in range(len(layout.devices)))
         return array, parts
 
-    async def _through_here(self, source: ProxyArray, layout: ShardLayout) -> ProxyArray:
-        """Fetch an array's tiles, and make the new array of the whole."""
+    async def gathered(self, array: ProxyArray) -> Stored:
+        """Return an array of the runtime with all of this one, on one of its islands.
+
+        Raises:
+            Status: it is not known which part of the array each shard is.
+        """
+        stored = await self.named(array)
+        if stored is None:
+            stored = await self.named(
+                await self._moved(array, self.on_each(array.shape, array.devices, array.memory))
+            )
+        assert stored is not None
+        return stored
+
+    async def _spread(self, source: ProxyArray, layout: ShardLayout) -> ProxyArray:
+        """Divide an array otherwise of which no island has all, now or then."""
+        if set(source.devices) != set(layout.devices):
+            if self.unfilled(source.dtype, source.shape, layout) is None:
+                there = self.on_each(source.shape, layout.devices, source.memory)
+                (source,) = await self.reshard([source], [there])
+            else:
+                source = await self._moved(
+                    source, self.on_each(source.shape, source.devices, source.memory)
+                )
+                return (await self.reshard([source], [layout]))[0]
+        return await self._moved(source, layout)
+
+    async def _moved(self, source: ProxyArray, layout: ShardLayout) -> ProxyArray:
+        """Run the function that divides an array otherwise over the same devices."""
+        wanted = tiles.of(
+            source.shape, len(layout.devices), layout.sharding, is_replicated=layout.is_replicated
+        )
+        made = await self._moves.moved(source, layout.devices, wanted)
+        shard = tuple(size // count for size, count in zip(source.shape, wanted.parts, strict=True))
+        array = ProxyArray(
+            source.dtype,
+            source.shape,
+            shard,
+            layout.devices,
+            DEFAULT_MEMORY,
+            wanted.distinct == 1,
+            sharding=layout.sharding,
+        )
+        where = {device: at for at, device in enumerate(made.devices)}
+        array.pieces = tuple((made, where[device]) for device in layout.devices)
+        if memory_of(layout.memory):
+            array = await self._transfers.copied(array, layout.devices, layout.memory)
+        return array
+
+    def on_each(self, shape: tuple[int, ...], devices: tuple[int, ...], memory: str) -> ShardLayout:
+        """Return a layout in which each island has all of an array, if possible divided over its devices."""
+        islands = self._devices.islands(devices)
+        each = {len(one.positions) for one in islands}
+        width = max(each)
+        along = next((at for at, size in enumerate(shape) if size and not size % width), None)
+        if along is None or len(each) > 1:
+            return ShardLayout(devices, memory, True, shape)
+        order = [one.positions[place] for place in range(width) for one in islands]
+        parts = [1] * len(shape)
+        parts[along] = width
+        sharding = tiles.sharding_of(Tiles(tuple(parts), tuple(order)))
+        return ShardLayout(devices, memory, False, None, sharding)
+
+    async def _of_value(self, source: ProxyArray, layout: ShardLayout) -> ProxyArray:
+        """Divide a value that is here."""
         known, shape = source.tiles, source.shape
         wanted = tiles.of(
             shape, len(layout.devices), layout.sharding, is_replicated=layout.is_replicated

@@ -108,6 +108,15 @@ def of(
     return found
 
 
+def sharding_of(known: Tiles) -> bytes:
+    """Return a serialized `xla.OpSharding` that says the same."""
+    sharding = protos.message("xla.OpSharding")(type=protos.enum("xla.OpSharding.Type")["OTHER"])
+    sharding.tile_assignment_dimensions.extend((*known.parts, known.copies))
+    sharding.tile_assignment_devices.extend(known.order)
+    sharding.replicate_on_last_tile_dim = True
+    return bytes(sharding.SerializeToString())
+
+
 def _replicated(ndim: int, devices: int) -> Tiles:
     return Tiles((1,) * ndim, tuple(range(devices)))
 

@@ -171,6 +171,12 @@ class Transfers:
             for array in sources:
                 array.delete()
 
+    async def copied(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
+        """Return a copy of an array on these devices."""
+        copy = self._like(array, devices, memory)
+        await self._fill([array], [copy])
+        return copy
+
     def _like(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
         copy = ProxyArray(
             array.dtype, array.shape, array.shard_shape, devices, memory, array.is_replicated

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from pw.core.programs.stablehlo import CALLS
 from pw.islands.errors import cannot
 
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -124,6 +125,18 @@ def walk(operation: Any) -> Iterator[Any]:
                 yield from walk(inner.operation)
 
 
+def is_call(operation: Any) -> bool:
+    """Whether an operation calls a function in its client's process."""
+    if operation.name != "stablehlo.custom_call":
+        return False
+    return ir.StringAttr(operation.attributes["call_target_name"]).value in CALLS
+
+
+def calls(operation: Any) -> bool:
+    """Whether an operation, or one inside of it, calls a function in its client's process."""
+    return is_call(operation) or any(map(is_call, walk(operation)))
+
+
 def entry(operation: Any, region: int = 0) -> Any:
     """Return the only block of a region."""
     return operation.regions[region].blocks[0]
@@ -160,13 +173,20 @@ def replace_operands(operation: Any, given: dict[Any, Any]) -> None:
             operation.operands[at] = given[operand]
 
 
+def is_token(value: Any) -> bool:
+    """Whether a value only says what was before; between computations it is an array of no booleans."""
+    return str(value.type) == "!stablehlo.token"
+
+
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of a value on a device."""
-    return tuple(ir.RankedTensorType(value.type).shape)
+    return (0,) if is_token(value) else tuple(ir.RankedTensorType(value.type).shape)
 
 
 def element_of(value: Any) -> Any:
     """Return the type of a value's elements."""
+    if is_token(value):
+        return ir.IntegerType.get_signless(1)
     return ir.RankedTensorType(value.type).element_type
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jax.extend.mlir import ir
 
-from pw.islands.errors import cannot
-from pw.islands.flat import entry, operations_of, replace_operands, returned, walk
+from pw.core.dtypes import BY_MLIR
+from pw.core.sharding import dtype_of
+from pw.islands.errors import UncountedLoop, cannot
+from pw.islands.flat import (
+    calls,
+    element_of,
+    entry,
+    is_token,
+    operations_of,
+    replace_operands,
+    returned,
+    walk,
+)
+from pw.islands.plan import Counter
 
 ITERATIONS = 4096
 """An opened loop has at most so many iterations: each is a computation of its own."""
@@ -15,26 +28,32 @@ ITERATIONS = 4096
 _LESS = {"LT": 0, "LE": 1}
 
 
-def iterations(loop: Any) -> int:
-    """Return how often a loop runs, which a counter decides. Raises CannotCut if that is not known."""
-    count = _counted(loop)
-    if count is None:
-        cannot(
+def iterations(loop: Any) -> tuple[int, Counter]:
+    """Return how often a loop runs, and what counts that. Raises CannotCut if it is not known."""
+    found = _counted(loop)
+    if found is None:
+        raise UncountedLoop(
             "a loop needs values of other islands in each iteration, and its values decide how often it "
             "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a "
             "pw.program",
             loop,
         )
+    count, counter = found
     if count > ITERATIONS:
         cannot(
             f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} "
             "can be run one by one; use pw.while_loop in a pw.program",
             loop,
         )
-    return count
+    return count, counter
 
 
-def _counted(loop: Any) -> int | None:
+def is_counted(loop: Any) -> bool:
+    """Whether it is known how often a loop runs."""
+    return _counted(loop) is not None
+
+
+def _counted(loop: Any) -> tuple[int, Counter] | None:
     (going,) = returned(entry(loop, 0))
     compare = _maker(going)
     if compare is None or compare.name != "stablehlo.compare":
@@ -56,7 +75,8 @@ def _counted(loop: Any) -> int | None:
     by = _number(sides[1 - sides.index(own)])
     if not by or by < 0:
         return None
-    return max(0, -(-(limit + more - start) // by))
+    kind = dtype_of(BY_MLIR[str(element_of(own))]).type
+    return max(0, -(-(limit + more - start) // by)), Counter(at, kind(start), by)
 
 
 def _maker(value: Any) -> Any:
@@ -79,7 +99,11 @@ def _number(value: Any) -> int | None:
 
 
 def choose(branches: Any) -> None:
-    """Put all branches of a choice in its place, and choose among their results; in place."""
+    """Put all branches of a choice in its place, and choose among their results; in place.
+
+    Raises:
+        CannotCut: a branch calls a function of the client, other than where XLA does it on one device.
+    """
     point = ir.InsertionPoint(branches)
     results: list[list[Any]] = []
     for at in range(len(branches.regions)):
@@ -89,10 +113,19 @@ def choose(branches: Any) -> None:
             copied = one.clone(point)
             for inner in (copied, *walk(copied)):
                 replace_operands(inner, given)
+            if calls(copied):
+                _only_in(copied, branches, at, point)
             given.update(zip(one.results, copied.results, strict=True))
         results.append([given.get(value, value) for value in returned(block)])
     (chosen,) = branches.operands
     for place, result in enumerate(branches.results):
+        if is_token(result):
+            tokens = [own[place] for own in results]
+            made = ir.Operation.create(
+                "stablehlo.after_all", [result.type], tokens, loc=branches.location, ip=point
+            ).results[0]
+            result.replace_all_uses_with(made)
+            continue
         made = results[-1][place]
         for at in reversed(range(len(results) - 1)):
             flag = chosen if branches.name == "stablehlo.if" else _is(chosen, at, branches, point)
@@ -105,6 +138,34 @@ def choose(branches: Any) -> None:
             ).results[0]
         result.replace_all_uses_with(made)
     branches.erase()
+
+
+def _only_in(one: Any, branches: Any, at: int, point: Any) -> None:
+    """Let a call of a branch happen only if the branch is taken."""
+    if one.name != "stablehlo.if":
+        cannot(
+            "a branch that needs values of other islands calls a function of the script on each device, or in "
+            "a loop; call it outside of the branch",
+            one,
+        )
+    (chosen,) = branches.operands
+    before = ir.InsertionPoint(one)
+
+    def new(name: str, *operands: Any) -> Any:
+        kinds = [operands[0].type]
+        made = ir.Operation.create(name, kinds, list(operands), loc=one.location, ip=before)
+        return made.results[0]
+
+    if branches.name == "stablehlo.if":
+        flag = chosen if at == 0 else new("stablehlo.not", chosen)
+    elif at < len(branches.regions) - 1:
+        flag = _is(chosen, at, branches, before)
+    else:
+        others = [_is(chosen, other, branches, before) for other in range(at)]
+        flag = new(
+            "stablehlo.not", functools.reduce(lambda a, b: new("stablehlo.or", a, b), others)
+        )
+    one.operands[0] = new("stablehlo.and", one.operands[0], flag)
 
 
 def _is(chosen: Any, at: int, branches: Any, point: Any) -> Any:

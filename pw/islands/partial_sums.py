@@ -13,7 +13,7 @@ cut like a function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -22,6 +22,8 @@ from pw.islands.assignment import Assignment
 from pw.islands.flat import element_of, elements_of, entry, returned
 from pw.islands.groups import REDUCE, Aligned, Groups, aligned, groups_of, is_crossing
 from pw.islands.labels import LabelsOf
+from pw.islands.reductions import part_of_islands
+from pw.islands.tables import Tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,8 @@ class Sum:
     """The operation of StableHLO that combines two elements."""
     groups: Groups
     aligned: Aligned
+    along: int | None = None
+    """The dimension of which each island takes one part; None if each takes all."""
 
 
 Flag = str | Sum
@@ -86,6 +90,8 @@ class Sums:
         self._labels = labels
         self._flags: dict[Any, Flag] = {}
         self._sums: dict[tuple[str, Groups], Sum | None] = {}
+        self._parts: dict[tuple[Sum, int], Sum] = {}
+        self._tables = Tables(assignment.partitions)
         self._flags.update(dict.fromkeys(block.arguments, WHOLE))
         self._block(block, False)
         for value in returned(block):
@@ -109,7 +115,7 @@ class Sums:
                 self._simple(operation, is_inside)
 
     def _simple(self, operation: Any, is_inside: bool) -> None:
-        flag = self._flag_of(operation, is_inside)
+        flag = self._flag_of(operation, is_inside) or self._part_of(operation, is_inside)
         if flag is None:
             for operand in operation.operands:
                 self._whole(operand, is_inside)
@@ -121,9 +127,11 @@ class Sums:
         flag = self._flags.get(value)
         if not isinstance(flag, Sum):
             return
+        if value in self.reduced:
+            return
         if is_inside:
             raise _MustOpen
-        self.reduced.setdefault(value, flag)
+        self.reduced[value] = flag
 
     def _collective(self, operation: Any, is_inside: bool) -> None:
         total = self._sum_of(operation)
@@ -239,6 +247,25 @@ class Sums:
                 return None
         return total
 
+    def _part_of(self, operation: Any, is_inside: bool) -> Flag | None:
+        """Note the slice of a sum of which each island takes one part."""
+        if operation.name != "stablehlo.dynamic_slice":
+            return None
+        value = operation.operands[0]
+        total = self._flags.get(value)
+        if not isinstance(total, Sum) or len(list(value.uses)) != 1:
+            return None
+        along = part_of_islands(operation, total.aligned, self._assignment, self._tables)
+        if along is None:
+            return None
+        if is_inside:
+            raise _MustOpen
+        self.reduced.pop(value, None)
+        if (total, along) not in self._parts:
+            self._parts[total, along] = replace(total, along=along)
+        self.reduced[operation.results[0]] = self._parts[total, along]
+        return WHOLE
+
     def _is_equal(self, value: Any, groups: Groups) -> bool:
         labels = self._labels[value]
         return all(len({labels[one] for one in group}) == 1 for group in groups)
@@ -249,6 +276,9 @@ class Sums:
         if len(uses) != 1 or uses[0].owner.operation.name.endswith(".return"):
             return False
         user = uses[0].owner.operation
+        owner = value.owner
+        if user.parent != (owner.owner if isinstance(owner, ir.Block) else owner.parent):
+            return False  # a branch uses it, which has no sums inside
         return user.name in _MOVES | _ADDS | {"stablehlo.convert"} and all(
             elements_of(result) <= sum(elements_of(one) for one in user.operands)
             for result in user.results
@@ -281,6 +311,10 @@ class Sums:
     def _is_zero(self, operation: Any) -> bool:
         name = operation.name
         if name == "stablehlo.constant":
+            if isinstance(element_of(operation.results[0]), ir.ComplexType):
+                return _COMPLEX_ZEROS in str(
+                    operation
+                )  # Python has no attributes of complex numbers
             dense = ir.DenseElementsAttr(operation.attributes["value"])
             return dense.is_splat and str(dense.get_splat_value()).split(" :")[0] in _ZEROS
         if name in _MOVES or name in ("stablehlo.convert", "stablehlo.optimization_barrier"):
@@ -288,7 +322,8 @@ class Sums:
         return False
 
 
-_ZEROS = {"0", "false", "0.000000e+00", "(0.000000e+00,0.000000e+00)"}
+_ZEROS = {"0", "false", "0.000000e+00"}
+_COMPLEX_ZEROS = "dense<(0.000000e+00,0.000000e+00)>"
 
 
 def _join(start: Flag, end: Flag) -> Flag:

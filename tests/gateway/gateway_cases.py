@@ -79,6 +79,30 @@ def is_refused(call: Callable[[], Any]) -> bool:
     return False
 
 
+def seen(case: Case, devices: Devices) -> Any:
+    """Return what a case returns, with numpy's arrays for JAX's."""
+    with jax.default_device(devices[0]):
+        return jax.tree.map(
+            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, case(devices)
+        )
+
+
+def check_as_in_plain_jax(case: Case, devices: Devices) -> None:
+    """Compare what a case returns on these devices and on plain JAX's."""
+    plain = seen(case, jax.devices("cpu")[:8])
+    here = seen(case, devices)
+    wanted, structure = jax.tree.flatten_with_path(plain)
+    found, structure_found = jax.tree.flatten(here)
+    assert structure_found == structure
+    for one, (path, other) in zip(found, wanted, strict=True):
+        where = jax.tree_util.keystr(path)
+        if isinstance(other, np.ndarray | np.generic | float):
+            assert np.asarray(one).dtype == np.asarray(other).dtype, where
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=where)
+        else:
+            assert one == other, where
+
+
 # --- placement ---------------------------------------------------------------------------------------
 
 

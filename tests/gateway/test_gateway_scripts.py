@@ -111,7 +111,7 @@ def test_pw_run_gives_a_script_a_cluster_of_islands(tmp_path: Path) -> None:
             """
             import sys
             import jax, jax.numpy as jnp
-            print([device.slice_index for device in jax.devices()], sys.argv[1:])
+            print([(device.slice_index, device.island) for device in jax.devices()], sys.argv[1:])
             x = jax.device_put(jnp.arange(3.), jax.devices()[0])
             print(jax.device_put(x, jax.devices()[-1]) * 2)
             sys.exit(5)
@@ -123,7 +123,10 @@ def test_pw_run_gives_a_script_a_cluster_of_islands(tmp_path: Path) -> None:
     program = Program(tmp_path, command)
     try:
         assert program.end(90) == 5, program.err
-        assert program.out == "[0, 0, 1, 1] ['--flag']\n[0. 2. 4.]\n"
+        assert (
+            program.out
+            == "[(0, 'island-0'), (0, 'island-0'), (0, 'island-1'), (0, 'island-1')] ['--flag']\n[0. 2. 4.]\n"
+        )
         assert program.err == ""
         program.until_alone()
     finally:

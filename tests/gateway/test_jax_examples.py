@@ -13,7 +13,11 @@ import pytest
 from tests.stages.programs import ROOT, run_python
 
 EXAMPLES = ROOT / "examples" / "jax"
-TRAINING = ("mnist.py", "equinox_train.py")
+TRAINING = (
+    ("mnist.py", "--two-islands"),
+    ("equinox_train.py", "--two-islands"),
+    ("equinox_train.py",),  # over the devices of both islands
+)
 TOLERANCE = 1e-6
 """Sums over the devices of two hosts are added in another order than those of one process. JAX over two
 processes of its own (`jax.distributed`) differs from plain JAX by the same bits."""
@@ -67,10 +71,10 @@ def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", TRAINING)
-def test_losses_are_those_of_plain_jax(tmp_path: Path, name: str) -> None:
-    ours = on_a_cluster(tmp_path, [name, "--two-islands"])[name]
-    theirs = plainly(name, "--two-islands")
+@pytest.mark.parametrize("command", TRAINING, ids=" ".join)
+def test_losses_are_those_of_plain_jax(tmp_path: Path, command: Sequence[str]) -> None:
+    ours = on_a_cluster(tmp_path, command)[command[0]]
+    theirs = plainly(*command)
     assert len(theirs.splitlines()) == 3
     losses = numbers(theirs)
     assert numbers(ours) == pytest.approx(losses, rel=TOLERANCE)

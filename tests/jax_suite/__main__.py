@@ -89,6 +89,7 @@ def run(
 def environment(platform: str, options: argparse.Namespace) -> dict[str, str]:
     """The variables of a process that runs tests; both platforms have the same settings of JAX."""
     devices = "JAX_NUM_CPU_DEVICES" if platform == "cpu" else "PW_DEVICES"
+    islands = {} if platform == "cpu" else {"PW_ISLANDS": str(options.islands)}
     return {
         **os.environ,
         "JAX_ENABLE_CHECKS": "1",
@@ -98,6 +99,7 @@ def environment(platform: str, options: argparse.Namespace) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "JAX_PLATFORMS": platform,
         devices: str(options.devices),
+        **islands,
         **options.env,
     }
 
@@ -124,6 +126,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--others", action="store_true", help="also the files that the goal does not name")
     add("--jax", metavar="DIR", help="a checkout of JAX (default: $JAX_SOURCE)")
     add("--platform", default="pw", help="JAX_PLATFORMS of the second run; cpu: the first run only")
+    add(
+        "--islands", type=int, default=1, help="over how many islands the devices lie (%(default)s)"
+    )
     add("--devices", type=int, default=8, help="how many devices (%(default)s)")
     add("--seconds", type=float, default=120, help="limit of one test (%(default)s)")
     add(

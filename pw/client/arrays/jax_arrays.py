@@ -99,7 +99,7 @@ class Front:
         if len(numbers) > 1:
             raise PlacementError(
                 "a jax.Array over devices of several islands cannot become a pw.Array, whose devices belong to "
-                "one island; make a jax mesh for each island (device.slice_index)"
+                "one island; make a jax mesh for each island (device.island)"
             )
         own = self.slice(numbers.pop()).devices
         grid = np.empty(devices.shape, object)

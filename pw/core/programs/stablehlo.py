@@ -11,6 +11,13 @@ import msgspec
 from pw.core.errors import CompileError
 from pw.core.sharding import ArraySpec, Placement, Sharding
 
+CALLS = frozenset(
+    f"xla_ffi{which}_python_{device}_callback"
+    for which in ("", "_partitioned")
+    for device in ("cpu", "gpu")
+)
+"""Native functions that call a function of the client by its index in `Stablehlo.callbacks`."""
+
 
 class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
     """The artifact of a computation of kind STABLEHLO; it takes and gives shards."""

@@ -19,16 +19,10 @@ from jaxlib.mlir import ir
 from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.errors import CompileError
 from pw.core.packing import ArrayType
+from pw.core.programs.stablehlo import CALLS
 from pw.core.sharding import dtype_of
 from pw.devices.host.backend import ClientCall
 from pw.devices.jax.threads import Completions
-
-TARGETS = frozenset(
-    f"xla_ffi{which}_python_{device}_callback"
-    for which in ("", "_partitioned")
-    for device in ("cpu", "gpu")
-)
-"""Native functions that call a Python function by its index."""
 
 Results = tuple[ArrayType | None, ...]
 """The results of a call; None is a token, which keeps calls in order."""
@@ -46,7 +40,7 @@ def calls_in(module: Any, declared: int) -> dict[int, Results]:
     def look(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call":
             target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if target in TARGETS:
+            if target in CALLS:
                 try:
                     index, results = _call(operation, target, declared)
                     if found.setdefault(index, results) != results:

@@ -26,9 +26,9 @@ from jaxlib.cpu import _lapack
 
 from pw.core.packing import ArrayType
 from pw.core.platforms import platform_of
-from pw.core.programs.stablehlo import Facts, Stablehlo, decode, encode
+from pw.core.programs.stablehlo import CALLS, Facts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
-from pw.devices.jax.callbacks import TARGETS, Results, calls_in
+from pw.devices.jax.callbacks import Results, calls_in
 from pw.devices.jax.modules import compiled, facts_of, options_of, parsed
 from pw.devices.jax.vetting import vet
 
@@ -67,7 +67,7 @@ def examine(order: Order) -> None:
     code = decode(order.artifact)
     with mlir.make_ir_context() as context:
         module = parsed(code, context)
-        vet(module, TARGETS)
+        vet(module, CALLS)
         calls_in(module, len(code.callbacks))
         xla_client.CompileOptions.ParseFromString(code.options)  # some end the process
 
@@ -84,7 +84,7 @@ def make(
     code = decode(order.artifact)
     with mlir.make_ir_context() as context:
         module = parsed(code, context)
-        vetted = vet(module, TARGETS)
+        vetted = vet(module, CALLS)
         calls = calls_in(module, len(code.callbacks))
         options = options_of(code.options, physical)
         executable = compiled(module, options, physical, functions(calls))
