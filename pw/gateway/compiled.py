@@ -56,8 +56,8 @@ class GatewayExecutable:
     """The positions of the devices of each island, if there are several."""
     numbers: tuple[bytes, ...] = ()
     """Values of the program's last inputs, which are the same in each run."""
-    text: str = ""
-    """What each device does, if there are several islands."""
+    divided: bytes = b""
+    """The module of each device, if there are several islands."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The registered programs, by the positions of the inputs that they donate."""
     digest: bytes = field(init=False)

@@ -83,6 +83,12 @@ def joined(
         ) from None
 
 
+def text_of(divided: bytes) -> str:
+    """Return the module of each device in XLA's words."""
+    computation = _jax.mlir.mlir_module_to_xla_computation(divided, False, False)
+    return str(computation.as_hlo_text())
+
+
 class _Joined:
     def __init__(
         self, code: Stablehlo, devices: tuple[int, ...], islands: Sequence[Island]
@@ -108,7 +114,7 @@ class _Joined:
         block = inner.regions[0].blocks[0]
         returned = list(block.operations[len(block.operations) - 1].operation.operands)
         facts = _facts(name, divided, (list(block.arguments), returned), memories, donated)
-        text = _text(divided.module)
+        module_of_each = bytes(mlir.module_to_bytecode(divided.module))
         of_partition = {
             at: number for number, one in enumerate(self._islands) for at in one.positions
         }
@@ -126,7 +132,7 @@ class _Joined:
             tuple(results),
         )
         cut = plan(divided, assignment, sides, name.removeprefix("jit_"), donated)
-        return self._recorded(cut, facts, sides, text, has_completion=has_completion)
+        return self._recorded(cut, facts, sides, module_of_each, has_completion=has_completion)
 
     def _lies(self, one: ShardFacts, said: str, assignment: Assignment) -> tuple[Lies, ...]:
         labels = labels_of(said, assignment.partitions)
@@ -159,7 +165,7 @@ class _Joined:
         ]
 
     def _recorded(
-        self, made: Plan, facts: Facts, sides: Sides, text: str, *, has_completion: bool
+        self, made: Plan, facts: Facts, sides: Sides, divided: bytes, *, has_completion: bool
     ) -> GatewayExecutable:
         count = len(self._islands)
         inputs = [one for own in self._specs(sides.arguments, facts.inputs) for one in own]
@@ -216,7 +222,7 @@ class _Joined:
             has_completion,
             tuple(one.positions for one in self._islands),
             tuple(numbers),
-            text,
+            divided,
         )
 
     def _computation(self, code: Code, island: int) -> tuple[Computation, bytes]:
@@ -289,14 +295,6 @@ def _shard(value: Any, said: str, memory: str) -> ShardFacts:
 def _bytes(one: ShardFacts) -> int:
     each = one.element_bits or 8 * dtype_of(dtype_in(one)).itemsize
     return -(-math.prod(one.shape) * each // 8)
-
-
-def _text(module: Any) -> str:
-    """Return a divided function in XLA's words."""
-    computation = _jax.mlir.mlir_module_to_xla_computation(
-        mlir.module_to_bytecode(module), False, False
-    )
-    return str(computation.as_hlo_text())
 
 
 def _uses_numbers(steps: Sequence[Step | Loop]) -> bool:
