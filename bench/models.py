@@ -144,7 +144,10 @@ def lm_init(shape: Shape, seed: Any, stage: int = 0, stages: int = 1) -> Params:
 
 
 def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
-    """One stage: tokens int32 `[rows, context]` or activations to activations or logits."""
+    """One stage: tokens int32 `[rows, context]` or activations to activations or logits.
+
+    Its blocks are a list, or the tree of one block with all of them in each array, for a scan.
+    """
 
     def block(params: Params, x: Any) -> Any:
         scale = (shape.width // shape.heads) ** -0.5
@@ -156,8 +159,12 @@ def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
         block = jax.checkpoint(block)
     if "tokens" in params:
         x = params["tokens"][x] + params["positions"]
-    for layer in params["blocks"]:
-        x = block(layer, x)
+    blocks = params["blocks"]
+    if isinstance(blocks, list):
+        for layer in blocks:
+            x = block(layer, x)
+    else:
+        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, blocks)
     if "logits" in params:
         x = _matmul(shape, rms_norm(x, params["norm"]), params["logits"])
     return x

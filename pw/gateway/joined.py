@@ -26,14 +26,14 @@ from pw.gateway.compiled import GatewayExecutable, Source, dtype_in, results_of
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Island
 from pw.gateway.statuses import unsupported
-from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
-from pw.islands.division import Divided, divide
+from pw.islands.cut import cut
+from pw.islands.division import Divided
 from pw.islands.errors import CannotCut
 from pw.islands.flat import element_of, is_token, shape_of
 from pw.islands.labels import labels_of
-from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Step
-from pw.islands.planning import plan
+from pw.islands.plan import Code, Lies, Plan
+from pw.islands.running import run
 from pw.islands.writing import Sides
 
 _AXIS = "_"
@@ -96,6 +96,9 @@ class _Joined:
         self._code = code
         self._devices = devices
         self._islands = islands
+        self._facts = Facts("", (), (), (), 0, 0, 0, 0, 0)
+        self._sides = Sides((), (), ())
+        self._divided = b""
 
     def executable(self) -> GatewayExecutable:
         """Divide, cut and describe the function; in a context of MLIR."""
@@ -109,30 +112,46 @@ class _Joined:
         given, made = (_attributes(_main(module), of) for of in ("arg_attrs", "res_attrs"))
         donated = tuple(at for at, one in enumerate(given) if any(name in one for name in _DONATED))
         memories = [_memory(one) for one in given], [_memory(one) for one in made]
-        divided = divide(module, len(self._devices), self._code.options)
-        inner = _main(divided.module)
-        block = inner.regions[0].blocks[0]
-        returned = list(block.operations[len(block.operations) - 1].operation.operands)
-        facts = _facts(name, divided, (list(block.arguments), returned), memories, donated)
-        module_of_each = bytes(mlir.module_to_bytecode(divided.module))
         of_partition = {
             at: number for number, one in enumerate(self._islands) for at in one.positions
         }
         assignment = Assignment([of_partition[at] for at in range(len(self._devices))])
+
+        def sides(divided: Divided) -> Sides:
+            self._describe(divided, name, memories, donated, assignment)
+            return self._sides
+
+        short = name.removeprefix("jit_")
+        planned = cut(module, assignment, sides, short, donated, self._code.options)
+        return self._recorded(planned, has_completion=has_completion)
+
+    def _describe(
+        self,
+        divided: Divided,
+        name: str,
+        memories: tuple[list[str], list[str]],
+        donated: tuple[int, ...],
+        assignment: Assignment,
+    ) -> None:
+        """Note what is known of the divided function."""
+        inner = _main(divided.module)
+        block = inner.regions[0].blocks[0]
+        returned = list(block.operations[len(block.operations) - 1].operation.operands)
+        values = (list(block.arguments), returned)
+        self._facts = _facts(name, divided, values, memories, donated)
+        self._divided = bytes(mlir.module_to_bytecode(divided.module))
         arguments, results = (
             [self._lies(one, words, assignment) for one, words in zip(side, said, strict=True)]
             for side, said in (
-                (facts.inputs, divided.arguments),
-                (facts.outputs, divided.results),
+                (self._facts.inputs, divided.arguments),
+                (self._facts.outputs, divided.results),
             )
         )
-        sides = Sides(
+        self._sides = Sides(
             tuple({_AXIS: len(one.positions)} for one in self._islands),
             tuple(arguments),
             tuple(results),
         )
-        cut = plan(divided, assignment, sides, name.removeprefix("jit_"), donated)
-        return self._recorded(cut, facts, sides, module_of_each, has_completion=has_completion)
 
     def _lies(self, one: ShardFacts, said: str, assignment: Assignment) -> tuple[Lies, ...]:
         labels = labels_of(said, assignment.partitions)
@@ -164,14 +183,12 @@ class _Joined:
             for own, one in zip(side, facts, strict=True)
         ]
 
-    def _recorded(
-        self, made: Plan, facts: Facts, sides: Sides, divided: bytes, *, has_completion: bool
-    ) -> GatewayExecutable:
-        count = len(self._islands)
+    def _recorded(self, made: Plan, *, has_completion: bool) -> GatewayExecutable:
+        facts, sides, count = self._facts, self._sides, len(self._islands)
         inputs = [one for own in self._specs(sides.arguments, facts.inputs) for one in own]
         specs = self._specs(sides.results, facts.outputs)
-        has_numbers = _uses_numbers(made.steps)
-        numbers = [np.int32(at).tobytes() for at in range(count)] if has_numbers else []
+        numbers: list[bytes] = []
+        of_numbers: list[ArraySpec] = []
         computations: dict[Computation, int] = {}
         artifacts: dict[bytes, bytes] = {}
         nodes: list[Node] = []
@@ -189,21 +206,25 @@ class _Joined:
             nodes.append(Node(computations[computation], tuple(values)))
             return [ValueRef(len(nodes) - 1, at) for at in range(len(code.outputs))]
 
-        results = plans.run(
+        def constant(number: np.generic, island: int) -> ValueRef:
+            numbers.append(number.tobytes())
+            of_numbers.append(self._spec(Lies((), number.dtype, ()), island))
+            return ValueRef(-1, len(inputs) + len(numbers) - 1)
+
+        results = run(
             made,
             [
                 [ValueRef(-1, at * count + island) for island in range(count)]
                 for at in range(len(sides.arguments))
             ],
-            [ValueRef(-1, len(inputs) + island) for island in range(count)],
+            constant,
             call,
         )
-        scalar = Lies((), np.dtype(np.int32), ())
         graph = Program(
             facts.name,
             tuple(computations),
             tuple(nodes),
-            (*inputs, *[self._spec(scalar, island) for island in range(len(numbers))]),
+            (*inputs, *of_numbers),
             tuple(
                 Output(value, spec)
                 for values, own in zip(results, specs, strict=True)
@@ -222,7 +243,7 @@ class _Joined:
             has_completion,
             tuple(one.positions for one in self._islands),
             tuple(numbers),
-            divided,
+            self._divided,
         )
 
     def _computation(self, code: Code, island: int) -> tuple[Computation, bytes]:
@@ -295,12 +316,3 @@ def _shard(value: Any, said: str, memory: str) -> ShardFacts:
 def _bytes(one: ShardFacts) -> int:
     each = one.element_bits or 8 * dtype_of(dtype_in(one)).itemsize
     return -(-math.prod(one.shape) * each // 8)
-
-
-def _uses_numbers(steps: Sequence[Step | Loop]) -> bool:
-    return any(
-        _uses_numbers((*one.first, *one.rest))
-        if isinstance(one, Loop)
-        else any(ref.value == NUMBER for own in one.inputs for ref in own)
-        for one in steps
-    )

@@ -1,11 +1,11 @@
 """Divides the operations of a function into pieces, between the collectives that cross islands.
 
 An operation's *phase* is the number of collectives between islands that it waits for, one after the other.
-A training step has two: gradients, then the update. Within a phase the reduced values go into buckets in
-program order, so the transfer of the first gradients starts while the others are computed: the piece of a
-bucket has the operations that the bucket needs and no earlier bucket has needed. What no bucket of its
-phase needs, such as the update, is the last piece of the phase. An opened loop comes behind the pieces of
-its phase.
+A training step has two: gradients, then the update. Within a phase the reduced values go into buckets,
+those that are known first to the first, so the transfer of the first gradients starts while the others are
+computed: the piece of a bucket has the operations that the bucket needs and no earlier bucket has needed.
+What no bucket of its phase needs, such as the update, is the last piece of the phase. An opened loop comes
+behind the pieces of its phase.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pw.islands.assignment import Assignment
-from pw.islands.exchanges import Exchange, exchange_of
+from pw.islands.exchanges import Exchange, exchange_of, together
 from pw.islands.flat import bytes_of, calls, element_of, entry, operations_of, returned, used_by
+from pw.islands.labels import LabelsOf
 from pw.islands.partial_sums import Sum, Sums
 from pw.islands.sums import Bucket
 
@@ -79,6 +80,7 @@ class Cut:
     Args:
         block: of operations.
         sums: what is reduced in it.
+        labels: which devices hold equal values.
         assignment: the islands of the devices.
         kept: positions of results that are the arguments there, and that no piece makes.
 
@@ -88,10 +90,17 @@ class Cut:
     """
 
     def __init__(
-        self, block: Any, sums: Sums, assignment: Assignment, kept: Collection[int] = ()
+        self,
+        block: Any,
+        sums: Sums,
+        labels: LabelsOf,
+        assignment: Assignment,
+        kept: Collection[int] = (),
     ) -> None:
         self._operations = operations_of(block)
         self.sums = sums
+        self._labels = labels
+        self._assignment = assignment
         self.arguments = list(block.arguments)
         self.results = returned(block)
         self._uses = {one: list(dict.fromkeys(used_by(one))) for one in self._operations}
@@ -99,7 +108,7 @@ class Cut:
         self.exchange_of: dict[Any, Exchange] = {}
         for one in sums.exchanged:
             made = exchange_of(one, assignment)
-            self.exchange_of[made.result] = made
+            self.exchange_of[made.results[0]] = made
         self._opened = {one: Opened(one) for one in sums.opened}
         self._kept = frozenset(kept)
         self._outside = {one.operation for one in self.exchange_of.values()} | set(self._opened)
@@ -107,6 +116,8 @@ class Cut:
         self._cheap: set[Any] = set()
         for one in self._operations:
             self._consider(one)
+        self._depth: dict[Any, int] = {}
+        """How many operations each waits for, one after the other: XLA keeps no other order."""
         self._phase = self._phases()
         self.bucket_of: dict[Any, Bucket] = {}
         self.steps = self._steps()
@@ -136,6 +147,8 @@ class Cut:
     def _phases(self) -> dict[Any, int]:
         phase: dict[Any, int] = {}
         for one in self._operations:
+            before = (self._depth.get(self._maker.get(value), 0) for value in self._uses[one])
+            self._depth[one] = 1 + max(before, default=0)
             if one not in self._cheap:
                 phase[one] = max(
                     (self._known_at(value, phase) for value in self._uses[one]), default=0
@@ -215,10 +228,14 @@ class Cut:
             taken.update(needed)
             made.append(Piece([one for one in self._operations if one in needed], **what))
 
-        sent = [one for one in self.exchange_of.values() if self._phase[one.operation] == at]
+        due_now = [one for one in self.exchange_of.values() if self._phase[one.operation] == at]
+        sent = together(due_now, self._labels, self._assignment)
         if sent:
-            add([one.operand for one in sent], sends=sent)
+            for exchange in sent:
+                self.exchange_of.update(dict.fromkeys(exchange.results, exchange))
+            add([value for one in sent for value in one.operands], sends=sent)
         due = [value for value in self.sums.reduced if self._known_at(value, self._phase) == at + 1]
+        due.sort(key=lambda value: self._depth[self._maker[value]])
         for bucket in self._buckets(due):
             add(bucket.values, makes=bucket)
         rest = [
@@ -317,5 +334,5 @@ class Cut:
         for one in piece.operations:
             yield from self._uses[one]
         yield from (self.results[at] for at in piece.results)
-        yield from (one.operand for one in piece.sends)
+        yield from (value for one in piece.sends for value in one.operands)
         yield from piece.handed

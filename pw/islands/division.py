@@ -3,10 +3,13 @@
 The partitioner is one of the first steps of XLA's compilers, and the same on all platforms. jaxlib has no
 function that runs it alone. So a module is compiled for a private CPU client of this process, which has as
 many devices as are wanted and runs nothing, and XLA writes down the module as it is behind the partitioner.
+What it has written is kept on disk for the next run.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,13 +17,20 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jaxlib.version
 import numpy as np
 from jax._src.interpreters import mlir  # how JAX gives a module to a compiler
 from jax.extend.mlir import ir
 from jaxlib import _jax, xla_client
 
 from pw.islands.errors import CannotCut
+from pw.processes.kept_files import KeptFiles, cache_folder
 
+LIMIT_BYTES = 256 << 20
+"""A larger folder of divided modules loses those that were used longest ago."""
+
+_FORMAT = 1
+"""Grows when a file holds something else."""
 _AFTER = "after_spmd-partitioning"
 
 
@@ -34,17 +44,25 @@ class Divided(NamedTuple):
     results: tuple[str, ...]
 
 
-def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
+def divide(
+    module: Any, devices: int, options: bytes = b"", files: Divisions | None = None
+) -> Divided:
     """Divide a module over so many devices, as its shardings say.
 
     Args:
         module: of MLIR.
         devices: its partitions.
         options: a serialized `xla.CompileOptionsProto`; without it, what JAX chooses.
+        files: what was divided before; the user's, if not given.
 
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
     """
+    return (files or _files()).divide(module, devices, options)
+
+
+def _divided(module: Any, devices: int, options: bytes) -> bytes:
+    """Return a divided module, as MLIR writes it."""
     if options:
         wanted = xla_client.CompileOptions.ParseFromString(options)
     else:
@@ -72,10 +90,13 @@ def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
         if not found:
             words = str(error).splitlines()[0] if error else "its partitioner did not run"
             raise CannotCut(f"XLA does not divide it: {words}")
-        local = _jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes()))
+        return bytes(_jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes())))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    made = ir.Module.parse(local, module.context)
+
+
+def _read(local: bytes, context: Any) -> Divided:
+    made = ir.Module.parse(local, context)
     attributes = made.operation.attributes
     of_parameters = "mhlo.spmd_parameters_shardings"
     listed = ir.ArrayAttr(attributes[of_parameters]) if of_parameters in attributes else ()
@@ -83,6 +104,32 @@ def divide(module: Any, devices: int, options: bytes = b"") -> Divided:
     return Divided(
         made, arguments, _each(ir.StringAttr(attributes["mhlo.spmd_output_sharding"]).value)
     )
+
+
+class Divisions(KeptFiles):
+    """A folder of divided modules."""
+
+    def __init__(self, folder: Path) -> None:
+        advice = "give the folder to this user alone (chown, chmod -R go-w), or set XDG_CACHE_HOME"
+        super().__init__(folder, LIMIT_BYTES, "divided functions", advice)
+
+    def divide(self, module: Any, devices: int, options: bytes) -> Divided:
+        """Return what `divide` does."""
+        text = module.operation.get_asm(enable_debug_info=False)
+        key = hashlib.sha256(f"{devices} {text}".encode() + options).digest()
+        local = self.load_with(key, bytes)
+        if local is None:
+            local = made = _divided(module, devices, options)
+            self.save_with(key, lambda: made)
+        return _read(local, module.context)
+
+    def _made_by(self) -> bytes:
+        return f"{_FORMAT} {jaxlib.version.__version__}".encode()
+
+
+@functools.cache
+def _files() -> Divisions:
+    return Divisions(cache_folder("divisions"))
 
 
 _lock = threading.Lock()

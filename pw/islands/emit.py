@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
 from pw.islands.flat import element_of, elements_of, entry, shape_of
-from pw.islands.groups import Groups
+from pw.islands.groups import Groups, dense
 
 
 class Emit:
@@ -151,6 +151,17 @@ class Emit:
         """Return one of two values."""
         return self.new("stablehlo.select", left.type, [flag, left, right])
 
+    def portion(self, value: Any, copies: Groups) -> Any:
+        """Return this device's part of the elements of a value that all devices of a group hold."""
+        width, size = len(copies[0]), elements_of(value)
+        each = -(-size // width)
+        line = flat(self, value)
+        if spare := each * width - size:
+            line = self.concat([line, self.zeros(self.type((spare,), value))], 0)
+        rank = {position: at for group in copies for at, position in enumerate(group)}
+        own = np.array([rank[at] for at in self.assignment.position], np.int32)
+        return self.row_at(self.reshape(line, (width, each)), self.table(own))
+
     def convert(self, value: Any, element: Any) -> Any:
         """Return a value with elements of another type."""
         if element_of(value) == element:
@@ -235,7 +246,7 @@ class Emit:
             "stablehlo.collective_permute",
             value.type,
             [value],
-            source_target_pairs=_dense(pairs),
+            source_target_pairs=dense(pairs),
             channel_handle=self._channel(),
         )
 
@@ -317,7 +328,7 @@ class Emit:
         return made.results[0]
 
     def _among(self, groups: Groups) -> dict[str, Any]:
-        return {"replica_groups": _dense(groups), "channel_handle": self._channel()}
+        return {"replica_groups": dense(groups), "channel_handle": self._channel()}
 
     def _channel(self) -> Any:
         return ir.Attribute.parse(
@@ -336,7 +347,7 @@ class Emit:
             for row in rows
             if int(row[0]) in members
         ]
-        one.attributes[name] = _dense(own)
+        one.attributes[name] = dense(own)
         one.attributes["channel_handle"] = self._channel()
 
 
@@ -351,11 +362,3 @@ def _i64(value: int) -> Any:
 
 def _array(values: Sequence[int]) -> Any:
     return ir.DenseI64ArrayAttr.get(list(values))
-
-
-def _dense(rows: Sequence[Sequence[int]]) -> Any:
-    width = max(map(len, rows), default=2)
-    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-    array: Any = np.array(padded, np.int64).reshape(len(rows), width)
-    sixty_four = ir.IntegerType.get_signless(64)
-    return ir.DenseElementsAttr.get(array, type=sixty_four, shape=array.shape)

@@ -18,6 +18,10 @@ class CannotCut(Exception):
         self.where = "" if operation is None else where(operation)
 
 
+class UncountedLoop(CannotCut):
+    """A loop needs other islands in each iteration, and it is not known how often it runs."""
+
+
 def cannot(why: str, operation: Any) -> NoReturn:
     """Raise CannotCut."""
     raise CannotCut(why, operation)

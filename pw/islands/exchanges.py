@@ -8,16 +8,17 @@ all islands have one wire: all values of the island, from which each device pick
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
-from pw.islands.emit import Emit
-from pw.islands.flat import shape_of
+from pw.islands.emit import Emit, flat
+from pw.islands.flat import bytes_of, element_of, elements_of, shape_of
 from pw.islands.groups import PERMUTE, REDUCE, Aligned, Groups, aligned, groups_of
+from pw.islands.labels import LabelsOf
 from pw.islands.partial_sums import reducer
 
 GATHER = "stablehlo.all_gather"
@@ -35,6 +36,8 @@ class Wire(NamedTuple):
     """Whether all devices of an island hold the same."""
     is_operand: bool = False
     """Whether it is the operand as it is."""
+    follows: bool = False
+    """Whether devices with equal operands hold the same."""
 
 
 Source = tuple[int, int]
@@ -42,12 +45,18 @@ Source = tuple[int, int]
 
 
 class Exchange:
-    """One collective between islands with one operand and one result."""
+    """One collective between islands with one operand and one result.
+
+    Attributes:
+        operands: what it takes; several if they travel together.
+        results: what it makes of each.
+    """
 
     def __init__(self, operation: Any, assignment: Assignment) -> None:
         self.operation = operation
         self.operand = operation.operands[0]
-        self.result = operation.results[0]
+        self.operands: list[Any] = [self.operand]
+        self.results: list[Any] = [operation.results[0]]
         self._assignment = assignment
         self._groups = groups_of(operation)
 
@@ -68,6 +77,14 @@ class Exchange:
         """Return the result on an island."""
         raise NotImplementedError
 
+    def pack_all(self, emit: Emit, operands: Sequence[Any]) -> list[Any]:
+        """Return the wires of an island, of all operands."""
+        return self.pack(emit, operands[0])
+
+    def unpack_all(self, emit: Emit, arrived: Mapping[Source, Any]) -> list[Any]:
+        """Return all results on an island."""
+        return [self.unpack(emit, arrived)]
+
     def _number(self, name: str) -> int:
         return int(ir.IntegerAttr(self.operation.attributes[name]).value)
 
@@ -82,7 +99,7 @@ class Gather(Exchange):
     @property
     def wires(self) -> list[Wire]:
         """The operand."""
-        return [Wire(shape_of(self.operand), is_operand=True)]
+        return [Wire(shape_of(self.operand), is_operand=True, follows=True)]
 
     def needs(self, island: int) -> list[Source]:
         """The operands of all islands of its groups."""
@@ -109,6 +126,42 @@ class Gather(Exchange):
         )
 
 
+class Gathers(Exchange):
+    """All-gathers that travel together: their operands, one after the other."""
+
+    def __init__(self, gathers: Sequence[Gather], assignment: Assignment) -> None:
+        super().__init__(gathers[0].operation, assignment)
+        self._each = list(gathers)
+        self.operands = [one.operand for one in gathers]
+        self.results = [one.results[0] for one in gathers]
+
+    @property
+    def wires(self) -> list[Wire]:
+        """All elements in one dimension."""
+        return [Wire((sum(map(elements_of, self.operands)),), follows=True)]
+
+    def needs(self, island: int) -> list[Source]:
+        """The operands of all islands of their groups."""
+        return self._each[0].needs(island)
+
+    def pack_all(self, emit: Emit, operands: Sequence[Any]) -> list[Any]:
+        """Put the operands one behind the other."""
+        return [emit.concat([flat(emit, value) for value in operands], 0)]
+
+    def unpack_all(self, emit: Emit, arrived: Mapping[Source, Any]) -> list[Any]:
+        """Take the operands apart, and gather each."""
+        made, start = [], 0
+        for one in self._each:
+            stop = start + elements_of(one.operand)
+            own = {
+                source: emit.reshape(emit.slice(line, 0, start, stop), shape_of(one.operand))
+                for source, line in arrived.items()
+            }
+            made.append(one.unpack(emit, own))
+            start = stop
+        return made
+
+
 def _gathered(emit: Emit, value: Any, groups: Groups, along: int, width: int) -> Any:
     if along == 0:
         return emit.all_gather(value, groups)
@@ -126,7 +179,8 @@ class ToAll(Exchange):
     @property
     def wires(self) -> list[Wire]:
         """For each island the chunks of its members, by sender."""
-        return [Wire((self.lies.width, *self._chunk))] * self.lies.spread
+        follows = self.lies.width == 1
+        return [Wire((self.lies.width, *self._chunk), follows=follows)] * self.lies.spread
 
     @property
     def _split(self) -> int:
@@ -178,7 +232,7 @@ class Scatter(ToAll):
     @property
     def wires(self) -> list[Wire]:
         """For each island what this island's members add up for it."""
-        return [Wire(self._chunk)] * self.lies.spread
+        return [Wire(self._chunk, follows=self.lies.width == 1)] * self.lies.spread
 
     @property
     def _split(self) -> int:
@@ -244,7 +298,9 @@ class Permute(Exchange):
     def wires(self) -> list[Wire]:
         """The values for other islands, then those that stay."""
         shape = shape_of(self.operand)
-        return [Wire(shape, is_operand=self._is_straight), *([Wire(shape)] if self._own else [])]
+        is_operand = self._is_straight
+        away = Wire(shape, is_operand=is_operand, follows=is_operand)
+        return [away, *([Wire(shape)] if self._own else [])]
 
     def needs(self, island: int) -> list[Source]:
         """The values of islands that send to this one, and its own."""
@@ -265,7 +321,7 @@ class Permute(Exchange):
     def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
         """Choose: what has arrived, what has stayed, or zeros."""
         island = emit.island
-        made = arrived[1, island] if self._own else emit.zeros(self.result.type)
+        made = arrived[1, island] if self._own else emit.zeros(self.results[0].type)
         sources = self._sources[island]
         for other in sorted(set(sources.values())):
             away = arrived[0, other]
@@ -358,6 +414,35 @@ class PickFromAll(Exchange):
             return taken
         flag = emit.flag([one >= 0 for one in index])
         return emit.new("stablehlo.select", taken.type, [flag, taken, emit.zeros(taken.type)])
+
+
+TOGETHER_BYTES = 1 << 20
+"""All-gathers travel together as long as a device has no more of them."""
+
+
+def together(
+    exchanges: Sequence[Exchange], labels: LabelsOf, assignment: Assignment
+) -> list[Exchange]:
+    """Let small all-gathers travel together, if their groups and the devices with equal values are the same."""
+    made: list[Exchange] = []
+    filling: dict[Any, list[Gather]] = {}
+
+    def close(key: Any) -> None:
+        own = filling.pop(key)
+        made.append(own[0] if len(own) == 1 else Gathers(own, assignment))
+
+    for one in exchanges:
+        if not isinstance(one, Gather):
+            made.append(one)
+            continue
+        key = groups_of(one.operation), str(element_of(one.operand)), labels[one.operand]
+        size = sum(bytes_of(other.operand) for other in (*filling.get(key, ()), one))
+        if size > TOGETHER_BYTES and key in filling:
+            close(key)
+        filling.setdefault(key, []).append(one)
+    for key in list(filling):
+        close(key)
+    return made
 
 
 def exchange_of(operation: Any, assignment: Assignment) -> Exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -94,3 +95,12 @@ def aligned(groups: Groups, assignment: Assignment) -> Aligned | None:
     )
     widths = {len(positions) for own in found.inner for positions in own}
     return found if len(widths) == 1 and len({len(one) for one in found.islands}) == 1 else None
+
+
+def dense(groups: Sequence[Sequence[int]]) -> Any:
+    """Return the attribute of groups, or of pairs."""
+    width = max(map(len, groups), default=2)
+    padded = [[*row, *[-1] * (width - len(row))] for row in groups]
+    array: Any = np.array(padded, np.int64).reshape(len(groups), width)
+    kind = ir.IntegerType.get_signless(64)
+    return ir.DenseElementsAttr.get(array, type=kind, shape=array.shape)

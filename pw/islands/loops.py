@@ -7,9 +7,12 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from pw.islands.errors import cannot
+from pw.core.dtypes import BY_MLIR
+from pw.core.sharding import dtype_of
+from pw.islands.errors import UncountedLoop, cannot
 from pw.islands.flat import (
     calls,
+    element_of,
     entry,
     is_token,
     operations_of,
@@ -17,6 +20,7 @@ from pw.islands.flat import (
     returned,
     walk,
 )
+from pw.islands.plan import Counter
 
 ITERATIONS = 4096
 """An opened loop has at most so many iterations: each is a computation of its own."""
@@ -24,26 +28,32 @@ ITERATIONS = 4096
 _LESS = {"LT": 0, "LE": 1}
 
 
-def iterations(loop: Any) -> int:
-    """Return how often a loop runs, which a counter decides. Raises CannotCut if that is not known."""
-    count = _counted(loop)
-    if count is None:
-        cannot(
+def iterations(loop: Any) -> tuple[int, Counter]:
+    """Return how often a loop runs, and what counts that. Raises CannotCut if it is not known."""
+    found = _counted(loop)
+    if found is None:
+        raise UncountedLoop(
             "a loop needs values of other islands in each iteration, and its values decide how often it "
             "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a "
             "pw.program",
             loop,
         )
+    count, counter = found
     if count > ITERATIONS:
         cannot(
             f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} "
             "can be run one by one; use pw.while_loop in a pw.program",
             loop,
         )
-    return count
+    return count, counter
 
 
-def _counted(loop: Any) -> int | None:
+def is_counted(loop: Any) -> bool:
+    """Whether it is known how often a loop runs."""
+    return _counted(loop) is not None
+
+
+def _counted(loop: Any) -> tuple[int, Counter] | None:
     (going,) = returned(entry(loop, 0))
     compare = _maker(going)
     if compare is None or compare.name != "stablehlo.compare":
@@ -65,7 +75,8 @@ def _counted(loop: Any) -> int | None:
     by = _number(sides[1 - sides.index(own)])
     if not by or by < 0:
         return None
-    return max(0, -(-(limit + more - start) // by))
+    kind = dtype_of(BY_MLIR[str(element_of(own))]).type
+    return max(0, -(-(limit + more - start) // by)), Counter(at, kind(start), by)
 
 
 def _maker(value: Any) -> Any:

@@ -13,7 +13,7 @@ cut like a function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -22,6 +22,8 @@ from pw.islands.assignment import Assignment
 from pw.islands.flat import element_of, elements_of, entry, returned
 from pw.islands.groups import REDUCE, Aligned, Groups, aligned, groups_of, is_crossing
 from pw.islands.labels import LabelsOf
+from pw.islands.reductions import part_of_islands
+from pw.islands.tables import Tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,8 @@ class Sum:
     """The operation of StableHLO that combines two elements."""
     groups: Groups
     aligned: Aligned
+    along: int | None = None
+    """The dimension of which each island takes one part; None if each takes all."""
 
 
 Flag = str | Sum
@@ -86,6 +90,8 @@ class Sums:
         self._labels = labels
         self._flags: dict[Any, Flag] = {}
         self._sums: dict[tuple[str, Groups], Sum | None] = {}
+        self._parts: dict[tuple[Sum, int], Sum] = {}
+        self._tables = Tables(assignment.partitions)
         self._flags.update(dict.fromkeys(block.arguments, WHOLE))
         self._block(block, False)
         for value in returned(block):
@@ -109,7 +115,7 @@ class Sums:
                 self._simple(operation, is_inside)
 
     def _simple(self, operation: Any, is_inside: bool) -> None:
-        flag = self._flag_of(operation, is_inside)
+        flag = self._flag_of(operation, is_inside) or self._part_of(operation, is_inside)
         if flag is None:
             for operand in operation.operands:
                 self._whole(operand, is_inside)
@@ -240,6 +246,25 @@ class Sums:
             if flag is total and not is_inside and is_early:
                 return None
         return total
+
+    def _part_of(self, operation: Any, is_inside: bool) -> Flag | None:
+        """Note the slice of a sum of which each island takes one part."""
+        if operation.name != "stablehlo.dynamic_slice":
+            return None
+        value = operation.operands[0]
+        total = self._flags.get(value)
+        if not isinstance(total, Sum) or len(list(value.uses)) != 1:
+            return None
+        along = part_of_islands(operation, total.aligned, self._assignment, self._tables)
+        if along is None:
+            return None
+        if is_inside:
+            raise _MustOpen
+        self.reduced.pop(value, None)
+        if (total, along) not in self._parts:
+            self._parts[total, along] = replace(total, along=along)
+        self.reduced[operation.results[0]] = self._parts[total, along]
+        return WHOLE
 
     def _is_equal(self, value: Any, groups: Groups) -> bool:
         labels = self._labels[value]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,10 +55,25 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Counter:
+    """A value that a loop carries, and that is known before."""
+
+    at: int
+    """Its position among what the loop carries."""
+    start: np.generic
+    step: int
+
+    def value(self, iteration: int) -> np.generic:
+        """Return the value in an iteration."""
+        return self.start.dtype.type(int(self.start) + iteration * self.step)
+
+
+@dataclass(frozen=True)
 class Loop:
     """Steps that run several times."""
 
     count: int
+    counter: Counter
     operands: tuple[int, ...]
     """What the first iteration takes."""
     arguments: tuple[int, ...]
@@ -95,48 +110,3 @@ def _all(steps: Sequence[Step | Loop]) -> list[Step]:
         else:
             found.append(step)
     return found
-
-
-V = TypeVar("V")
-Call = Callable[[Code, int, list[V]], Sequence[V]]
-"""Adds a computation on an island, with these arguments; returns its results."""
-
-
-def run(
-    plan: Plan, arguments: Sequence[Sequence[V]], numbers: Sequence[V], call: Call[V]
-) -> list[list[V]]:
-    """Have `call` add all computations of a plan, in their order; return the results, by island.
-
-    Args:
-        plan: of the function.
-        arguments: for each its part on each island.
-        numbers: of the islands.
-        call: adds a computation.
-    """
-    values: dict[int, list[V]] = {at: list(parts) for at, parts in enumerate(arguments)}
-    values[NUMBER] = list(numbers)
-    _run(plan.steps, values, call)
-    return [values[number] for number in plan.results]
-
-
-def _run(steps: Sequence[Step | Loop], values: dict[int, list[V]], call: Call[V]) -> None:
-    for step in steps:
-        if isinstance(step, Loop):
-            _run_loop(step, values, call)
-            continue
-        made = [
-            call(code, island, [values[ref.value][ref.island] for ref in step.inputs[island]])
-            for island, code in enumerate(step.codes)
-        ]
-        for place, number in enumerate(step.outputs):
-            values[number] = [results[place] for results in made]
-
-
-def _run_loop(loop: Loop, values: dict[int, list[V]], call: Call[V]) -> None:
-    carried = [values[number] for number in loop.operands]
-    for iteration in range(loop.count):
-        inside = {NUMBER: values[NUMBER]}
-        inside.update(zip(loop.arguments, carried, strict=True))
-        _run(loop.rest if iteration else loop.first, inside, call)
-        carried = [inside[number] for number in loop.carried]
-    values.update(zip(loop.outputs, carried, strict=True))

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
-from pw.islands.exchanges import Exchange, Permute, exchange_of
-from pw.islands.flat import calls, entry, flatten, walk
+from pw.islands.exchanges import Permute, exchange_of
+from pw.islands.flat import entry, flatten, walk
 from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
-from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
+from pw.islands.plan import NUMBER, Code, Counter, Lies, Loop, Plan, Ref, Step
+from pw.islands.reductions import merge
+from pw.islands.scope import Input, LiesOf, Scope
 from pw.islands.sums import Bucket
-from pw.islands.writing import ENDED, Sides, Writer
-
-LAG = 1
-"""How many pieces are enqueued between a bucket's piece and its additions, which wait for other islands."""
-
-_LiesOf = Callable[[int, int], Lies]
-"""How argument or result `at` lies on an island."""
+from pw.islands.writing import Sides, Writer
 
 
 def plan(
@@ -49,17 +42,11 @@ def plan(
         CannotCut: with the reason.
     """
     main = flatten(divided.module)
+    merge(main, assignment)
     block = entry(main)
     given = [labels_of(one, assignment.partitions) for one in divided.arguments]
     planner = _Planner(main, assignment, sides, name)
     return planner.plan(block, given, donated)
-
-
-class _Input(NamedTuple):
-    what: Any
-    """See `Writer.piece`."""
-    ref: Ref
-    lies: Lies
 
 
 class _Raw(NamedTuple):
@@ -67,7 +54,7 @@ class _Raw(NamedTuple):
 
     piece: Piece
     name: str
-    inputs: list[list[_Input]]
+    inputs: list[list[Input]]
     """By island."""
     outputs: list[list[tuple[Any, Lies]]]
     numbers: list[int]
@@ -85,6 +72,7 @@ class _Block(NamedTuple):
 
 class _RawLoop(NamedTuple):
     iterations: int
+    counter: Counter
     operands: list[int]
     body: _Block
     outputs: list[int]
@@ -119,7 +107,12 @@ class _Planner:
     # --- steps ------------------------------------------------------------------------------------
 
     def _block(
-        self, block: Any, argument: _LiesOf, result: _LiesOf, kept: Collection[int] = ()
+        self,
+        block: Any,
+        argument: LiesOf,
+        result: LiesOf,
+        kept: Collection[int] = (),
+        within: str = "",
     ) -> _Block:
         sums = Sums(block, self._assignment, self._labels)
         while choices := [one for one in sums.opened if one.name != "stablehlo.while"]:
@@ -127,160 +120,44 @@ class _Planner:
                 choose(one)
             self._labels.add(block, [self._labels[value] for value in block.arguments])
             sums = Sums(block, self._assignment, self._labels)
-        cut = Cut(block, sums, self._assignment, kept)
-        arguments = [next(self._numbers) for _ in cut.arguments]
-        number: dict[Any, int] = dict(zip(cut.arguments, arguments, strict=True))
-        place = {value: at for at, value in enumerate(cut.arguments)}
-        results = [arguments[at] if at in kept else 0 for at in range(len(cut.results))]
-        kept_lies: dict[Any, Callable[[int], Lies]] = {}
-        """How results of opened loops lie that are what the loops were given."""
-        carried_as = {
-            value: argument
-            for one in sums.opened
-            for value, argument in zip(one.operands, entry(one, 1).arguments, strict=True)
-        }
-        """By value: as what an opened loop carries it."""
+        cut = Cut(block, sums, self._labels, self._assignment, kept)
+        scope = Scope(cut, self._writer, self._numbers, self._islands, argument, result)
+        results = [scope.arguments[at] if at in kept else 0 for at in range(len(cut.results))]
         steps: list[Any] = []
-        filled: dict[Bucket, int] = {}
-        count = len(cut.pieces)
-
-        def named(what: Any) -> int:
-            if what not in number:
-                number[what] = next(self._numbers)
-            return number[what]
-
-        def lies_of(value: Any, island: int) -> Lies:
-            if value in place:
-                return argument(place[value], island)
-            if value in kept_lies:
-                return kept_lies[value](island)
-            return self._writer.between(value, island)
-
-        def wire(exchange: Exchange, at: int, source: int, island: int) -> tuple[Ref, Lies]:
-            kind, operand = exchange.wires[at], exchange.operand
-            if kind.is_operand and self._is_alike(operand, place, argument):
-                return Ref(number[operand], source), argument(place[operand], island)
-            return (
-                Ref(named((exchange, at)), source),
-                self._writer.of_wire(exchange, kind, island),
-            )
-
-        def inputs_of(piece: Piece, island: int) -> list[_Input]:
-            found = [
-                _Input(value, Ref(named(value), island), lies_of(value, island))
-                for value in piece.inputs
-            ]
-            for bucket in piece.sums:
-                own = bucket.sum.aligned.islands[island]
-                lies = self._writer.of_bucket(bucket, island)
-                for part in range(bucket.parts):
-                    holder = island if bucket.parts == 1 else own[part]
-                    found.append(_Input((bucket, part), Ref(named(("sum", bucket)), holder), lies))
-            for exchange in piece.takes:
-                for source in exchange.needs(island):
-                    ref, lies = wire(exchange, *source, island)
-                    found.append(_Input((exchange, source), ref, lies))
-            return found
-
-        def outputs_of(piece: Piece, island: int) -> list[tuple[Any, Lies]]:
-            made: list[tuple[Any, Lies]] = [
-                (value, self._writer.between(value, island)) for value in piece.outputs
-            ]
-            made += [(("whole", value), handed(value, island)) for value in piece.handed]
-            for exchange in piece.sends:
-                for at, kind in enumerate(exchange.wires):
-                    if kind.is_operand and self._is_alike(exchange.operand, place, argument):
-                        continue
-                    lies = self._writer.of_wire(exchange, kind, island)
-                    made.append(((exchange, at), lies))
-            made += [(("result", cut.results[at], at), result(at, island)) for at in piece.results]
-            if piece.makes is not None:
-                lies = self._writer.of_bucket(piece.makes, island)
-                made += [((piece.makes, at), lies) for at in range(piece.makes.parts)]
-            if any(map(calls, piece.operations)):
-                # XLA drops operations on several devices that only make what is empty, calls too.
-                made.append(((ENDED, piece), Lies((), np.dtype(np.bool_), ())))
-            return made
-
-        def handed(value: Any, island: int) -> Lies:
-            return self._writer.between(carried_as.get(value, value), island)
-
-        def add_up(bucket: Bucket) -> None:
-            del filled[bucket]
-            steps.append(self._adder(bucket, named))
-
-        seen = 0
+        count, seen = len(cut.pieces), 0
         for step in cut.steps:
             if isinstance(step, Opened):
-                steps.append(self._loop(cut, step, number, named, lies_of))
-                for value, result_, is_kept in zip(
-                    step.operation.operands, step.operation.results, step.kept, strict=True
-                ):
-                    if is_kept and cut.is_ready(value):
-                        kept_lies[result_] = partial(lies_of, value)
+                steps.append(self._loop(scope, step))
                 continue
-            for bucket in list(filled):
-                if filled[bucket] + LAG < seen or bucket in step.sums:
-                    add_up(bucket)
-            inputs = [inputs_of(step, island) for island in self._islands]
-            outputs = [outputs_of(step, island) for island in self._islands]
-            numbers = [named(what) for what, _ in outputs[0]]
-            for (what, _), one in zip(outputs[0], numbers, strict=True):
+            seen += 1
+            name = self._name if count == 1 else f"{self._name} ({within}{seen} of {count})"
+            inputs = [scope.inputs(step, island) for island in self._islands]
+            outputs = [scope.outputs(step, island) for island in self._islands]
+            numbers = [scope.named(what) for what, _ in outputs[0]]
+            for (what, _), number in zip(outputs[0], numbers, strict=True):
                 if isinstance(what, tuple) and what[0] == "result":
-                    results[what[2]] = one
-            name = self._name if count == 1 else f"{self._name} ({seen + 1} of {count})"
+                    results[what[2]] = number
             if numbers:
                 steps.append(_Raw(step, name, inputs, outputs, numbers))
             if step.makes is not None:
-                filled[step.makes] = seen
-            seen += 1
-        return _Block(cut, steps, arguments, results)
+                steps.append(self._adder(scope, step.makes))
+        return _Block(cut, steps, scope.arguments, results)
 
-    def _is_alike(self, operand: Any, place: dict[Any, int], argument: _LiesOf) -> bool:
-        """Whether a value is an argument that lies in the same way on all islands."""
-        if operand not in place:
-            return False
-        return len({argument(place[operand], island) for island in self._islands}) == 1
-
-    def _adder(self, bucket: Bucket, named: Callable[[Any], int]) -> Step:
+    def _adder(self, scope: Scope, bucket: Bucket) -> Step:
         codes: list[Code] = []
-        inputs: list[tuple[Ref, ...]] = []
         for island in self._islands:
-            if not codes or not self._is_uniform:
-                codes.append(self._writer.adder(bucket, island))
-            own = bucket.sum.aligned.islands[island]
-            part = 0 if bucket.parts == 1 else own.index(island)
-            inputs.append(tuple(Ref(named((bucket, part)), other) for other in own))
-        every = tuple(codes) if not self._is_uniform else (codes[0],) * len(self._islands)
-        return Step(every, tuple(inputs), (named(("sum", bucket)),))
+            is_new = not codes or not self._is_uniform
+            codes.append(self._writer.adder(bucket, island) if is_new else codes[0])
+        inputs = tuple(scope.addends(bucket, island) for island in self._islands)
+        return Step(tuple(codes), inputs, (scope.sum(bucket),))
 
-    def _loop(
-        self,
-        cut: Cut,
-        opened: Opened,
-        number: dict[Any, int],
-        named: Callable[[Any], int],
-        lies_of: Callable[[Any, int], Lies],
-    ) -> _RawLoop:
-        loop = opened.operation
-        count, body = iterations(loop), entry(loop, 1)
-        is_ready = [
-            is_kept and cut.is_ready(value)
-            for value, is_kept in zip(loop.operands, opened.kept, strict=True)
-        ]
-        operands = [
-            number[value] if ready else named(("whole", value))
-            for value, ready in zip(loop.operands, is_ready, strict=True)
-        ]
-
-        def carried(at: int, island: int) -> Lies:
-            if is_ready[at]:
-                return lies_of(loop.operands[at], island)
-            return self._writer.between(body.arguments[at], island)
-
-        kept = [at for at, is_kept in enumerate(opened.kept) if is_kept]
-        made = self._block(body, carried, carried, kept)
-        return _RawLoop(count, operands, made, [named(value) for value in loop.results])
+    def _loop(self, scope: Scope, opened: Opened) -> _RawLoop:
+        count, counter = iterations(opened.operation)
+        operands, carried = scope.operands(opened), scope.carried(opened, counter)
+        kept = [at for at, is_kept in enumerate(opened.kept) if is_kept or at == counter.at]
+        body = entry(opened.operation, 1)
+        made = self._block(body, carried, carried, kept, "of an iteration ")
+        return _RawLoop(count, counter, operands, made, scope.results(opened))
 
     # --- code -------------------------------------------------------------------------------------
 
@@ -332,6 +209,7 @@ class _Planner:
         rest, _ = self._written(body, changing) if loop.iterations > 1 else (first, set())
         return Loop(
             loop.iterations,
+            loop.counter,
             tuple(loop.operands),
             tuple(body.arguments),
             tuple(first),

@@ -38,9 +38,14 @@ class Bucket:
         return sum(elements_of(value) for value in self.values)
 
     @property
+    def is_apart(self) -> bool:
+        """Whether each island takes one part of each value: `values` are these parts."""
+        return self.sum.along is not None
+
+    @property
     def is_small(self) -> bool:
         """Whether every island adds all of it."""
-        return sum(bytes_of(value) for value in self.values) <= WHOLE_BYTES
+        return not self.is_apart and sum(bytes_of(value) for value in self.values) <= WHOLE_BYTES
 
     @property
     def parts(self) -> int:
@@ -55,7 +60,8 @@ class Bucket:
     @property
     def each(self) -> int:
         """How many elements a device has of a part."""
-        return -(-self.elements // (self.parts * self.divided))
+        parts = 1 if self.is_apart else self.parts
+        return -(-self.elements // (parts * self.divided))
 
     def is_equal_on(self, devices: int) -> bool:
         """Whether all devices of an island hold equal parts."""
@@ -68,14 +74,29 @@ class Bucket:
 
     def pack(self, emit: Emit, values: Sequence[Any]) -> list[Any]:
         """Return the parts of a bucket with these values."""
-        line = [flat(emit, value) for value in values]
-        if spare := self.each * self.parts * self.divided - self.elements:
-            line.append(emit.zeros(ir.RankedTensorType.get([spare], self.element)))
-        whole = emit.concat(line, 0)
         inner = self.sum.aligned.inner[emit.island]
+        if self.sum.along is not None:
+            chunks = [emit.parts(value, self.sum.along, self.parts) for value in values]
+            lines = [
+                self._line(emit, own, self.each * self.divided) for own in zip(*chunks, strict=True)
+            ]
+            return [emit.reduce_scatter(line, inner, self.sum.kind) for line in lines]
+        whole = self._line(emit, values, self.each * self.parts * self.divided)
         if self.is_small:
             return [emit.all_reduce(whole, inner, self.sum.kind)]
         return emit.parts(emit.reduce_scatter(whole, inner, self.sum.kind), 0, self.parts)
+
+    def _line(self, emit: Emit, values: Sequence[Any], size: int) -> Any:
+        """Return the elements of values one after the other, and zeros behind them."""
+        line = [flat(emit, value) for value in values]
+        if spare := size - sum(elements_of(value) for value in values):
+            line.append(emit.zeros(ir.RankedTensorType.get([spare], self.element)))
+        return emit.concat(line, 0)
+
+    def sums(self, island: int) -> list[int]:
+        """Return the islands whose sums an island takes."""
+        own = self.sum.aligned.islands[island]
+        return [island] if self.parts == 1 or self.is_apart else list(own)
 
     def add(self, emit: Emit, parts: Sequence[Any]) -> Any:
         """Return the sum of the islands' parts, in their order."""

@@ -10,6 +10,7 @@ says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ from jax.extend.mlir import ir, passmanager
 from pw.core.dtypes import BY_MLIR
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import dtype_of
+from pw.islands import sums
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Piece
-from pw.islands.emit import Emit
+from pw.islands.emit import Emit, flat
 from pw.islands.exchanges import Exchange, Wire
 from pw.islands.flat import calls, element_of, is_token, replace_operands, shape_of, used_by, walk
 from pw.islands.groups import NAMES, REDUCE, Groups, is_crossing
@@ -89,8 +91,26 @@ class Writer:
 
     def of_wire(self, exchange: Exchange, wire: Wire, island: int) -> Lies:
         """Return how a wire lies."""
-        is_equal = wire.is_equal or (wire.is_operand and self.is_equal(exchange.operand))
+        if (copies := self.copies(exchange, wire)) is not None:
+            each = -(-math.prod(wire.shape) // len(copies[0]))
+            return self.lies((each,), element_of(exchange.operand), island, is_equal=False)
+        is_equal = wire.is_equal or (wire.follows and self.is_equal(exchange.operand))
         return self.lies(wire.shape, element_of(exchange.operand), island, is_equal=is_equal)
+
+    def copies(self, exchange: Exchange, wire: Wire) -> Groups | None:
+        """Return the positions that hold equal values of a large wire: each sends a portion of it."""
+        dtype = dtype_of(BY_MLIR[str(element_of(exchange.operand))])
+        if not wire.follows or math.prod(wire.shape) * dtype.itemsize <= sums.WHOLE_BYTES:
+            return None
+        labels = self._labels[exchange.operand]
+        found = []
+        for own in self._assignment.members:
+            equal: dict[int, list[int]] = {}
+            for position, partition in enumerate(own):
+                equal.setdefault(labels[partition], []).append(position)
+            found.append(tuple(map(tuple, equal.values())))
+        sizes = {len(group) for groups in found for group in groups}
+        return found[0] if len(set(found)) == 1 and len(sizes) == 1 and sizes != {1} else None
 
     # --- code -------------------------------------------------------------------------------------
 
@@ -254,34 +274,48 @@ class _Body:
                 emit.token() if is_token(value) else emit.reshape(given[value], shape_of(value))
             )
         for bucket in piece.sums:
-            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(bucket.parts)]
+            count = len(bucket.sums(emit.island))
+            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(count)]
             self._sums.update(bucket.unpack(emit, parts))
         for exchange in piece.takes:
             arrived = {}
             for source in exchange.needs(emit.island):
                 wire = exchange.wires[source[0]]
-                arrived[source] = emit.reshape(given[exchange, source], wire.shape)
-            self._values[exchange.result] = exchange.unpack(emit, arrived)
+                arrived[source] = self._whole_wire(exchange, wire, given[exchange, source])
+            made = exchange.unpack_all(emit, arrived)
+            self._values.update(zip(exchange.results, made, strict=True))
         for one in piece.operations:
             self._copy(one)
         packed: dict[Any, Any] = {}
         for exchange in piece.sends:
-            wires = exchange.pack(emit, self._find(exchange.operand))
-            packed.update({(exchange, at): wire for at, wire in enumerate(wires)})
+            wires = exchange.pack_all(emit, [self._find(value) for value in exchange.operands])
+            for at, (wire, made) in enumerate(zip(exchange.wires, wires, strict=True)):
+                copies = self._writer.copies(exchange, wire)
+                packed[exchange, at] = made if copies is None else emit.portion(made, copies)
         if piece.makes is not None:
             parts = piece.makes.pack(emit, [self._find(v, whole=False) for v in piece.makes.values])
             packed.update({(piece.makes, at): part for at, part in enumerate(parts)})
-        made = []
+        results = []
         for what in outputs:
             if what in packed:
-                made.append(packed[what])
+                results.append(packed[what])
+            elif isinstance(what, tuple) and what[0] == ENDED:
+                results.append(emit.constant(np.bool_(0)))
             elif isinstance(what, tuple):
-                made.append(emit.constant(np.bool_(0)) if what[0] == ENDED else self._find(what[1]))
+                results.append(self._find(what[1]))
             else:
-                made.append(self._find(what, whole=False))
+                results.append(self._find(what, whole=False))
         # A computation's results are there when it has ended, and so has what a token stands for.
         none = ir.RankedTensorType.get([0], ir.IntegerType.get_signless(1))
-        return [emit.zeros(none) if is_token(value) else value for value in made]
+        return [emit.zeros(none) if is_token(value) else value for value in results]
+
+    def _whole_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
+        """Return a wire as it was before each device has sent a portion of it."""
+        copies = self._writer.copies(exchange, wire)
+        if copies is not None:
+            arrived = self._emit.all_gather(flat(self._emit, arrived), copies)
+            arrived = self._emit.slice(arrived, 0, 0, math.prod(wire.shape))
+        return self._emit.reshape(arrived, wire.shape)
 
     def _find(self, value: Any, *, whole: bool = True) -> Any:
         if whole and value in self._sums:
@@ -300,6 +334,10 @@ class _Body:
             self._values[one.results[0]] = self._find(
                 one.operands[0]
             )  # partial, until it is reduced
+            return
+        total = self._cut.sums.reduced.get(one.results[0]) if len(one.results) == 1 else None
+        if total is not None and total.along is not None:  # all parts, until they are added up
+            self._values[one.results[0]] = self._find(one.operands[0], whole=False)
             return
         used = dict.fromkeys(used_by(one))
         given = {value: self._find(value) for value in used}

@@ -253,8 +253,17 @@ def test_it_is_as_in_plain_jax(name: str, devices: Sequence[Any]) -> None:
 
 
 def test_what_cannot_be_cut_is_refused_in_words(devices: Sequence[Any]) -> None:
-    x = jax.device_put(numbers(16), grid(devices, ALL))
-    f = jax.jit(lambda x: lax.while_loop(lambda c: c.sum() < 1e6, lambda c: c * 2, x))
+    sharding = grid(devices, ALL)
+    x = jax.device_put(numbers(16), sharding)
+
+    def doubled(x: Any) -> Any:
+        axes = sharding.mesh.axis_names
+        return lax.while_loop(lambda c: lax.psum(c.sum(), axes) < 1e6, lambda c: c * 2, x)
+
+    mapped = jax.shard_map(
+        doubled, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec
+    )
+    f = jax.jit(mapped)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="cannot run on several islands: a loop needs"
     ):

@@ -16,6 +16,7 @@ from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.jit import jit
 from pw.client.transfer import get
+from pw.islands import sums
 from tests.stages.local_runtime import LocalRuntime
 
 ISLANDS, EACH = 2, 4
@@ -276,3 +277,24 @@ def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
         return jax.shard_map(body, in_specs=BATCH, out_specs=out, check_vma=False)(x)
 
     check(mesh, mapped, (BATCH,), (X,))
+
+
+def test_large_values_are_sent_in_portions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
+    for name in ("fsdp in a scan", "its gradient", "tensor parallel"):
+        check(mesh, *SUMS[name])
+    check(mesh, lambda x: x + 1, (P("island"),), (X,), P(None, "island"), exactly=True)
+    check(mesh, lambda x: x + 1, (P("island"),), (X,), P(), exactly=True)
+
+
+def test_a_loop_that_its_values_end_runs_whole_on_each_device(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def halved(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: jnp.abs(c).sum() > 1, lambda c: c / 2, x)
+
+    check(mesh, halved, (BATCH,), (X,))
+    (warning,) = [one.getMessage() for one in caplog.records if "not divided" in one.getMessage()]
+    assert "'halved'" in warning
+    assert "test_values.py" in warning
+    assert f"bytes={X.nbytes}" in warning

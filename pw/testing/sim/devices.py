@@ -91,6 +91,7 @@ class SimBackend:
         """The error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
         self._pump_planned = False
+        self._pumping = False
         self.compilers = Compilers(node, self._random, self._awake, self.answer)
 
     # --- what actors ask for -------------------------------------------------------------------------
@@ -242,6 +243,12 @@ class SimBackend:
 
     def _pump(self) -> None:
         self._pump_planned = False
+        if not self._pumping:  # ops that fail at once end within the loop
+            self._pumping = True
+            self._run_queue()
+            self._pumping = False
+
+    def _run_queue(self) -> None:
         queue = self._queue
         while queue and not self._running and not self.closed:
             op = queue[0]

@@ -186,7 +186,8 @@ class Life:
             return
         self.attached = answer
         self.credits += min(answer.run_credits, RUNS_AHEAD)
-        for _ in range(5 if self.world.profile.moves else self.random.choice((1, 2, 2, 3))):
+        profile = self.world.profile
+        for _ in range(5 if profile.moves or profile.cuts else self.random.choice((1, 2, 2, 3))):
             self._allocate()
         self.world.after(0.001, self.act, self.lives)
 

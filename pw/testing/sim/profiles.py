@@ -75,8 +75,9 @@ class Profile:
     have more slices."""
     streams: float = 0.0
     """For each act of a client, the probability that it turns to a stream that feeds it."""
-    reductions: float = 0.0
-    """For each act of a client, the probability that it runs a program that reduces between its slices."""
+    cuts: float = 0.0
+    """For each act of a client, the probability that it runs a function that is cut over its slices. Then
+    clients have more slices."""
     ragged: float = 0.03
     """For each act of a client, the probability that it runs a program of which only some rows travel."""
     timelines: float = 0.0
@@ -120,7 +121,7 @@ _NO_FAULTS = (
     "pipelines",
     "moves",
     "streams",
-    "reductions",
+    "cuts",
     "timelines",
     "branches",
     "ragged",
@@ -193,13 +194,14 @@ PROFILES = {
             device_memory_bytes=256 << 10,
             **_LOSSES,
         ),
-        Profile("islands", runs=60, reductions=0.4),
+        Profile("islands", hosts=8, runs=60, cuts=0.4),
         Profile(
             "islands-lost",
+            hosts=8,
             span_s=20.0,
             runs=60,
-            reductions=0.4,
-            **_LOSSES,
+            cuts=0.4,
+            **(_NETWORK | _LOSSES),
         ),
         Profile("ragged", runs=60, ragged=0.5),
         Profile("ragged-lost", span_s=20.0, runs=60, ragged=0.5, **(_NETWORK | _LOSSES)),

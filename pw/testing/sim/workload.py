@@ -21,6 +21,7 @@ from pw.core.ids import CONTROLLER
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.bursts import is_burst, run_ahead
 from pw.testing.sim.compiling import ask_compiler
+from pw.testing.sim.cut import cut_function
 from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
@@ -28,7 +29,6 @@ from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.ragged import move_rows
-from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
@@ -80,7 +80,7 @@ class SimClient(Life):
                 return
         profile = self.world.profile
         for rate, is_able, act in (
-            (profile.reductions, len(self.slices) > 1, self._reduce),
+            (profile.cuts, len(self._joined()) > 1, self._run_cut),
             (profile.ragged, self.kinds, partial(move_rows, self)),
             (profile.timelines, True, partial(record, self)),
             (profile.views, self.kinds, self._view),
@@ -143,15 +143,20 @@ class SimClient(Life):
         self.programs[number] = draft
         self._post(Tell(msg.RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
-    def _reduce(self) -> None:
-        """Run a program that reduces between all slices; the results are its next arguments."""
-        made = [n for n, draft in self.programs.items() if draft.body.name.endswith("/reduces")]
-        if made and self.random.random() < 0.9:
+    def _joined(self) -> list[SimSlice]:
+        """One of its slices on each island."""
+        found = {bound.island: bound for bound in self.slices.values()}
+        return [SimSlice(bound.slice, len(bound.devices)) for bound in found.values()]
+
+    def _run_cut(self) -> None:
+        """Run a function over several islands; the results are its next arguments."""
+        made = [n for n, draft in self.programs.items() if draft.body.name.endswith("/cut")]
+        if made and self.random.random() < 0.85:
             self._run(self.random.choice(made))
             return
         number = self._id()
-        name = f"{self.name}/{number & 0xFFFF}/reduces"
-        self._add_program(number, reduction(self.random, self.parts, name))
+        name = f"{self.name}/{number & 0xFFFF}/cut"
+        self._add_program(number, cut_function(self.random, self._joined(), name))
 
     def _view(self) -> None:
         """Make views of some arrays; then perhaps delete a source. Or overwrite an array, which may be one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -17,13 +18,16 @@ from pw.core.compact import Compact
 from pw.core.functions.feeding import Feeder
 from pw.core.ids import CONTROLLER, Address, store_of
 from pw.core.programs.counted import NUMBER, unpacked
-from pw.core.programs.plan import Execute, Free, HostSegment
+from pw.core.programs.plan import Execute, Free, HostSegment, Receive
 from pw.core.programs.program import Computation, Kind
 from pw.core.recorder import WIDTH
+from pw.core.sharding import dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
+from pw.devices.host.value import Value
+from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
-from pw.testing.sim.reductions import ADDS
+from pw.testing.sim.shards import Shards
 from tests.sim.mutations import operators
 from tests.sim.mutations.operators import wrap
 
@@ -268,16 +272,65 @@ def unshared(backend: Any, op: Any) -> Any:
     return op
 
 
-def added(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> operators.Install:
-    """Have hosts add other parts of a sum."""
+def added(change: Callable[[Any, Any], tuple[Any, ...]]) -> operators.Install:
+    """Have hosts add other parts of a sum: those that `change(backend, op)` returns."""
 
     def changed(backend: Any, op: Any) -> Any:
-        installed = backend.programs.get(op.key) if isinstance(op, ops.Execute) else None
-        if installed is not None and ADDS in installed.computation.name:
-            op.args = change(op.args)
+        if ADDS in _name(backend, op):
+            op.args = change(backend, op)
         return op
 
     return of_each_op(changed)
+
+
+def without_the_last_part(backend: Any, op: Any) -> tuple[Any, ...]:
+    """Return the parts of a sum, and zeros in the place of the last one."""
+    place = backend.programs[op.key].layout.inputs[-1]
+    shape, dtype = place.spec.sharding.shard_shape(place.spec.shape), dtype_of(place.spec.dtype)
+    zeros = Value()
+    zeros.fill(Shards({at: np.zeros(shape, dtype) for at, _ in place.by_host[backend.host]}))
+    return (*op.args[:-1], zeros)
+
+
+def _name(backend: Any, op: Any) -> str:
+    """Return the name of the computation that an op enqueues, or nothing."""
+    installed = backend.programs.get(op.key) if isinstance(op, ops.Execute) else None
+    return "" if installed is None else installed.computation.name
+
+
+def run_twice(submit: Any, batch: Sequence[Any]) -> None:
+    """Run each piece that takes buffers over once more, on what it has made."""
+    found = []
+    for op in batch:
+        if AGAIN in _name(submit.__self__, op):
+            made = tuple(Value() for _ in op.results)
+            found.append(dataclasses.replace(op, results=made))
+            op.args = (made[0], *op.args[1:])
+        found.append(op)
+    submit(found)
+
+
+def take_from_another(message: m.Install) -> m.Install:
+    """Exchange what a piece takes of two other islands."""
+    names = [computation.name for computation in message.body.whole().computations]
+    plan = message.plan.whole()
+
+    def exchanged(segment: HostSegment) -> HostSegment:
+        made = list(segment.instructions)
+        received = {one.slot: at for at, one in enumerate(made) if isinstance(one, Receive)}
+        for one in segment.instructions:
+            if isinstance(one, Execute) and TAKES in names[one.computation]:
+                places = [received[slot] for slot in one.args if slot in received]
+                for a, b in zip(places[::2], places[1::2], strict=False):
+                    first, second = made[a], made[b]
+                    if first.spec == second.spec:
+                        made[a] = replace(first, slot=second.slot)
+                        made[b] = replace(second, slot=first.slot)
+        return replace(segment, instructions=tuple(made))
+
+    return replace(
+        message, plan=Compact.of(replace(plan, segments=tuple(map(exchanged, plan.segments))))
+    )
 
 
 def counted(change: Callable[[Any], Any]) -> operators.Install:

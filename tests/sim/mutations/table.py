@@ -358,19 +358,37 @@ row(
     seen("ragged", 2, "oracle", "replicas are equal"),
 )
 
-# --- reductions between islands ------------------------------------------------------------------
+# --- functions cut over islands ------------------------------------------------------------------
 
 # The parts of a sum are added in another order than that of the islands.
 row(
     "add-in-another-order",
-    breakages.added(lambda parts: (*parts[1:], *parts[:1])),
-    seen("islands", 6, "oracle"),
+    breakages.added(lambda _, op: (*op.args[1:], *op.args[:1])),
+    seen("islands", 11, "oracle"),
 )
 # An island's part is lost, and another one is added in its place.
 row(
     "add-a-part-twice",
-    breakages.added(lambda parts: (*parts[:-1], parts[0])),
-    seen("islands", 6, "oracle"),
+    breakages.added(lambda _, op: (*op.args[:-1], op.args[0])),
+    seen("islands", 11, "oracle"),
+)
+# An island's part is not added at all.
+row(
+    "drop-a-part",
+    breakages.added(breakages.without_the_last_part),
+    seen("islands", 11, "oracle"),
+)
+# An iteration that takes over what it carries runs once more, on its own result.
+row(
+    "run-a-piece-twice",
+    wrap("host.backend.submit", breakages.run_twice),
+    seen("islands", 4, "oracle"),
+)
+# An edge brings a piece what another island has sent.
+row(
+    "take-from-another-island",
+    mishear("host.executor", m.Install, breakages.take_from_another),
+    seen("islands", 20, "oracle", "replicas are equal"),
 )
 
 # --- slices that name hosts ----------------------------------------------------------------------

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.interpreters import mlir  # a context that knows all of JAX's dialects
 from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec
@@ -25,12 +24,11 @@ from pw.client.trace.stablehlo import divide_results, parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
 from pw.core.programs.program import Computation
-from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
-from pw.islands.division import divide
+from pw.islands.cut import cut
 from pw.islands.errors import CannotCut
 from pw.islands.plan import Code, Lies, Plan
-from pw.islands.planning import plan
+from pw.islands.running import run
 from pw.islands.writing import Sides
 
 
@@ -62,11 +60,10 @@ class JoinedTraced:
             divided(recorder, argument, type_)
             for argument, type_ in zip(arguments, self.types, strict=True)
         ]
-        numbers = [np.int32(at) for at in range(len(self.mesh.parts))]
-        made = plans.run(
+        made = run(
             self.plan,
             parts,
-            numbers,
+            _constant,
             lambda code, island, given: recorder.call(self._traced(code, island), given),
         )
         for number in self.plan.unused:
@@ -94,6 +91,11 @@ class JoinedTraced:
             known = Traced(computation, code.artifact, mesh, inputs, (), outputs, None)
             self._on[code, island] = known
         return known
+
+
+def _constant(number: Any, island: int) -> Any:
+    """Return a number as an argument of a computation that is recorded, on any island."""
+    return number
 
 
 def _type_on(mesh: Mesh, lies: Lies) -> ArrayType:
@@ -142,7 +144,7 @@ def trace_joined(
     made = export(function, arguments, name, mesh, inputs, out_shardings)
     try:
         with mlir.make_ir_context(), ir.Location.unknown():
-            cut = _cut(made, name, mesh, donated)
+            planned = _planned(made, name, mesh, donated)
     except CannotCut as error:
         raise TracingError(
             f"{name!r} cannot run on the islands {mesh.slice.island} together: {error.why}{error.where}"
@@ -155,26 +157,22 @@ def trace_joined(
         made.outputs,
         made.tree,
         made.inputs,
-        cut,
+        planned,
         pairs_of(arguments),
     )
 
 
-def _cut(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
+def _planned(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
     module = parsed(made.module)
     divide_results(module, [type_.spec for type_ in made.outputs])
     islands = {device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat}
-    return plan(
-        divide(module, mesh.size),
-        Assignment([islands[device] for device in mesh.devices.flat]),
-        Sides(
-            tuple(dict(part.shape) for part in mesh.parts),
-            tuple(map(_lies, made.inputs)),
-            tuple(map(_lies, made.outputs)),
-        ),
-        name,
-        donated,
+    sides = Sides(
+        tuple(dict(part.shape) for part in mesh.parts),
+        tuple(map(_lies, made.inputs)),
+        tuple(map(_lies, made.outputs)),
     )
+    assignment = Assignment([islands[device] for device in mesh.devices.flat])
+    return cut(module, assignment, lambda _: sides, name, donated)
 
 
 def _lies(type_: ArrayType) -> tuple[Lies, ...]:

@@ -1,0 +1,107 @@
+"""Cuts a function for several islands: the entrance of this folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from pw.islands.assignment import Assignment
+from pw.islands.division import Divided, divide
+from pw.islands.errors import UncountedLoop
+from pw.islands.flat import bytes_of, entry, returned, walk
+from pw.islands.loops import is_counted
+from pw.islands.plan import Plan
+from pw.islands.planning import plan
+from pw.islands.writing import Sides
+
+logger = logging.getLogger(__name__)
+
+
+def cut(
+    module: Any,
+    assignment: Assignment,
+    sides: Callable[[Divided], Sides],
+    name: str,
+    donated: Collection[int] = (),
+    options: bytes = b"",
+) -> Plan:
+    """Divide a function over all devices, and cut it at the collectives that cross islands.
+
+    A loop that needs other islands, and of which it is not known how often it runs, is not divided: each device
+    runs all of it. A warning says so.
+
+    Args:
+        module: of MLIR, with shardings; it is changed.
+        assignment: the island of each device.
+        sides: how arguments and results lie on the islands.
+        name: for the user.
+        donated: positions of arguments whose buffers it may take.
+        options: a serialized `xla.CompileOptionsProto`.
+
+    Raises:
+        CannotCut: with the reason.
+    """
+    text = module.operation.get_asm(binary=True)
+
+    def planned() -> Plan:
+        divided = divide(module, assignment.partitions, options)
+        return plan(divided, assignment, sides(divided), name, donated)
+
+    try:
+        return planned()
+    except UncountedLoop as error:
+        module = ir.Module.parse(text, module.context)
+        loops = _made_whole(module)
+        if not loops:
+            raise
+        size_bytes = sum(bytes_of(value) for loop in loops for value in loop.operands)
+        logger.warning(
+            "a loop whose values decide when it ends is not divided over islands, but runs whole on each "
+            "device: function=%r where=%r bytes=%d",
+            name,
+            error.where.strip(" ()"),
+            size_bytes,
+        )
+        return planned()
+
+
+def _made_whole(module: Any) -> list[Any]:
+    """Let each device run the whole of each loop that is not counted; in place. Returns the loops."""
+    meshes = [one.operation for one in module.body.operations if one.operation.name == "sdy.mesh"]
+    if not meshes:
+        return []
+    mesh = ir.StringAttr(meshes[0].attributes["sym_name"]).value
+    loops = []
+    for function in module.body.operations:
+        for one in list(walk(function.operation)):
+            if one.name == "stablehlo.while" and not is_counted(one):
+                loops.append(one)
+    for loop in loops:
+        for at, value in enumerate(list(loop.operands)):
+            loop.operands[at] = _whole(value, mesh, ir.InsertionPoint(loop), loop)
+        for result in loop.results:
+            whole = _whole(result, mesh, ir.InsertionPoint.after(loop), loop)
+            result.replace_all_uses_except(whole, whole.owner.operation)
+        body = entry(loop, 1)
+        last = body.operations[len(body.operations) - 1].operation
+        for at, value in enumerate(returned(body)):
+            last.operands[at] = _whole(value, mesh, ir.InsertionPoint(last), loop)
+    return loops
+
+
+def _whole(value: Any, mesh: str, point: Any, loop: Any) -> Any:
+    """Return a value that each device has whole."""
+    dimensions = ", ".join("{}" for _ in ir.RankedTensorType(value.type).shape)
+    sharding = ir.Attribute.parse(f"#sdy.sharding<@{mesh}, [{dimensions}]>")
+    made = ir.Operation.create(
+        "sdy.sharding_constraint",
+        [value.type],
+        [value],
+        {"sharding": sharding},
+        loc=loop.location,
+        ip=point,
+    )
+    return made.results[0]
