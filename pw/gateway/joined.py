@@ -19,8 +19,9 @@ from jaxlib import _jax, xla_client
 
 from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
-from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, decode, encode
+from pw.core.programs.stablehlo import CALLS, Facts, ShardFacts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, Sharding, dtype_of
+from pw.devices.jax.vetting import vet
 from pw.gateway.arrays import ProxyArray, memory_of
 from pw.gateway.compiled import GatewayExecutable, Source, dtype_in, results_of
 from pw.gateway.completion import with_completion
@@ -73,6 +74,7 @@ def joined(
 
     Raises:
         Status: it cannot run on several islands.
+        CompileError: hosts would refuse it.
     """
     try:
         with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -105,6 +107,7 @@ class _Joined:
         if xla_client.CompileOptions.ParseFromString(self._code.options).num_replicas > 1:
             raise CannotCut("it has replicas; use jax.jit or jax.shard_map")
         module = _parsed(self._code.module)
+        vet(module, CALLS)  # XLA's partitioner would call functions of the script, by address
         has_completion = not _main(module).type.results
         if has_completion:
             module = _parsed(with_completion(self._code.module))
