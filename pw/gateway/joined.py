@@ -43,22 +43,27 @@ _MEMORY = "mhlo.memory_kind"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 
 
-def part_on(array: ProxyArray, island: Sequence[int]) -> ProxyArray:
-    """Return the array of the shards at these positions, which are on one island."""
-    source, _ = array.pieces[island[0]]
-    if len(source.devices) == len(island) and all(
-        array.pieces[position] == (source, at) for at, position in enumerate(island)
+def take_apart(array: ProxyArray, islands: Sequence[Sequence[int]]) -> tuple[ProxyArray, ...]:
+    """Return the array of the shards on each island, whose positions are given; the array keeps them."""
+    array.parts = tuple(_part(array, positions) for positions in islands)
+    return array.parts
+
+
+def _part(array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
+    source, _ = array.pieces[positions[0]]
+    if len(source.devices) == len(positions) and all(
+        array.pieces[position] == (source, at) for at, position in enumerate(positions)
     ):
         return source
     part = ProxyArray(
         array.dtype,
         array.shard_shape,
         array.shard_shape,
-        tuple(array.devices[position] for position in island),
+        tuple(array.devices[position] for position in positions),
         array.memory,
         array.is_replicated,
     )
-    part.pieces = tuple(array.pieces[position] for position in island)
+    part.pieces = tuple(array.pieces[position] for position in positions)
     return part
 
 
