@@ -205,9 +205,10 @@ def _on_one_island(array: Array) -> Array:
     """Return an array that an island has whole; one that is split over islands moves to the first of them."""
     if not array._type.parts:
         return array
-    if array.sharding.crossing_dimension is None:
-        return array.members[0]
-    moved: Array = put(array, sharding=array.sharding.on_island(0))
+    whole = next((at for at, part in enumerate(array._type.islands) if part.is_whole), None)
+    if whole is not None:
+        return array.members[whole]
+    moved: Array = put(array, sharding=array._type.islands[0].sharding.fitting(array.shape))
     return moved
 
 
@@ -216,9 +217,9 @@ def _loaded(session: Any, source: FileSource, type_: ArrayType) -> Array:
     if not type_.parts:
         return Array(session, session.load(source, type_.spec), type_)
     wanted = type_.sharding
-    whole = type_.with_sharding(NamedSharding.replicated(wanted.mesh))
-    if wanted.crossing_dimension is None:
-        whole = type_
+    whole = type_
+    if not all(part.is_whole for part in type_.islands):
+        whole = type_.with_sharding(NamedSharding.replicated(wanted.mesh))
     parts = [Array(session, session.load(source, part.spec), part) for part in whole.parts]
     joined: Array = put(JoinedArray(parts, whole), sharding=wanted)
     return joined

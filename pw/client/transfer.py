@@ -13,7 +13,7 @@ import numpy as np
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
-from pw.client.arrays.joined import JoinedArray
+from pw.client.arrays.joined import uploaded
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
@@ -72,7 +72,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             wanted.append(NamedSharding(mesh, entry))
         elif entry is not None and not isinstance(entry, NamedSharding):
             raise ShardingError(f"pw.put needs a pw.NamedSharding, not {entry!r}")
-        elif entry is not None and mesh is not None and entry.mesh.placement != mesh.placement:
+        elif entry is not None and mesh is not None and entry.mesh._devices != mesh._devices:
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
@@ -132,9 +132,10 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
         type_ = ArrayType.of(source, target)
         value = host_value(leaf, type_)
         if value.nbytes > INLINE_BYTES:
-            if type_.parts:
-                return _uploaded_to_islands(session, value, type_, keep)
-            return Array(session, session.upload(value, type_.spec, keep), type_)
+            if type_.parts and type_.size_bytes >= UPLOADED_ONCE_BYTES and _is_relayed(type_):
+                first = uploaded(session, value, type_.parts[0], keep=keep)
+                return _put(first, type_.sharding, keep)
+            return uploaded(session, value, type_, keep=keep)
 
     def make() -> Launch:
         move = ProgramRecorder("pw.put")
@@ -174,19 +175,9 @@ def _put_ragged(
     return launch([rows, counts])
 
 
-def _uploaded_to_islands(session: Any, value: Any, type_: ArrayType, keep: bool) -> Array:
-    """Upload to each island its part."""
-    along, parts = type_.sharding.crossing_dimension, type_.parts
-    if along is None and len(parts) > 2 and type_.size_bytes >= UPLOADED_ONCE_BYTES:
-        first = Array(session, session.upload(value, parts[0].spec, keep), parts[0])
-        relayed: Array = _put(first, type_.sharding, keep)
-        return relayed
-    blocks = [value] * len(parts) if along is None else np.split(value, len(parts), along)
-    made = []
-    for block, part in zip(blocks, parts, strict=True):
-        own = np.ascontiguousarray(block).reshape(part.spec.shape)
-        made.append(Array(session, session.upload(own, part.spec, keep), part))
-    return JoinedArray(made, type_)
+def _is_relayed(type_: ArrayType) -> bool:
+    """Whether more than two islands take an array whole."""
+    return len(type_.parts) > 2 and all(part.is_whole for part in type_.islands)
 
 
 def get(tree: Any) -> Any:

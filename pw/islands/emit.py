@@ -151,7 +151,7 @@ class Emit:
         """Return one of two values."""
         return self.new("stablehlo.select", left.type, [flag, left, right])
 
-    def portion(self, value: Any, copies: Groups) -> Any:
+    def fraction(self, value: Any, copies: Groups) -> Any:
         """Return this device's part of the elements of a value that all devices of a group hold."""
         width, size = len(copies[0]), elements_of(value)
         each = -(-size // width)

@@ -268,14 +268,17 @@ class Permute(Exchange):
         """By island: the positions from and to which its values for other islands move."""
         self._sources: list[dict[int, int]] = [{} for _ in range(assignment.count)]
         """By island and position there: the island that sends."""
+        self._is_even = len({assignment.devices(islands[one]) for p in crossing for one in p}) == 1
         for source, target in crossing:
             self._moves[islands[source]].append((position[source], position[target]))
             self._sources[islands[target]][position[target]] = islands[source]
 
     @property
     def is_simple(self) -> bool:
-        """Whether no two values of an island go to the same position of different islands."""
-        return all(len({there for _, there in own}) == len(own) for own in self._moves)
+        """Whether islands have as many devices, and no two values of one go to the same position elsewhere."""
+        return self._is_even and all(
+            len({there for _, there in own}) == len(own) for own in self._moves
+        )
 
     @property
     def is_uniform(self) -> bool:

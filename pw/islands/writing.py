@@ -98,7 +98,7 @@ class Writer:
         return self.lies(wire.shape, element_of(exchange.operand), island, is_equal=is_equal)
 
     def copies(self, exchange: Exchange, wire: Wire) -> Groups | None:
-        """Return the positions that hold equal values of a large wire: each sends a portion of it."""
+        """Return the positions that hold equal values of a large wire: each sends a fraction of it."""
         dtype = dtype_of(BY_MLIR[str(element_of(exchange.operand))])
         if not wire.follows or math.prod(wire.shape) * dtype.itemsize <= sums.WHOLE_BYTES:
             return None
@@ -291,7 +291,7 @@ class _Body:
             wires = exchange.pack_all(emit, [self._find(value) for value in exchange.operands])
             for at, (wire, made) in enumerate(zip(exchange.wires, wires, strict=True)):
                 copies = self._writer.copies(exchange, wire)
-                packed[exchange, at] = made if copies is None else emit.portion(made, copies)
+                packed[exchange, at] = made if copies is None else emit.fraction(made, copies)
         if piece.makes is not None:
             parts = piece.makes.pack(emit, [self._find(v, whole=False) for v in piece.makes.values])
             packed.update({(piece.makes, at): part for at, part in enumerate(parts)})
@@ -310,7 +310,7 @@ class _Body:
         return [emit.zeros(none) if is_token(value) else value for value in results]
 
     def _whole_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
-        """Return a wire as it was before each device has sent a portion of it."""
+        """Return a wire as it was before each device has sent a fraction of it."""
         copies = self._writer.copies(exchange, wire)
         if copies is not None:
             arrived = self._emit.all_gather(flat(self._emit, arrived), copies)

@@ -131,6 +131,26 @@ def test_any_sharding_is_read_from_any_other(
     assert back.sharding == on(west, *after)
 
 
+def test_meshes_over_several_islands(east: pw.Mesh, west: pw.Mesh, path: Path) -> None:
+    devices = np.array([*east.devices.flat, *west.devices.flat])
+    meshes = [
+        pw.Mesh(devices.reshape(2, 4).T, ("x", "z")),
+        pw.Mesh(devices[[0, 4, 5, 1, 2, 6]].reshape(3, 2), ("x", "z")),
+    ]
+    value = numbers(24 * 48).reshape(24, 48)
+    shardings = [
+        pw.NamedSharding(mesh, spec)
+        for mesh in meshes
+        for spec in (P(("x", "z")), P("z", "x"), P())
+    ]
+    tree = {str(at): pw.put(value, sharding=one) for at, one in enumerate(shardings)}
+    save(tree, path)
+    for like in (tree, dict(zip(tree, reversed(shardings), strict=True))):
+        for name, array in pw.restore(path, like).items():
+            assert array.sharding == getattr(like[name], "sharding", like[name])
+            np.testing.assert_array_equal(array, value)
+
+
 @pytest.mark.parametrize("shape", [(0,), (4, 0, 2), (), (1, 1, 1)])
 def test_empty_and_single_elements(west: pw.Mesh, path: Path, shape: tuple[int, ...]) -> None:
     value = np.ones(shape, np.float32)

@@ -21,7 +21,7 @@ from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.transfer import get, put
-from pw.core.errors import ArrayDeleted, PlacementError, ShardingError, TracingError
+from pw.core.errors import ArrayDeleted, PlacementError, TracingError
 from pw.islands import cutting, sums
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT
@@ -46,10 +46,19 @@ def rt() -> Iterator[LocalRuntime]:
         yield local
 
 
+GRIDS: dict[str, Callable[[Any], Any]] = {
+    "islands last": lambda grid: grid.T,
+    "islands in pairs of rows": lambda grid: grid.reshape(2, 3),
+    "no order": lambda grid: grid.flat[[0, 2, 3, 1, 5, 4]].reshape(3, 2),
+}
+on_any_mesh = pytest.mark.parametrize("mesh", GRIDS, indirect=True)
+
+
 @pytest.fixture
-def mesh() -> Mesh:
+def mesh(request: pytest.FixtureRequest) -> Mesh:
     joined = make_virtual_device_set().add_slice(devices=2 * ISLANDS, islands=ISLANDS)
-    return Mesh(np.reshape(joined.devices, (ISLANDS, 2)), ("island", "data"))
+    grid = GRIDS.get(getattr(request, "param", ""), lambda grid: grid)
+    return Mesh(grid(np.reshape(joined.devices, (ISLANDS, 2))), ("island", "data"))
 
 
 @pytest.fixture
@@ -112,6 +121,11 @@ def check_against_plain_jax(mesh: Mesh, function: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("many_buckets")
 def test_a_training_step_is_that_of_plain_jax(mesh: Mesh) -> None:
+    check_against_plain_jax(mesh, step)
+
+
+@on_any_mesh
+def test_a_training_step_on_any_mesh(mesh: Mesh) -> None:
     check_against_plain_jax(mesh, step)
 
 
@@ -209,25 +223,20 @@ def test_meshes_that_join_islands(rt: LocalRuntime) -> None:
     joined = own.add_slice(devices=6, islands=3)
     assert [part.island for part in joined.parts] == ["east", "north", "west"]
     assert (joined.size, len(joined.devices), len(own.slices)) == (6, 6, 3)
-    mesh = Mesh(np.reshape(joined.devices, (3, 2)), ("island", "data"))
-    assert (mesh.crossing, mesh.size, len(mesh.parts)) == ("island", 6, 3)
+    grid = np.reshape(joined.devices, (3, 2))
+    mesh = Mesh(grid, ("island", "data"))
+    assert (mesh.size, [dict(part.shape) for part in mesh.parts]) == (6, [{"data": 2}] * 3)
     assert mesh == Mesh(np.reshape(joined.devices, (3, 2)), ("island", "data"))
-    assert Mesh(np.reshape(joined.devices, (3, 2)).T, ("data", "pod")).crossing == "pod"
+    assert mesh != Mesh(grid[[0, 2, 1]], ("island", "data"))
+    swapped = grid.copy()
+    swapped[0, 1], swapped[1, 1] = grid[1, 1], grid[0, 1]
+    assert mesh != Mesh(swapped, ("island", "data"))
     assert Mesh(joined.devices[::2], "island").parts[1].size == 1
-    with pytest.raises(PlacementError, match=r"'all' has size 6 and crosses"):
-        Mesh(joined.devices, "all")
-    with pytest.raises(PlacementError, match="only one axis may"):
-        grid = np.reshape(joined.devices, (3, 2))[:2]
-        grid[0, 1], grid[1, 0] = grid[1, 0], grid[0, 1]
-        grid[0, 1] = joined.devices[5]
-        Mesh(grid, ("a", "b"))
     for count, islands in ((5, 3), (4, "east"), (4, ("east", "east"))):
         with pytest.raises(ValueError, match="island"):
             own.add_slice(devices=count, islands=islands)
     with pytest.raises(TypeError, match="without island="):
         own.add_slice(devices=4, islands=2, island="east")  # type: ignore[call-overload]
-    with pytest.raises(ShardingError, match="name it first"):
-        NamedSharding(mesh, P(("data", "island")))
 
 
 # --- arrays --------------------------------------------------------------------------------------
@@ -265,14 +274,47 @@ def test_a_large_value_is_uploaded_once(rt: LocalRuntime) -> None:
         assert np.array_equal(member, value)
 
 
+def test_arrays_move_between_any_meshes(mesh: Mesh) -> None:
+    devices = make_virtual_device_set()
+    one = devices.add_slice(devices=2, island="east")
+    other = devices.add_slice(devices=4, island="east")
+    meshes = [Mesh(grid(mesh.devices), ("island", "data")) for grid in GRIDS.values()]
+    meshes.append(Mesh(mesh.devices.reshape(6), "all"))
+    meshes.append(Mesh(np.reshape([*one.devices, *other.devices], (3, 2)), ("island", "data")))
+    shardings = [NamedSharding(mesh, BATCH), NamedSharding(one_axis(one), P("x"))]
+    shardings += [NamedSharding(own, P(own.axis_names[::-1])) for own in meshes]
+    shardings += [NamedSharding(meshes[2], P(None, "island"))]
+    value = jax.random.split(jax.random.key(0), (ROWS, 3))
+    for source in shardings:
+        array = put(value, sharding=source)
+        for target in shardings:
+            moved = put(array, sharding=target)
+            assert moved.sharding == target
+            assert np.array_equal(*map(jax.random.key_data, (get(moved), value)))
+
+
+def one_axis(devices: Any) -> Mesh:
+    return Mesh(devices.devices, "x")
+
+
+@pytest.mark.parametrize("mesh", ["islands first", *GRIDS], indirect=True)
 def test_operators_and_methods_compute_on_all_islands(mesh: Mesh) -> None:
     x = put(X, sharding=NamedSharding(mesh, BATCH))
     doubled = x * 2 + 1
     assert doubled.sharding == x.sharding
     assert apart((doubled, x.sum(0), x.T, x[:, 2]), (X * 2 + 1, X.sum(0), X.T, X[:, 2])) < 1e-5
+    assert apart((x[3], x.at[5].set(0)), (X[3], jnp.asarray(X).at[5].set(0))) == 0
+    assert jit(jnp.zeros_like, mesh=mesh)(x).sharding == x.sharding
     assert x.block_until_ready().is_ready()
 
 
+def test_constants_that_a_function_closes_over(mesh: Mesh) -> None:
+    x = put(X, sharding=NamedSharding(mesh, BATCH))
+    for large in (X.copy(), jnp.asarray(X)):
+        assert np.array_equal(jit(lambda x, large=large: x + large, mesh=mesh)(x), X + X)
+
+
+@pytest.mark.parametrize("mesh", ["islands first", *GRIDS], indirect=True)
 def test_donated_and_deleted_parts(mesh: Mesh) -> None:
     whole = NamedSharding(mesh, P())
     params = put(PARAMS, sharding=whole)
@@ -307,6 +349,7 @@ def test_host_functions_and_streams_say_what_they_cannot(mesh: Mesh) -> None:
     assert stream(lambda: iter([X]), like=like, sharding=lies).where == "client"
 
 
+@pytest.mark.parametrize("mesh", ["islands first", *GRIDS], indirect=True)
 def test_a_program_mixes_meshes(mesh: Mesh) -> None:
     here = Mesh(make_virtual_device_set().add_slice(devices=2).devices, "x")
     joined = jit(lambda x: (x * 2, x.sum(0)), mesh=mesh, in_shardings=(BATCH,))
@@ -335,6 +378,6 @@ def test_the_code_of_each_piece_can_be_read(mesh: Mesh) -> None:
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "islands.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "pw.jit" in one]
     exec(code, {})
     assert float(capsys.readouterr().out) > 0

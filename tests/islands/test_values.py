@@ -31,7 +31,7 @@ ROWS = _numbers.integers(0, 16, 16).astype(np.int32)
 
 @pytest.fixture(autouse=True)
 def rt() -> Iterator[LocalRuntime]:
-    with LocalRuntime.in_use(("east", "west")) as local:
+    with LocalRuntime.in_use(("east", "west", "north")) as local:
         yield local
 
 
@@ -41,8 +41,10 @@ def mesh() -> Mesh:
     return Mesh(np.reshape(joined.devices, (ISLANDS, EACH)), ("island", "data"))
 
 
-def plain() -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.reshape(jax.devices(), (ISLANDS, EACH)), ("island", "data"))
+def plain(mesh: Mesh) -> jax.sharding.Mesh:
+    """Return the same mesh over devices of this process."""
+    devices = jax.devices()[: mesh.size]
+    return jax.sharding.Mesh(np.reshape(devices, mesh.devices.shape), mesh.axis_names)
 
 
 def check(
@@ -57,7 +59,7 @@ def check(
     """Compare with plain JAX over a mesh of one process."""
     how = {} if out is None else {"out_shardings": out}
     made = get(jit(function, mesh=mesh, in_shardings=specs, **how)(*arguments))
-    here = plain()
+    here = plain(mesh)
     with jax.sharding.set_mesh(here):
         shardings = [None if spec is None else JaxSharding(here, spec) for spec in specs]
         placed = [
@@ -279,7 +281,7 @@ def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
     check(mesh, mapped, (BATCH,), (X,))
 
 
-def test_large_values_are_sent_in_portions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_values_are_sent_in_fractions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
     for name in ("fsdp in a scan", "its gradient", "tensor parallel"):
         check(mesh, *SUMS[name])
@@ -298,3 +300,74 @@ def test_a_loop_that_its_values_end_runs_whole_on_each_device(
     assert "'halved'" in warning
     assert "test_values.py" in warning
     assert f"bytes={X.nbytes}" in warning
+
+
+# --- meshes --------------------------------------------------------------------------------------
+
+Y = _numbers.normal(size=(48, 24)).astype(np.float32)
+
+
+def slices(*counts: int, islands: tuple[str, ...] = ("east", "west", "north")) -> Any:
+    """Return the devices of slices of these sizes."""
+    own = make_virtual_device_set()
+    found = [own.add_slice(devices=n, island=at) for n, at in zip(counts, islands, strict=False)]
+    return np.array([device for each in found for device in each.devices])
+
+
+MESHES: dict[str, Callable[[], Mesh]] = {
+    "one axis": lambda: Mesh(slices(4, 4), "x"),
+    "one axis, islands in turn": lambda: Mesh(slices(4, 4).reshape(2, 4).T.reshape(8), "x"),
+    "one axis, pairs of each island": lambda: Mesh(
+        slices(4, 4).reshape(2, 2, 2).transpose(1, 0, 2).reshape(8), "x"
+    ),
+    "islands last": lambda: Mesh(slices(4, 4).reshape(2, 4).T, ("data", "island")),
+    "two axes cross": lambda: Mesh(
+        slices(2, 2, 2, 2, islands=("east", "west", "north", "east")).reshape(2, 4), ("a", "b")
+    ),
+    "three islands": lambda: Mesh(slices(2, 2, 2).reshape(3, 2).T, ("data", "island")),
+    "no order": lambda: Mesh(slices(4, 4)[[0, 4, 5, 1, 6, 2, 3, 7]].reshape(4, 2), ("a", "b")),
+    "islands of several sizes": lambda: Mesh(
+        slices(5, 3)[[0, 5, 1, 2, 6, 7, 3, 4]].reshape(2, 4), ("a", "b")
+    ),
+}
+
+
+def manual(x: Any) -> Any:
+    def body(rows: Any) -> Any:
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        ring = [(at, (at + 1) % size) for size in [jax.lax.axis_size(axes)] for at in range(size)]
+        last = jax.lax.all_gather(rows, axes[-1], tiled=True)
+        return jax.lax.ppermute(rows, axes, ring) + jax.lax.psum(rows, axes[0]), last[: len(rows)]
+
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    return jax.shard_map(body, in_specs=P(axes), out_specs=P(axes), check_vma=False)(x)
+
+
+ON_MESHES: dict[str, Callable[[Any], Any]] = {
+    "moves": lambda x: (jnp.sort(x, 0), x.T, x[5], jnp.roll(x, 7, 0), x.reshape(24, 48)),
+    "sums": lambda x: (jnp.cumsum(x, 0), x @ x.T, x.sum(0), jax.nn.softmax(x, 0), x.max()),
+    "a loop": jax.grad(
+        lambda x: (
+            jax.lax.scan(lambda h, _: (jnp.tanh(h - h.mean(0)), h.sum()), x, None, 3)[0] ** 2
+        ).sum()
+    ),
+    "manual": manual,
+}
+
+
+@pytest.mark.parametrize("function", ON_MESHES)
+@pytest.mark.parametrize("name", MESHES)
+def test_any_assignment_of_devices(name: str, function: str) -> None:
+    mesh = MESHES[name]()
+    axes = mesh.axis_names
+    for spec in (P(axes[::-1]), P(None, axes[-1])):
+        check(mesh, ON_MESHES[function], (spec,), (Y,))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_any_sharding_of_results(name: str) -> None:
+    mesh = MESHES[name]()
+    axes = mesh.axis_names
+    specs = [P(), P(axes), P(axes[::-1]), P(None, axes[-1]), P(axes[-1], axes[:-1])]
+    for before, after in zip(specs, specs[1:] + specs[:1], strict=True):
+        check(mesh, lambda x: x + 1, (before,), (Y,), after, exactly=True)

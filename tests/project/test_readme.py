@@ -16,7 +16,7 @@ PAGES = ("README.md", "docs/guide.md", "docs/control-flow.md")
 TEXT = "".join((ROOT / name).read_text() for name in PAGES)
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = [block for block in SHOWN if "import" in block and "..." not in block]
-PAGE = (ROOT / "docs/jax.md").read_text()
+PAGE = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("jax", "islands"))
 PLAIN = [
     block
     for block in [*BLOCKS, *re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)]
@@ -71,10 +71,16 @@ def test_a_page_runs(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("block", PLAIN)
-def test_a_program_of_plain_jax_runs(block: str) -> None:
-    islands = {"PW_ISLANDS": "2"} if ".island" in block else {}
-    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", **islands}
+@pytest.mark.parametrize(
+    ("block", "islands"),
+    [
+        (BLOCKS[0], "1"),
+        (BLOCKS[0], "2"),
+        *((block, "2" if "island" in block else "1") for block in PLAIN if block != BLOCKS[0]),
+    ],
+)
+def test_a_program_of_plain_jax_runs(block: str, islands: str) -> None:
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", "PW_ISLANDS": islands}
     done = run_python(["-c", block], environment=without_address() | variables)
     assert done.returncode == 0, done.stderr
     check(block, done.stdout)

@@ -1,8 +1,8 @@
 """`JoinedArray`: an array over a mesh that joins islands.
 
-Each island has a part, an ordinary array: one block of the dimension that the crossing axis splits,
-or all of it. The client holds the parts together; the cluster knows only them. So each part has its
-lineage, its replicas and its errors, and an island that is formed again restores its own.
+Each island has a part (see `island_parts`), an ordinary array. The client holds the parts together; the
+cluster knows only them. So each part has its lineage, its replicas and its errors, and an island that is
+formed again restores its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from pw.client.arrays import jaxtype
 from pw.client.arrays.array import Array, refuse
+from pw.client.arrays.island_parts import put_together, sources
 from pw.client.arrays.signature import ArrayType
 
 
@@ -53,15 +54,37 @@ class JoinedArray(Array):
         self._fetching = None
 
     def start_fetch(self) -> Future[Any]:
-        """Return the future of the value here; the first call fetches one part, or each block."""
+        """Return the future of the value here; the first call fetches the parts that it is made of."""
         self._check_usable()
-        along = self.sharding.crossing_dimension
-        if along is None:
-            return self._parts[0].start_fetch()
+        islands, shape = self._type.islands, self._type.spec.shape
+        needed = list(dict.fromkeys(at for at, _ in sources(islands)))
+        if islands[needed[0]].is_whole:
+            return self._parts[needed[0]].start_fetch()
         if self._fetching is None or (self._fetching.done() and self._fetching.exception()):
-            fetched = [part.start_fetch() for part in self._parts]
-            self._fetching = _all_of(fetched, lambda blocks: np.concatenate(blocks, along))
+            fetched = [self._parts[at].start_fetch() for at in needed]
+            self._fetching = _all_of(
+                fetched,
+                lambda values: put_together(islands, dict(zip(needed, values, strict=True)), shape),
+            )
         return self._fetching
+
+
+def uploaded(session: Any, value: np.ndarray[Any, Any], type_: ArrayType, **how: bool) -> Array:
+    """Upload a host value to its hosts, to each island its part.
+
+    Args:
+        session: of the devices.
+        value: as `host_value` returns it.
+        type_: of the array.
+        how: see the `upload` of a session.
+    """
+    if not type_.parts:
+        return Array(session, session.upload(value, type_.spec, **how), type_)
+    made = []
+    for island, part in zip(type_.islands, type_.parts, strict=True):
+        own = np.ascontiguousarray(island.of(value)).reshape(part.spec.shape)
+        made.append(Array(session, session.upload(own, part.spec, **how), part))
+    return JoinedArray(made, type_)
 
 
 def _all_of(futures: Sequence[Future[Any]], combine: Any) -> Future[Any]:

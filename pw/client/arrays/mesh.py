@@ -1,13 +1,14 @@
 """`Mesh`: devices in an array with named axes, as in `jax.sharding`.
 
 The hosts of one slice are one gang, which launches a computation together. A mesh may join slices
-of several islands by one of its axes, the *crossing* axis: each position along it is one island.
-`pw.client.trace.joined` cuts a function over such a mesh into computations for each island.
+of several islands, in any order. `pw.client.trace.joined` cuts a function over such a mesh into
+computations for each island.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ import numpy as np
 
 from pw.client.arrays import jaxtype
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
+from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
 from pw.client.show.tables import facts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
@@ -28,13 +30,12 @@ class Mesh:
 
     Args:
         devices: array-like of distinct `VirtualDevice`s, of any number of dimensions. They are of one slice,
-            or of several islands (`add_slice(islands=2)`): then one dimension crosses islands, and each
-            position along it has one island's devices.
+            or of several, such as those of `add_slice(islands=2)`.
         axis_names: one name for each dimension (a single name for one).
 
     Raises:
-        PlacementError: a device occurs twice, the devices are of several slices of one island, or not
-            exactly one dimension crosses islands.
+        PlacementError: a device occurs twice.
+        ShardingError: the dimensions need as many different names.
     """
 
     slice: Slice | Slices
@@ -55,28 +56,37 @@ class Mesh:
             )
         if len(set(flat)) != len(flat):
             raise PlacementError("a device occurs twice in a mesh; every position needs its own")
-        self.crossing: str | None = None
-        """The axis that crosses islands."""
-        self.parts: tuple[Mesh, ...] = ()
-        """The mesh of each island without that axis; empty for a mesh on one island."""
-        if len({id(device.slice) for device in flat}) > 1:
-            along = _crossing(grid, names)
-            self.crossing = names[along]
-            rest = tuple(name for name in names if name != self.crossing) or ("devices",)
-            extent = tuple(np.delete(grid.shape, along)) or (1,)
-            self.parts = tuple(
-                Mesh(grid.take([at], along).reshape(extent), rest)
-                for at in range(grid.shape[along])
-            )
         self._devices = tuple(flat)
         self._extent: tuple[int, ...] = grid.shape
         self.axis_names = names
-        own = tuple(part.slice for part in self.parts)
-        self.slice = Slices.of(own) if own else flat[0].slice  # type: ignore[arg-type]
-        self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
+        slices = {id(device.slice): device.slice for device in flat}
+        self.slice = flat[0].slice if len(slices) == 1 else Slices.of(tuple(slices.values()))
+        self.factors: Factors | None = None
+        """How the islands lie along the axes, if there are several and they lie so."""
+        self.parts: tuple[Mesh, ...] = ()
+        """The mesh of each island, if there are several."""
+        starts = dict.fromkeys(slices, 0)
+        if len(slices) > 1:
+            numbers = {one: at for at, one in enumerate(slices)}
+            owners = np.array([numbers[id(device.slice)] for device in flat])
+            self.factors = factors_of(owners.reshape(grid.shape), names)
+            self.parts = tuple(self._part(owners == at) for at in range(len(slices)))
+            ends = itertools.accumulate(one.size for one in slices.values())
+            starts = dict(zip(slices, [0, *ends], strict=False))
+        self.placement = Placement(
+            self.slice.id, tuple(starts[id(device.slice)] + device.index for device in flat)
+        )
         self._replicated: Any = None
         """The sharding with a full copy on each device, once it was asked for."""
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
+
+    def _part(self, is_own: np.ndarray[Any, Any]) -> Mesh:
+        """Return the mesh of an island's devices, in their order here."""
+        own = [device for device, is_here in zip(self._devices, is_own, strict=True) if is_here]
+        axes = (self.factors and self.factors.inner) or {"devices": len(own)}
+        grid = np.empty(len(own), dtype=object)
+        grid[:] = own
+        return Mesh(grid.reshape(tuple(axes.values())), tuple(axes))
 
     @property
     def devices(self) -> np.ndarray[Any, Any]:
@@ -172,33 +182,6 @@ class Mesh:
 
     def _repr_html_(self) -> str:
         return facts("pw.Mesh", [("axes", self._axes), ("devices", self.size), ("on", self._where)])
-
-
-def _crossing(grid: np.ndarray[Any, Any], names: tuple[str, ...]) -> int:
-    """Return the dimension of `grid` along which the islands change. Raises PlacementError."""
-    owners = np.vectorize(lambda device: id(device.slice))(grid)
-    along = [at for at in range(grid.ndim) if (owners != owners.take([0], at)).any()]
-    slices = {id(device.slice): device.slice for device in grid.flat}
-    islands = sorted({part.island for part in slices.values()})
-    if len(islands) < len(slices):
-        raise PlacementError(
-            f"the devices of a mesh are of {len(slices)} slices on {len(islands)} islands, but a mesh takes "
-            "one slice of each island. Allocate them together, add_slice(devices=8, islands=2), or make "
-            "one mesh for each slice and a separate computation for each mesh"
-        )
-    where = f"the islands {', '.join(islands)}"
-    if len(along) != 1:
-        raise PlacementError(
-            f"the mesh axes {', '.join(names[at] for at in along)} all cross {where}; only one axis may. Give "
-            "each island one position of it, as in np.array(slices.devices).reshape(islands, ...)"
-        )
-    if len(slices) != grid.shape[along[0]]:
-        raise PlacementError(
-            f"the mesh axis {names[along[0]]!r} has size {grid.shape[along[0]]} and crosses {where}: an axis "
-            "lies inside of islands or across them, not both. Divide it in two axes, as in "
-            f"np.array(slices.devices).reshape({len(slices)}, -1)"
-        )
-    return along[0]
 
 
 _defaults: dict[tuple[Any, int], Mesh] = {}

@@ -41,12 +41,6 @@ class NamedSharding(jax.sharding.Sharding):
         self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
         self.core.check((math.prod(mesh._extent),) * len(self.core.spec))
         self._hash = hash((mesh, self.core))
-        for axes in self.core.spec:
-            if mesh.crossing in axes[1:]:
-                raise ShardingError(
-                    f"{spec} splits a dimension over {axes}, and {mesh.crossing!r} crosses islands: name it "
-                    "first, so that each island has one part of the dimension"
-                )
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> NamedSharding:
@@ -69,18 +63,13 @@ class NamedSharding(jax.sharding.Sharding):
         """The devices at the positions of the mesh."""
         return self.mesh.placement
 
-    @property
-    def crossing_dimension(self) -> int | None:
-        """The dimension that is split over islands; None if each island has the whole array."""
-        if self.mesh.crossing is None:
-            return None
-        found = [at for at, axes in enumerate(self.core.spec) if self.mesh.crossing in axes]
-        return found[0] if found else None
-
-    def on_island(self, at: int) -> NamedSharding:
-        """Return the sharding of an island's part over the mesh of this island."""
-        axes = [tuple(n for n in names if n != self.mesh.crossing) for names in self.core.spec]
-        return NamedSharding(self.mesh.parts[at], PartitionSpec(*(names or None for names in axes)))
+    def fitting(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return this sharding, or the replicated one if an array of `shape` cannot be split so."""
+        try:
+            self.core.check(shape)
+        except ShardingError:
+            return NamedSharding.replicated(self.mesh)
+        return self
 
     # --- the interface of JAX's shardings ------------------------------------------------------------
 

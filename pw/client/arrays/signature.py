@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax._src import config as jax_config  # jax has no public name for its tracing configuration
 
+from pw.client.arrays.island_parts import IslandPart, parts_of
 from pw.client.arrays.operators import Operators
 from pw.client.arrays.sharding import NamedSharding
 from pw.core.errors import ArgumentError
@@ -55,8 +56,10 @@ class ArrayType:
     key_impl: str | None
     numpy_dtype: np.dtype[Any]
     size_bytes: int
+    islands: tuple[IslandPart, ...] = ()
+    """What each island has of the array, if the mesh joins islands."""
     parts: tuple[ArrayType, ...] = ()
-    """The type of each island's part, if the mesh joins islands."""
+    """The types of these parts."""
 
     @staticmethod
     def of(aval: Any, sharding: NamedSharding) -> ArrayType:
@@ -93,20 +96,9 @@ def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
     spec = ArraySpec(shape, name, sharding.core, sharding.placement)
     numpy_dtype = dtype_of(name)
     size_bytes = math.prod(shape) * numpy_dtype.itemsize
-    parts = _parts(whole, sharding) if sharding.mesh.parts else ()
-    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes, parts)
-
-
-def _parts(aval: Any, sharding: NamedSharding) -> tuple[ArrayType, ...]:
-    """Return the types of an array's parts on the islands of a mesh."""
-    along = sharding.crossing_dimension
-    shape = list(aval.shape)
-    if along is not None:
-        shape[along] //= len(sharding.mesh.parts)
-    part = jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=aval.weak_type)
-    return tuple(
-        ArrayType.of(part, sharding.on_island(at)) for at in range(len(sharding.mesh.parts))
-    )
+    islands = parts_of(sharding, whole.shape) if sharding.mesh.parts else ()
+    parts = tuple(ArrayType.of(whole.update(shape=one.shape), one.sharding) for one in islands)
+    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes, islands, parts)
 
 
 def is_key(dtype: Any) -> bool:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pw.client.arrays.island_parts import is_divided, parts_of
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
@@ -196,13 +197,16 @@ class MixtureOfExperts:
         lie = _sharding_of_rows(x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
+        islands = parts_of(lie, x.shape)
         xs, scores = (apart(one, lie) for one in (x, logits))
         made = [
-            self._on_island(placed, own, logits, lie.on_island(at))
-            for at, (own, logits) in enumerate(zip(xs, scores, strict=True))
+            self._on_island(placed, own, logits, island.sharding)
+            for island, own, logits in zip(islands, xs, scores, strict=True)
         ]
         parts, balances = zip(*made, strict=True)
-        return together(parts, lie), _mean(balances, lie.mesh.parts[0])
+        shape = (x.shape[0], *parts[0].shape[1:])
+        rows = [island.shape[0] for island in islands]
+        return together(parts, lie, shape), _mean(balances, rows, lie.mesh.parts[0])
 
     def _on_island(
         self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
@@ -380,13 +384,14 @@ class MixtureOfExperts:
             raise ArgumentError(f"{self!r}: top_k={self._top_k}, but there are {experts} experts")
 
 
-def _mean(balances: Sequence[Any], mesh: Mesh) -> Any:
-    """Return the mean of the balances of several islands."""
+def _mean(balances: Sequence[Any], rows: Sequence[int], mesh: Mesh) -> Any:
+    """Return the mean of the balances of several islands, which have so many rows."""
 
     def mean(*balances: Any) -> Any:
-        return sum(balances) / len(balances)
+        return sum(one * n for one, n in zip(balances, rows, strict=True)) / sum(rows)
 
-    made = mesh.slice.compiled.made(("mean of balances", mesh), lambda: jit(mean, mesh=mesh))
+    key = ("mean of balances", mesh, *rows)
+    made = mesh.slice.compiled.made(key, lambda: jit(mean, mesh=mesh))
     return made(*balances)
 
 
@@ -411,10 +416,11 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
         sharding = sharding_of(value)
         if sharding is not None:
             lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-            if lie.mesh.parts and lie.crossing_dimension is None:
+            shape = value.shape
+            if lie.mesh.parts and not is_divided(parts_of(lie, shape), shape):
                 raise ShardingError(
                     f"the rows of a pw.moe lie on a mesh over several islands, {lie.mesh!r}, and are not "
-                    f"split over them; split their first dimension, as with P({lie.mesh.crossing!r})"
+                    f"split over them; split their first dimension over all axes: P({lie.mesh.axis_names})"
                 )
             return lie
     return NamedSharding.replicated(default_mesh())

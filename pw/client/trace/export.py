@@ -30,6 +30,7 @@ import numpy as np
 from jax._src.config import traceback_in_locations_limit
 
 from pw.client.arrays.array import Array
+from pw.client.arrays.joined import uploaded
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
@@ -270,13 +271,12 @@ def constant(value: Any, type_: ArrayType) -> Array:
     slice_ = type_.sharding.mesh.slice
     table = slice_.constants
     key = (id(value), type_)
-    source, uploaded = table.get(key, (None, None))
+    source, there = table.get(key, (None, None))
     if source is not None and source() is value:
-        array: Array | None = uploaded()
-        if array is not None:
-            return array
-    number = slice_.runtime.upload(host_value(value, type_), type_.spec)
-    array = Array(slice_.runtime, number, type_)
+        known: Array | None = there()
+        if known is not None:
+            return known
+    array = uploaded(slice_.runtime, host_value(value, type_), type_)
     if isinstance(value, jax.Array):
 
         def forget(_: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pw.client.arrays.array import Array, giving_up
+from pw.client.arrays.island_parts import IslandPart
 from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.signature import ArrayType, host_value
 from pw.core.errors import ArgumentError
@@ -130,28 +131,16 @@ class Launch:
 
 
 class Pick(NamedTuple):
-    """An island's part of a leaf of the call: a part of an array, or a block of a host value."""
+    """An island's part of a leaf of the call."""
 
     leaf: int
     island: int
-    along: int | None = None
-    """The dimension of a host value that is cut; None if the island takes all of it."""
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def block(self) -> tuple[slice, ...]:
-        """The part of a host value, as an index."""
-        if self.along is None:
-            return ()
-        return (*[slice(None)] * self.along, slice(self.start, self.stop))
+    part: IslandPart
 
     def of(self, leaves: Sequence[Any]) -> Any:
         """Return the part."""
         value = leaves[self.leaf]
-        if isinstance(value, Array):
-            return value.members[self.island]
-        return value if self.along is None else value[self.block]
+        return value.members[self.island] if isinstance(value, Array) else self.part.of(value)
 
 
 class JoinedLaunch(Launch):

@@ -43,8 +43,7 @@ def like_arguments(
     ends: dict[Any, set[NamedSharding]] = defaultdict(set)
     if any(free):
         for path, type_ in tree_flatten_with_path(tree_unflatten(arguments, inputs))[0]:
-            # a random result over several islands may be impossible to cut
-            if isinstance(type_, ArrayType) and type_.sharding.crossing_dimension is None:
+            if isinstance(type_, ArrayType):
                 for at in range(len(path) + 1):
                     ends[type_.aval.shape, path[at:]].add(type_.sharding)
     for path, index in tree_flatten_with_path(tree_unflatten(results, range(len(lies))))[0]:

@@ -66,10 +66,7 @@ class ProgramRecorder:
         """Leaf `index` of the program's arguments."""
         if isinstance(signature, ArrayType):
             if signature.parts:
-                parts = [
-                    self._picked(Pick(index, at), type_) for at, type_ in enumerate(signature.parts)
-                ]
-                return self.joined(signature, parts)
+                return self.joined(signature, self._picked(index, signature))
             value = self._input(Feed(index, None, signature))
             return ProgramTracer(signature.aval, signature, value, None)
         return ProgramTracer(aval_of(signature), None, None, index)
@@ -236,7 +233,7 @@ class ProgramRecorder:
             self._check_not_given(tracer, "pw.put")
             return tracer
         if type_.parts:
-            pairs = zip(divided(self, tracer, type_), type_.parts, strict=True)
+            pairs = zip(self.divided(tracer, type_), type_.parts, strict=True)
             return self.joined(type_, [self.reshard(part, to.sharding) for part, to in pairs])
         if isinstance(tracer, JoinedTracer):
             tracer = gathered(self, tracer, type_)
@@ -276,31 +273,35 @@ class ProgramRecorder:
         """Return a value over several islands with these parts."""
         return JoinedTracer(type_.aval, type_, None, None, parts=tuple(parts))
 
-    def blocks(self, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
-        """Return the parts that islands take of a host value, to be an array of `type_`."""
-        along = type_.sharding.crossing_dimension
-        found = []
-        for at, part in enumerate(type_.parts):
-            size = 0 if along is None else part.aval.shape[along]
-            source = tracer._leaf
-            is_leaf = not isinstance(source, Constant)
-            pick = Pick(source if is_leaf else -1, at, along, at * size, (at + 1) * size)
-            if is_leaf:
-                found.append(self._picked(pick, part))
-            else:
-                own = source if along is None else Constant(source.value[pick.block])
-                found.append(ProgramTracer(part.aval, None, None, own))
-        return found
+    def divided(self, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
+        """Return the parts of a value for the islands of `type_`."""
+        source = tracer._leaf
+        if tracer._type is not None:
+            return divided(self, tracer, type_)
+        if not isinstance(source, Constant):
+            return self._picked(source, type_)
+        return [
+            ProgramTracer(
+                part.aval,
+                None,
+                None,
+                source if island.is_whole else Constant(island.of(source.value)),
+            )
+            for island, part in zip(type_.islands, type_.parts, strict=True)
+        ]
 
-    def _picked(self, pick: Pick, type_: ArrayType) -> ProgramTracer:
-        """Return an island's part of a leaf; one for each leaf, island, block and spec."""
-        key = (pick, type_.spec)
-        position = self._position_of.get(key)
-        if position is None:
-            self._picks.append(pick)
-            position = self._position_of[key] = -len(self._picks)
-        value = self._input(Feed(position, None, type_))
-        return ProgramTracer(type_.aval, type_, value, None)
+    def _picked(self, leaf: int, type_: ArrayType) -> list[ProgramTracer]:
+        """Return the islands' parts of a leaf; one for each leaf, island, part and spec."""
+        found = []
+        for at, (island, part) in enumerate(zip(type_.islands, type_.parts, strict=True)):
+            key = (Pick(leaf, at, island), part.spec)
+            position = self._position_of.get(key)
+            if position is None:
+                self._picks.append(key[0])
+                position = self._position_of[key] = -len(self._picks)
+            value = self._input(Feed(position, None, part))
+            found.append(ProgramTracer(part.aval, part, value, None))
+        return found
 
     def _check_not_given(self, tracer: ProgramTracer, consumer: str) -> None:
         donated_to = self._given.get(tracer.identity)

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from pw.client.arrays.island_parts import parts_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import TracingError
@@ -20,9 +21,9 @@ def apart(whole: Any, sharding: NamedSharding) -> list[Any]:
     return made
 
 
-def together(parts: Sequence[Any], sharding: NamedSharding) -> Any:
-    """Return the value of a program with these parts, one of each island."""
-    return _together.bind(*parts, sharding=sharding)
+def together(parts: Sequence[Any], sharding: NamedSharding, shape: Sequence[int]) -> Any:
+    """Return the value of a program with these parts, one of each island, which has `shape`."""
+    return _together.bind(*parts, sharding=sharding, shape=tuple(shape))
 
 
 def is_apart(equation: Any) -> bool:
@@ -42,29 +43,29 @@ def sharding_of_result(equation: Any) -> list[NamedSharding | None] | None:
     sharding: NamedSharding = equation.params["sharding"]
     if is_together(equation):
         return [sharding]
-    return [sharding.on_island(at) for at in range(len(sharding.mesh.parts))]
+    return [part.sharding for part in parts_of(sharding, equation.invars[0].aval.shape)]
 
 
 def _parts(whole: Any, *, sharding: NamedSharding) -> list[Any]:
     return [part.aval for part in ArrayType.of(whole, sharding).parts]
 
 
-def _whole(*parts: Any, sharding: NamedSharding) -> Any:
-    along, shape = sharding.crossing_dimension, list(parts[0].shape)
-    if along is not None:
-        shape[along] *= len(parts)
-    return jax.core.ShapedArray(tuple(shape), parts[0].dtype)
+def _whole(*parts: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+    return jax.core.ShapedArray(shape, parts[0].dtype)
 
 
 def _put_together(cotangents: Any, whole: Any, *, sharding: NamedSharding) -> list[Any]:
-    return [together([ad.instantiate_zeros(one) for one in cotangents], sharding)]
+    own = [ad.instantiate_zeros(one) for one in cotangents]
+    return [together(own, sharding, whole.aval.shape)]
 
 
-def _take_apart(cotangent: Any, *parts: Any, sharding: NamedSharding) -> list[Any]:
+def _take_apart(
+    cotangent: Any, *parts: Any, sharding: NamedSharding, shape: tuple[int, ...]
+) -> list[Any]:
     return apart(ad.instantiate_zeros(cotangent), sharding)
 
 
-def _refuse(values: Any, dimensions: Any, *, sharding: NamedSharding) -> NoReturn:
+def _refuse(values: Any, dimensions: Any, *, sharding: NamedSharding, **_: Any) -> NoReturn:
     raise TracingError(
         f"jax.vmap over a value that islands have parts of, as {sharding!r}, is not possible: call the "
         "function once for each value"

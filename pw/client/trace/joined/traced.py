@@ -19,7 +19,6 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.export import OutShardings, Traced, export, trace
 from pw.client.trace.exported import Alike, Made
-from pw.client.trace.joined.moving import divided
 from pw.client.trace.stablehlo import divide_results, parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
@@ -57,7 +56,7 @@ class JoinedTraced:
     def record(self, recorder: Any, arguments: Sequence[ProgramTracer]) -> list[ProgramTracer]:
         """Add all computations to a program; returns the results."""
         parts = [
-            divided(recorder, argument, type_)
+            recorder.divided(argument, type_)
             for argument, type_ in zip(arguments, self.types, strict=True)
         ]
         made = run(
