@@ -23,6 +23,7 @@ from pw.gateway.compiled import GatewayExecutable, ResultFacts, describe
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
+from pw.gateway.tokens import has_tokens, without_tokens
 
 
 class Ran(NamedTuple):
@@ -55,6 +56,8 @@ class Executor:
             )
             return made
         placement = islands[0].placement
+        if len(devices) > 1 and has_tokens(code.module):
+            code = Stablehlo(without_tokens(code.module), code.options, code.callbacks)
         facts = await self._facts(code, placement)
         has_completion = not facts.outputs
         if has_completion:

@@ -319,6 +319,18 @@ def k(x):
 k(x)
 jax.effects_barrier()
 print(sorted(seen))
+seen.clear()
+
+few = NamedSharding(jax.sharding.Mesh(mesh.devices[1], ("b",)), P("b"))
+
+@jax.jit
+def l(x):
+    for at in range(3):
+        io_callback(lambda v: seen.append(float(v.sum())), None, x + at, ordered=True)
+
+l(jax.device_put(np.ones(4, np.float32), few))
+jax.effects_barrier()
+print(seen)
 """
 
 
@@ -333,6 +345,7 @@ def test_functions_of_the_script_are_called_once() -> None:
         "yes",
         "[1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]",
         str([float(at) for at in range(16)]),
+        "[4.0, 8.0, 12.0]",
     ]
 
 
