@@ -141,7 +141,7 @@ def from_jax(tree: Any) -> Any:
 
     Raises:
         ArrayDeleted: an array was deleted or donated.
-        PlacementError: an array is on several islands, or in another memory than its devices' default one.
+        PlacementError: an array is in another memory than its devices' default one.
         ShardingError: an array is not divided evenly.
         Error: this process is connected to another cluster.
     """
@@ -180,7 +180,6 @@ def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:
         shape: of the arrays; only a `jax.sharding.NamedSharding` can do without.
 
     Raises:
-        PlacementError: it is over several islands.
         ShardingError: it does not divide such an array evenly.
         Error: JAX has no virtual devices in this process.
     """

@@ -88,7 +88,13 @@ LONG = {
     *("test_methods.py", "test_moe.py", "test_pipelines.py", "test_ragged.py", "test_sim.py"),
     *("test_tracing.py", "test_transforms.py", "test_transport.py", "test_while_loop.py"),
     *("test_cli.py", "test_exits.py", "test_gateway.py", "test_gateway_scripts.py", "test_live.py"),
-    *("test_embedded.py", "test_local_cluster.py", "test_secure_cluster.py", "test_survival.py"),
+    *(
+        "test_embedded.py",
+        "test_islands.py",
+        "test_local_cluster.py",
+        "test_secure_cluster.py",
+        "test_survival.py",
+    ),
 }
 """The longest files."""
 

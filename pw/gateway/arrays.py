@@ -71,6 +71,8 @@ class ProxyArray:
     value: np.ndarray[Any, Any] | None = None
     """In the form of its spec: one shard if it is replicated, else all shards side by side."""
     pieces: tuple[tuple[ProxyArray, int], ...] = ()
+    parts: tuple[ProxyArray, ...] = ()
+    """If its devices are on several islands: the shards on each, once a run has needed or made them."""
     error: BaseException | None = None
     gone: bool = False
     dead: set[int] = field(default_factory=set)
@@ -129,7 +131,7 @@ class ProxyArray:
         if self._stored is not None:
             self._stored.holders -= 1
         self._stored = self.value = None
-        self.pieces = ()
+        self.pieces = self.parts = ()
         self.others.clear()
 
     def check(self) -> None:

@@ -56,16 +56,24 @@ class GatewayExecutable:
     """The positions of the devices of each island, if there are several."""
     numbers: tuple[bytes, ...] = ()
     """Values of the program's last inputs, which are the same in each run."""
-    text: str = ""
-    """What each device does, if there are several islands."""
+    divided: bytes = b""
+    """The module of each device, if there are several islands."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The registered programs, by the positions of the inputs that they donate."""
+    places: tuple[tuple[int, int], ...] = field(init=False)
+    """Of each device its island, and its place there, if there are several."""
     digest: bytes = field(init=False)
     """The SHA-256 of the code."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 
     def __post_init__(self) -> None:
+        places = {
+            position: (island, at)
+            for island, positions in enumerate(self.islands)
+            for at, position in enumerate(positions)
+        }
+        self.places = tuple(places[at] for at in range(len(places)))
         self.digest = (
             next(iter(self.artifacts))
             if len(self.artifacts) == 1

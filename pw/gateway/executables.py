@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from pw.gateway.compiled import GatewayExecutable, write_metadata
 from pw.gateway.dtypes import kind_of
 from pw.gateway.executor import Executor, Ran
 from pw.gateway.functions import Caller
+from pw.gateway.joined import text_of
 from pw.gateway.plugins import Plugin
 from pw.gateway.runs import Runs
 
@@ -209,8 +211,10 @@ class Executables:
 
     async def text(self, body: Any, response: Any) -> None:
         """Show a compiled program."""
-        text = self.find(body.loaded_executable_handle).text
-        if not text:
+        divided = self.find(body.loaded_executable_handle).divided
+        if divided:
+            text = await asyncio.to_thread(text_of, divided)
+        else:
             (told,) = await self._details(body, Detail.TEXT)
             text = told.text
         said = response.loaded_executable_human_readable_program_text_response

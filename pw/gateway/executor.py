@@ -23,6 +23,7 @@ from pw.gateway.compiled import GatewayExecutable, ResultFacts, describe
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
+from pw.gateway.tokens import has_tokens, without_tokens
 
 
 class Ran(NamedTuple):
@@ -55,6 +56,8 @@ class Executor:
             )
             return made
         placement = islands[0].placement
+        if len(devices) > 1 and has_tokens(code.module):
+            code = Stablehlo(without_tokens(code.module), code.options, code.callbacks)
         facts = await self._facts(code, placement)
         has_completion = not facts.outputs
         if has_completion:
@@ -111,7 +114,9 @@ class Executor:
         parts = args
         if made.islands:
             _check_places(made, args)
-            parts = [joined.part_on(one, island) for one in args for island in made.islands]
+            parts = [
+                part for one in args for part in one.parts or joined.take_apart(one, made.islands)
+            ]
         argument = self._runs.argument
         arguments = [argument(one, spec) for one, spec in zip(parts, made.inputs, strict=True)]
         if None in arguments:
@@ -175,7 +180,7 @@ def _result(made: GatewayExecutable, result: ResultFacts, stored: Sequence[Store
     if not made.islands:
         array.consist_of(stored[0])
         return array
-    pieces: dict[int, tuple[ProxyArray, int]] = {}
+    parts = []
     for one, island in zip(stored, made.islands, strict=True):
         part = ProxyArray(
             result.dtype,
@@ -186,8 +191,9 @@ def _result(made: GatewayExecutable, result: ResultFacts, stored: Sequence[Store
             not one.spec.sharding.spec,
         )
         part.consist_of(one)
-        pieces.update({position: (part, at) for at, position in enumerate(island)})
-    array.pieces = tuple(pieces[position] for position in range(len(made.devices)))
+        parts.append(part)
+    array.parts = tuple(parts)
+    array.pieces = tuple([(parts[island], at) for island, at in made.places])
     return array
 
 

@@ -19,8 +19,9 @@ from jaxlib import _jax, xla_client
 
 from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
-from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, decode, encode
+from pw.core.programs.stablehlo import CALLS, Facts, ShardFacts, Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, Sharding, dtype_of
+from pw.devices.jax.vetting import vet
 from pw.gateway.arrays import ProxyArray, memory_of
 from pw.gateway.compiled import GatewayExecutable, Source, dtype_in, results_of
 from pw.gateway.completion import with_completion
@@ -42,22 +43,27 @@ _MEMORY = "mhlo.memory_kind"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 
 
-def part_on(array: ProxyArray, island: Sequence[int]) -> ProxyArray:
-    """Return the array of the shards at these positions, which are on one island."""
-    source, _ = array.pieces[island[0]]
-    if len(source.devices) == len(island) and all(
-        array.pieces[position] == (source, at) for at, position in enumerate(island)
+def take_apart(array: ProxyArray, islands: Sequence[Sequence[int]]) -> tuple[ProxyArray, ...]:
+    """Return the array of the shards on each island, whose positions are given; the array keeps them."""
+    array.parts = tuple(_part(array, positions) for positions in islands)
+    return array.parts
+
+
+def _part(array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
+    source, _ = array.pieces[positions[0]]
+    if len(source.devices) == len(positions) and all(
+        array.pieces[position] == (source, at) for at, position in enumerate(positions)
     ):
         return source
     part = ProxyArray(
         array.dtype,
         array.shard_shape,
         array.shard_shape,
-        tuple(array.devices[position] for position in island),
+        tuple(array.devices[position] for position in positions),
         array.memory,
         array.is_replicated,
     )
-    part.pieces = tuple(array.pieces[position] for position in island)
+    part.pieces = tuple(array.pieces[position] for position in positions)
     return part
 
 
@@ -73,6 +79,7 @@ def joined(
 
     Raises:
         Status: it cannot run on several islands.
+        CompileError: hosts would refuse it.
     """
     try:
         with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -81,6 +88,12 @@ def joined(
         raise unsupported(
             f"this function cannot run on several islands: {error.why}{error.where}"
         ) from None
+
+
+def text_of(divided: bytes) -> str:
+    """Return the module of each device in XLA's words."""
+    computation = _jax.mlir.mlir_module_to_xla_computation(divided, False, False)
+    return str(computation.as_hlo_text())
 
 
 class _Joined:
@@ -92,13 +105,14 @@ class _Joined:
         self._islands = islands
         self._facts = Facts("", (), (), (), 0, 0, 0, 0, 0)
         self._sides = Sides((), (), ())
-        self._text = ""
+        self._divided = b""
 
     def executable(self) -> GatewayExecutable:
         """Divide, cut and describe the function; in a context of MLIR."""
         if xla_client.CompileOptions.ParseFromString(self._code.options).num_replicas > 1:
             raise CannotCut("it has replicas; use jax.jit or jax.shard_map")
         module = _parsed(self._code.module)
+        vet(module, CALLS)  # XLA's partitioner would call functions of the script, by address
         has_completion = not _main(module).type.results
         if has_completion:
             module = _parsed(with_completion(self._code.module))
@@ -133,7 +147,7 @@ class _Joined:
         returned = list(block.operations[len(block.operations) - 1].operation.operands)
         values = (list(block.arguments), returned)
         self._facts = _facts(name, divided, values, memories, donated)
-        self._text = _text(divided.module)
+        self._divided = bytes(mlir.module_to_bytecode(divided.module))
         arguments, results = (
             [self._lies(one, words, assignment) for one, words in zip(side, said, strict=True)]
             for side, said in (
@@ -237,7 +251,7 @@ class _Joined:
             has_completion,
             tuple(one.positions for one in self._islands),
             tuple(numbers),
-            self._text,
+            self._divided,
         )
 
     def _computation(self, code: Code, island: int) -> tuple[Computation, bytes]:
@@ -310,11 +324,3 @@ def _shard(value: Any, said: str, memory: str) -> ShardFacts:
 def _bytes(one: ShardFacts) -> int:
     each = one.element_bits or 8 * dtype_of(dtype_in(one)).itemsize
     return -(-math.prod(one.shape) * each // 8)
-
-
-def _text(module: Any) -> str:
-    """Return a divided function in XLA's words."""
-    computation = _jax.mlir.mlir_module_to_xla_computation(
-        mlir.module_to_bytecode(module), False, False
-    )
-    return str(computation.as_hlo_text())

@@ -3,7 +3,8 @@
 The partitioner is one of the first steps of XLA's compilers, and the same on all platforms. jaxlib has no
 function that runs it alone. So a module is compiled for a private CPU client of this process, which has as
 many devices as are wanted and runs nothing, and XLA writes down the module as it is behind the partitioner.
-What it has written is kept on disk for the next run.
+It gets one more result, of a native function that there is not: so XLA stops before it makes machine code,
+which takes longest. What it has written is kept on disk for the next run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +31,12 @@ from pw.processes.kept_files import KeptFiles, cache_folder
 LIMIT_BYTES = 256 << 20
 """A larger folder of divided modules loses those that were used longest ago."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Grows when a file holds something else."""
 _AFTER = "after_spmd-partitioning"
+_STOP = "pw_stop"
+"""A native function that there is not."""
+_RESULTS = "mhlo.spmd_output_sharding"
 
 
 class Divided(NamedTuple):
@@ -72,6 +77,9 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
     build = wanted.executable_build_options
     build.num_replicas, build.num_partitions = 1, devices
     build.use_spmd_partitioning = True
+    propagated = build.allow_spmd_sharding_propagation_to_output
+    if len(propagated) > 1:
+        build.allow_spmd_sharding_propagation_to_output = [*propagated, True]
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(1, -1))
     folder = tempfile.mkdtemp(prefix="pw-division-")
     wanted.env_option_overrides = [
@@ -85,14 +93,63 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
         ("xla_llvm_disable_expensive_passes", True),
     ]
     try:
-        error = _compile(mlir.module_to_bytecode(module), devices, wanted)
+        error = _compile(_with_stop(module), devices, wanted)
         found = sorted(Path(folder).glob(f"*.{_AFTER}.*.hlo.pb"))
         if not found:
             words = str(error).splitlines()[0] if error else "its partitioner did not run"
             raise CannotCut(f"XLA does not divide it: {words}")
-        return bytes(_jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes())))
+        local = _jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes()))
+        return _without_stop(local, module.context)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_stop(module: Any) -> bytes:
+    """Return a module with one more result, of a function that there is not."""
+    stopping = ir.Module.parse(mlir.module_to_bytecode(module), module.context)
+    main = ir.SymbolTable(stopping.operation)["main"]
+    block = main.regions[0].blocks[0]
+    last = block.operations[len(block.operations) - 1].operation
+    attributes = {
+        "call_target_name": ir.StringAttr.get(_STOP, module.context),
+        "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32, module.context), 4),
+        "backend_config": ir.DictAttr.get({}, module.context),
+    }
+    with last.location:
+        kind = ir.RankedTensorType.get([], ir.IntegerType.get_signless(1, module.context))
+        stop = ir.Operation.create(
+            "stablehlo.custom_call", [kind], [], attributes, ip=ir.InsertionPoint(last)
+        )
+        _return(main, [*last.operands, stop.results[0]])
+    return bytes(mlir.module_to_bytecode(stopping))
+
+
+def _without_stop(local: bytes, context: Any) -> bytes:
+    """Return a divided module without the last result."""
+    divided = ir.Module.parse(local, context)
+    main = ir.SymbolTable(divided.operation)["main"]
+    block = main.regions[0].blocks[0]
+    *results, stop = block.operations[len(block.operations) - 1].operation.operands
+    with main.location:
+        _return(main, results)
+        attributes = divided.operation.attributes
+        *shardings, _ = _each(ir.StringAttr(attributes[_RESULTS]).value)
+        attributes[_RESULTS] = ir.StringAttr.get(f"{{{', '.join(shardings)}}}")
+    stop.owner.operation.erase()
+    return bytes(mlir.module_to_bytecode(divided))
+
+
+def _return(main: Any, values: Sequence[Any]) -> None:
+    """Let a function return other values; in place."""
+    block = main.regions[0].blocks[0]
+    block.operations[len(block.operations) - 1].operation.erase()
+    ir.Operation.create("func.return", [], list(values), ip=ir.InsertionPoint(block))
+    kinds = ir.FunctionType.get(main.type.inputs, [value.type for value in values])
+    main.attributes["function_type"] = ir.TypeAttr.get(kinds)
+    if "res_attrs" in main.attributes:
+        known = list(ir.ArrayAttr(main.attributes["res_attrs"]))
+        every = [*known, ir.DictAttr.get({})][: len(values)]
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(every)
 
 
 def _read(local: bytes, context: Any) -> Divided:
@@ -101,9 +158,7 @@ def _read(local: bytes, context: Any) -> Divided:
     of_parameters = "mhlo.spmd_parameters_shardings"
     listed = ir.ArrayAttr(attributes[of_parameters]) if of_parameters in attributes else ()
     arguments = tuple(ir.StringAttr(one).value for one in listed)
-    return Divided(
-        made, arguments, _each(ir.StringAttr(attributes["mhlo.spmd_output_sharding"]).value)
-    )
+    return Divided(made, arguments, _each(ir.StringAttr(attributes[_RESULTS]).value))
 
 
 class Divisions(KeptFiles):

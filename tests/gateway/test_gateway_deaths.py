@@ -31,9 +31,8 @@ TRAINING = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-mesh = Mesh(np.array(jax.devices()), ("x",))
-split, same = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
-data = jax.device_put(np.sin(np.arange(64 * 8.0).reshape(64, 8) * 0.1), split)
+one, all = (Mesh(np.array(devices), ("x",)) for devices in (jax.devices()[:2], jax.devices()))
+assert len({device.island for device in jax.devices()}) == 2
 
 def step(w, x):
     def loss(w):
@@ -41,7 +40,9 @@ def step(w, x):
     value, slope = jax.value_and_grad(loss)(w)
     return w - 0.1 * slope, value
 
-def train(donated):
+def train(mesh, donated):
+    split, same = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    data = jax.device_put(np.sin(np.arange(64 * 8.0).reshape(64, 8) * 0.1), split)
     function = jax.jit(step, donate_argnums=donated)
     w = jax.device_put(np.ones((8, 512)), same)
     losses = []
@@ -53,13 +54,13 @@ def train(donated):
             yield
     yield [float(loss).hex() for loss in losses]
 
-_, undisturbed = train(())
-disturbed = [train(()), train((0,))]
+undisturbed = [list(train(mesh, ()))[1] for mesh in (one, all)]
+disturbed = [train(mesh, donated) for donated in ((), (0,)) for mesh in (one, all)]
 for each in disturbed:
     next(each)
 print("killed?", flush=True)
 wait()
-assert [next(each) for each in disturbed] == [undisturbed] * 2
+assert [next(each) for each in disturbed] == undisturbed * 2
 print("ok")
 """
 
@@ -94,7 +95,7 @@ except Exception as error:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[pw.LocalCluster]:
-    with pw.LocalCluster(devices_per_host=2) as cluster:
+    with pw.LocalCluster(islands=2, devices_per_host=2) as cluster:
         yield cluster
 
 
@@ -120,9 +121,9 @@ def scripts() -> Iterator[list[Script]]:
 
 
 def runtime_pid() -> int | None:
-    """The process of the only host; None while it has no place."""
-    hosts = [host for island in status().islands for host in island.hosts]
-    return hosts[0].pid if hosts else None
+    """The process of the host of the first island; None while it has no place."""
+    (first,) = (island for island in status().islands if island.name == "island-0")
+    return first.hosts[0].pid if first.hosts else None
 
 
 def status() -> Status:

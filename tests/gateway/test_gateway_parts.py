@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pw.core import errors
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.choosing import Wanted, allocate
+from pw.gateway.choosing import Wanted, allocate, are_slices
 from pw.gateway.dtypes import kind_of, name_of
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), ("x", "y", "z"))
@@ -171,6 +171,13 @@ def test_options_come_before_the_environment(
 def test_a_number_of_devices_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(errors.Error, match="PW_DEVICES must be a number of 1 or more"):
         Wanted.of(None, "", {"PW_DEVICES": text})
+
+
+def test_islands_are_one_slice_unless_that_is_asked_for() -> None:
+    asked = [{}, {"PW_SLICES": "one"}, {"PW_SLICES": "islands"}]
+    assert [are_slices(one) for one in asked] == [False, False, True]
+    with pytest.raises(errors.Error, match="PW_SLICES must be one or islands, not 'two'"):
+        are_slices({"PW_SLICES": "two"})
 
 
 def test_devices_divide_over_islands() -> None:

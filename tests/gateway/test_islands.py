@@ -319,6 +319,18 @@ def k(x):
 k(x)
 jax.effects_barrier()
 print(sorted(seen))
+seen.clear()
+
+few = NamedSharding(jax.sharding.Mesh(mesh.devices[1], ("b",)), P("b"))
+
+@jax.jit
+def l(x):
+    for at in range(3):
+        io_callback(lambda v: seen.append(float(v.sum())), None, x + at, ordered=True)
+
+l(jax.device_put(np.ones(4, np.float32), few))
+jax.effects_barrier()
+print(seen)
 """
 
 
@@ -333,6 +345,7 @@ def test_functions_of_the_script_are_called_once() -> None:
         "yes",
         "[1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]",
         str([float(at) for at in range(16)]),
+        "[4.0, 8.0, 12.0]",
     ]
 
 
@@ -351,3 +364,45 @@ print(mesh_utils.create_hybrid_device_mesh((2, 1), (1, 2)).shape)
     }
     ran = run_python(["-c", script], environment=without_address() | variables)
     assert ran.stdout.splitlines() == ["[0, 0, 1, 1]", "(2, 2)"], ran.stderr
+
+
+ARRAYS = """
+import jax, numpy as np, pw, pw.jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+values = np.arange(64, dtype=np.float32).reshape(8, 8)
+for spec in (P("a", "b"), P("b"), P(("b", "a")), P(None, "b"), P()):
+    x = jax.jit(lambda x: x * 2)(jax.device_put(values, NamedSharding(mesh, spec)))
+    y = pw.jax.from_jax(x)
+    z = pw.jax.to_jax(y)
+    assert z.sharding == x.sharding, (z.sharding, x.sharding)
+    assert all((np.asarray(one) == values * 2).all() for one in (y, z))
+    for a, b in zip(x.addressable_shards, z.addressable_shards):
+        assert a.device == b.device and (np.asarray(a.data) == np.asarray(b.data)).all()
+turned = Mesh(np.array(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]], ("x",))
+x = jax.device_put(values, NamedSharding(turned, P("x")))
+y = pw.jax.to_jax(pw.jax.from_jax(x))
+assert y.sharding == x.sharding and (np.asarray(y) == values).all()
+key = jax.device_put(jax.random.key(3), NamedSharding(mesh, P()))
+again = pw.jax.to_jax(pw.jax.from_jax(key))
+assert (jax.random.key_data(key) == jax.random.key_data(again)).all()
+
+split = NamedSharding(mesh, P(("a", "b")))
+double = jax.jit(lambda x: x * 2, out_shardings=split)
+mean = jax.jit(lambda x: x.mean(0), in_shardings=split)
+
+@pw.program
+def f(x):
+    return mean(double(x))
+
+print(f(jax.device_put(values, split)))
+pw.checkpoint(jax.device_put(values, split)).result()
+"""
+
+
+def test_arrays_become_those_of_pw_and_back() -> None:
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", "PW_ISLANDS": "2"}
+    ran = run_python(["-c", ARRAYS], environment=without_address() | variables)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "[56. 58. 60. 62. 64. 66. 68. 70.]\n"

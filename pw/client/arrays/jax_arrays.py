@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from threading import RLock, Thread
 from typing import Any
@@ -22,6 +22,7 @@ from jax.extend.ifrt_programs import ifrt_programs
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import Slice
+from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, is_key
@@ -75,7 +76,7 @@ class Front:
     # --- shardings ------------------------------------------------------------------------------------
 
     def from_jax(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of pw with the same shards. Raises ShardingError, PlacementError."""
+        """Return the sharding of pw with the same shards. Raises ShardingError."""
         is_named = isinstance(sharding, jax.sharding.NamedSharding)
         key = sharding if is_named else (sharding, shape)
         found = self._known.get(key)
@@ -94,17 +95,10 @@ class Front:
         return found
 
     def mesh(self, devices: Any, names: Sequence[str]) -> Mesh:
-        """Return the mesh of this process's slice on the same devices. Raises PlacementError."""
-        numbers = {device.pw_slice for device in devices.flat}
-        if len(numbers) > 1:
-            raise PlacementError(
-                "a jax.Array over devices of several islands cannot become a pw.Array, whose devices belong to "
-                "one island; make a jax mesh for each island (device.island)"
-            )
-        own = self.slice(numbers.pop()).devices
+        """Return the mesh of this process's slices on the same devices."""
         grid = np.empty(devices.shape, object)
         for place, device in np.ndenumerate(devices):
-            grid[place] = own[device.pw_index]
+            grid[place] = self.slice(device.pw_slice).devices[device.pw_index]
         return Mesh(grid, tuple(names))
 
     def _even(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
@@ -128,18 +122,17 @@ class Front:
 
     def to_jax(self, sharding: NamedSharding) -> Any:
         """Return the sharding of JAX with the same shards. Raises PlacementError for other devices."""
-        number = self._numbers.get(sharding.mesh.slice.id)
-        if number is None or sharding.mesh.slice is not self._slices[number]:
-            raise PlacementError(
-                f"an array on {sharding.mesh!r} lies on devices that JAX does not have; move it first, with "
-                "pw.put(x, sharding=pw.jax.sharding_of(s)), where s is a sharding over jax.devices()"
-            )
         found = self._originals.get(sharding)
         if found is None:
-            devices = self._devices[number]
             grid = np.empty(sharding.mesh.devices.shape, object)
             for place, device in np.ndenumerate(sharding.mesh.devices):
-                grid[place] = devices[device.index]
+                number = self._numbers.get(device.slice.id)
+                if number is None or device.slice is not self._slices[number]:
+                    raise PlacementError(
+                        f"an array on {sharding.mesh!r} lies on devices that JAX does not have; move it first, "
+                        "with pw.put(x, sharding=pw.jax.sharding_of(s)), where s is one over jax.devices()"
+                    )
+                grid[place] = self._devices[number][device.index]
             mesh = jax.sharding.Mesh(grid, sharding.mesh.axis_names)
             found = jax.sharding.NamedSharding(mesh, sharding.spec)
         return found
@@ -158,11 +151,26 @@ class Front:
     def taken(self, arrays: Sequence[Any]) -> list[Array]:
         """Return arrays of pw with the shards of arrays of JAX."""
         types = [self._type(array) for array in arrays]
+        parts = [part for pair in zip(arrays, types, strict=True) for part in self._parts(*pair)]
+        made = iter(self._taken(parts, [part for one in types for part in one.parts or (one,)]))
+        return [
+            JoinedArray([next(made) for _ in one.parts], one) if one.parts else next(made)
+            for one in types
+        ]
+
+    def _parts(self, array: Any, type_: ArrayType) -> list[Any]:
+        """Return the array of JAX of each island's shards, or the array if it is on one."""
+        base = _base(array)
+        if not type_.parts:
+            return [base]
+        shards = {shard.device: shard.data for shard in base.addressable_shards}
+        return [_assembled(part, self.to_jax(part.sharding), shards) for part in type_.parts]
+
+    def _taken(self, arrays: Sequence[Any], types: Sequence[ArrayType]) -> list[Array]:
         made: dict[int, Array] = {}
         for places in _grouped(types):
             token = secrets.token_bytes(TOKEN_BYTES)
-            given = [_base(arrays[at]) for at in places]
-            self._plugin("pw_offer", given, token=token.hex())
+            self._plugin("pw_offer", [arrays[at] for at in places], token=token.hex())
             specs = [types[at].spec for at in places]
             numbers = self.session.handovers.take(token, specs)
             for at, number in zip(places, numbers, strict=True):
@@ -185,11 +193,29 @@ class Front:
 
     def given(self, arrays: Sequence[Array]) -> list[Any]:
         """Return arrays of JAX with the shards of arrays of pw."""
-        from jax._src.interpreters import pxla
-
         for array in arrays:
             array._check_usable()
             array._check_owner(self.session)
+        made = iter(self._given([member for array in arrays for member in array.members]))
+        found = []
+        for array in arrays:
+            type_ = array._type
+            if type_.parts:
+                shards = {
+                    shard.device: shard.data
+                    for _ in type_.parts
+                    for shard in next(made).addressable_shards
+                }
+                whole = _assembled(type_, self.to_jax(type_.sharding), shards)
+            else:
+                whole = next(made)
+            found.append(_as_key(whole, type_))
+        return found
+
+    def _given(self, arrays: Sequence[Array]) -> list[Any]:
+        """Return arrays of JAX with the shards of arrays on one island each; of keys, the integers."""
+        from jax._src.interpreters import pxla
+
         types = [array._type for array in arrays]
         shardings = [self.to_jax(type_.sharding) for type_ in types]
         made: dict[int, Any] = {}
@@ -214,14 +240,15 @@ class Front:
             own = [shardings[at] for at in places]
             handlers = pxla.global_avals_to_results_handler(avals, own, True).handlers
             for at, array in zip(places, results.consume_with_handlers(handlers), strict=True):
-                made[at] = _as_key(array, types[at])
+                made[at] = array
         return [made[at] for at in range(len(arrays))]
 
     def checkpoint(self, arrays: Sequence[Any]) -> Future[None]:
         """Have the gateway's session make replicas of arrays of JAX; returns when they are safe."""
         by_count: dict[int, list[Any]] = {}
         for array in arrays:
-            by_count.setdefault(array.sharding.num_devices, []).append(_base(array))
+            for part in self._parts(array, self._type(array)):
+                by_count.setdefault(part.sharding.num_devices, []).append(part)
         ends = [self._plugin("pw_checkpoint", given).consume_token() for given in by_count.values()]
         done: Future[None] = Future()
 
@@ -307,6 +334,12 @@ def _grouped(types: Sequence[ArrayType]) -> list[list[int]]:
 def _base(array: Any) -> Any:
     """Return the unsigned integers of typed keys, and any other array itself."""
     return array._base_array if is_key(array.dtype) else array
+
+
+def _assembled(type_: ArrayType, sharding: Any, shards: Mapping[Any, Any]) -> Any:
+    """Return the array of JAX of this type that has these shards on its devices."""
+    own = [shards[device] for device in sharding._device_assignment]
+    return jax.make_array_from_single_device_arrays(type_.spec.shape, sharding, own)
 
 
 def _as_key(array: Any, type_: ArrayType) -> Any:
