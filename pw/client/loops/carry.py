@@ -19,7 +19,7 @@ from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import one_mesh_of, traced
 from pw.client.trace.equations import ProgramTrace, meshes_of_body, tracing_program
-from pw.client.trace.place import Placement
+from pw.client.trace.passes.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.traced_errors import check_constants, in_words_of
 from pw.client.trace.tracer import ProgramTracer

@@ -31,7 +31,7 @@ from pw.client.trace.function import (
 )
 from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.jit import jit
-from pw.client.trace.meshes import first_mesh, is_on_several, meshes_in
+from pw.client.trace.passes.meshes import first_mesh, is_on_several, meshes_in
 from pw.client.trace.program import program
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import in_words_of

@@ -1,8 +1,8 @@
 """A `pw.while_loop` that JAX traces.
 
-In a program, a loop with a bound is a `jax.lax.scan` of choices whether it goes on, which JAX can differentiate
-in reverse; `pw.client.trace.place` makes guarded iterations of it, or one computation on one mesh. Without a
-bound, and in a `pw.jit` function, it is `jax.lax.while_loop`.
+In a program, a loop with a bound is a `jax.lax.scan` of choices whether it goes on, which JAX can
+differentiate in reverse; `pw.client.trace.passes.place` makes guarded iterations of it, or one computation
+on one mesh. Without a bound, and in a `pw.jit` function, it is `jax.lax.while_loop`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pw.client.loops.loop import Loop
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import ProgramTrace
 from pw.client.trace.jax_calls import with_calls
-from pw.client.trace.meshes import first_mesh, is_on_several
-from pw.client.trace.unrolled import LOOP
+from pw.client.trace.passes.meshes import first_mesh, is_on_several
+from pw.client.trace.passes.unrolled import LOOP
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 

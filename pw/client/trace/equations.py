@@ -49,7 +49,7 @@ class CallKind:
     body: list[Any] = field(default_factory=list)
     """The jaxpr of its equations, until JAX transforms them."""
     traced: dict[Any, Any] = field(default_factory=dict)
-    """What was made of its equations, by `pw.client.trace.place`."""
+    """What was made of its equations, by `pw.client.trace.passes.place`."""
 
 
 class EquationName(str):

@@ -10,8 +10,8 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 
 from pw.client.trace.export import Traced
 from pw.client.trace.joined.traced import JoinedTraced
+from pw.client.trace.passes.residuals import with_fewer_residuals
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.residuals import with_fewer_residuals
 from pw.client.trace.stablehlo import parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, TracingError

@@ -42,7 +42,7 @@ from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.lowered import LoweredProgram
 from pw.client.trace.parameters import Donated, donated_leaves, parameters_of
-from pw.client.trace.place import Placement
+from pw.client.trace.passes.place import Placement
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import check_constants, in_words_of, naming_mapped_axes

@@ -13,7 +13,7 @@ from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.equations import ProgramTrace, kind_of, program_trace
 from pw.client.trace.joined.islands import sharding_of_result
-from pw.client.trace.placed_calls import traced_call, type_in_call
+from pw.client.trace.passes.placed_calls import traced_call, type_in_call
 
 
 def sharding_of(value: Any) -> NamedSharding | None:

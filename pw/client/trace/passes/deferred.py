@@ -10,7 +10,7 @@ import numpy as np
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.branch import Branch
-from pw.client.trace.ordinary import Pending
+from pw.client.trace.passes.ordinary import Pending
 from pw.client.trace.tracer import ProgramTracer
 
 

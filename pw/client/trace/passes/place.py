@@ -1,8 +1,8 @@
 """*Place*: from the jaxpr of a program to computations on meshes, and values that move between them.
 
-Each equation that is a call becomes a node on the mesh of its function. Ordinary equations between calls are
-collected (`pw.client.trace.ordinary`), and become one computation when a call, a move or a result needs one
-of their values.
+Each equation that is a call becomes a node on the mesh of its function. Ordinary equations between calls
+are collected (`pw.client.trace.passes.ordinary`), and become one computation when a call, a move or a
+result needs one of their values.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ import jax.numpy as jnp
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.trace import unrolled
-from pw.client.trace.branches import branches_of, chosen, kept_apart, kept_in_loop
 from pw.client.trace.counted_rows import has_counts
-from pw.client.trace.deferred import Apart, Floating, Stacked, is_number_of_predicate, mesh_of
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
 from pw.client.trace.joined.islands import is_apart, is_together
-from pw.client.trace.meshes import first_mesh, one_mesh
-from pw.client.trace.ordinary import Group, Pending
-from pw.client.trace.placed_calls import traced_call, type_in_call
+from pw.client.trace.passes import unrolled
+from pw.client.trace.passes.branches import branches_of, chosen, kept_apart, kept_in_loop
+from pw.client.trace.passes.deferred import (
+    Apart,
+    Floating,
+    Stacked,
+    is_number_of_predicate,
+    mesh_of,
+)
+from pw.client.trace.passes.meshes import first_mesh, one_mesh
+from pw.client.trace.passes.ordinary import Group, Pending
+from pw.client.trace.passes.placed_calls import traced_call, type_in_call
+from pw.client.trace.passes.residuals import with_fewer_residuals
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 from pw.client.trace.recorder import ProgramRecorder
-from pw.client.trace.residuals import with_fewer_residuals
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import TracingError
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.extend
 
-from pw.client.trace.deferred import is_number_of_predicate
+from pw.client.trace.passes.deferred import is_number_of_predicate
 from pw.core.errors import ArgumentError
 
 jex = jax.extend.core

@@ -16,8 +16,8 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
 from pw.client.trace.cond_errors import name_of_both
 from pw.client.trace.counted import counts_of
-from pw.client.trace.deferred import Apart
-from pw.client.trace.meshes import first_mesh
+from pw.client.trace.passes.deferred import Apart
+from pw.client.trace.passes.meshes import first_mesh
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.programs.program import ValueRef
