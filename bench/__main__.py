@@ -39,7 +39,7 @@ SUITE = {
     "gateway": 600,
     "timeline": 300,
     "pipeline-train": 600,
-    "islands": 900,
+    "islands": 1200,
     "control": 180,
     "moe": 300,
     "security": 120,

@@ -17,6 +17,7 @@ ratios show what the runtime costs.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -53,6 +54,7 @@ ISLANDS = 2
 READING_S = 2.0
 LAYERS = 24
 SMALL_CALLS = 300
+SETTLED_S = 0.5
 SHAPE, SHORT = Shape(128, 4, 8, 128, recompute=True), Shape(128, 4, 2, 128, recompute=True)
 ONE, TWO = "one island", "two islands"
 WHAT = "functions over two islands, and the same on one; bytes that a host sends; time to cut"
@@ -207,6 +209,16 @@ def sent_bytes(trainer: Trainer, steps: int) -> float:
 
 
 def _sent() -> dict[str, int]:
+    """Return what each host has sent, when that has not changed for a while: hosts count late."""
+    before: dict[str, int] = {}
+    sent = _counted()
+    while sent != before:
+        time.sleep(SETTLED_S)
+        before, sent = sent, _counted()
+    return sent
+
+
+def _counted() -> dict[str, int]:
     found = pw.stats()
     return {
         name: own["bulk_sent_bytes"] for name, own in found.items() if name.startswith("island-")

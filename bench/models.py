@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 Params = dict[str, Any]
 """A tree of float32 arrays."""
@@ -146,7 +147,8 @@ def lm_init(shape: Shape, seed: Any, stage: int = 0, stages: int = 1) -> Params:
 def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
     """One stage: tokens int32 `[rows, context]` or activations to activations or logits.
 
-    Its blocks are a list, or the tree of one block with all of them in each array, for a scan.
+    Its blocks are a list, or the tree of one block with all of them in each array, for a scan, in which each
+    device has all weights of a block.
     """
 
     def block(params: Params, x: Any) -> Any:
@@ -164,7 +166,12 @@ def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
         for layer in blocks:
             x = block(layer, x)
     else:
-        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, blocks)
+
+        def step(x: Any, layer: Params) -> Any:
+            whole = jax.lax.with_sharding_constraint(layer, P())
+            return block(whole, x), None
+
+        x, _ = jax.lax.scan(step, x, blocks)
     if "logits" in params:
         x = _matmul(shape, rms_norm(x, params["norm"]), params["logits"])
     return x

@@ -1,7 +1,7 @@
 """What the benchmark of islands runs: each a function for a mesh with the axes "island" and "data".
 
 - *data-parallel*: a decoder LM; the gradients are added up over all devices.
-- *FSDP*: the same with a scan over its layers, whose weights are split over "island".
+- *FSDP*: the same with a scan over its layers, whose weights are split over "island" outside of the layer.
 - *tensor-parallel*: the same with feed-forward layers that are split over "island": each layer adds up
   activations over islands, forwards and backwards.
 - *experts*: each device has an expert, and all rows go to experts and back by all-to-alls over all devices.

@@ -18,6 +18,7 @@ from pw.client.trace.jit import jit
 from pw.client.transfer import get
 from pw.islands import sums
 from tests.stages.local_runtime import LocalRuntime
+from tests.stages.samples import diagonal
 
 ISLANDS, EACH = 2, 4
 BATCH = P(("island", "data"))
@@ -355,8 +356,7 @@ ON_MESHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", ON_MESHES)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("name", "function"), diagonal(list(MESHES), list(ON_MESHES)))
 def test_any_assignment_of_devices(name: str, function: str) -> None:
     mesh = MESHES[name]()
     axes = mesh.axis_names

@@ -56,11 +56,11 @@ class JoinedArray(Array):
     def start_fetch(self) -> Future[Any]:
         """Return the future of the value here; the first call fetches the parts that it is made of."""
         self._check_usable()
-        islands, shape = self._type.islands, self._type.spec.shape
-        needed = list(dict.fromkeys(at for at, _ in sources(islands)))
-        if islands[needed[0]].is_whole:
-            return self._parts[needed[0]].start_fetch()
         if self._fetching is None or (self._fetching.done() and self._fetching.exception()):
+            islands, shape = self._type.islands, self._type.spec.shape
+            needed = list(dict.fromkeys(at for at, _ in sources(islands)))
+            if islands[needed[0]].is_whole:
+                return self._parts[needed[0]].start_fetch()
             fetched = [self._parts[at].start_fetch() for at in needed]
             self._fetching = _all_of(
                 fetched,
