@@ -184,10 +184,12 @@ class Executables:
         if isinstance(known, BaseException):
             raise known
         response.loaded_executable_fetch_execute_result_response.SetInParent()
-        for one in known:
-            if isinstance(one, Stored):
-                one = self._runs.runtime.wait([(one.number, one.spec)])
-            await self._runs.settled(one)
+        stored = [(one.number, one.spec) for one in known if isinstance(one, Stored)]
+        ends = [one for one in known if not isinstance(one, Stored)]
+        if stored:
+            ends.append(self._runs.runtime.wait(stored))
+        for end in ends:
+            await self._runs.settled(end)
 
     # --- describing ----------------------------------------------------------------------------------
 
