@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 import pw
+from bench.baselines.one_process import GATEWAY, PlainJax
 from bench.cutting_time import lower_s, plain_jax
 from bench.measure import Sample, alternate
 from bench.models import Shape, lm_init
@@ -43,7 +44,7 @@ from bench.over_islands import (
 from bench.pictures import hidden, of_hosts, window
 from bench.pipeline_train import OPTIMIZER
 from bench.report import Chart, Result
-from bench.training import SEED, Task, Trainer, farthest
+from bench.training import SEED, TASKS, Task, Trainer, farthest
 
 BOUND, FSDP_BOUND = 0.95, 0.8
 BYTES_BOUND = 1.05
@@ -68,9 +69,10 @@ def run(quick: bool) -> Result:
     short, _ = tasks(*((Shape(32, 2, 1, 16), 8) if quick else (SHORT, 32)), OPTIMIZER)
     experts = Experts(64, 16) if quick else Experts(4096, 256)
     with ExitStack() as stack:
-        meshes = {}
+        meshes, clusters = {}, {}
         for name, islands in ((ONE, 1), (TWO, ISLANDS)):
-            stack.enter_context(pw.LocalCluster(islands=islands, hosts_per_island=hosts // islands))
+            cluster = pw.LocalCluster(islands=islands, hosts_per_island=hosts // islands)
+            clusters[name] = stack.enter_context(cluster)
             meshes[name] = mesh_over(hosts, islands)
 
         def compare(name: str, make: Callable[[pw.Mesh], Trainer], of: Any) -> dict[str, Trainer]:
@@ -115,7 +117,7 @@ def run(quick: bool) -> Result:
             rounds=rounds,
         )
         add(result, "small", samples, "calls/s")
-        # Plain JAX through the gateway, which joins islands as one backend, gets its row here: `add` it.
+        in_plain_jax(result, {place: str(one.address) for place, one in clusters.items()}, quick)
         cutting(result, 2 if quick else LAYERS, meshes[TWO], 1 if quick else 2)
     result.notes.append(
         f"{hosts} hosts of one device each, all on the cores of one machine; {lm.tokens_per_step} tokens a "
@@ -157,6 +159,30 @@ def note_bytes(result: Result, name: str, trainer: Trainer) -> None:
     """Add a note of what a host sends."""
     sent = sent_bytes(trainer, 4) / 2**20
     result.notes.append(f"{name}: a host sends {sent:.2f} MiB to the other island in a step")
+
+
+def in_plain_jax(result: Result, addresses: dict[str, str], quick: bool) -> None:
+    """Train a language model in plain JAX, through a gateway to each cluster."""
+    task = TASKS["lm-tiny" if quick else "lm-small"]
+    with ExitStack() as stack:
+        peers = {
+            place: stack.enter_context(PlainJax(task.name, HOSTS, GATEWAY, address=address))
+            for place, address in addresses.items()
+        }
+        steps = 1 if quick else max(3, round(READING_S / (peers[ONE].seconds(task.name, 3) / 3)))
+
+        def tokens_per_s(peer: PlainJax) -> float:
+            return steps * task.tokens_per_step / peer.seconds(task.name, steps)
+
+        cases = {place: partial(tokens_per_s, peer) for place, peer in peers.items()}
+        samples = alternate(cases, rounds=1 if quick else 5)
+        (left,), (right,) = (peers[place].losses() for place in (TWO, ONE))
+    name = "data-parallel, plain JAX"
+    add(result, name, samples, "tokens/s")
+    result.at_least(BOUND, ratio(result, name), f"{name}: {TWO} / {ONE}")
+    result.at_most(
+        TOLERANCE, farthest(left, right), f"{name}: largest relative difference of a loss"
+    )
 
 
 def cutting(result: Result, layers: int, mesh: pw.Mesh, rounds: int) -> None:

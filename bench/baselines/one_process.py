@@ -41,15 +41,23 @@ class PlainJax(Peer):
         devices: the number of devices of each process.
         platform: `cpu`, `cuda`, or `pw` for a cluster that the script starts beside itself.
         processes: the number of processes.
+        address: of the cluster for `pw`, in place of one beside the script.
 
     Raises:
         GaveUp: it did not become ready.
     """
 
-    def __init__(self, work: str, devices: int, platform: str = "cpu", processes: int = 1) -> None:
+    def __init__(
+        self,
+        work: str,
+        devices: int,
+        platform: str = "cpu",
+        processes: int = 1,
+        address: str = "",
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._losses = [Path(self._folder.name) / str(rank) for rank in range(processes)]
-        arguments = [[work, str(devices), platform, str(path)] for path in self._losses]
+        arguments = [[work, str(devices), platform, str(path), address] for path in self._losses]
         name = "gateway" if platform == GATEWAY else "JAX"
         super().__init__(name, "bench.baselines.one_process", arguments, ready_s=READY_S)
 
@@ -63,10 +71,10 @@ class PlainJax(Peer):
         self._folder.cleanup()
 
 
-def mesh_of(devices: int, platform: str) -> Mesh:
+def mesh_of(devices: int, platform: str, address: str = "") -> Mesh:
     """Set up JAX as in a worker; returns a mesh over the devices of this process, axis "data"."""
     if platform == GATEWAY:
-        pw.jax.connect(devices=devices)
+        pw.jax.connect(address or None, devices=devices)
     else:
         group.prepare(platform, devices)
         jax.config.update("jax_enable_x64", False)
@@ -98,11 +106,11 @@ def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
 
 
 def main() -> None:
-    """WORK DEVICES PLATFORM LOSSES: serve until standard input ends."""
-    work, devices, platform, losses = sys.argv[1:]
+    """WORK DEVICES PLATFORM LOSSES ADDRESS: serve until standard input ends."""
+    work, devices, platform, losses, address = sys.argv[1:]
 
     def prepare() -> Mapping[str, Callable[[int], object]]:
-        mesh = mesh_of(int(devices), platform)
+        mesh = mesh_of(int(devices), platform, address)
         return dispatch(mesh) if work == DISPATCH else training(work, mesh, Path(losses))
 
     serve(prepare)
