@@ -17,6 +17,7 @@ TRAINING = (
     ("mnist.py", "--two-islands"),
     ("equinox_train.py", "--two-islands"),
     ("equinox_train.py",),  # over the devices of both islands
+    ("fsdp.py",),
 )
 TOLERANCE = 1e-6
 """Sums over the devices of two hosts are added in another order than those of one process. JAX over two
@@ -84,5 +85,5 @@ def test_losses_are_those_of_plain_jax(tmp_path: Path, command: Sequence[str]) -
 
 def test_no_example_knows_pw() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
-    assert len(files) == 3
+    assert len(files) == 4
     assert not [path for path in files if re.search(r"^(import|from) pw\b", path.read_text(), re.M)]
