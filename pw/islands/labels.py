@@ -70,6 +70,8 @@ class LabelsOf:
             made = self._loop(one)
         elif one.name in ("stablehlo.if", "stablehlo.case"):
             made = self._branches(one)
+        elif one.name == "stablehlo.optimization_barrier":
+            made = [self._known[value] for value in one.operands]
         else:
             made = [self._simple(one)] * len(one.results)
         self._known.update(zip(one.results, made, strict=True))

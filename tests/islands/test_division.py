@@ -57,6 +57,7 @@ def test_xla_says_why_it_does_not_divide() -> None:
 def test_devices_with_equal_values() -> None:
     def function(x: Any, w: Any) -> Any:
         total = jax.lax.with_sharding_constraint(x.sum(0), P())
+        _, w = jax.lax.optimization_barrier((x, w))
         return x @ w.T, total, w * 2
 
     mesh = Mesh(np.reshape(jax.devices(), (2, 4)), ("island", "data"))
