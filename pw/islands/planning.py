@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
@@ -15,7 +17,7 @@ from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
-from pw.islands.plan import NUMBER, Code, Counter, Lies, Loop, Plan, Ref, Step
+from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
 from pw.islands.reductions import merge
 from pw.islands.scope import Input, LiesOf, Scope
 from pw.islands.sums import Bucket
@@ -72,7 +74,7 @@ class _Block(NamedTuple):
 
 class _RawLoop(NamedTuple):
     iterations: int
-    counter: Counter
+    counter: plans.Counter
     operands: list[int]
     body: _Block
     outputs: list[int]
@@ -164,12 +166,13 @@ class _Planner:
     def _written(self, block: _Block, donated: set[int]) -> tuple[list[Any], set[int]]:
         """Write the steps of a block; return them, and which of the `donated` values a step takes over."""
         last, taken = _last_uses(block, donated), set[int]()
+        once = _used_once(block)
         written: list[Any] = []
         for at, step in enumerate(block.steps):
             if isinstance(step, Step):
                 written.append(step)
             elif isinstance(step, _RawLoop):
-                written.append(self._written_loop(step))
+                written.append(self._written_loop(step, once))
             else:
                 own = {value for value, where in last.items() if where == at}
                 taken |= own
@@ -198,15 +201,20 @@ class _Planner:
             inputs.append((*[one.ref for one in own], *number))
         return Step(tuple(codes), tuple(inputs), tuple(raw.numbers))
 
-    def _written_loop(self, loop: _RawLoop) -> Loop:
+    def _written_loop(self, loop: _RawLoop, once: set[int]) -> Loop:
+        """Write the iterations of a loop: the first one may donate only what is used `once` around it."""
         body = loop.body
-        first, _ = self._written(body, set())
         changing = {
             own
             for own, after in zip(body.arguments, body.results, strict=True)
             if own != after and body.results.count(after) == 1
         }
-        rest, _ = self._written(body, changing) if loop.iterations > 1 else (first, set())
+        given = zip(body.arguments, loop.operands, strict=True)
+        own = changing.intersection(argument for argument, value in given if value in once)
+        first, _ = self._written(body, own)
+        rest = first
+        if own != changing and loop.iterations > 1:
+            rest, _ = self._written(body, changing)
         return Loop(
             loop.iterations,
             loop.counter,
@@ -222,6 +230,19 @@ class _Planner:
 def _made(what: Any) -> Any:
     """Return an output as `Writer.piece` names it."""
     return ("whole", what[1]) if isinstance(what, tuple) and what[0] == "result" else what
+
+
+def _used_once(block: _Block) -> set[int]:
+    """Return the values that a block makes, and uses once."""
+    uses = Counter(block.results)
+    for step in block.steps:
+        if isinstance(step, _RawLoop):
+            uses.update(step.operands)
+        elif isinstance(step, Step):
+            uses.update({ref.value for own in step.inputs for ref in own})
+        else:
+            uses.update({one.ref.value for own in step.inputs for one in own})
+    return {value for value, count in uses.items() if count == 1}.difference(block.arguments)
 
 
 def _last_uses(block: _Block, wanted: set[int]) -> dict[int, int]:
