@@ -121,13 +121,15 @@ def test_a_host_killed_in_a_step_changes_no_bit(
             if number == 1:
                 pw.checkpoint(state).result(60)
             if number == killed_after:  # steps are in flight
-                os.kill(cluster.hosts[-1].runtime_pid() or 0, signal.SIGKILL)
+                pid = cluster.hosts[-1].runtime_pid()
+                assert pid
+                os.kill(pid, signal.SIGKILL)
         return pw.get(state), pw.get(losses)
 
     first, losses = run(None)
     before = repeated()
     again = run(KILLED_AFTER)
-    assert repeated() > before
+    assert repeated() > before or spec == P()  # other hosts have all of a state that is not split
     for ours, theirs in zip(jax.tree.leaves((first, losses)), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     expected = initial
