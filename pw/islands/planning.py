@@ -13,7 +13,7 @@ from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
 from pw.islands.exchanges import Permute, exchange_of
 from pw.islands.flat import entry, flatten, walk
-from pw.islands.groups import NAMES, PERMUTE, groups_of, is_crossing
+from pw.islands.groups import NAMES, PERMUTE, aligned, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
@@ -300,8 +300,7 @@ def _is_uniform(main: Any, assignment: Assignment, sides: Sides) -> bool:
             if isinstance(made, Permute) and not made.is_uniform:
                 return False
             continue
-        made = exchange_of(one, assignment)
-        lies = getattr(made, "lies", None)
+        lies = aligned(groups_of(one), assignment)
         if lies is not None and (len(set(lies.inner)) > 1 or len(set(lies.order)) > 1):
             return False
     return True

@@ -364,6 +364,20 @@ def test_any_assignment_of_devices(name: str, function: str) -> None:
         check(mesh, ON_MESHES[function], (spec,), (Y,))
 
 
+def test_groups_that_differ_between_pairs_of_islands() -> None:
+    mesh = Mesh(slices(2, 2, 2, 2, islands=("a", "b", "c", "d")), "x")
+    groups = [[0, 2], [1, 3], [6, 4], [7, 5]]
+
+    def gathered(x: Any) -> Any:
+        def body(rows: Any) -> Any:
+            both = jax.lax.all_gather(rows, "x", axis_index_groups=groups)
+            return both[0] - both[1] + jax.lax.psum(rows, "x", axis_index_groups=groups)
+
+        return jax.shard_map(body, in_specs=P("x"), out_specs=P("x"), check_vma=False)(x)
+
+    check(mesh, gathered, (P("x"),), (Y,))
+
+
 @pytest.mark.parametrize("name", MESHES)
 def test_any_sharding_of_results(name: str) -> None:
     mesh = MESHES[name]()
