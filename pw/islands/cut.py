@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -16,8 +16,6 @@ from pw.islands.loops import is_counted
 from pw.islands.plan import Plan
 from pw.islands.planning import plan
 from pw.islands.writing import Sides
-
-logger = logging.getLogger(__name__)
 
 
 def cut(
@@ -46,26 +44,43 @@ def cut(
     """
     text = module.operation.get_asm(binary=True)
 
-    def planned() -> Plan:
-        divided = divide(module, assignment.partitions, options)
-        return plan(divided, assignment, sides(divided), name, donated)
-
+    divided = divide(module, assignment.partitions, options)
+    results = divided.results
     try:
-        return planned()
+        return plan(divided, assignment, sides(divided), name, donated)
     except UncountedLoop as error:
         module = ir.Module.parse(text, module.context)
         loops = _made_whole(module)
         if not loops:
             raise
+        _keep_results(module, results)
         size_bytes = sum(bytes_of(value) for loop in loops for value in loop.operands)
-        logger.warning(
-            "a loop whose values decide when it ends is not divided over islands, but runs whole on each "
-            "device: function=%r where=%r bytes=%d",
-            name,
-            error.where.strip(" ()"),
-            size_bytes,
+        warnings.warn(
+            f"a loop of {name!r}{error.where} is not divided over islands, but runs whole on each device: "
+            "its iterations need other islands, and are too many, or not counted. "
+            f"It carries {size_bytes} bytes",
+            RuntimeWarning,
+            stacklevel=2,
         )
-        return planned()
+        divided = divide(module, assignment.partitions, options)
+        return plan(divided, assignment, sides(divided), name, donated)
+
+
+def _keep_results(module: Any, results: Sequence[str]) -> None:
+    """Let the results of a module be divided as these HLO shardings say, if it does not say how; in place."""
+    main = ir.SymbolTable(module.operation)["main"]
+    described = (
+        list(ir.ArrayAttr(main.attributes["res_attrs"])) if "res_attrs" in main.attributes else []
+    )
+    described = described or [ir.DictAttr.get({}) for _ in results]
+    made = []
+    one: Any
+    for one, said in zip(described, results, strict=True):
+        known = {each.name: each.attr for each in one}
+        if "sdy.sharding" not in known:
+            known["mhlo.sharding"] = ir.StringAttr.get(said)
+        made.append(ir.DictAttr.get(known))
+    main.attributes["res_attrs"] = ir.ArrayAttr.get(made)
 
 
 def _made_whole(module: Any) -> list[Any]:

@@ -113,6 +113,9 @@ class Cut:
         self._kept = frozenset(kept)
         self._outside = {one.operation for one in self.exchange_of.values()} | set(self._opened)
         """Operations that no piece has."""
+        self._calling = {one for one in self._operations if calls(one)}
+        """Operations that call the script: nothing else is in their pieces, so that no device waits for one
+        whose call fails."""
         self._cheap: set[Any] = set()
         for one in self._operations:
             self._consider(one)
@@ -166,7 +169,8 @@ class Cut:
         """The first phase in which a value, or its sum, can be used."""
         maker = self._maker.get(value)
         made = phase.get(maker, 0)
-        return made + 1 if value in self.sums.reduced or maker in self._outside else made
+        is_later = value in self.sums.reduced or maker in self._outside or maker in self._calling
+        return made + 1 if is_later else made
 
     def _delay(self, phase: dict[Any, int]) -> None:
         """Move operations on arguments alone, such as weight decay, to the phase that needs them."""
@@ -238,16 +242,20 @@ class Cut:
         due.sort(key=lambda value: self._depth[self._maker[value]])
         for bucket in self._buckets(due):
             add(bucket.values, makes=bucket)
+        elsewhere = taken | self._outside | self._calling
         rest = [
-            one
-            for one in self._operations
-            if self._phase.get(one) == at and one not in taken and one not in self._outside
+            one for one in self._operations if self._phase.get(one) == at and one not in elsewhere
         ]
         if made and rest and made[-1].makes is not None:
             own = {*made[-1].operations, *rest}
             made[-1].operations = [one for one in self._operations if one in own]
         elif rest or at == self._last or any(self._phase[one] == at for one in self._opened):
             made.append(Piece(rest))
+        calling = [
+            one for one in self._operations if one in self._calling and self._phase[one] == at
+        ]
+        if calling:
+            made.append(Piece(calling))
         return made
 
     def _buckets(self, values: Sequence[Any]) -> Iterator[Bucket]:

@@ -34,23 +34,24 @@ def iterations(loop: Any) -> tuple[int, Counter]:
     if found is None:
         raise UncountedLoop(
             "a loop needs values of other islands in each iteration, and its values decide how often it "
-            "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or pw.while_loop in a "
-            "pw.program",
+            "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or call a function for "
+            "each iteration",
             loop,
         )
     count, counter = found
     if count > ITERATIONS:
-        cannot(
+        raise UncountedLoop(
             f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} "
-            "can be run one by one; use pw.while_loop in a pw.program",
+            "can be run one by one",
             loop,
         )
     return count, counter
 
 
 def is_counted(loop: Any) -> bool:
-    """Whether it is known how often a loop runs."""
-    return _counted(loop) is not None
+    """Whether it is known how often a loop runs, and that is not too often to run it one by one."""
+    found = _counted(loop)
+    return found is not None and found[0] <= ITERATIONS
 
 
 def _counted(loop: Any) -> tuple[int, Counter] | None:

@@ -349,6 +349,33 @@ def test_functions_of_the_script_are_called_once() -> None:
     ]
 
 
+RAISING = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()), ("d",))
+x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("d")))
+
+def wrong(v):
+    raise ValueError("bad batch")
+
+for function in (jax.pure_callback, jax.experimental.io_callback):
+    try:
+        jax.block_until_ready(jax.jit(lambda x: function(wrong, x, x) + x.sum())(x))
+    except jax.errors.JaxRuntimeError as error:
+        print("bad batch" in str(error))
+print(jax.jit(lambda x: x.sum())(x))
+"""
+
+
+def test_a_function_of_the_script_that_raises_fails_the_call() -> None:
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "4", "PW_ISLANDS": "2"}
+    script = "import jax.experimental\n" + RAISING
+    ran = run_python(["-c", script], environment=without_address() | variables, timeout_s=60.0)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["True", "True", "28.0"]
+
+
 def test_islands_are_slices_if_that_is_asked_for() -> None:
     script = """
 import jax

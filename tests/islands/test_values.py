@@ -16,7 +16,7 @@ from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.jit import jit
 from pw.client.transfer import get
-from pw.islands import sums
+from pw.islands import loops, sums
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.samples import diagonal
 
@@ -290,17 +290,20 @@ def test_large_values_are_sent_in_fractions(mesh: Mesh, monkeypatch: pytest.Monk
     check(mesh, lambda x: x + 1, (P("island"),), (X,), P(), exactly=True)
 
 
-def test_a_loop_that_its_values_end_runs_whole_on_each_device(
-    mesh: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    def halved(x: Any) -> Any:
-        return jax.lax.while_loop(lambda c: jnp.abs(c).sum() > 1, lambda c: c / 2, x)
+LOOPS: dict[str, Callable[[Any], Any]] = {
+    "a loop that its values end": lambda x: jax.lax.while_loop(
+        lambda c: jnp.abs(c).sum() > 1, lambda c: c / 2, x
+    ),
+    "very many iterations": lambda x: jax.lax.fori_loop(
+        0, loops.ITERATIONS + 1, lambda _, c: c / (1 + jnp.abs(c).sum()), x
+    ),
+}
 
-    check(mesh, halved, (BATCH,), (X,))
-    (warning,) = [one.getMessage() for one in caplog.records if "not divided" in one.getMessage()]
-    assert "'halved'" in warning
-    assert "test_values.py" in warning
-    assert f"bytes={X.nbytes}" in warning
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_some_loops_run_whole_on_each_device(mesh: Mesh, name: str) -> None:
+    with pytest.warns(RuntimeWarning, match=r"test_values.py.*carries 5\d\d bytes"):
+        check(mesh, LOOPS[name], (BATCH,), (X,))
 
 
 # --- meshes --------------------------------------------------------------------------------------
