@@ -158,7 +158,7 @@ class _Planner:
         operands, carried = scope.operands(opened), scope.carried(opened, counter)
         kept = [at for at, is_kept in enumerate(opened.kept) if is_kept or at == counter.at]
         body = entry(opened.operation, 1)
-        made = self._block(body, carried, carried, kept, "of an iteration ")
+        made = self._block(body, carried, carried, kept, "in each iteration, ")
         return _RawLoop(count, counter, operands, made, scope.results(opened))
 
     # --- code -------------------------------------------------------------------------------------

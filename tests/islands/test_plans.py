@@ -124,8 +124,8 @@ def test_an_island_takes_no_more_of_split_weights_than_it_needs(
 def test_the_next_layer_travels_while_one_is_computed(planned: Callable[..., Plan]) -> None:
     plan = planned(layers, (P(None, "island"), BATCH), (STACK, X))
     order = [name for name in Seen(plan, 2).order if "iteration" in name]
-    sent = [at for at, name in enumerate(order) if "iteration 1 of 2" in name]
-    computed = [at for at, name in enumerate(order) if "iteration 2 of 2" in name]
+    sent = [at for at, name in enumerate(order) if "iteration, 1 of 2" in name]
+    computed = [at for at, name in enumerate(order) if "iteration, 2 of 2" in name]
     assert len(sent) == len(computed) == LAYERS
     assert all(after < before for after, before in zip(sent[1:], computed, strict=False))
     assert all(later > before for later, before in zip(sent[2:], computed, strict=False))
