@@ -163,7 +163,7 @@ def note_bytes(result: Result, name: str, trainer: Trainer) -> None:
 
 def in_plain_jax(result: Result, addresses: dict[str, str], quick: bool) -> None:
     """Train a language model in plain JAX, through a gateway to each cluster."""
-    task = TASKS["lm-tiny" if quick else "lm-small"]
+    task = TASKS["lm-tiny" if quick else "lm-long"]
     with ExitStack() as stack:
         peers = {
             place: stack.enter_context(PlainJax(task.name, HOSTS, GATEWAY, address=address))

@@ -186,6 +186,7 @@ TASKS = {
         _lm("lm-tiny", 4, Shape(32, 2, 1, 16)),
         _lm("lm-small", 16, Shape(128, 4, 2, 64)),
         _lm("lm-medium", 16, Shape(256, 8, 3, 64)),
+        _lm("lm-long", 32, Shape(128, 4, 8, 128, recompute=True)),
         _t5("t5-tiny", 4, Shape(32, 2, 1, 16)),
         _t5("t5-small", 16, Shape(128, 4, 1, 64)),
         _t5("t5-medium", 16, Shape(256, 8, 2, 64)),
