@@ -176,8 +176,9 @@ class Cut:
         """Move operations on arguments alone, such as weight decay, to the phase that needs them."""
         arguments, needed = set(self.arguments), self._needed(0, phase, self._leaving(0, phase))
         alone: set[Any] = set()
+        stay = needed | self._outside | self._calling
         for one in self._operations:
-            if one in phase and phase[one] == 0 and one not in needed | self._outside:
+            if one in phase and phase[one] == 0 and one not in stay:
                 used = (value for value in self._uses[one] if not self.is_cheap(value))
                 if all(value in arguments or self._maker.get(value) in alone for value in used):
                     alone.add(one)

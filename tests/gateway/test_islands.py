@@ -351,6 +351,9 @@ def test_functions_of_the_script_are_called_once() -> None:
 
 RAISING = """
 import jax, numpy as np
+like = jax.ShapeDtypeStruct((), np.float32)
+doubled = jax.pmap(lambda x: jax.experimental.io_callback(lambda v: np.asarray(v) * 2, like, x))
+print(doubled(np.arange(4, dtype=np.float32)))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -368,12 +371,12 @@ print(jax.jit(lambda x: x.sum())(x))
 """
 
 
-def test_a_function_of_the_script_that_raises_fails_the_call() -> None:
+def test_functions_of_the_script_return_or_fail_the_call() -> None:
     variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "4", "PW_ISLANDS": "2"}
     script = "import jax.experimental\n" + RAISING
     ran = run_python(["-c", script], environment=without_address() | variables, timeout_s=60.0)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["True", "True", "28.0"]
+    assert ran.stdout.splitlines() == ["[0. 2. 4. 6.]", "True", "True", "28.0"]
 
 
 def test_islands_are_slices_if_that_is_asked_for() -> None:
