@@ -16,7 +16,7 @@ released when nothing refers to its `Stored` any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,16 @@ class ProxyArray:
             if id(array) not in seen:
                 seen.add(id(array))
                 yield array
+
+    def part(
+        self, positions: Sequence[int], pieces: Iterable[tuple[ProxyArray, int]]
+    ) -> ProxyArray:
+        """Return the array of the shards at these positions, which `pieces` are."""
+        devices = tuple(self.devices[position] for position in positions)
+        shape = self.shard_shape
+        part = ProxyArray(self.dtype, shape, shape, devices, self.memory, self.is_replicated)
+        part.pieces = tuple(pieces)
+        return part
 
     def host_shard(self, position: int) -> np.ndarray[Any, Any] | None:
         """Return a shard that lies in this process still; None if it is on its device."""

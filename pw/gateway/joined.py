@@ -17,6 +17,7 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 from jax.extend.mlir import ir
 from jaxlib import _jax, xla_client
 
+from pw.client.trace.stablehlo import parsed
 from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.programs.stablehlo import CALLS, Facts, ShardFacts, Stablehlo, decode, encode
@@ -55,16 +56,7 @@ def _part(array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
         array.pieces[position] == (source, at) for at, position in enumerate(positions)
     ):
         return source
-    part = ProxyArray(
-        array.dtype,
-        array.shard_shape,
-        array.shard_shape,
-        tuple(array.devices[position] for position in positions),
-        array.memory,
-        array.is_replicated,
-    )
-    part.pieces = tuple(array.pieces[position] for position in positions)
-    return part
+    return array.part(positions, (array.pieces[position] for position in positions))
 
 
 def joined(
@@ -111,11 +103,11 @@ class _Joined:
         """Divide, cut and describe the function; in a context of MLIR."""
         if xla_client.CompileOptions.ParseFromString(self._code.options).num_replicas > 1:
             raise CannotCut("it has replicas; use jax.jit or jax.shard_map")
-        module = _parsed(self._code.module)
+        module = parsed(self._code.module)
         vet(module, CALLS)  # XLA's partitioner would call functions of the script, by address
         has_completion = not _main(module).type.results
         if has_completion:
-            module = _parsed(with_completion(self._code.module))
+            module = parsed(with_completion(self._code.module))
         name = ir.StringAttr(module.operation.attributes["sym_name"]).value
         given, made = (_attributes(_main(module), of) for of in ("arg_attrs", "res_attrs"))
         donated = tuple(at for at, one in enumerate(given) if any(name in one for name in _DONATED))
@@ -271,10 +263,6 @@ class _Joined:
             calls_back=code.calls_back,
         )
         return computation, artifact
-
-
-def _parsed(module: bytes) -> Any:
-    return _jax.mlir.deserialize_portable_artifact(module, ir.Context.current)
 
 
 def _main(module: Any) -> Any:

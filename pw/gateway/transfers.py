@@ -237,16 +237,7 @@ class Transfers:
 
     def _part(self, array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
         """Return the array of some shards."""
-        part = ProxyArray(
-            array.dtype,
-            array.shard_shape,
-            array.shard_shape,
-            tuple(array.devices[position] for position in positions),
-            array.memory,
-            array.is_replicated,
-        )
-        part.pieces = tuple((array, position) for position in positions)
-        return part
+        return array.part(positions, ((array, position) for position in positions))
 
     # --- views ---------------------------------------------------------------------------------------
 

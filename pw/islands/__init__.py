@@ -8,9 +8,12 @@ computations on each island, with edges between them:
 2. `assignment`, `groups`: which devices are on which island, and which collectives cross islands.
 3. `partial_sums`: finds where the sums over islands are needed. Sums inside of a loop move behind it.
 4. `cutting`: divides the operations into pieces, between the collectives that cross.
-5. `sums`, `exchanges`: what the pieces before and behind a collective do of it.
+5. `sums`, `exchanges`, `picking`, `collectives`: what the pieces before and behind a collective do of it.
 6. `writing`: makes a module of each piece, for the devices of one island.
-7. `plan`: the result, and the order in which pieces run; `pw.jit` and the gateway record it as a program.
+7. `plan`, `running`: the result, and the order in which pieces run; `pw.jit` and the gateway record it as a
+   program.
+
+`cut` is the entrance.
 
 All that XLA can divide on one island can so be divided over several. A program of pieces has edges and
 computations only, so replay, scheduling and the simulator know nothing new.

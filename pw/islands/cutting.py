@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pw.islands.assignment import Assignment
-from pw.islands.exchanges import Exchange, exchange_of, together
+from pw.islands.collectives import exchange_of, together
+from pw.islands.exchanges import Exchange
 from pw.islands.flat import bytes_of, calls, element_of, entry, operations_of, returned, used_by
 from pw.islands.labels import LabelsOf
 from pw.islands.partial_sums import Sum, Sums

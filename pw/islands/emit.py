@@ -57,8 +57,8 @@ class Emit:
         """Return a constant."""
         array: Any = np.asarray(value, order="C")
         kind = mlir.dtype_to_ir_type(array.dtype)
-        dense: Any = ir.DenseElementsAttr.get(array, type=kind, shape=array.shape)
-        return self.new("stablehlo.constant", dense.type, [], value=dense)
+        value_of: Any = ir.DenseElementsAttr.get(array, type=kind, shape=array.shape)
+        return self.new("stablehlo.constant", value_of.type, [], value=value_of)
 
     def flag(self, rows: Sequence[bool]) -> Any:
         """Return whether this device's row of a table, with a row for each partition, is true."""
@@ -81,8 +81,8 @@ class Emit:
             zero = "false" if kind.width == 1 else "0"
         else:
             zero = "0.0"
-        dense = ir.Attribute.parse(f"dense<{zero}> : {type_}")
-        return self.new("stablehlo.constant", type_, [], value=dense)
+        value_of = ir.Attribute.parse(f"dense<{zero}> : {type_}")
+        return self.new("stablehlo.constant", type_, [], value=value_of)
 
     def token(self) -> Any:
         """Return a token."""
@@ -103,6 +103,13 @@ class Emit:
         return self.new(
             "stablehlo.concatenate", self.type(shape, values[0]), values, dimension=_i64(along)
         )
+
+    def line(self, values: Sequence[Any], size: int) -> Any:
+        """Return the elements of values one after the other, and zeros behind them: `size` in sum."""
+        found = [flat(self, value) for value in values]
+        if spare := size - sum(map(elements_of, values)):
+            found.append(self.zeros(self.type((spare,), values[0])))
+        return self.concat(found, 0)
 
     def stack(self, values: Sequence[Any]) -> Any:
         """Return values side by side in a new first dimension."""
@@ -155,9 +162,7 @@ class Emit:
         """Return this device's part of the elements of a value that all devices of a group hold."""
         width, size = len(copies[0]), elements_of(value)
         each = -(-size // width)
-        line = flat(self, value)
-        if spare := each * width - size:
-            line = self.concat([line, self.zeros(self.type((spare,), value))], 0)
+        line = self.line([value], each * width)
         rank = {position: at for group in copies for at, position in enumerate(group)}
         own = np.array([rank[at] for at in self.assignment.position], np.int32)
         return self.row_at(self.reshape(line, (width, each)), self.table(own))

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
-from pw.islands.emit import Emit, flat
-from pw.islands.flat import bytes_of, element_of, elements_of, shape_of
-from pw.islands.groups import PERMUTE, REDUCE, Aligned, Groups, aligned, groups_of
-from pw.islands.labels import LabelsOf
+from pw.islands.emit import Emit
+from pw.islands.flat import elements_of, shape_of
+from pw.islands.groups import Aligned, Groups, groups_of
 from pw.islands.partial_sums import reducer
 
 GATHER = "stablehlo.all_gather"
@@ -146,7 +144,7 @@ class Gathers(Exchange):
 
     def pack_all(self, emit: Emit, operands: Sequence[Any]) -> list[Any]:
         """Put the operands one behind the other."""
-        return [emit.concat([flat(emit, value) for value in operands], 0)]
+        return [emit.line(operands, sum(map(elements_of, operands)))]
 
     def unpack_all(self, emit: Emit, arrived: Mapping[Source, Any]) -> list[Any]:
         """Take the operands apart, and gather each."""
@@ -340,126 +338,3 @@ class Permute(Exchange):
             for island, place in zip(assignment.islands, assignment.position, strict=True)
         ]
         return emit.flag(mine)
-
-
-class PickFromAll(Exchange):
-    """Any collective: every island gets all values, and each device picks those of its group."""
-
-    @property
-    def wires(self) -> list[Wire]:
-        """All values of the island."""
-        devices = max(map(len, self._assignment.members))
-        return [Wire((devices, *shape_of(self.operand)), is_equal=True)]
-
-    def needs(self, island: int) -> list[Source]:
-        """The values of all islands."""
-        return [(0, other) for other in range(self._assignment.count)]
-
-    def pack(self, emit: Emit, operand: Any) -> list[Any]:
-        """Gather the values of the island."""
-        whole = emit.all_gather(emit.stack([operand]), (tuple(range(emit.devices)),))
-        missing = self.wires[0].shape[0] - emit.devices
-        if missing:
-            type_ = emit.type((missing, *shape_of(operand)), operand)
-            whole = emit.concat([whole, emit.zeros(type_)], 0)
-        return [whole]
-
-    def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
-        """Pick the values of the group, and do what the collective does."""
-        assignment = self._assignment
-        each = self.wires[0].shape[0]
-        whole = emit.concat([arrived[source] for source in self.needs(emit.island)], 0)
-        rank = [
-            island * each + place
-            for island, place in zip(assignment.islands, assignment.position, strict=True)
-        ]
-        if self.operation.name == PERMUTE:
-            return self._permuted(emit, whole, rank)
-        groups: dict[int, tuple[int, ...]] = {one: group for group in self._groups for one in group}
-        group_of = [groups.get(one, (one,)) for one in range(assignment.partitions)]
-        width = max(map(len, self._groups))
-        if self.operation.name == BROADCAST:
-            width = 1
-
-        def member(at: int) -> Any:
-            index = np.array([rank[group[at % len(group)]] for group in group_of], np.int32)
-            return emit.row_at(whole, emit.table(index))
-
-        values = [member(at) for at in range(width)]
-        own = np.array([group.index(one) for one, group in enumerate(group_of)], np.int32)
-        if self.operation.name == BROADCAST:
-            return values[0]
-        if self.operation.name == GATHER:
-            return emit.concat(values, self._number("all_gather_dim"))
-        if self.operation.name == REDUCE:
-            made = values[0]
-            for at, value in enumerate(values[1:], 1):
-                total = emit.fold([made, value], self.operation)
-                is_member = [at < len(group) for group in group_of]
-                made = total if all(is_member) else emit.select(emit.flag(is_member), total, made)
-            return made
-        split = self._number(
-            "scatter_dimension" if self.operation.name == SCATTER else "split_dimension"
-        )
-        place = emit.table(own)
-        chunks = [
-            emit.row_at(emit.stack(emit.parts(value, split, width)), place) for value in values
-        ]
-        if self.operation.name == SCATTER:
-            return emit.fold(chunks, self.operation)
-        return emit.concat(chunks, self._number("concat_dimension"))
-
-    def _permuted(self, emit: Emit, whole: Any, rank: list[int]) -> Any:
-        source = {target: rank[origin] for origin, target in self._groups}
-        index = [source.get(one, -1) for one in range(self._assignment.partitions)]
-        taken = emit.row_at(whole, emit.table(np.maximum(np.array(index, np.int32), 0)))
-        if -1 not in index:
-            return taken
-        flag = emit.flag([one >= 0 for one in index])
-        return emit.new("stablehlo.select", taken.type, [flag, taken, emit.zeros(taken.type)])
-
-
-TOGETHER_BYTES = 1 << 20
-"""All-gathers travel together as long as a device has no more of them."""
-
-
-def together(
-    exchanges: Sequence[Exchange], labels: LabelsOf, assignment: Assignment
-) -> list[Exchange]:
-    """Let small all-gathers travel together, if their groups and the devices with equal values are the same."""
-    made: list[Exchange] = []
-    filling: dict[Any, list[Gather]] = {}
-
-    def close(key: Any) -> None:
-        own = filling.pop(key)
-        made.append(own[0] if len(own) == 1 else Gathers(own, assignment))
-
-    for one in exchanges:
-        if not isinstance(one, Gather):
-            made.append(one)
-            continue
-        key = groups_of(one.operation), str(element_of(one.operand)), labels[one.operand]
-        size = sum(bytes_of(other.operand) for other in (*filling.get(key, ()), one))
-        if size > TOGETHER_BYTES and key in filling:
-            close(key)
-        filling.setdefault(key, []).append(one)
-    for key in list(filling):
-        close(key)
-    return made
-
-
-def exchange_of(operation: Any, assignment: Assignment) -> Exchange:
-    """Return how a collective between islands is made."""
-    if operation.name == PERMUTE:
-        moved = Permute(operation, assignment)
-        is_simple = moved.is_simple and assignment.is_even
-        return moved if is_simple else PickFromAll(operation, assignment)
-    lies = aligned(groups_of(operation), assignment)
-    if lies is not None:
-        if operation.name == GATHER:
-            return Gather(operation, assignment, lies)
-        if operation.name == TO_ALL:
-            return ToAll(operation, assignment, lies)
-        if operation.name == SCATTER and reducer(operation) is not None:
-            return Scatter(operation, assignment, lies)
-    return PickFromAll(operation, assignment)

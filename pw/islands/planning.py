@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pw.islands import plan as plans
 from pw.islands.assignment import Assignment
+from pw.islands.collectives import exchange_of
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
-from pw.islands.exchanges import Permute, exchange_of
+from pw.islands.exchanges import Permute
 from pw.islands.flat import entry, flatten, walk
 from pw.islands.groups import NAMES, PERMUTE, aligned, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from pw.islands.emit import Emit, flat
+from pw.islands.emit import Emit
 from pw.islands.flat import bytes_of, element_of, elements_of, shape_of
 from pw.islands.partial_sums import Sum
 
@@ -77,21 +77,12 @@ class Bucket:
         inner = self.sum.aligned.inner[emit.island]
         if self.sum.along is not None:
             chunks = [emit.parts(value, self.sum.along, self.parts) for value in values]
-            lines = [
-                self._line(emit, own, self.each * self.divided) for own in zip(*chunks, strict=True)
-            ]
+            lines = [emit.line(own, self.each * self.divided) for own in zip(*chunks, strict=True)]
             return [emit.reduce_scatter(line, inner, self.sum.kind) for line in lines]
-        whole = self._line(emit, values, self.each * self.parts * self.divided)
+        whole = emit.line(values, self.each * self.parts * self.divided)
         if self.is_small:
             return [emit.all_reduce(whole, inner, self.sum.kind)]
         return emit.parts(emit.reduce_scatter(whole, inner, self.sum.kind), 0, self.parts)
-
-    def _line(self, emit: Emit, values: Sequence[Any], size: int) -> Any:
-        """Return the elements of values one after the other, and zeros behind them."""
-        line = [flat(emit, value) for value in values]
-        if spare := size - sum(elements_of(value) for value in values):
-            line.append(emit.zeros(ir.RankedTensorType.get([spare], self.element)))
-        return emit.concat(line, 0)
 
     def sums(self, island: int) -> list[int]:
         """Return the islands whose sums an island takes."""

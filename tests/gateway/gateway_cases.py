@@ -285,9 +285,8 @@ def random_numbers(devices: Devices) -> Any:
     )
 
 
-@case
-def training_with_donation(devices: Devices) -> Any:
-    split, same = over(devices[:4], "x"), over(devices[:4])
+def trained(split: NamedSharding, same: NamedSharding, steps: int) -> Any:
+    """Train with donated weights; return the losses, the weights, and which arguments are deleted."""
 
     def loss(weights: Any, x: Any, y: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ weights["in"]) @ weights["out"] - y) ** 2)
@@ -302,11 +301,18 @@ def training_with_donation(devices: Devices) -> Any:
     before = weights
     x = jax.device_put(np.sin(numbers(32, 6) * 0.1), split)
     losses = []
-    for _ in range(10):
+    for _ in range(steps):
         weights, value = step(weights, x, x[:, :1] * 2)
         losses.append(value)
-    assert float(losses[-1]) < float(losses[0])
     return losses, weights, [one.is_deleted() for one in before.values()], x.is_deleted()
+
+
+@case
+def training_with_donation(devices: Devices) -> Any:
+    split, same = over(devices[:4], "x"), over(devices[:4])
+    losses, *rest = trained(split, same, 10)
+    assert float(losses[-1]) < float(losses[0])
+    return losses, *rest
 
 
 @case

@@ -23,6 +23,7 @@ from tests.gateway.gateway_cases import (
     over,
     refusal,
     shards,
+    trained,
 )
 from tests.stages.gateway_stage import Stage
 from tests.stages.programs import run_python, without_address
@@ -60,26 +61,8 @@ ALL = ("a", "b")
 
 @case
 def training_over_all_devices(devices: Devices) -> Any:
-    split, same = grid(devices, ALL), grid(devices)
-
-    def loss(weights: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((jnp.tanh(x @ weights["in"]) @ weights["out"] - y) ** 2)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(weights: Any, x: Any, y: Any) -> Any:
-        value, slopes = jax.value_and_grad(loss)(weights, x, y)
-        return jax.tree.map(lambda a, b: a - 0.1 * b, weights, slopes), value
-
-    first = {"in": np.sin(numbers(6, 16)), "out": np.cos(numbers(16, 1))}
-    weights = jax.device_put(first, same)
-    before = weights
-    x = jax.device_put(np.sin(numbers(32, 6) * 0.1), split)
-    losses = []
-    for _ in range(4):
-        weights, value = step(weights, x, x[:, :1] * 2)
-        losses.append(value)
-    deleted = [one.is_deleted() for one in before.values()]
-    return losses, jax.tree.map(shards, weights), deleted, x.is_deleted()
+    losses, weights, deleted, x_deleted = trained(grid(devices, ALL), grid(devices), 4)
+    return losses, jax.tree.map(shards, weights), deleted, x_deleted
 
 
 @case
