@@ -5,6 +5,9 @@ the journal what it sends to the controller. While there is no controller, it ho
 The next controller gets the journal, and then the held messages.
 
     open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests and held messages
+
+Nobody waits for the controller to hear of a run that is launched under a lease, so it is told of
+several at once.
 """
 
 from __future__ import annotations
@@ -14,12 +17,28 @@ from collections.abc import Callable
 import msgspec
 
 from pw.client.session.journal import Journal
+from pw.core import messages as msg
 from pw.core.actors.actor import Env
 from pw.core.ids import CONTROL, Address
-from pw.core.messages import AllocateSlice, CreateArray, InputGone, LinkLost
 from pw.core.messages.checks import beyond_bounds, refusal
 
-_NOT_HELD = (InputGone, LinkLost)
+NOTICES = 16
+"""So many launched runs are told at once."""
+
+NOTICE_S = 2e-3
+"""How long fewer may wait for others."""
+
+KEEP_LEASES = (
+    msg.Run,
+    msg.Delete,
+    msg.RegisterProgram,
+    msg.ReleaseProgram,
+    msg.CreateArray,
+    msg.Inquire,
+)
+"""What may be sent to the controller without an end of the leases: it has no place among launches."""
+
+_NOT_HELD = (msg.InputGone, msg.LinkLost)
 """Answers and news that only the lost controller can use."""
 
 
@@ -46,7 +65,11 @@ class JournalingEnv:
         self.keeps = False
         """Keep a journal: the session will look for another controller."""
         self.journal = Journal()
+        self.on_order: Callable[[], None] = lambda: None
+        """Called before a message is sent that has its place among the launches."""
         self._held: list[object] | None = None
+        self._notices: list[msg.Run] = []
+        """Launched runs that the controller has not been told of; they are in the journal."""
 
     @property
     def is_open(self) -> bool:
@@ -64,6 +87,13 @@ class JournalingEnv:
         if to != CONTROL:
             self._env.send(to, message)
         elif self._held is None:
+            if isinstance(message, msg.Run) and message.lease:
+                self._notice(message)
+                return
+            if not isinstance(message, KEEP_LEASES):
+                self.on_order()
+            if self._notices:
+                self._tell_notices()
             self._env.send(to, message)
             if (
                 self.keeps
@@ -71,6 +101,21 @@ class JournalingEnv:
                 self.journal.told(message)
         elif not isinstance(message, _NOT_HELD):
             self._held.append(message)
+
+    def _notice(self, run: msg.Run) -> None:
+        """Tell of a launched run, together with others."""
+        if self.keeps:
+            self.journal.told(run)
+        self._notices.append(run)
+        if len(self._notices) >= NOTICES:
+            self._tell_notices()
+        elif len(self._notices) == 1:
+            self._env.call_later(NOTICE_S, self._tell_notices)
+
+    def _tell_notices(self) -> None:
+        notices, self._notices = self._notices, []
+        for run in notices:
+            self._env.send(CONTROL, run)
 
     def call(self, message: object) -> None:
         """Send to the process at the controller's address, although no controller is known there."""
@@ -89,6 +134,7 @@ class JournalingEnv:
     def lost(self, is_open: Callable[[int], bool]) -> None:
         """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""
         if self._held is None:
+            self._notices.clear()  # the journal has them
             self._held = self.journal.open_requests(is_open)
 
     def resume(self) -> int:
@@ -99,9 +145,9 @@ class JournalingEnv:
         for message in self.journal.retold():
             self._env.send(CONTROL, message)
         for message in held:
-            if isinstance(message, AllocateSlice):
+            if isinstance(message, msg.AllocateSlice):
                 message = msgspec.structs.replace(message, resumed=True)
-            elif isinstance(message, CreateArray) and message.source is None:
+            elif isinstance(message, msg.CreateArray) and message.source is None:
                 message = msgspec.structs.replace(message, bound=0)
             self.send(CONTROL, message)
         return in_flight

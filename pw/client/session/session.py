@@ -20,6 +20,7 @@ import msgspec
 from pw.client.session.callbacks import Callbacks
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import JournalingEnv
+from pw.client.session.leases import Leases
 from pw.client.session.requests import Requests
 from pw.client.session.thread_messages import (
     Allocate,
@@ -85,8 +86,10 @@ class ClientSession(Actor):
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
         self.timelines = Timelines(link, self.hosts)
+        self.leases = Leases(link, self.hosts)
+        link.on_order = self.leases.stop
         self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
-        self.compose(self.timelines)
+        self.compose(self.timelines, self.leases)
 
     @property
     def hosts_ready(self) -> int:
@@ -162,6 +165,7 @@ class ClientSession(Actor):
         words = f"the controller was lost: {message.words}"
         if self.closed is not None:
             return
+        self.leases.stop()
         if not self._attached:
             words = f"no controller answers: {with_advice(message.words)}"
         if not self._attached or not self.link.keeps:
@@ -194,6 +198,7 @@ class ClientSession(Actor):
             self._die(ConnectionFailed(words))
 
     def _host_lost(self, node: str, error: ErrorReport) -> None:
+        self.leases.stop()
         if not self.link.is_open:
             self.hosts.unbind_from(node)
         if self._attached and self.closed is None:
@@ -264,9 +269,15 @@ class ClientSession(Actor):
             return
         message = note.message
         if isinstance(message, msg.Run):
-            if (donated := self._donating.get(message.program)) is not None:
+            donated = self._donating.get(message.program, ())
+            if donated:
                 args = message.args
-                self.requests.forget(arrays_in(args[position] for position in donated))
+                donated = tuple(arrays_in(args[position] for position in donated))
+                self.requests.forget(donated)
+            if self.link.is_open:
+                message = self.leases.launch(message, donated)
+        elif isinstance(message, msg.Offer):
+            self.leases.offered(message.arrays)
         elif isinstance(message, msg.RegisterProgram):
             if donated := message.body.held.donated:
                 self._donating[message.program] = donated
@@ -278,6 +289,7 @@ class ClientSession(Actor):
     def _on_forget(self, sender: Address, note: Forget) -> None:
         if self.closed is None:
             self.requests.forget(note.arrays)
+            self.leases.forget(note.arrays)
             self.env.send(CONTROL, msg.Delete(note.arrays))
 
     @handles(msg.RunsSettled)

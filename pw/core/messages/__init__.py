@@ -20,6 +20,7 @@ from pw.core.messages.edges import *
 from pw.core.messages.files import *
 from pw.core.messages.gangs import *
 from pw.core.messages.islands import *
+from pw.core.messages.leases import *
 from pw.core.messages.links import *
 from pw.core.messages.memory import *
 from pw.core.messages.observing import *

@@ -52,6 +52,12 @@ class ClientToStore(Base, frozen=True):
     senders, receiver = _CLIENT, "store"
 
 
+class ClientToExecutor(Base, frozen=True):
+    """A message of a client to the executor of a host."""
+
+    senders, receiver = _CLIENT, "executor"
+
+
 class ControllerToSession(Base, frozen=True):
     """A message of an actor of the controller process to a client."""
 

@@ -109,7 +109,7 @@ def objection(message: object) -> ErrorReport | None:
     return None
 
 
-_WITHIN = (msg.Run, msg.Fetch)
+_WITHIN = (msg.Run, msg.LeasedLaunch, msg.Fetch)
 """Messages that a session cannot make too large: programs and slices are checked before."""
 
 

@@ -9,6 +9,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages.base import ClientToController, ClientToStore, ControllerToSession
 from pw.core.messages.bounds import (
     Arrays,
+    Count,
     DeviceCount,
     Hosts,
     ManyArrays,
@@ -150,12 +151,18 @@ class ReleaseProgram(ClientToController, frozen=True, tag=41):
 
 
 class Run(ClientToController, frozen=True, tag=42):
-    """ClientSession to Controller: run a program; arguments are arrays or small host values as bytes."""
+    """ClientSession to Controller: run a program; arguments are arrays or small host values as bytes.
+
+    With a `lease`, the client has launched it on its hosts under that lease.
+    """
 
     run: int
     program: int
     args: RunArguments
     results: ManyArrays
+    lease: int = 0
+    index: Count = 0
+    """Its place among the launches of the lease."""
 
 
 class RunFailed(ControllerToSession, frozen=True, tag=43):

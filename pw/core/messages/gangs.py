@@ -23,6 +23,8 @@ class AddClient(Local, frozen=True, tag=60):
     priority: int
     tenant: str = OPERATOR
     tenant_share: float = 1.0
+    node: str = ""
+    """Where its session is."""
 
 
 class Submit(Local, frozen=True, tag=61):
@@ -191,6 +193,8 @@ class Discard(ControllerToExecutor, frozen=True, tag=74):
     arrays: tuple[int, ...]
     programs: tuple[int, ...]
     clients: tuple[int, ...]
+    after: int = 0
+    """The leased launches before this index come first."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

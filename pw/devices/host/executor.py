@@ -27,6 +27,7 @@ from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.installs import Installs
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.leases import Leases
 from pw.devices.host.membership import HostProcess, Membership
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
 from pw.devices.host.store import ObjectStore
@@ -69,8 +70,10 @@ class HostExecutor(Actor):
         self.explanations = Explanations(
             env, self.order, self.interpreter, coordinator, backend, self._watchdog
         )
+        self.leases = Leases(env, self.order, self.programs, store.clients, self._do, self.receive)
         self.compose(
             self.programs,
+            self.leases,
             self.interpreter,
             self.interpreter.ends,
             self.membership,
@@ -91,8 +94,14 @@ class HostExecutor(Actor):
 
     @handles(msg.Launch)
     def _launch(self, sender: Address, message: msg.Launch) -> None:
-        if not self.order.take(message.epoch, message.sequence, sender):
+        if self.leases.holds(sender, message) or not self.order.take(
+            message.epoch, message.sequence, sender
+        ):
             return
+        self._do(message)
+
+    def _do(self, message: msg.Launch) -> None:
+        """Do a launch that has been taken."""
         self.env.count("launches")
         interpreter = self.interpreter
         if message.arguments is not None and message.program in self.programs:
@@ -105,7 +114,7 @@ class HostExecutor(Actor):
                 return
         if run is None:
             self.env.log("error", "launch of an unknown run", program=message.program)
-            self.order.stop_at_gap(sender, message.sequence, message.sequence)
+            self.order.stop_at_gap(message.sequence, message.sequence)
             return
         segment = run.program.segments.get(message.segment, NO_SEGMENT)
         if not interpreter.lanes:
@@ -190,7 +199,9 @@ class HostExecutor(Actor):
 
     @handles(msg.Replicate)
     def _replicate(self, sender: Address, message: msg.Replicate) -> None:
-        if self.order.take(message.epoch, message.sequence, sender):
+        if not self.leases.holds(sender, message) and self.order.take(
+            message.epoch, message.sequence, sender
+        ):
             value, order = self._store.value, unpacked(message)
             copies = tuple((copy, value(copy.array)) for copy in order.copies)
             files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
@@ -200,7 +211,9 @@ class HostExecutor(Actor):
 
     @handles(msg.Discard)
     def _discard(self, sender: Address, message: msg.Discard) -> None:
-        if not self.order.take(message.epoch, message.sequence, sender):
+        if self.leases.holds(sender, message, message.after) or not self.order.take(
+            message.epoch, message.sequence, sender
+        ):
             return
         for array in message.arrays:
             self._store.drop(array)

@@ -98,7 +98,9 @@ class LaunchEnds(Part):
                 launch.lost = launch.lost or error
             self._watched_ended(launch)
 
-        watch = Watch(values, done, hurried=self._in_flight < PROGRESS_SHARE)
+        is_leased = launch.message.sequence < 0  # then nothing waits for the report
+        hurried = self._in_flight < PROGRESS_SHARE and not is_leased
+        watch = Watch(values, done, hurried)
         self.queue.ops.append(watch)
 
     def _watched_ended(self, launch: HostLaunch) -> None:
@@ -130,7 +132,8 @@ class LaunchEnds(Part):
     def _report(self, finished: Finished) -> None:
         self._in_flight -= 1
         self._finished.append(finished)
-        if finished.lost is None and len(self._finished) * PROGRESS_SHARE < self._in_flight:
+        may_wait = finished.sequence < 0 or len(self._finished) * PROGRESS_SHARE < self._in_flight
+        if may_wait and finished.lost is None:
             self._late.start()
         elif not self._is_sending:  # together with the launches that end in this turn
             self._is_sending = True

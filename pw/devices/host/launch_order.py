@@ -34,16 +34,18 @@ class LaunchOrder:
             return False
         if sequence != self.expected:
             self._env.log("error", "launch gap", expected=self.expected, got=sequence)
-            self.stop_at_gap(sender, self.expected, sequence)
+            self.scheduler = sender
+            self.stop_at_gap(self.expected, sequence)
             return False
         self.expected += 1
         self.scheduler = sender
         return True
 
-    def stop_at_gap(self, scheduler: Address, expected: int, got: int) -> None:
+    def stop_at_gap(self, expected: int, got: int) -> None:
         """Stop, because a launch is missing."""
         self.is_broken = True
-        self._env.send(scheduler, LaunchGap(self.epoch, expected, got))
+        if self.scheduler is not None:
+            self._env.send(self.scheduler, LaunchGap(self.epoch, expected, got))
 
     def break_gang(self, run: HostRun, error: ErrorReport) -> None:
         """Stop, because other hosts of the gang may have a value that failed here."""

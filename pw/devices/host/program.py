@@ -206,6 +206,8 @@ class HostProgram:
     """The backend's key of each computation, None for those that do not run here. Each installation
     has its own keys, so that forgetting one does not harm the next."""
     segments: dict[int, SegmentSteps]
+    install: int
+    """The number of this installation."""
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
     inlines: dict[int, Inline] = field(default_factory=dict)
@@ -247,6 +249,7 @@ class HostProgram:
                 for index, computation in enumerate(body.computations)
             ),
             {},
+            install,
             {binding.slice: binding for binding in plan.bindings},
         )
         for output, slot in plan.outputs:

@@ -97,6 +97,7 @@ class Runs(ControlPart):
             report = error.report if isinstance(error, Poisoned) else ErrorReport.of(error)
             self.refuse(client, message, report)
             self._islands.release(client.number, client.delete(client.donated_to(message)))
+            self._follow_lease(client, message)
             return
         given = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
         donated = [(number, array) for number, array in given if array is not None]
@@ -108,7 +109,10 @@ class Runs(ControlPart):
         if not program.parts:
             self._credit(client.number)
             return
-        self.submit(client, message.run, record, message.args, message.results, awaits, donated)
+        args, results, lease = message.args, message.results, None
+        if message.lease:
+            lease, awaits = (message.lease, message.index), ()
+        self.submit(client, message.run, record, args, results, awaits, donated, lease)
 
     def submit(
         self,
@@ -119,8 +123,12 @@ class Runs(ControlPart):
         results: tuple[int, ...],
         awaits: tuple[int, ...],
         donated: list[tuple[int, Array]] | None = None,
+        lease: tuple[int, int] | None = None,
     ) -> None:
-        """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit."""
+        """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit.
+
+        `lease` has the number of a lease and the index in it, if the client has launched the run itself.
+        """
         program = record.program
         self.in_flight[number] = RunInFlight(
             number,
@@ -138,7 +146,25 @@ class Runs(ControlPart):
         if self._events is not None:
             self._news.append(("began", self.in_flight[number], 0.0, ""))
         for island, submit in program.submissions(number, args, results, awaits):
-            self._env.send(scheduler_of(island), submit)
+            told = submit if lease is None else msg.SubmitLeased(submit, *lease)
+            self._env.send(scheduler_of(island), told)
+
+    def _follow_lease(self, client: Client, message: msg.Run) -> None:
+        """A refused run was launched under a lease: have its hosts drop what it has made."""
+        program = client.programs.get(message.program)
+        homes = None if program is None else program.result_homes(self._islands.bindings)
+        if not message.lease or program is None or homes is None:
+            return
+        for island, submit in program.submissions(message.run, message.args, message.results, ()):
+            leased = msg.SubmitLeased(submit, message.lease, message.index)
+            self._env.send(scheduler_of(island), leased)
+        made = [
+            (number, Array(output.spec, *home))
+            for number, output, home in zip(
+                message.results, program.body.outputs, homes, strict=False
+            )
+        ]
+        self._islands.release(client.number, made)
 
     def refuse(self, client: Client, message: msg.Run, error: ErrorReport) -> None:
         """Fail the results of a run that is not submitted. Its arguments stay."""

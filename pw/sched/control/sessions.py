@@ -242,7 +242,14 @@ class Sessions(Part):
 
     def _added(self, client: Client) -> msg.AddClient:
         share = self._rules.tenants.get(client.tenant, 1.0)
-        return msg.AddClient(client.number, client.share, client.priority, client.tenant, share)
+        return msg.AddClient(
+            client.number,
+            client.share,
+            client.priority,
+            client.tenant,
+            share,
+            client.address.node,
+        )
 
     @handles(msg.Directory)
     def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:

@@ -35,6 +35,11 @@ class CopyTask:
     files: tuple[tuple[str, CopyFile], ...]
     arrival: int
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that copy or write."""
+        return tuple(dict.fromkeys(host for host, _ in (*self.copies, *self.files)))
+
 
 Task = SegmentTask | DiscardTask | CopyTask
 
@@ -110,6 +115,13 @@ class ClientQueue:
         self.launched += 1
         self.waits_since_s = math.inf if self.oldest is None else now_s
         self.habit.launched(head.footprint)
+
+    def launched_itself(self, tasks: Sequence[SegmentTask], now_s: float) -> None:
+        """The client has launched a run under a lease."""
+        self.habit.came(now_s, bool(self.launched))
+        self.came_s = now_s
+        self.launched += len(tasks)
+        self.habit.launched(tasks[-1].footprint)
 
     def insert(self, discard: DiscardTask) -> None:
         """Queue it behind the last task that may use its arrays: later ones may need the memory."""

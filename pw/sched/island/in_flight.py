@@ -18,6 +18,7 @@ from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
 from pw.sched.island.launch_states import LaunchEvent, SegmentTask
+from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine
@@ -43,6 +44,7 @@ class InFlight(Part):
     admission: Admission
     queues: Queues
     watchdog: Watchdog
+    leases: LeaseTable
     launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
     """By the first host of the gang, the oldest first."""
     _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
@@ -103,21 +105,28 @@ class InFlight(Part):
             return
         self.watchdog.went_on()
         for finished in message.finished:
-            key = (sender.node, finished.sequence)
-            if self._reporting:
-                key = self._reporting.pop(key, key)
-            task = self.launches.get(key)
-            if task is None:
+            self.finished((sender.node, finished.sequence), finished)
+
+    def finished(self, reporter: Key, finished: msg.Finished) -> None:
+        """A host has ended a launch."""
+        key = self._reporting.pop(reporter, reporter) if self._reporting else reporter
+        task = self.launches.get(key)
+        if task is None:
+            if finished.sequence < 0 and self.leases.numbered:
+                self.leases.early[reporter] = finished
+            else:
                 self.env.count("messages_stale")
-            elif task.reported(sender.node, finished.device_time_us, finished.lost):
-                del self.launches[key]
-                self._ended(task)
+        elif task.reported(reporter[0], finished.device_time_us, finished.lost):
+            del self.launches[key]
+            self._ended(task)
 
     def _ended(self, task: SegmentTask) -> None:
         here, time_us, now_s = task.here, task.device_time_us, self.watchdog.progress_s
         self.window.ended(task.footprint, task.estimate_us, now_s)
         if here.reservation is not None:
             self.admission.segments_ended(here.reservation)
+        if here.lease is not None and here.lease.segment_ended(here.run):
+            self.leases.sliding.append(here.lease)
         queue = self.queues.clients.get(client_of(here.run))
         if queue is not None:
             queue.launched -= 1

@@ -41,6 +41,10 @@ class InstalledProgram:
     """The island's epoch in which hosts compiled it."""
     error: ErrorReport | None = None
     """Why a host could not."""
+    on_hosts: int = 0
+    """The installation that hosts have: they are not told of one that changes nothing."""
+    is_plain: bool = False
+    """All that it does is compiled, repeatable, and stays on its hosts."""
 
     def measured(self, segment: int, device_time_us: int) -> None:
         """A launch of a segment took so long."""
@@ -50,6 +54,14 @@ class InstalledProgram:
 
 UNKNOWN = InstalledProgram(Names(), {}, 0, set(), {})
 """Stands for a program that is not installed."""
+
+
+def is_plain(message: InstallProgram) -> bool:
+    """Whether a program only computes: it has no Python of users and no calls of their processes."""
+    return not any(
+        one.traits.is_python or not one.traits.is_repeatable or one.calls_back
+        for one in message.body.computations
+    )
 
 
 def _executions(message: InstallProgram) -> Iterator[tuple[int, str, list[int]]]:

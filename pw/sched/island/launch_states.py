@@ -29,6 +29,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
 from pw.sched.island.installed_program import InstalledProgram
+from pw.sched.island.lease_states import Lease
 from pw.sched.island.window import Footprint, Stake
 
 
@@ -126,6 +127,8 @@ class RunHere:
     """Hosts that have been sent the arguments."""
     last_segment: dict[str, int] = field(default_factory=dict)
     """The last segment that each host runs."""
+    lease: Lease | None = None
+    """The lease under which the client has launched it."""
 
 
 @dataclass(slots=True, eq=False)

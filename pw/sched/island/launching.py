@@ -24,6 +24,7 @@ from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import LaunchState, SegmentTask
+from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
@@ -53,6 +54,7 @@ class Launcher(Part):
     in_flight: InFlight
     queues: Queues
     watchdog: Watchdog
+    leases: LeaseTable
     _look_again_s: float = field(default=math.inf, init=False)
     """When the earliest timer comes."""
 
@@ -89,7 +91,8 @@ class Launcher(Part):
                 absent.append(queue)
                 continue
             head = tasks[0]
-            assert isinstance(head, SegmentTask)
+            if not isinstance(head, SegmentTask) or not self.leases.are_free(head.hosts):
+                continue
             reservation = None if head.awaits else head.here.reservation
             if reservation is not None and not admission.may_be_chosen(reservation):
                 continue
@@ -165,18 +168,24 @@ class Launcher(Part):
             here.is_timed = False
             self.env.send(CONTROL, RunStarted(here.run))
         numbers = self.members.send_launch(here, task.segment, task.hosts, task.reporters)
+        self.launched(task, numbers)
+        self.queues.launched(task)
+        for island in task.notify:
+            self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
+
+    def launched(self, task: SegmentTask, numbers: Sequence[int]) -> None:
+        """A launch is on its way to its hosts; `numbers` are those of the hosts that report its end."""
         self.in_flight.add(task, numbers)
         self.watchdog.went_on()
         task.launch(self.watchdog.progress_s)
         self.window.launched(task.footprint, task.estimate_us, task.launched_s)
         self.env.count("launches")
-        self.queues.launched(task)
-        for island in task.notify:
-            self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
 
     def _order(self, tasks: deque[Task]) -> None:
         """Carry out the discards and copies at the head of a queue."""
         while tasks and not isinstance(task := tasks[0], SegmentTask):
+            if isinstance(task, CopyTask) and not self.leases.are_free(task.hosts):
+                return
             tasks.popleft()
             if isinstance(task, CopyTask):
                 self._copy(task)

@@ -9,7 +9,7 @@ same as the rest of its gang, reports it, and the island leaves its epoch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
@@ -115,19 +115,28 @@ class Members(Part):
             self.env.send(executor_of(host), launch)
         return numbers
 
-    def send_drops(self) -> None:
-        """Send each host one message; hosts that drop the same share it, encoded once."""
+    def send_drops(self, after_on: Callable[[str], int | None]) -> None:
+        """Send each host one message; hosts that drop the same share it, encoded once.
+
+        `after_on` returns the index behind the leased launches that come before on a host; None if
+        its gangs have to wait, because that is not known.
+        """
         of_hosts: defaultdict[str, list[GangDiscard]] = defaultdict(list)
+        waiting: dict[tuple[str, ...], GangDiscard] = {}
         for gang, drop in self.drops.items():
+            if None in map(after_on, gang):
+                waiting[gang] = drop
+                continue
             for host in gang:
                 of_hosts[host].append(drop)
         self.drops.clear()
+        self.drops.update(waiting)
         alike: dict[tuple[int, ...], msg.Discard] = {}
         for host, drops in of_hosts.items():
             if host not in self._next_sequence:
                 continue
-            sequence = self.next_number(host)
-            key = (sequence, *map(id, drops))
+            sequence, after = self.next_number(host), after_on(host) or 0
+            key = (sequence, after, *map(id, drops))
             discard = alike.get(key)
             if discard is None:
                 discard = alike[key] = msg.Discard(
@@ -136,6 +145,7 @@ class Members(Part):
                     tuple([array for drop in drops for array in drop.arrays]),
                     tuple([program for drop in drops for program in drop.programs]),
                     tuple([client for drop in drops for client in drop.clients]),
+                    after,
                 )
             self.env.send(executor_of(host), discard)
 

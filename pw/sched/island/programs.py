@@ -14,7 +14,13 @@ from pw.core.errors import Error, ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, executor_of
 from pw.sched.island.admission import Admission
 from pw.sched.island.install_queues import InstallQueues
-from pw.sched.island.installed_program import UNKNOWN, InstalledProgram, names_of, sites_of
+from pw.sched.island.installed_program import (
+    UNKNOWN,
+    InstalledProgram,
+    is_plain,
+    names_of,
+    sites_of,
+)
 from pw.sched.island.members import Members
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.window import Window
@@ -97,6 +103,8 @@ class Programs(Part):
             {plan.host for plan in message.plans},
             {} if earlier is UNKNOWN else earlier.estimates_us,
             self.members.epoch,
+            on_hosts=message.install,
+            is_plain=is_plain(message),
         )
 
     @handles(msg.Installed)

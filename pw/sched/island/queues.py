@@ -80,13 +80,12 @@ class Queues(Part):
     # --- runs ----------------------------------------------------------------------------------------
 
     @handles(msg.Submit)
-    def _submit(self, sender: Address, message: msg.Submit) -> None:
-        queue = self.clients.get(client_of(message.run))
-        if queue is None or not all(map(self.members.include, message.hosts)):
-            self.env.count("messages_stale")
-            return
+    def submit(self, sender: Address, message: msg.Submit) -> None:
+        """Queue the launches of a run."""
         now_s = self.env.now_s()
-        tasks = self._launches_of(message, queue.stake, now_s)
+        queue, tasks = self._launches_of(message, now_s)
+        if queue is None:
+            return
         for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
@@ -97,12 +96,38 @@ class Queues(Part):
         self.runs[message.run] = list(tasks)
         queue.submitted(tasks, now_s)
 
-    def _launches_of(self, message: msg.Submit, stake: Stake, now_s: float) -> list[SegmentTask]:
+    def leased(self, message: msg.Submit) -> list[SegmentTask]:
+        """Return the launches of a run that its client has launched; none if it has left."""
+        now_s = self.env.now_s()
+        queue, tasks = self._launches_of(message, now_s)
+        if queue is not None:
+            if self.policy.keeps_accounts:
+                self._settle_accounts(queue, tasks, now_s)
+            queue.launched_itself(tasks, now_s)
+        return tasks
+
+    def take_run(self, run: int) -> list[SegmentTask]:
+        """Take a run out of its queue, because its client has launched it; it may have been cancelled."""
+        tasks = self.runs.pop(run, [])
+        queue = self.clients.get(client_of(run))
+        if queue is not None and tasks:
+            queue.cancel(run)
+            queue.launched_itself(tasks, self.env.now_s())
+        return tasks
+
+    def _launches_of(
+        self, message: msg.Submit, now_s: float
+    ) -> tuple[ClientQueue | None, list[SegmentTask]]:
+        """Return the queue of a run's client, and its launches; None if they concern nobody here."""
+        queue = self.clients.get(client_of(message.run))
+        if queue is None or not all(map(self.members.include, message.hosts)):
+            self.env.count("messages_stale")
+            return None, []
         program = self.programs[message.program]
         here = RunHere(
             message.run,
             message.program,
-            stake,
+            queue.stake,
             msg.Arguments(message.args, message.results),
             self.admission.reservation(message),
             now_s,
@@ -128,7 +153,7 @@ class Queues(Part):
             tasks.append(task)
             for host in hosts:
                 here.last_segment[host] = segment
-        return tasks
+        return queue, tasks
 
     def _settle_accounts(
         self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float

@@ -17,10 +17,12 @@ from __future__ import annotations
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import CancelRun, IslandLost, RemoveClient
+from pw.core.messages import CancelRun, IslandLost, RemoveClient, Submit
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
+from pw.sched.island.lease_states import LeaseTable
+from pw.sched.island.leases import Leases
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
@@ -29,11 +31,21 @@ from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
 from pw.sched.island.window import Window
 
+LEND_AFTER = 8
+"""So many runs of a client, one after the other, come before its lease."""
+
 
 class IslandScheduler(Actor):
     """Orders the work of all clients on one island."""
 
-    def __init__(self, env: Env, island: str, policy: Policy, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        env: Env,
+        island: str,
+        policy: Policy,
+        stall_s: float = STALL_S,
+        lend_after: int = LEND_AFTER,
+    ) -> None:
         super().__init__(env)
         self.island = island
         self.policy = policy
@@ -45,18 +57,34 @@ class IslandScheduler(Actor):
         self.admission = admission = Admission(env, island)
         self.programs = programs = Programs(env, island, members, window, admission, quarantine)
         self.queues = queues = Queues(env, members, policy, window, quarantine, admission, programs)
+        table = LeaseTable()
         self.in_flight = in_flight = InFlight(
-            env, members, policy, window, quarantine, admission, queues, watchdog
+            env, members, policy, window, quarantine, admission, queues, watchdog, table
         )
-        self._launcher = Launcher(
-            env, members, policy, window, admission, programs, in_flight, queues, watchdog
+        self._launcher = launcher = Launcher(
+            env, members, policy, window, admission, programs, in_flight, queues, watchdog, table
+        )
+        self.leases = leases = Leases(
+            env, members, admission, programs, in_flight, queues, launcher, table, lend_after
         )
         reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
         self.compose(
-            *(members, in_flight, queues, admission, programs, quarantine, self._launcher, reports),
+            *(
+                members,
+                in_flight,
+                queues,
+                admission,
+                programs,
+                quarantine,
+                launcher,
+                leases,
+                reports,
+            ),
             order={
+                Submit: (Leases, Queues),
                 CancelRun: (InFlight, Queues),  # which removes the launches
-                RemoveClient: (Queues, Admission),  # which forgets what they have reserved
+                RemoveClient: (Leases, Queues, Admission),  # which forgets what they have reserved
+                IslandLost: (InFlight, Queues, Leases),
             },
         )
         env.recorder.unfinished[env.address.actor] = self._record_unfinished
@@ -90,6 +118,7 @@ class IslandScheduler(Actor):
     def turn_ended(self) -> None:
         """Launch all that may go, then send what hosts may drop."""
         self._launcher.launch_all()
+        self.leases.turn_ended()
         is_busy = bool(self.in_flight.launches or self.queues.runs)
         if is_busy:
             if not self._was_busy:
@@ -97,6 +126,6 @@ class IslandScheduler(Actor):
             self._watchdog.watch()
         self._was_busy = is_busy
         if self.members.drops:
-            self.members.send_drops()
+            self.members.send_drops(self.leases.after_on)
         if not self.programs.installed:  # then no footprint refers to a group any more
             self.window.tidy()

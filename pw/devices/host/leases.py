@@ -1,0 +1,185 @@
+"""The launch lease of a host: which client numbers launches here, and which of them have been taken.
+
+Two senders then decide what the host does, over two links: the client with its launches, the scheduler with
+all else. The order of the scheduler holds. `Lend` begins a lease and `EndLease` ends it; what the scheduler
+sends in between says which leased launches come before it, and is held until they have come. A leased
+launch that comes before its `Lend` waits for it.
+
+A lease is closed when the scheduler says so, when the link to the client is lost, and when the client sends
+what may not be. From then on only the scheduler adds launches, which other hosts have taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pw.core import messages as msg
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.ids import CONTROLLER, Address, arrays_in, client_of
+from pw.devices.host.clients import Clients
+from pw.devices.host.installs import Installs
+from pw.devices.host.launch_order import LaunchOrder
+
+KEPT = 256
+"""The newest leased launches, for hosts that lack them: a client has no more in flight."""
+EARLY = 1024
+"""Leased launches that wait for their `Lend`."""
+
+
+@dataclass(slots=True, eq=False)
+class HostLease:
+    """One lease on this host."""
+
+    number: int
+    client: int
+    programs: frozenset[int]
+    taken: int
+    """The index of the next launch."""
+    node: str = ""
+    """Where launches have come from."""
+    is_open: bool = True
+    recent: deque[msg.LeasedLaunch] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+
+@dataclass(eq=False, repr=False)
+class Leases(Part):
+    """The lease of one host, and what waits for leased launches."""
+
+    env: Env
+    order: LaunchOrder
+    programs: Installs
+    clients: Clients
+    launch: Callable[[msg.Launch], None]
+    """Does a launch that has been taken."""
+    receive: Callable[[Address, Any], None]
+    """Handles a message of the scheduler that was held."""
+    current: HostLease | None = None
+    _held: deque[tuple[Address, Any]] = field(default_factory=deque)
+    """What the scheduler has sent, and comes after launches that have not been taken."""
+    _early: list[tuple[Address, msg.LeasedLaunch]] = field(default_factory=list)
+
+    # --- the scheduler's order -----------------------------------------------------------------------
+
+    def holds(self, sender: Address, message: Any, after: int = 0) -> bool:
+        """Hold back an order of the scheduler if leased launches before index `after` are missing."""
+        lease = self.current
+        if not self._held and (lease is None or after <= lease.taken):
+            return False
+        self._held.append((sender, message))
+        return True
+
+    def _go_on(self) -> None:
+        """Handle what was held, as far as nothing is missing."""
+        held, self._held = self._held, deque()
+        while held:
+            self.receive(*held.popleft())
+            if self._held:  # it is held again, and all behind it
+                self._held.extend(held)
+                return
+
+    @handles(msg.Lend)
+    def _lend(self, sender: Address, message: msg.Lend) -> None:
+        if self.holds(sender, message) or not self.order.take(
+            message.epoch, message.sequence, sender
+        ):
+            return
+        programs = frozenset(message.programs)
+        self.current = HostLease(message.lease, message.client, programs, message.first)
+        early, self._early = self._early, []
+        for client, launch in early:
+            self._launched(client, launch)
+
+    @handles(msg.EndLease)
+    def _ended(self, sender: Address, message: msg.EndLease) -> None:
+        if not self.holds(sender, message, message.taken) and self.order.take(
+            message.epoch, message.sequence, sender
+        ):
+            self.current = None
+
+    # --- launches of the client ----------------------------------------------------------------------
+
+    @handles(msg.LeasedLaunch)
+    def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
+        if message.epoch != self.order.epoch or self.order.is_broken:
+            self.env.count("messages_stale")
+            return
+        lease = self.current
+        if lease is None or lease.number < message.lease:
+            if len(self._early) < EARLY and sender.node != CONTROLLER:
+                self._early.append((sender, message))
+            return
+        if lease.number != message.lease or (sender.node != CONTROLLER and not lease.is_open):
+            self.env.count("messages_stale")
+            return
+        if sender.node == CONTROLLER:
+            if message.index != lease.taken:
+                return  # it came from the client before the lease was closed
+        elif not self._may_launch(lease, sender, message):
+            self.env.count("leased_launches_refused")
+            self._close(lease, lease.taken)
+            return
+        lease.taken += 1
+        lease.recent.append(message)
+        last = len(message.steps) - 1
+        given = msg.Arguments(message.args, message.results)
+        for at, step in enumerate(message.steps):
+            number = msg.number_of(message.index, at)
+            self.launch(
+                msg.Launch(
+                    message.epoch,
+                    number,
+                    message.run,
+                    message.program,
+                    step.segment,
+                    at == last,
+                    None if at else given,
+                    step.report,
+                )
+            )
+        if self._held:
+            self._go_on()
+
+    def _may_launch(self, lease: HostLease, sender: Address, message: msg.LeasedLaunch) -> bool:
+        """Whether a client may send a launch: the next one of its lease, of its own program and arrays."""
+        client = lease.client
+        if self.clients.at(sender.node) != client or message.index != lease.taken:
+            return False
+        lease.node = sender.node
+        program = self.programs.get(message.program)
+        return (
+            message.program in lease.programs
+            and program is not None
+            and program.install == message.install
+            and client_of(message.run) == client
+            and len(message.args) == len(program.body.inputs)
+            and len(message.results) == len(program.body.outputs)
+            and all(client_of(array) == client for array in arrays_in(message.args))
+            and all(client_of(array) == client for array in message.results)
+        )
+
+    # --- closing -------------------------------------------------------------------------------------
+
+    @handles(msg.CloseLease)
+    def _close_asked(self, sender: Address, message: msg.CloseLease) -> None:
+        lease = self.current
+        if message.epoch != self.order.epoch or self.order.is_broken:
+            self.env.count("messages_stale")
+        elif lease is not None and lease.number == message.lease:
+            self._close(lease, message.noticed)
+
+    def _close(self, lease: HostLease, noticed: int) -> None:
+        lease.is_open = False
+        unknown = tuple(launch for launch in lease.recent if launch.index >= noticed)
+        if self.order.scheduler is not None:
+            closed = msg.LeaseClosed(self.order.epoch, lease.number, lease.taken, unknown)
+            self.env.send(self.order.scheduler, closed)
+
+    @handles(msg.PeerLost)
+    def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
+        """The link to the client is lost, and launches with it."""
+        lease = self.current
+        if lease is not None and lease.is_open and message.node == lease.node:
+            self._close(lease, lease.taken)

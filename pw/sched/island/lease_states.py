@@ -1,0 +1,134 @@
+"""The launch leases of an island: their states, and what each knows of its launches.
+
+    open: the client launches
+      | the client sends a run without the lease, another client wants one of the hosts, it leaves,
+      | a host has closed the lease
+      v
+    closing: each host says what it has taken; the runs that the client tells of wait
+      | what one host has taken, or the scheduler knows, is sent to the others
+      v
+    over: earlier launches than `final` have been taken by all hosts, later ones by none
+
+Only `pw.sched.island.leases` changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pw.core.actors.lifecycle import Lifecycle
+from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased
+
+
+class LeaseState(StrEnum):
+    """The states of a lease."""
+
+    OPEN = "open"
+    """The client may launch."""
+    CLOSING = "closing"
+    """Hosts take no more launches of the client, and are asked what they have taken."""
+    OVER = "over"
+    """All hosts have taken the same launches."""
+
+
+class LeaseEvent(StrEnum):
+    """What happens to a lease."""
+
+    CLOSE = "close"
+    AGREE = "all hosts have answered"
+
+
+LEASE = Lifecycle[LeaseState, LeaseEvent](
+    "lease",
+    {
+        LeaseState.OPEN: {LeaseEvent.CLOSE: LeaseState.CLOSING},
+        LeaseState.CLOSING: {LeaseEvent.AGREE: LeaseState.OVER},
+        LeaseState.OVER: {},
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right of one client to number the launches on some hosts."""
+
+    number: int
+    client: int
+    hosts: tuple[str, ...]
+    programs: dict[int, LentProgram]
+    first: int
+    window: int
+    """How many launches may be in flight."""
+    state: LeaseState = LeaseState.OPEN
+    noticed: int = 0
+    """The index of the first launch that the client has not told of."""
+    until: int = 0
+    """The client may launch before this index."""
+    ended: int = 0
+    """How many launches have ended."""
+    final: int = 0
+    """The launches before this index were made; known when the lease is over."""
+    running: dict[int, int] = field(default_factory=dict)
+    """By run, the segments that have not ended."""
+    known: dict[int, LeasedLaunch] = field(default_factory=dict)
+    """By index, the launches in flight, without their steps."""
+    indices: dict[int, int] = field(default_factory=dict)
+    """By run, the index of a launch in flight."""
+    taken: dict[str, int] = field(default_factory=dict)
+    """While it is closing: what hosts have answered."""
+    waiting: list[SubmitLeased] = field(default_factory=list)
+    """While it is closing: what the client has told of."""
+    is_left: bool = False
+    """The client has left."""
+
+    def __post_init__(self) -> None:
+        self.noticed = self.first
+        self.until = self.first + self.window
+
+    def happened(self, event: LeaseEvent) -> None:
+        """Change the state. Raises ImpossibleTransition."""
+        self.state = LEASE.after(self.state, event)
+
+    def launched(self, launch: LeasedLaunch, segments: int) -> None:
+        """The client has launched a run."""
+        self.running[launch.run] = segments
+        self.indices[launch.run] = launch.index
+        self.known[launch.index] = launch
+
+    def segment_ended(self, run: int) -> bool:
+        """A segment has ended. Returns whether the client needs a new window."""
+        self.running[run] -= 1
+        if self.running[run]:
+            return False
+        del self.running[run]
+        del self.known[self.indices.pop(run)]
+        self.ended += 1
+        until = self.first + self.ended + self.window
+        return self.state is LeaseState.OPEN and until - self.until > self.window // 2
+
+
+@dataclass(eq=False)
+class LeaseTable:
+    """All leases of an island."""
+
+    holders: dict[str, Lease] = field(default_factory=dict)
+    """By host; leases that are not over."""
+    numbered: dict[int, Lease] = field(default_factory=dict)
+    """By number; also those that are over, while the client may still tell of launches."""
+    early: dict[tuple[str, int], Finished] = field(default_factory=dict)
+    """Ends of launches of which the client has not told yet, by host and number."""
+
+    sliding: list[Lease] = field(default_factory=list)
+    """Leases whose clients need a new window."""
+
+    def are_free(self, hosts: tuple[str, ...]) -> bool:
+        """Whether none of these hosts is lent."""
+        return not self.holders or self.holders.keys().isdisjoint(hosts)
+
+    def clear(self) -> None:
+        """The island has left its epoch."""
+        self.holders.clear()
+        self.numbered.clear()
+        self.early.clear()
+        self.sliding.clear()

@@ -1,0 +1,416 @@
+"""Lends hosts to the client that is alone there, so that its launches do not pass the scheduler.
+
+Theory of operation. A client that waits for each result needs the scheduler for nothing: nobody else wants
+its hosts. After some such runs the scheduler lends them: from its place in their launch order on, the client
+numbers its launches there. It sends them to the hosts itself, and tells the controller of each run as
+always, a little later. Here such a run is in flight at once, with the numbers that it has.
+
+The scheduler alone ends a lease, and asks the hosts, never the client (`lease_states`). The answers of the
+hosts say what was launched. What one of them has taken, or the client has told of, the others get from here, so
+also a client that dies between two sends leaves whole gangs. Later launches of the client reach no host: its
+runs come from the controller as always, and are queued. Only then the scheduler goes on with its own
+launches on these hosts, so there is one order on each of them (G1).
+
+- G2: a lease has a window like that of a client that is alone. It slides with what has ended.
+- G3, G4: only runs that stay on the lent hosts and read nothing that is under way are lent.
+- G5: where memory is limited, nothing is lent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pw.core import messages as msg
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.ids import CONTROLLER, Address, client_of, executor_of, session_of
+from pw.core.sharding import DeviceAddress
+from pw.sched.island.admission import Admission
+from pw.sched.island.client_queue import ClientQueue
+from pw.sched.island.in_flight import InFlight
+from pw.sched.island.launch_states import SegmentTask
+from pw.sched.island.launching import AROUND_S, Launcher
+from pw.sched.island.lease_states import Lease, LeaseEvent, LeaseState, LeaseTable
+from pw.sched.island.members import Members
+from pw.sched.island.programs import Programs
+from pw.sched.island.queues import Queues
+from pw.sched.island.window import SEGMENTS, TIME_US
+
+GANG = 64
+"""The most hosts of a lease: to more, launches go down a tree."""
+SHORT_US = 10_000.0
+"""Device time of the longest run that is lent: the hop that it saves is a tenth of a millisecond."""
+PROGRAMS = 256
+"""The most programs of a lease."""
+FEW = 64
+"""A lease of fewer launches has not been worth it."""
+DOUBLED = 7
+"""How often the runs before a lease are doubled at most."""
+
+
+@dataclass(slots=True)
+class _Habit:
+    """The newest runs of a client, as far as they could have been launched under a lease."""
+
+    hosts: tuple[str, ...] = ()
+    count: int = 0
+    programs: dict[int, msg.Submit] = field(default_factory=dict)
+    last_run: int = 0
+    doubled: int = 0
+    """How often leases in a row have not been worth it."""
+
+
+@dataclass(eq=False, repr=False)
+class Leases(Part):
+    """The launch leases of one island."""
+
+    env: Env
+    members: Members
+    admission: Admission
+    programs: Programs
+    in_flight: InFlight
+    queues: Queues
+    launcher: Launcher
+    table: LeaseTable
+    after: int
+    """So many runs of a client come before a lease; 0 lends nothing."""
+    alone_s: float = AROUND_S
+    """How long no other client has wanted the hosts."""
+    _numbers: int = 0
+    _indices: int = 0
+    """The index of the next lease's first launch: launches of one epoch have different numbers."""
+    _habits: dict[int, _Habit] = field(default_factory=dict)
+    _nodes: dict[int, str] = field(default_factory=dict)
+    """Where the sessions of clients are."""
+    _due: set[int] = field(default_factory=set)
+    """Clients that may get a lease at the end of this turn."""
+
+    # --- lending -------------------------------------------------------------------------------------
+
+    @handles(msg.AddClient)
+    def _client_added(self, sender: Address, message: msg.AddClient) -> None:
+        self._nodes[message.client] = message.node
+
+    @handles(msg.Submit)
+    def _submitted(self, sender: Address, message: msg.Submit) -> None:
+        """Handled before it is queued: close the leases that are in its way, and note what the client does."""
+        client = client_of(message.run)
+        for hosts in message.hosts:
+            self._close_on(hosts)
+        queue = self.queues.clients.get(client)
+        if queue is None or not self.after or self._nodes.get(client) in ("", CONTROLLER):
+            return
+        habit = self._habits.get(client)
+        if habit is None:
+            habit = self._habits[client] = _Habit()
+        habit.last_run = message.run
+        hosts = tuple(dict.fromkeys(host for hosts in message.hosts for host in hosts))
+        if queue.tasks or queue.launched > 1 or not self._is_simple(message, hosts):
+            habit.count = 0
+            return
+        if habit.hosts != hosts:
+            habit.hosts, habit.count = hosts, 0
+            habit.programs.clear()
+        habit.count += 1
+        habit.programs[message.program] = message
+        if len(habit.programs) > PROGRAMS:
+            del habit.programs[next(iter(habit.programs))]
+        if habit.count >= self.after << habit.doubled:
+            self._due.add(client)
+
+    def _is_simple(self, submit: msg.Submit, hosts: tuple[str, ...]) -> bool:
+        """Whether such a run can be launched without the scheduler."""
+        program = self.programs[submit.program]
+        return (
+            not (submit.awaits or submit.islands or submit.is_timed)
+            and not any(submit.depends)
+            and not any(submit.notify)
+            and program.is_plain
+            and not program.compiling
+            and program.error is None
+            and len(hosts) <= GANG
+            and len(submit.segments) <= msg.STEPS
+            and self._time_us(submit) <= SHORT_US
+        )
+
+    def _time_us(self, submit: msg.Submit) -> float:
+        """Return the device time of a run; infinite while it is not known."""
+        known = self.programs[submit.program].estimates_us
+        return sum(known.get(segment, float("inf")) for segment in submit.segments)
+
+    def turn_ended(self) -> None:
+        """Lend hosts to clients that are alone there, and let holders launch more."""
+        if self.table.sliding:
+            self._slide()
+        if self._due:
+            self._lend_all()
+
+    def _lend_all(self) -> None:
+        due, self._due = self._due, set()
+        for client in due:
+            queue, habit = self.queues.clients.get(client), self._habits.get(client)
+            if queue is None or habit is None or queue.tasks or self.admission.memory is not None:
+                continue
+            if not self.members.include(habit.hosts) or not self.table.are_free(habit.hosts):
+                continue
+            if self._is_alone(queue, habit.hosts):
+                self._lend(client, habit)
+
+    def _is_alone(self, mine: ClientQueue, hosts: tuple[str, ...]) -> bool:
+        """Whether no other client wants one of these hosts."""
+        now_s = self.env.now_s()
+        for queue in self.queues.clients.values():
+            if queue is mine or not (
+                queue.tasks or queue.launched or now_s < queue.came_s + self.alone_s
+            ):
+                continue
+            footprint = queue.footprint
+            if footprint is None or not hosts_of(footprint.sites).isdisjoint(hosts):
+                return False
+        return True
+
+    def _lend(self, client: int, habit: _Habit) -> None:
+        programs = {
+            number: submit
+            for number, submit in habit.programs.items()
+            if self._is_simple(submit, habit.hosts)
+        }
+        if not programs:
+            return
+        longest_us = max(1.0, *map(self._time_us, programs.values()))
+        self._numbers += 1
+        lease = Lease(
+            self._numbers,
+            client,
+            habit.hosts,
+            {
+                number: msg.LentProgram(
+                    number,
+                    self.programs[number].on_hosts,
+                    tuple(msg.steps_of(submit, host) for host in habit.hosts),
+                )
+                for number, submit in programs.items()
+            },
+            self._indices,
+            max(2, min(SEGMENTS, int(TIME_US / longest_us))),
+        )
+        self.table.numbered[lease.number] = lease
+        epoch = self.members.epoch
+        for host in lease.hosts:
+            self.table.holders[host] = lease
+            number = self.members.next_number(host)
+            lend = msg.Lend(epoch, number, lease.number, client, tuple(programs), lease.first)
+            self.env.send(executor_of(host), lend)
+        lent = msg.Lent(
+            lease.number,
+            epoch,
+            lease.hosts,
+            tuple(lease.programs.values()),
+            lease.first,
+            lease.until,
+            habit.last_run,
+        )
+        self.env.send(session_of(self._nodes[client]), lent)
+        self.env.count("leases")
+
+    # --- launches of clients -------------------------------------------------------------------------
+
+    @handles(msg.SubmitLeased)
+    def _launched(self, sender: Address, message: msg.SubmitLeased) -> None:
+        """A client has launched a run; if no host has taken it, queue it."""
+        submit, lease = message.submit, self.table.numbered.get(message.lease)
+        if lease is None or lease.client != client_of(submit.run):
+            self._queue(submit)
+            return
+        if submit.program not in lease.programs:  # no host takes it
+            self._close(lease)
+        is_over = lease.state is LeaseState.OVER
+        if lease.state is LeaseState.OPEN or (is_over and message.index < lease.final):
+            tasks = self.queues.leased(submit)
+            self._take(lease, message, tasks)
+        else:
+            self._queue(submit)
+            if not is_over:
+                lease.waiting.append(message)
+        if is_over and lease.noticed >= lease.final:
+            self.table.numbered.pop(lease.number, None)
+
+    def _queue(self, submit: msg.Submit) -> None:
+        """Queue a run like those that the controller sends."""
+        self.env.count("leased_runs_queued")
+        self._submitted(self.env.address, submit)
+        self.queues.submit(self.env.address, submit)
+
+    def _take(self, lease: Lease, message: msg.SubmitLeased, tasks: Sequence[SegmentTask]) -> None:
+        """Count a launched run as in flight."""
+        submit, index = message.submit, message.index
+        lease.noticed = max(lease.noticed, index + 1)
+        if not tasks:  # the client has left, or the run was cancelled
+            return
+        program = lease.programs[submit.program]
+        launch = msg.LeasedLaunch(
+            self.members.epoch,
+            lease.number,
+            index,
+            submit.run,
+            submit.program,
+            program.install,
+            (),
+            submit.args,
+            submit.results,
+        )
+        lease.launched(launch, len(tasks))
+        tasks[0].here.lease = lease
+        steps: Counter[str] = Counter()
+        early: list[tuple[str, int]] = []
+        for task in tasks:
+            numbers = []
+            for at, host in enumerate(task.hosts):
+                number = msg.number_of(index, steps[host])
+                steps[host] += 1
+                if at < task.reporters:
+                    numbers.append(number)
+                    early.append((host, number))
+            self.launcher.launched(task, numbers)
+        for key in early:
+            finished = self.table.early.pop(key, None)
+            if finished is not None:
+                self.in_flight.finished(key, finished)
+
+    def _slide(self) -> None:
+        """Launches have ended, so clients may launch more."""
+        for lease in dict.fromkeys(self.table.sliding):
+            node = self._nodes.get(lease.client)
+            if lease.state is LeaseState.OPEN and node is not None:
+                lease.until = lease.first + lease.ended + lease.window
+                self.env.send(session_of(node), msg.LeaseWindow(lease.number, lease.until))
+        self.table.sliding.clear()
+
+    # --- closing -------------------------------------------------------------------------------------
+
+    def _close_on(self, hosts: Iterable[str]) -> None:
+        """Close the leases of these hosts."""
+        if self.table.holders:
+            for host in hosts:
+                lease = self.table.holders.get(host)
+                if lease is not None:
+                    self._close(lease)
+
+    def _close(self, lease: Lease) -> None:
+        if lease.state is not LeaseState.OPEN:
+            return
+        lease.happened(LeaseEvent.CLOSE)
+        close = msg.CloseLease(self.members.epoch, lease.number, lease.noticed)
+        for host in lease.hosts:
+            self.env.send(executor_of(host), close)
+
+    @handles(msg.LeaseClosed)
+    def _closed(self, sender: Address, message: msg.LeaseClosed) -> None:
+        if not self.members.is_current(message.epoch, sender):
+            return
+        lease = self.table.numbered.get(message.lease)
+        if lease is None or lease.state is LeaseState.OVER or sender.node not in lease.hosts:
+            self.env.count("messages_stale")
+        elif lease.state is LeaseState.OPEN:
+            self._close(lease)  # the host answers once more, now that the others do
+        else:
+            lease.taken[sender.node] = message.taken
+            for launch in message.launches:
+                lease.known.setdefault(launch.index, launch)
+            if len(lease.taken) == len(lease.hosts):
+                self._agree(lease)
+
+    def _agree(self, lease: Lease) -> None:
+        """All hosts take what one has taken, or the client has told of; then go on without the lease."""
+        lease.happened(LeaseEvent.AGREE)
+        lease.final = max(lease.noticed, *lease.taken.values())
+        epoch = self.members.epoch
+        for at, host in enumerate(lease.hosts):
+            for index in range(lease.taken[host], lease.final):
+                launch = lease.known.get(index)
+                program = None if launch is None else lease.programs.get(launch.program)
+                if launch is None or program is None:
+                    self.members.end_epoch(f"host {host} has not got all launches of a lease")
+                    return
+                self.env.count("leased_launches_passed_on")
+                whole = msgspec.structs.replace(launch, steps=program.steps[at])
+                self.env.send(executor_of(host), whole)
+            number = self.members.next_number(host)
+            end = msg.EndLease(epoch, number, lease.number, lease.final)
+            self.env.send(executor_of(host), end)
+            del self.table.holders[host]
+        self._indices = max(self._indices, lease.final)
+        habit = self._habits.get(lease.client)
+        if habit is not None:
+            is_short = lease.final - lease.first < FEW
+            habit.doubled = min(habit.doubled + 1, DOUBLED) if is_short else 0
+            habit.count = 0
+        for message in lease.waiting:
+            if message.index < lease.final:
+                self._take(lease, message, self.queues.take_run(message.submit.run))
+        lease.waiting.clear()
+        if lease.is_left:
+            self._forget(lease)
+        elif lease.noticed >= lease.final:
+            self.table.numbered.pop(lease.number, None)
+
+    def _forget(self, lease: Lease) -> None:
+        """The client will not tell of any more launches."""
+        self.table.numbered.pop(lease.number, None)
+        last, first = msg.number_of(lease.final, 0), msg.number_of(lease.first, 0)
+        for key in [key for key in self.table.early if last < key[1] <= first]:
+            del self.table.early[key]
+
+    @handles(msg.RemoveClient)
+    def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
+        """Handled before the queue of the client is dropped."""
+        self._nodes.pop(message.client, None)
+        self._habits.pop(message.client, None)
+        for lease in [one for one in self.table.numbered.values() if one.client == message.client]:
+            lease.is_left = True
+            if lease.state is LeaseState.OVER:
+                self._forget(lease)
+            else:
+                self._close(lease)
+
+    @handles(msg.CopyArrays)
+    def _copied(self, sender: Address, message: msg.CopyArrays) -> None:
+        """Copies have their place among the launches of the scheduler."""
+        for lease in list(self.table.holders.values()):
+            if lease.client == message.client:
+                self._close(lease)
+
+    @handles(msg.InstallProgram)
+    def _installed(self, sender: Address, message: msg.InstallProgram) -> None:
+        """Other devices, or other code."""
+        if message.again:
+            return
+        for lease in list(self.table.holders.values()):
+            if message.program in lease.programs:
+                self._close(lease)
+
+    @handles(msg.IslandLost)
+    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+        self.table.clear()
+        self._indices = 0
+        self._due.clear()
+        for habit in self._habits.values():
+            habit.count = 0
+            habit.programs.clear()
+
+    # --- what hosts are told meanwhile ----------------------------------------------------------------
+
+    def after_on(self, host: str) -> int | None:
+        """Return the index behind the launches that a discard on this host comes after; None for later."""
+        lease = self.table.holders.get(host)
+        if lease is None:
+            return 0
+        return lease.noticed if lease.state is LeaseState.OPEN else None
+
+
+def hosts_of(sites: Iterable[object]) -> set[str]:
+    """Return the hosts of sites, which are devices or hosts."""
+    return {site.host if isinstance(site, DeviceAddress) else str(site) for site in sites}
