@@ -57,6 +57,8 @@ class Leases(Part):
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
     current: HostLease | None = None
+    newest: int = 0
+    """The number of the newest lease."""
     _held: deque[tuple[Address, Any]] = field(default_factory=deque)
     """What the scheduler has sent, and comes after launches that have not been taken."""
     _early: list[tuple[Address, msg.LeasedLaunch]] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Leases(Part):
             message.epoch, message.sequence, sender
         ):
             return
-        programs = frozenset(message.programs)
+        self.newest, programs = message.lease, frozenset(message.programs)
         self.current = HostLease(message.lease, message.client, programs, message.first)
         early, self._early = self._early, []
         for client, launch in early:
@@ -107,11 +109,15 @@ class Leases(Part):
             self.env.count("messages_stale")
             return
         lease = self.current
-        if lease is None or lease.number < message.lease:
+        if message.lease > self.newest:
             if len(self._early) < EARLY and sender.node != CONTROLLER:
                 self._early.append((sender, message))
             return
-        if lease.number != message.lease or (sender.node != CONTROLLER and not lease.is_open):
+        if (
+            lease is None
+            or lease.number != message.lease
+            or (sender.node != CONTROLLER and not lease.is_open)
+        ):
             self.env.count("messages_stale")
             return
         if sender.node == CONTROLLER:
@@ -180,6 +186,7 @@ class Leases(Part):
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         """The link to the client is lost, and launches with it."""
+        self._early = [one for one in self._early if one[0].node != message.node]
         lease = self.current
         if lease is not None and lease.is_open and message.node == lease.node:
             self._close(lease, lease.taken)

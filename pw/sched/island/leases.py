@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,6 +52,18 @@ DOUBLED = 7
 """How often the runs before a lease are doubled at most."""
 
 
+class Lending(NamedTuple):
+    """When hosts are lent."""
+
+    after: int = 8
+    """So many runs of a client, one after the other, come before its lease."""
+    alone_s: float = AROUND_S
+    """How long no other client has wanted its hosts."""
+
+
+LENDING = Lending()
+
+
 @dataclass(slots=True)
 class _Habit:
     """The newest runs of a client, as far as they could have been launched under a lease."""
@@ -75,10 +88,7 @@ class Leases(Part):
     queues: Queues
     launcher: Launcher
     table: LeaseTable
-    after: int
-    """So many runs of a client come before a lease; 0 lends nothing."""
-    alone_s: float = AROUND_S
-    """How long no other client has wanted the hosts."""
+    lending: Lending
     _numbers: int = 0
     _indices: int = 0
     """The index of the next lease's first launch: launches of one epoch have different numbers."""
@@ -101,7 +111,7 @@ class Leases(Part):
         for hosts in message.hosts:
             self._close_on(hosts)
         queue = self.queues.clients.get(client)
-        if queue is None or not self.after or self._nodes.get(client) in ("", CONTROLLER):
+        if queue is None or self._nodes.get(client) in ("", CONTROLLER):
             return
         habit = self._habits.get(client)
         if habit is None:
@@ -118,7 +128,7 @@ class Leases(Part):
         habit.programs[message.program] = message
         if len(habit.programs) > PROGRAMS:
             del habit.programs[next(iter(habit.programs))]
-        if habit.count >= self.after << habit.doubled:
+        if habit.count >= self.lending.after << habit.doubled:
             self._due.add(client)
 
     def _is_simple(self, submit: msg.Submit, hosts: tuple[str, ...]) -> bool:
@@ -164,7 +174,7 @@ class Leases(Part):
         now_s = self.env.now_s()
         for queue in self.queues.clients.values():
             if queue is mine or not (
-                queue.tasks or queue.launched or now_s < queue.came_s + self.alone_s
+                queue.tasks or queue.launched or now_s < queue.came_s + self.lending.alone_s
             ):
                 continue
             footprint = queue.footprint

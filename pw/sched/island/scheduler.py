@@ -22,7 +22,7 @@ from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
 from pw.sched.island.lease_states import LeaseTable
-from pw.sched.island.leases import Leases
+from pw.sched.island.leases import LENDING, Leases, Lending
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
@@ -30,9 +30,6 @@ from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
 from pw.sched.island.window import Window
-
-LEND_AFTER = 8
-"""So many runs of a client, one after the other, come before its lease."""
 
 
 class IslandScheduler(Actor):
@@ -44,7 +41,7 @@ class IslandScheduler(Actor):
         island: str,
         policy: Policy,
         stall_s: float = STALL_S,
-        lend_after: int = LEND_AFTER,
+        lending: Lending = LENDING,
     ) -> None:
         super().__init__(env)
         self.island = island
@@ -65,7 +62,7 @@ class IslandScheduler(Actor):
             env, members, policy, window, admission, programs, in_flight, queues, watchdog, table
         )
         self.leases = leases = Leases(
-            env, members, admission, programs, in_flight, queues, launcher, table, lend_after
+            env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
         reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
         self.compose(

@@ -23,6 +23,7 @@ from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
 from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site
+from pw.testing.sim.looping import LENDING
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
 
@@ -124,7 +125,7 @@ class SimCluster(Site):
         def spawn(island: str) -> None:
             schedulers[island] = node.add(
                 f"scheduler/{island}",
-                lambda env: IslandScheduler(env, island, POLICIES[self.policy]()),
+                lambda env: IslandScheduler(env, island, POLICIES[self.policy](), lending=LENDING),
             )
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])

@@ -63,6 +63,10 @@ class Life:
         self.runs_left = runs
         self.lives = 0
         self.random = self.world.streams(f"client/{number}")
+        self.loops = self.world.streams(f"loops/{number}")
+        self.looping = 0
+        """Calls that are left of a loop (`pw.testing.sim.looping`)."""
+        self.loops_left = 5
         self.drained = False
         self.finished = False
         """The user's work is done, and the session is closed or dead."""

@@ -5,6 +5,7 @@
 | G1 | any two gangs reach all hosts that they share in the same order (launches here, meetings in `gangs`) |
 | G4 | nothing is launched before the producers of its remote inputs |
 | once | no segment is launched twice on a host in one epoch |
+| leases | one numbers the launches of a host at a time; all hosts of a lease take the same (`leasing`) |
 | epochs | a host takes no launch of another epoch than its own |
 | repeats | no run is repeated unless something was injected |
 | epochs last | no island leaves its epoch unless something was injected |
@@ -49,6 +50,7 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
+from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.world import SimProcess, Violation
 
@@ -71,6 +73,7 @@ class Monitors:
         self._spent: Counter[str] = Counter()
         self._settled: Counter[str] = Counter()
         watch_launches(cluster)
+        LeaseMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_handled(msg.Launch, self._launch_arrived)

@@ -80,6 +80,8 @@ class Profile:
     clients have more slices."""
     ragged: float = 0.03
     """For each act of a client, the probability that it runs a program of which only some rows travel."""
+    loops: float = 0.06
+    """For each act of a client, the probability that it begins a loop that waits for each result."""
     timelines: float = 0.0
     """For each act of a client, the probability that it records a timeline."""
     branches: float = 0.15
@@ -122,6 +124,7 @@ _NO_FAULTS = (
     "moves",
     "streams",
     "cuts",
+    "loops",
     "timelines",
     "branches",
     "ragged",
@@ -249,6 +252,8 @@ PROFILES = {
             timelines=0.1,
             **(_NETWORK | _LOSSES),
         ),
+        Profile("leases", clients=2, runs=60, loops=0.3),
+        Profile("leases-lost", span_s=20.0, clients=2, runs=60, loops=0.3, **(_NETWORK | _LOSSES)),
         Profile("branches", branches=0.8),
         Profile("reads", branches=0.8, read_failure=0.02),
         Profile(

@@ -26,6 +26,7 @@ from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
+from pw.testing.sim.looping import loop
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.ragged import move_rows
@@ -53,6 +54,9 @@ class SimClient(Life):
         if self.node.paused:
             self.world.at(self.node.paused_until_s, self.act, life)
             return
+        if self.looping and self.loops.random() < 0.9:
+            self.world.after(0.01, self.act, life)
+            return
         if self.slices:
             if self.final or (self.runs_left <= 0 and len(self.slices) > 0):
                 self._finish()
@@ -79,6 +83,14 @@ class SimClient(Life):
                 give(self, others)
                 return
         profile = self.world.profile
+        if (
+            profile.loops
+            and self.loops_left
+            and not self.looping
+            and self.loops.random() < profile.loops
+        ):
+            loop(self, self.loops)
+            return
         for rate, is_able, act in (
             (profile.cuts, len(self._joined()) > 1, self._run_cut),
             (profile.ragged, self.kinds, partial(move_rows, self)),
@@ -308,13 +320,17 @@ class SimClient(Life):
         named = tuple((array, self.arrays[array]) for array in chosen)
 
         def waited(result: Any, error: BaseException | None) -> None:
-            if error is not None:
-                wrong = [self._check_error(array, error) for array in chosen]
-                if all(wrong):
-                    raise Violation("oracle", f"{self.name}: {wrong[0]}")
-            self.world.checked["oracle"] += 1
+            self.judge_wait(chosen, error)
 
         self._post(Await(named, self._promise(f"wait {len(chosen)}", waited)))
+
+    def judge_wait(self, chosen: Sequence[int], error: BaseException | None) -> None:
+        """Look at the end of a wait for these arrays."""
+        if error is not None:
+            wrong = [self._check_error(array, error) for array in chosen]
+            if all(wrong):
+                raise Violation("oracle", f"{self.name}: {wrong[0]}")
+        self.world.checked["oracle"] += 1
 
     def _checkpoint(self) -> None:
         if not self.arrays or not self.copies:

@@ -1,0 +1,59 @@
+"""A user who waits for each result before the next call, as a training loop does. Such users get leases."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Any
+
+from pw.client.session.thread_messages import Await
+from pw.sched.island.leases import Lending
+from pw.testing.sim.bursts import is_burst
+
+LENDING = Lending(after=2, alone_s=0.02)
+"""Simulated users do little, and little of it alone."""
+
+
+def loop(client: Any, random: Random) -> None:
+    """Begin a loop over one or two programs; each call gets results of the one before."""
+    able = [n for n, draft in client.programs.items() if draft.body.outputs and not is_burst(draft)]
+    if not able:
+        return
+    chosen = [random.choice(able) for _ in range(random.choice((1, 1, 1, 2)))]
+    client.loops_left -= 1
+    client.looping = random.randint(4, 12)
+    client.runs_left += client.looping
+    client.world.checked["loops"] += 1
+    _step(client, random, chosen, client.lives, random.random() < 0.7)
+
+
+def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool) -> None:
+    """Call once, then wait for a result, or now and then not."""
+    if life != client.lives or not client.node.alive or client.closing or client.looking:
+        client.looping = 0
+        return
+    number = random.choice(chosen)
+    draft = client.programs.get(number)
+    if draft is None or not client.may_run or client.session.closed is not None:
+        client.looping = 0
+    if not client.looping:
+        return
+    client.looping -= 1
+    before = dict.fromkeys(client.arrays)
+    results = client.launch(number, draft, tuple(client.arguments(draft.body.inputs)))
+    if tidy:
+        mine = [array for array in before if array in client.arrays][-8:]
+        if mine and random.random() < 0.4:
+            client._delete(random.choice(mine))
+    again = partial(_step, client, random, chosen, life, tidy)
+    array = results[-1]
+
+    def waited(result: Any, error: BaseException | None) -> None:
+        client.judge_wait([array], error)
+        client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
+
+    if random.random() < 0.15 or array not in client.arrays:
+        client.world.after(1e-4, again)
+        return
+    promise = client._promise(f"loop {array:x}", waited)
+    client._post(Await(((array, client.arrays[array]),), promise))
