@@ -252,7 +252,7 @@ PROFILES = {
             timelines=0.1,
             **(_NETWORK | _LOSSES),
         ),
-        Profile("leases", clients=2, runs=60, loops=0.3),
+        Profile("leases", clients=2, runs=60, loops=0.3, latency_spike=0.01),
         Profile("leases-lost", span_s=20.0, clients=2, runs=60, loops=0.3, **(_NETWORK | _LOSSES)),
         Profile("branches", branches=0.8),
         Profile("reads", branches=0.8, read_failure=0.02),

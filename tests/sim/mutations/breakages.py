@@ -31,6 +31,34 @@ from pw.testing.sim.shards import Shards
 from tests.sim.mutations import operators
 from tests.sim.mutations.operators import wrap
 
+# --- launch leases -------------------------------------------------------------------------------
+
+
+def answer_and_go_on(close: Callable[..., None], lease: Any, noticed: int) -> None:
+    """Say what has been taken of a lease, and take more."""
+    close(lease, noticed)
+    lease.is_open = True
+
+
+def believe_all_alike(agree: Callable[..., None], lease: Any) -> None:
+    """Take it that all hosts have taken what one has."""
+    lease.taken = dict.fromkeys(lease.hosts, max(lease.noticed, *lease.taken.values()))
+    agree(lease)
+
+
+def begin_again(agree: Callable[..., None], lease: Any) -> None:
+    """Let the next lease begin where this one has begun."""
+    agree(lease)
+    agree.__self__._indices = 0  # type: ignore[attr-defined]
+
+
+class Nothing(dict[Any, Any]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Forget it."""
+
+
 # --- messages ------------------------------------------------------------------------------------
 
 
