@@ -377,7 +377,8 @@ class Runtime:
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""
         about = partial(self._about_arrays, ((array, spec),))
-        future = Fetching(spec, self.ask.in_the_way, about, self._show_output)
+        drive = self.thread.drive if spec.size_bytes <= DRIVEN_BYTES else None
+        future = Fetching(spec, self.ask.in_the_way, about, self._show_output, drive)
         self._post(Get(array, spec, future))
         return future
 
@@ -391,7 +392,8 @@ class Runtime:
         """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
         about = partial(self._about_arrays, wanted)
-        future: Future[None] = Waiting(self.ask.in_the_way, about, self._show_output)
+        drive = self.thread.drive
+        future: Future[None] = Waiting(self.ask.in_the_way, about, self._show_output, drive)
         self._post(Await(wanted, future))
         return future
 
@@ -445,6 +447,9 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
         array = array.base
     return isinstance(array, (bytearray, memoryview)) and not memoryview(array).readonly
 
+
+DRIVEN_BYTES = 1 << 16
+"""Values up to this size come in a message; a thread that waits for one may do the session's work."""
 
 _process = object()
 """A forked child gets another one: a call is too short for os.getpid()."""

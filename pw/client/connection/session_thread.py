@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 
 class SessionThread(Protocol):
@@ -18,6 +19,9 @@ class SessionThread(Protocol):
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
+
+    def drive(self, future: Future[Any]) -> None:
+        """Do the session's work in this thread while it waits for a future, if that is quicker."""
 
     def wait_for_hosts(self) -> None:
         """Wait for the hosts that were started with the session. Raises ConnectionFailed."""

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import uvloop
-
+from pw.client.connection.driving import BorrowedLoop, Driver
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import AwaitHosts, Close
 from pw.client.show.live import About, patiently
@@ -64,7 +63,7 @@ class LoopThread:
             LoopThread._usual_interval_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._living.add(self)
-        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self.loop = BorrowedLoop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -116,6 +115,8 @@ class SessionOnNode:
     _teardown: Callable[[], None]
     has_frames: bool = True
     certificate: str = ""
+    driver: Driver | None = None
+    """Lets threads that wait do the session's work; None for none."""
     _closed: bool = False
     _expected: tuple[int, Sequence[Daemon]] = (0, ())
 
@@ -185,7 +186,18 @@ class SessionOnNode:
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
-        self.node.post_threadsafe("session", note)
+        driver = self.driver
+        if driver is None or not driver.is_mine():
+            self.node.post_threadsafe("session", note)
+            return
+        self.node.post_here("session", note)
+        if not driver.turn():
+            self.node.wake()
+
+    def drive(self, future: Future[Any]) -> None:
+        """Do the session's work in this thread while it waits for a future, if that is quicker."""
+        if self.driver is not None:
+            self.driver.wait(future)
 
     def counters(self) -> dict[str, int]:
         """This process's counters. Raises Disconnected if the session ends."""
@@ -210,6 +222,8 @@ class SessionOnNode:
         if self._closed:
             return
         self._closed = True
+        if self.driver is not None:
+            self.driver.is_closed = True
         try:
             self._thread.call(self._close_on_loop)
         finally:
@@ -283,8 +297,16 @@ def remote(
                 endpoint="",
             )
             certificate = "" if credentials is None else credentials.own.user
+            driver = Driver(thread.loop, node, network) if beside is None else None
             return SessionOnNode(
-                thread, node, bulk, runtime, address, stop, certificate=certificate
+                thread,
+                node,
+                bulk,
+                runtime,
+                address,
+                stop,
+                certificate=certificate,
+                driver=driver,
             )
 
         try:

@@ -25,6 +25,7 @@ class Waiting(Future[T]):
         explain: returns in about a second why the cluster does not go on; empty if it cannot tell.
         about: describes the wait for the line.
         before: called in the waiting thread, before it gets the result.
+        drive: called in the waiting thread, to settle the future there if that is quicker.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Waiting(Future[T]):
         explain: Callable[[], str] | None = None,
         about: Callable[[], About] | None = None,
         before: Callable[[], None] = lambda: None,
+        drive: Callable[[Future[Any]], None] | None = None,
     ) -> None:
         super().__init__()
         self._explain = explain
         self.about = about
         self._before = before
+        self._drive = drive
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError."""
@@ -46,6 +49,8 @@ class Waiting(Future[T]):
             self._before()
 
     def _outcome(self, timeout: float | None) -> T:
+        if self._drive is not None and (timeout is None or timeout > QUIET_S):
+            self._drive(self)
         if self.about is None or (timeout is not None and timeout <= QUIET_S):
             return self._at_most(timeout, timeout)
         if not self.settles(QUIET_S):
@@ -86,8 +91,9 @@ class Fetching(Waiting[Any]):
         explain: Callable[[], str] | None = None,
         about: Callable[[], About] | None = None,
         before: Callable[[], None] = lambda: None,
+        drive: Callable[[Future[Any]], None] | None = None,
     ) -> None:
-        super().__init__(explain, about, before)
+        super().__init__(explain, about, before, drive)
         self._spec = spec
         self._whole: np.ndarray[Any, Any] | None = None
         self._parts: list[Part] = []

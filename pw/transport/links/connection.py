@@ -134,6 +134,11 @@ class StreamConnection(Connection):
         return self._stream is not None and self._stream.socket.family == socket.AF_UNIX
 
     @property
+    def number(self) -> int:
+        """The descriptor of the socket; -1 without one that `read` may read."""
+        return self._stream.socket.fileno() if self.is_open and self._stream is not None else -1
+
+    @property
     def waiting_bytes(self) -> int:
         """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
         return 0 if self._stream is None else self._stream.waiting_bytes
@@ -167,7 +172,7 @@ class StreamConnection(Connection):
 
     def receive(self) -> bool:
         """Receive all that has come; True if there may be more."""
-        return all(self._read() for _ in range(_READS_AT_ONCE))
+        return all(self.read() for _ in range(_READS_AT_ONCE))
 
     def hold(self) -> None:
         """Receive nothing until `resume`; the sender has to wait when the buffers are full."""
@@ -332,7 +337,7 @@ class StreamConnection(Connection):
 
     def _greet(self, stream: Stream, first: bytes) -> None:
         """Begin the handshake of ZMTP, of which bytes may have come."""
-        self._loop.add_reader(stream.socket, self._read)
+        self._loop.add_reader(stream.socket, self.read)
         self._say()
         if early := first + stream.held():
             self._take(early)
@@ -357,7 +362,7 @@ class StreamConnection(Connection):
 
     # --- reading -------------------------------------------------------------------------------
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
         """Read once and deliver; False if nothing came, or nothing is received now."""
         if self._stream is None or self.held:
             return False
@@ -414,7 +419,7 @@ class StreamConnection(Connection):
         self.held = False
         self._deliver()  # what has come is taken before more is read
         if self._stream is not None and not self.held:
-            self._loop.add_reader(self._stream.socket, self._read)
+            self._loop.add_reader(self._stream.socket, self.read)
 
     # --- the end -------------------------------------------------------------------------------
 

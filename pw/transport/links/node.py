@@ -178,6 +178,10 @@ class Node:
     def post_threadsafe(self, actor: str, message: object) -> None:
         """Like `post`, from any thread; wakes the loop once for all pending messages."""
         self._from_threads.append((actor, message))
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the loop handle what threads have posted; from any thread."""
         if not self._woken_by_thread:
             self._woken_by_thread = True
             try:
@@ -200,15 +204,30 @@ class Node:
             self.actors.clear()
             self.network.close()
 
-    def _collect(self) -> None:
+    def post_here(self, actor: str, message: object) -> None:
+        """Like `post_threadsafe`, from a thread that has a turn next (`turn_of`)."""
+        self._from_threads.append((actor, message))
+
+    def collect(self) -> None:
+        """Put what threads have posted into the mailbox."""
         # Cleared first: a thread that saw it set has appended before.
         self._woken_by_thread = False
         while self._from_threads:
             actor, message = self._from_threads.popleft()
             self._own.append((actor, None, message))
+
+    def _collect(self) -> None:
+        self.collect()
         if not self._turn_requested and not self.closed:
             # At once: a requested turn comes after the loop has polled all sockets.
             self._turn_requested = True
+            self._turn()
+
+    def turn_of(self, act: Callable[[], object]) -> None:
+        """Do something that brings messages, and handle them at once."""
+        if not self.closed:
+            self._turn_requested = True
+            act()
             self._turn()
 
     def _turn(self) -> None:
