@@ -57,8 +57,8 @@ class Leases(Part):
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _recent: deque[msg.Run] = field(default_factory=lambda: deque(maxlen=RECENT))
     _last_run: int = 0
-    _offered: set[int] = field(default_factory=set)
-    """Arrays that other sessions may not have taken yet."""
+    _kept_out: set[int] = field(default_factory=set)
+    """Arrays that other sessions may not have taken yet, or that do not exist."""
 
     def launch(self, run: msg.Run, donated: tuple[int, ...]) -> msg.Run:
         """Launch a run if that is possible; returns what to tell the controller.
@@ -101,13 +101,13 @@ class Leases(Part):
 
     def forget(self, arrays: tuple[int, ...]) -> None:
         """The client has deleted arrays."""
-        self._offered.difference_update(arrays)
+        self._kept_out.difference_update(arrays)
         for lease in self._leases.values():
             lease.known.difference_update(arrays)
 
     def offered(self, arrays: tuple[int, ...]) -> None:
         """Other sessions are to get these arrays: their controller orders what takes them."""
-        self._offered.update(arrays)
+        self._kept_out.update(arrays)
 
     def stop(self) -> None:
         """Launch nothing more under the leases that there are, or that are on their way."""
@@ -127,7 +127,7 @@ class Leases(Part):
             message.hosts,
             message.first,
             message.until,
-            known - self._offered,
+            known - self._kept_out,
         )
         self._leases[message.lease] = lease
         for program in message.programs:
@@ -136,6 +136,12 @@ class Leases(Part):
                 alike.setdefault(steps, []).append(executor_of(host))
             template = _Template(lease, program.install, list(alike.items()))
             self._programs[program.program] = template
+
+    @handles(msg.RunFailed)
+    def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
+        self._kept_out.update(message.results)
+        for lease in self._leases.values():
+            lease.known.difference_update(message.results)
 
     @handles(msg.LeaseWindow)
     def _on_window(self, sender: Address, message: msg.LeaseWindow) -> None:

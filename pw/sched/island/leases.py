@@ -371,8 +371,9 @@ class Leases(Part):
         """The client will not tell of any more launches."""
         self.table.numbered.pop(lease.number, None)
         last, first = msg.number_of(lease.final, 0), msg.number_of(lease.first, 0)
-        for key in [key for key in self.table.early if last < key[1] <= first]:
-            del self.table.early[key]
+        for host, number in list(self.table.early):
+            if host in lease.hosts and last < number <= first:
+                del self.table.early[host, number]
 
     @handles(msg.RemoveClient)
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:

@@ -16,8 +16,10 @@ class LeaseMonitor:
 
     def __init__(self, cluster: SimCluster) -> None:
         self._world: World = cluster.world
-        self._launches: dict[tuple[str, bytes, int, int], int] = {}
-        """By island, controller, epoch and index, the run that a first host has taken."""
+        self._launches: dict[tuple[str, bytes, int, int, int], int] = {}
+        """By island, controller, epoch, lease and index, the run that a first host has taken."""
+        self._numbers: set[tuple[str, bytes, int, int]] = set()
+        """By host, controller and epoch, the numbers of leased launches."""
         cluster.on_start["host"].append(self._watch)
 
     def _watch(self, host: SimHost) -> None:
@@ -36,7 +38,11 @@ class LeaseMonitor:
             raise Violation("leases", f"{host.name} takes a launch that is not of the holder")
         index = (-1 - message.sequence) // msg.STEPS
         place: Any = host.executor.membership._place
-        key = (place.island, place.tickets, message.epoch, index)
+        number = (host.name, place.tickets, message.epoch, message.sequence)
+        if number in self._numbers:
+            raise Violation("leases", f"{host.name} takes two launches with one number")
+        self._numbers.add(number)
+        key = (place.island, place.tickets, message.epoch, lease.number, index)
         run = self._launches.setdefault(key, message.run)
         if run != message.run:
             words = f"{host.name} takes run {message.run:x} as launch {index}, another host {run:x}"
