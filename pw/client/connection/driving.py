@@ -59,7 +59,9 @@ class BorrowedLoop(uvloop.Loop):
 
     wanted: Callable[[], None] | None = None
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         """Call soon; from any thread."""
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         if self.wanted is not None:

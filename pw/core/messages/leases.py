@@ -2,7 +2,7 @@
 
 The scheduler lends (`Lend` to the hosts, `Lent` to the client), the client launches (`LeasedLaunch`) and tells
 the controller of each run as always, marked with its index (`Run`). The scheduler ends a lease at the hosts
-(`CloseLease`, `LeaseClosed`, `EndLease`), whatever the client does. See `docs/internals/leases.md`.
+(`CloseLease`, `LeaseClosed`, `EndLease`), whatever the client does. See `docs/internals/scheduling.md`.
 """
 
 from __future__ import annotations

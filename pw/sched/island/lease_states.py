@@ -21,6 +21,10 @@ from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased
 
 
+KEPT = 1024
+"""Launches that have ended are known so long: some hosts may still lack them."""
+
+
 class LeaseState(StrEnum):
     """The states of a lease."""
 
@@ -72,7 +76,7 @@ class Lease:
     running: dict[int, int] = field(default_factory=dict)
     """By run, the segments that have not ended."""
     known: dict[int, LeasedLaunch] = field(default_factory=dict)
-    """By index, the launches in flight, without their steps."""
+    """By index, the newest launches, without their steps."""
     indices: dict[int, int] = field(default_factory=dict)
     """By run, the index of a launch in flight."""
     taken: dict[str, int] = field(default_factory=dict)
@@ -102,7 +106,8 @@ class Lease:
         if self.running[run]:
             return False
         del self.running[run]
-        del self.known[self.indices.pop(run)]
+        # Another host of the gang may not have taken it yet, so newer ones stay.
+        self.known.pop(self.indices.pop(run) - KEPT, None)
         self.ended += 1
         until = self.first + self.ended + self.window
         return self.state is LeaseState.OPEN and until - self.until > self.window // 2
