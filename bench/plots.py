@@ -34,11 +34,23 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
         1, len(figures), figsize=(5.2 * len(figures), 5.2), squeeze=False, layout="constrained"
     )
     for axis, figure in zip(axes[0], figures, strict=True):
-        for position, (label, points) in enumerate(figure.series.items()):
-            marker = MARKERS[position % len(MARKERS)]
-            colour = _colour(position)
-            xs, ys = [x for x, _ in sorted(points)], [y for _, y in sorted(points)]
-            axis.plot(xs, ys, marker=marker, color=colour, label=label)
+        for position, label in enumerate(figure.series | figure.modelled):
+            style = {"marker": MARKERS[position % len(MARKERS)], "color": _colour(position)}
+            measured = sorted(figure.series.get(label, []))
+            if measured:
+                axis.plot(*zip(*measured, strict=True), label=label, **style)
+            if modelled := sorted(figure.modelled.get(label, [])):
+                # The line of a model begins at the last measured point, which keeps its own mark.
+                joined = [point for point in measured[-1:] if point[0] < modelled[0][0]] + modelled
+                marked = slice(len(joined) - len(modelled), None)
+                axis.plot(
+                    *zip(*joined, strict=True),
+                    label=f"{label}, modelled",
+                    linestyle="--",
+                    markerfacecolor="white",
+                    markevery=marked,
+                    **style,
+                )
         axis.set_title(figure.title, fontsize=10)
         axis.set_xlabel(figure.x_label)
         axis.set_ylabel(figure.y_label)
@@ -50,7 +62,7 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
         else:
             axis.set_ylim(bottom=0)
         axis.grid(visible=True, alpha=0.3)
-        if figure.series:
+        if figure.series or figure.modelled:
             axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     for kind in ("png", "svg"):
         canvas.savefig(directory / f"{name}.{kind}", dpi=120)
