@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -63,14 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)"
     )
+    parser.add_argument(
+        "--clients", type=int, help="the most clients of `concurrent`, in place of its own number"
+    )
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in LIMITS_S:
             parser.error(f"there is no benchmark {name!r}; choose from {', '.join(LIMITS_S)}")
+    if options.clients is not None and options.names != ["concurrent"]:
+        parser.error("--clients is an option of `python -m bench concurrent`")
     names = options.names or list(SUITE)
     if len(names) == 1:
         module = importlib.import_module(f"bench.{names[0].replace('-', '_')}")
-        run_and_write(module.run, quick=options.quick, out=options.out)
+        more = {} if options.clients is None else {"clients": options.clients}
+        run_and_write(partial(module.run, **more), quick=options.quick, out=options.out)
         return 0
     return run_each(names, quick=options.quick, out=options.out)
 
