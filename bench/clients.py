@@ -73,7 +73,18 @@ def move(address: str, size_bytes: str) -> Cases:
 
         return case
 
-    return {"move computed": moves(computed), "move again": moves(stored)}
+    take = pw.jit(lambda x: x[-1], mesh=there)
+    program = pw.program(lambda x: take(x))
+
+    def edges(count: int) -> None:
+        for _ in range(count):
+            program(computed).block_until_ready()
+
+    return {
+        "move computed": moves(computed),
+        "move again": moves(stored),
+        "edge": edges,
+    }
 
 
 def compute(address: str, *steps: str) -> Cases:

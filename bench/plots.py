@@ -17,6 +17,9 @@ from matplotlib.ticker import FuncFormatter
 from bench.report import Chart, Figure
 
 MARKERS = "osD^vP*Xh<>"
+KINDS = ("png", "svg")
+DOTS = 90
+"""Of an inch."""
 COLOURS = plt.get_cmap("tab20")
 
 
@@ -25,8 +28,14 @@ def _colour(position: int) -> Any:
     return COLOURS((2 * position + position // 10) % 20)
 
 
-def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
-    """Draw all figures of one result beside each other, as NAME.png and NAME.svg."""
+def draw(
+    name: str,
+    figures: Sequence[Figure],
+    directory: Path,
+    kinds: Sequence[str] = KINDS,
+    footer: str = "",
+) -> None:
+    """Draw all figures of one result beside each other, as NAME.png and NAME.svg, above a line of text."""
     if not figures:
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,19 +73,29 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
         axis.grid(visible=True, alpha=0.3)
         if figure.series or figure.modelled:
             axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    for kind in ("png", "svg"):
-        canvas.savefig(directory / f"{name}.{kind}", dpi=120)
+    _save(canvas, directory / name, kinds, footer)
+
+
+def draw_charts(
+    charts: Sequence[Chart], directory: Path, kinds: Sequence[str] = KINDS, footer: str = ""
+) -> None:
+    """Draw the charts of each figure below each other, as FIGURE.png and FIGURE.svg, above a line of text."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for figure in dict.fromkeys(chart.figure for chart in charts):
+        own = [chart for chart in charts if chart.figure == figure]
+        _save(_chart(own), directory / figure, kinds, footer)
+
+
+def _save(canvas: Any, stem: Path, kinds: Sequence[str], footer: str) -> None:
+    if footer:
+        canvas.supxlabel(footer, fontsize=7, color="grey")
+    for kind in kinds:
+        canvas.savefig(f"{stem}.{kind}", dpi=DOTS)
     plt.close(canvas)
 
 
-def draw_charts(charts: Sequence[Chart], directory: Path) -> None:
-    """Draw the charts of each figure below each other, as FIGURE.png and FIGURE.svg."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for figure in dict.fromkeys(chart.figure for chart in charts):
-        _draw_figure(figure, [chart for chart in charts if chart.figure == figure], directory)
-
-
-def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
+def _chart(charts: Sequence[Chart]) -> Any:
+    """Return a canvas with these charts below each other."""
     rows = [list(dict.fromkeys(span.row for span in chart.spans)) for chart in charts]
     heights = [0.7 + 0.3 * len(names) for names in rows]
     canvas, axes = plt.subplots(
@@ -112,6 +131,4 @@ def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
     axes[-1, 0].set_xlabel("ms")
     handles = [Patch(color=_colour(index), label=kind) for index, kind in enumerate(kinds)]
     canvas.legend(handles=handles, fontsize=8, ncols=len(kinds), loc="outside lower center")
-    for kind in ("png", "svg"):
-        canvas.savefig(directory / f"{figure}.{kind}", dpi=120)
-    plt.close(canvas)
+    return canvas
