@@ -193,8 +193,9 @@ def _add_bars(result: report.Result, samples: dict[str, measure.Sample], hosts: 
     if hosts > 1:
         bar(0.95 if hosts == 2 else 0.98, "chained", ["JAX"], "op by op")
         bar(0.98, "fused", ["JAX"], "fused")
-        bar(0.7, "op by op", ["JAX"], "op by op")
         bar(2.0, "op by op", ["Ray", "xoscar"], "op by op")
+    if hosts == 2:
+        bar(0.7, "op by op", ["JAX"], "op by op")
         same("op by op, blocking", {"xoscar": 1.3, "JAX": 0.35})
 
 

@@ -94,9 +94,10 @@ def charts_of(result: Written, figure: str) -> list[Chart]:
 def origin(result: Written) -> str:
     """One line that says when and where the result was measured."""
     machine = result["machine"]
-    quick = " A QUICK RUN: IT MEANS NOTHING" if machine.get("quick") else ""
-    place = f"{machine.get('cores')} cores, load {machine.get('load_before', ['?'])[0]}"
-    return f"bench {result['name']}, {machine.get('commit')}, {machine.get('day')}, {place}{quick}"
+    parts = [f"bench {result['name']}", machine.get("commit"), machine.get("day")]
+    parts += [f"{machine.get('cores', '?')} cores, load {machine.get('load_before', ['?'])[0]}"]
+    parts += ["A QUICK RUN: IT MEANS NOTHING"] if machine.get("quick") else []
+    return ", ".join(filter(None, parts))
 
 
 def main(arguments: list[str] | None = None) -> int:
