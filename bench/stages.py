@@ -1,8 +1,9 @@
 """A decoder LM of 16 layers in 4, 8 and 16 stages, by microbatches, beside model-parallel SPMD (Table 2).
 
-All train on the same devices, as in the paper: with more stages each has fewer of them, which divide the
-rows of a microbatch. *SPMD* is one `pw.jit` function, whose feed-forward layers are split over four groups
-of devices and whose rows are split within each. The first parameters, batches and losses are the same.
+All train on the same devices, as in the paper, of which there are four, each of another host: with more stages
+each device has several, which follow each other. *SPMD* is one `pw.jit` function, whose feed-forward layers
+are split over two groups of hosts and whose rows are split within each. The first parameters, the batches
+and the losses are the same.
 
 The devices share the cores of this machine, so a bubble costs nothing here; what is seen is what stages,
 microbatches and transfers cost the runtime. `pipeline-train` measures bubbles.
@@ -24,7 +25,6 @@ from bench.report import Figure, Result, Series
 from bench.training import Task, Trainer, farthest
 
 HOSTS = 4
-DEVICES = 16
 CASES = ((4, 16), (8, 16), (8, 32), (16, 16), (16, 64))
 """Stages and microbatches; those of the paper are four microbatches for each stage."""
 PAPER = {(4, 16): 133.7 / 125.7, (8, 32): 132.7 / 125.7, (16, 64): 131.4 / 125.7}
@@ -32,20 +32,21 @@ PAPER = {(4, 16): 133.7 / 125.7, (8, 32): 132.7 / 125.7, (16, 64): 131.4 / 125.7
 TOLERANCE = 1e-3
 READING_S = 1.5
 SPMD = "SPMD, model-parallel"
-FULL = Task("stages", "lm", Shape(64, 4, 16, 64), 64, lambda: OPTIMIZER)
+FULL = Task("stages", "lm", Shape(64, 4, 16, 32), 64, lambda: OPTIMIZER)
 QUICK = Task("stages-quick", "lm", Shape(16, 2, 4, 8), 16, lambda: OPTIMIZER)
 
 
 def run(quick: bool) -> Result:
-    """Train in all ways, in turns; quick: one pipeline of four stages, on four devices."""
-    work, cases, devices = (QUICK, ((4, 4),), 4) if quick else (FULL, CASES, DEVICES)
+    """Train in all ways, in turns; quick: one pipeline of four stages, on two devices."""
+    work, cases, hosts = (QUICK, ((4, 4),), 2) if quick else (FULL, CASES, HOSTS)
     result = Result("stages", "tokens/s of one decoder LM in 4, 8 and 16 stages (Table 2)")
-    hosts = 2 if quick else HOSTS
-    with pw.LocalCluster(hosts_per_island=hosts, devices_per_host=devices // hosts):
-        one = pw.Mesh(np.array(new_mesh(devices).devices).reshape(hosts, -1), BOTH)
+    with pw.LocalCluster(hosts_per_island=hosts):
+        devices = new_mesh(hosts).devices
+        one = pw.Mesh(np.array(devices).reshape(2, -1), BOTH)
+        own = [pw.Mesh([device], ("data",)) for device in devices]
         trainers = {SPMD: language_model(work, one, split_features, rows="data")}
         for stages, microbatches in cases:
-            trainers[name_of(stages, microbatches)] = pipeline(work, stages, microbatches, devices)
+            trainers[name_of(stages, microbatches)] = pipeline(work, stages, microbatches, own)
         steps = 1 if quick else max(2, round(READING_S / (trainers[SPMD].run(2) / 2)))
 
         def reading(trainer: Trainer) -> float:
@@ -60,7 +61,7 @@ def run(quick: bool) -> Result:
     apart = max(farthest(trainer.losses, losses) for trainer in trainers.values())
     result.at_most(TOLERANCE, apart, f"largest relative difference of a loss from that of {SPMD}")
     result.notes.append(
-        f"{devices} devices on {hosts} hosts, all on the cores of one machine; schedule gpipe; "
+        f"{hosts} hosts of one device each, all on the cores of one machine; schedule gpipe; "
         f"{work.tokens_per_step} tokens a step"
     )
     return result
@@ -71,9 +72,9 @@ def name_of(stages: int, microbatches: int) -> str:
     return f"{stages} stages, {microbatches} microbatches"
 
 
-def pipeline(work: Task, stages: int, microbatches: int, devices: int) -> Trainer:
-    """A trainer of the task in stages of equally many devices, which has run a step."""
-    meshes = [new_mesh(devices // stages) for _ in range(stages)]
+def pipeline(work: Task, stages: int, microbatches: int, devices: list[pw.Mesh]) -> Trainer:
+    """A trainer of the task in stages, equally many on each device, which has run a step."""
+    meshes = [devices[stage * len(devices) // stages] for stage in range(stages)]
     pipe, params = by_pipeline(work, meshes, "gpipe", recompute=False, microbatches=microbatches)
     trainer = Trainer(partial(on_stages, pipe), pipe.init(params), work.batch)
     trainer.run(1)
