@@ -51,7 +51,7 @@ test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, 
 long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and kills (HOURS=24)
 	@$(RUN) -m tests.long --hours $(HOURS)
 
-bench: $(BENCH)  ## run all benchmarks, in about 25 minutes
+bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
 
 wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environments

@@ -114,6 +114,7 @@ def run_each(names: list[str], *, quick: bool, out: Path) -> int:
     """Run several benchmarks, each in a process of its own, and print all bars again at the end."""
     lines: list[str] = []
     failed = 0
+    first = time.time()
     for name in names:
         began = time.time()
         error = _run_apart(name, quick=quick, out=out)
@@ -126,6 +127,7 @@ def run_each(names: list[str], *, quick: bool, out: Path) -> int:
             bar.pop("holds")
             lines.append(report.line(report.Bar(**bar)).replace(": ", f": {name}: ", 1))
     console.print("\n".join(["bars:", *lines]), markup=False)
+    console.print(f"  all: {(time.time() - first) / 60:.0f} minutes")
     return 1 if failed else 0
 
 
