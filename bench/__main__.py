@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +31,7 @@ SUITE = {
     "dispatch": 420,
     "pipeline": 300,
     "smallest": 300,
-    "concurrent": 600,
+    "concurrent": 900,
     "events": 180,
     "transfer": 300,
     "exchange": 180,
@@ -39,6 +40,7 @@ SUITE = {
     "gateway": 600,
     "timeline": 300,
     "pipeline-train": 600,
+    "stages": 600,
     "islands": 1200,
     "control": 180,
     "moe": 300,
@@ -63,14 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)"
     )
+    parser.add_argument(
+        "--clients", type=int, help="the most clients of `concurrent`, in place of its own number"
+    )
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in LIMITS_S:
             parser.error(f"there is no benchmark {name!r}; choose from {', '.join(LIMITS_S)}")
+    if options.clients is not None and options.names != ["concurrent"]:
+        parser.error("--clients is an option of `python -m bench concurrent`")
     names = options.names or list(SUITE)
     if len(names) == 1:
         module = importlib.import_module(f"bench.{names[0].replace('-', '_')}")
-        run_and_write(module.run, quick=options.quick, out=options.out)
+        more = {} if options.clients is None else {"clients": options.clients}
+        run_and_write(partial(module.run, **more), quick=options.quick, out=options.out)
         return 0
     return run_each(names, quick=options.quick, out=options.out)
 
@@ -106,6 +114,7 @@ def run_each(names: list[str], *, quick: bool, out: Path) -> int:
     """Run several benchmarks, each in a process of its own, and print all bars again at the end."""
     lines: list[str] = []
     failed = 0
+    first = time.time()
     for name in names:
         began = time.time()
         error = _run_apart(name, quick=quick, out=out)
@@ -118,6 +127,7 @@ def run_each(names: list[str], *, quick: bool, out: Path) -> int:
             bar.pop("holds")
             lines.append(report.line(report.Bar(**bar)).replace(": ", f": {name}: ", 1))
     console.print("\n".join(["bars:", *lines]), markup=False)
+    console.print(f"  all: {(time.time() - first) / 60:.0f} minutes")
     return 1 if failed else 0
 
 

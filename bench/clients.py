@@ -2,6 +2,7 @@
 
 python -m bench.clients move ADDRESS BYTES              moves an array from island-0 to island-1
 python -m bench.clients compute ADDRESS STEPS...        calls functions of so many steps
+python -m bench.clients crowd ADDRESS CLIENTS STEPS...  the same in as many processes as asked for
 python -m bench.clients tenant ADDRESS SHARE PRIORITY FILE STEPS...  the same for some time
 python -m bench.clients own ADDRESS                     blocking calls on a device of island-1
 python -m bench.clients beside ADDRESS MS               calls of MS on another device of island-1
@@ -13,10 +14,11 @@ python -m bench.clients alone STEPS...                  the same as `compute`, i
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -71,7 +73,18 @@ def move(address: str, size_bytes: str) -> Cases:
 
         return case
 
-    return {"move computed": moves(computed), "move again": moves(stored)}
+    take = pw.jit(lambda x: x[-1], mesh=there)
+    program = pw.program(lambda x: take(x))
+
+    def edges(count: int) -> None:
+        for _ in range(count):
+            program(computed).block_until_ready()
+
+    return {
+        "move computed": moves(computed),
+        "move again": moves(stored),
+        "edge": edges,
+    }
 
 
 def compute(address: str, *steps: str) -> Cases:
@@ -80,6 +93,55 @@ def compute(address: str, *steps: str) -> Cases:
     mesh = new_mesh()
     start = put(np.float32(0), mesh)
     return {number: calls(pw.jit(busy(int(number)), mesh=mesh), start) for number in steps}
+
+
+def crowd(address: str, clients: str, *steps: str) -> Cases:
+    """`compute` in many processes, forked from this one: a case for each number of them and of steps.
+
+    A count is of calls of all of them, who share it equally.
+    """
+    processes = multiprocessing.get_context("fork")  # one import of JAX, which has no backend yet
+    pipes = []
+    for _ in range(int(clients)):
+        here, there = processes.Pipe()
+        processes.Process(target=_member, args=(there, address, steps), daemon=True).start()
+        pipes.append(here)
+
+    def case(size: int, number: str) -> Callable[[int], object]:
+        def work(count: int) -> None:
+            for pipe in pipes[:size]:
+                pipe.send((number, -(-count // size)))
+            for pipe in pipes[:size]:
+                if error := pipe.recv():
+                    raise RuntimeError(error)
+
+        return work
+
+    return {
+        f"{size} {number}": case(size, number) for size in sizes_to(len(pipes)) for number in steps
+    }
+
+
+def sizes_to(most: int) -> list[int]:
+    """1, 4, 16, ... and `most`."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(4 * sizes[-1], most))
+    return sizes
+
+
+def _member(pipe: Any, address: str, steps: Sequence[str]) -> None:
+    """Do what the process asks for that started this one; the answer is an error text, or empty."""
+    try:
+        cases = compute(address, *steps)
+        while True:
+            number, count = pipe.recv()
+            cases[number](count)
+            pipe.send("")
+    except EOFError:
+        """The other process has ended."""
+    except Exception as error:  # noqa: BLE001 - the other process reports it
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
 def tenant(address: str, weight: str, priority: str, file: str, *steps: str) -> Cases:
@@ -193,7 +255,7 @@ def alone(*steps: str) -> Cases:
 
 
 KINDS: dict[str, Callable[..., Cases]] = {
-    kind.__name__: kind for kind in (move, compute, tenant, own, beside, flood, gang, alone)
+    kind.__name__: kind for kind in (move, compute, crowd, tenant, own, beside, flood, gang, alone)
 }
 
 

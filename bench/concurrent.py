@@ -1,8 +1,9 @@
 """Many clients on one cluster: their work together, and their shares (the paper's figures 8 and 9).
 
 - *together*: each client is a process that calls `x = f(x)` on the same device, with many calls in
-  flight. The computations take about as long as the paper's. If the gang scheduler lost time when
-  it switches between clients, 16 clients would do less than one.
+  flight. The computations take as long as the paper's. If the gang scheduler lost time when
+  it switches between clients, many clients would do less than one, and less than plain JAX in a process
+  that has the device to itself. `--clients` takes more of them, for machines with more memory.
 - *shares*: clients with weights and priorities want the same device (`bench.shares`).
 - *neighbours*: a client has a device of its own. Another client uses another device of that host,
   or waits there for results from another island.
@@ -26,14 +27,23 @@ import pw
 from bench import shares
 from bench.baselines.peer import Peer
 from bench.baselines.steps import local
-from bench.clients import started
-from bench.measure import alternate, seconds
+from bench.clients import sizes_to, started
+from bench.measure import Sample, alternate, seconds
 from bench.placement import new_mesh, put
 from bench.report import Figure, Result, Series
 from pw import LocalCluster
 
-DURATIONS_MS = (0.04, 0.33, 2.4)
-CLIENTS = (1, 2, 4, 8, 16)
+DURATIONS_MS = (0.04, 0.33, 1.04, 2.4)
+OVER_JAX_MS = (0.33, 2.4)
+"""Durations with a bar beside JAX: shorter ones are bound by the client's calls, and JAX makes none."""
+CLIENTS = 64
+BESIDE_ONE = 16
+"""Clients whose work is compared with one client's."""
+READY_S = 300.0
+"""For the start of all of them."""
+LEAST_CALLS = 16
+"""Calls of each client in a reading."""
+ALONE = "JAX alone"
 READING_S = 0.5
 """About how long a reading takes."""
 LONG_MS = 100.0
@@ -49,20 +59,21 @@ PAUSE_S = 0.01
 WORDS = {"1 KB": 256, "1 MB": 262_144}
 
 
-def run(quick: bool) -> Result:
-    """Measure 1 to 16 clients in alternation, then shares, neighbours and reads."""
+def run(quick: bool, clients: int = CLIENTS) -> Result:
+    """Measure up to so many clients in alternation, then shares, neighbours and reads."""
     result = Result("concurrent", "many clients on one device (paper: figures 8 and 9)")
     durations_ms = DURATIONS_MS[:1] if quick else DURATIONS_MS
     needed_ms = (*durations_ms, shares.SHARE_MS, *shares.WAITING_MS)
     steps = calibrated(tuple(dict.fromkeys(needed_ms)))
-    _together(result, {ms: steps[ms] for ms in durations_ms}, quick)
+    sizes = sizes_to(2 if quick else clients)
+    _together(result, {ms: steps[ms] for ms in durations_ms}, sizes, quick)
     shares.enqueuing(result, steps, quick=quick)
     shares.waiting(result, steps, quick=quick)
     _neighbours(result, 1 if quick else 4)
     _reads(result, quick)
     result.notes += [
         "every client is a process; one host with one device, because the device is shared",
-        "'JAX alone' is one process that has the device to itself, without a runtime",
+        f"'{ALONE}' is one process that has the device to itself, without a runtime",
     ]
     return result
 
@@ -70,45 +81,53 @@ def run(quick: bool) -> Result:
 def calibrated(durations_ms: tuple[float, ...]) -> dict[float, int]:
     """The number of steps of a computation of each duration on this machine, in plain JAX."""
     few, many = 1_000, 100_000
-    with Peer("JAX alone", "bench.clients", [["alone", str(few), str(many)]]) as alone:
+    with Peer(ALONE, "bench.clients", [["alone", str(few), str(many)]]) as alone:
         best = {n: min(alone.seconds(str(n), 200) / 200 for _ in range(3)) for n in (few, many)}
     per_step_s = (best[many] - best[few]) / (many - few)
     overhead_s = best[few] - few * per_step_s
     return {ms: max(1, round((ms * 1e-3 - overhead_s) / per_step_s)) for ms in durations_ms}
 
 
-def _together(result: Result, steps: dict[float, int], quick: bool) -> None:
-    sizes = (1, 2) if quick else CLIENTS
+def _together(result: Result, steps: dict[float, int], sizes: Sequence[int], quick: bool) -> None:
     numbers = [str(number) for number in steps.values()]
     with ExitStack() as stack:
-        alone = stack.enter_context(Peer("JAX alone", "bench.clients", [["alone", *numbers]]))
+        alone = stack.enter_context(Peer(ALONE, "bench.clients", [["alone", *numbers]]))
         cluster = stack.enter_context(LocalCluster(connect=False))
-        peers = started(stack, [["compute", cluster.address, *numbers]] * sizes[-1])
-        pool = stack.enter_context(ThreadPoolExecutor(sizes[-1]))
-
-        def together(case: str, size: int, count: int) -> float:
-            each = -(-count // size)
-            took_s = seconds(
-                lambda: list(pool.map(lambda peer: peer.seconds(case, each), peers[:size]))
-            )
-            return size * (each + max(1, each // 10)) / took_s  # with the warm-up of each peer
-
+        arguments = ["crowd", cluster.address, str(sizes[-1]), *numbers]
+        crowd = stack.enter_context(Peer("clients", "bench.clients", [arguments], ready_s=READY_S))
         series: Series = {}
         for ms, number in zip(steps, numbers, strict=True):
             count = max(64, min(4096, round(READING_S / ms * 1e3)))
-            cases: dict[str, Callable[[], float]] = {
-                "JAX alone": partial(alone.rate, number, count)
-            }
+            cases: dict[str, Callable[[], float]] = {ALONE: partial(alone.rate, number, count)}
             for size in sizes:
-                cases[_name(size)] = partial(together, number, size, count)
+                each = max(LEAST_CALLS, count // size)
+                cases[_name(size)] = partial(crowd.rate, f"{size} {number}", size * each)
             samples = alternate(cases, rounds=1 if quick else 4)
-            result.compare(samples, unit="calls/s", params={"ms": ms}, baseline=_name(1))
-            ratio = samples[_name(sizes[-1])].over(samples[_name(1)]).median
-            result.at_least(1.0, ratio, f"{sizes[-1]} clients over one, computations of {ms} ms")
-            series[f"{ms} ms"] = [(float(n), samples[_name(n)].median) for n in sizes]
+            result.compare(samples, unit="calls/s", params={"ms": ms}, baseline=ALONE)
+            _add_bars(result, samples, ms, sizes)
+            series[f"pw, {ms} ms"] = [(float(n), samples[_name(n)].median) for n in sizes]
+            series[f"JAX, {ms} ms"] = [(float(n), samples[ALONE].median) for n in sizes]
     result.figures.append(
-        Figure("all clients together", "clients", "calls/s", series, log_x=True, log_y=True)
+        Figure(
+            "all clients together, and JAX in one process",
+            "clients",
+            "computations per second",
+            series,
+            log_x=True,
+            log_y=True,
+        )
     )
+
+
+def _add_bars(result: Result, samples: dict[str, Sample], ms: float, sizes: Sequence[int]) -> None:
+    text = f"computations of {ms} ms"
+    if BESIDE_ONE in sizes:
+        ratio = samples[_name(BESIDE_ONE)].over(samples[_name(1)]).median
+        result.at_least(1.0, ratio, f"{BESIDE_ONE} clients over one, {text}")
+    if ms in OVER_JAX_MS:
+        for size in sorted({BESIDE_ONE, sizes[-1]} & set(sizes)):
+            ratio = samples[_name(size)].over(samples[ALONE]).median
+            result.at_least(1.0, ratio, f"{size} clients over {ALONE}, {text}")
 
 
 def _name(clients: int) -> str:

@@ -31,11 +31,11 @@ HOPS = {"cluster": 3, "embedded": 2}
 ZMQ, JAX = "zmq round trip", "JAX in this process"
 EXECUTE_THREAD = "on the execute thread"
 ONE_BY_ONE = {
-    "xoscar": (xoscar_actors.start, "local, op by op, blocking"),
-    "Ray": (ray_actors.start, "local, op by op, blocking"),
-    "Ray graph": (ray_actors.start, "graph: local, op by op, blocking"),
+    "xoscar": (xoscar_actors.start, "local, op by op, blocking", 1.3),
+    "Ray": (ray_actors.start, "local, op by op, blocking", 1.0),
+    "Ray graph": (ray_actors.start, "graph: local, op by op, blocking", 0.3),
 }
-"""How each actor system starts, and its case of calls that wait for their results."""
+"""How each actor system starts, its case of calls that wait for their results, and the bar beside it."""
 CALLS = "calls one by one"
 READING_S = 0.25
 """About how long a reading of such calls takes."""
@@ -101,10 +101,10 @@ def run(quick: bool) -> report.Result:
     per_second = {name: both[name] for name in blocking if name in both}
     ours = f"{CALLS}, pw, cluster"
     result.compare(per_second, unit="1/s", baseline=ours)
-    for name in ONE_BY_ONE:
+    for name, (_, _, bound) in ONE_BY_ONE.items():
         if (theirs := f"{CALLS}, {name}") in per_second:
             ratio = per_second[ours].over(per_second[theirs]).median
-            result.at_least(1.0, ratio, f"cluster: {CALLS}, to those of {name}")
+            result.at_least(bound, ratio, f"cluster: {CALLS}, to those of {name}")
     return result
 
 
@@ -114,7 +114,7 @@ def _one_by_one(
     """Blocking calls a second: cases of pw, and of the actor systems that are installed."""
     peers: dict[Any, Peer] = {}
     timed: dict[str, Callable[[int], float]] = {}
-    for name, (start, case) in ONE_BY_ONE.items():
+    for name, (start, case, _) in ONE_BY_ONE.items():
         try:
             if start not in peers:
                 peers[start] = stack.enter_context(start(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +13,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "pyzmq", "ray", "xoscar")
 
 
 def describe() -> dict[str, object]:
-    """Processor, cores, memory, kernel, versions and the commit, for the JSON of a result."""
+    """Processor, cores, memory, kernel, versions, the commit and the day, for the JSON of a result."""
     return {
         "cpu": _cpu_model(),
         "cores": cores(),
@@ -21,6 +22,7 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
+        "day": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -45,12 +45,13 @@ class Usage:
 class ModelledCluster:
     """A daemon with `hosts` modelled hosts of `devices` devices each, as one island.
 
-    The function of its client takes and returns `arrays` arrays, each sharded over all devices.
+    The function of its client takes and returns `arrays` arrays, each sharded over all devices. It is a
+    chain of `nodes` computations.
 
     Raises RuntimeError or ConnectionFailed if the daemon or the swarm ends or is not ready in time.
     """
 
-    def __init__(self, hosts: int, devices: int, arrays: int = 1) -> None:
+    def __init__(self, hosts: int, devices: int, arrays: int = 1, nodes: int = 1) -> None:
         self.hosts = hosts
         self.devices = devices
         arguments = ["--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
@@ -67,7 +68,7 @@ class ModelledCluster:
             )
             self._read()
             before_s = self._threads_s()[self._controller.pid]
-            self._ask(do="register", devices=hosts * devices, arrays=arrays)
+            self._ask(do="register", devices=hosts * devices, arrays=arrays, nodes=nodes)
             self.install_s = self._threads_s()[self._controller.pid] - before_s
         except BaseException:
             self.close()

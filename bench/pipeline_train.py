@@ -190,7 +190,11 @@ def on_stages(pipe: pw.Pipeline, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def by_pipeline(
-    work: Task, meshes: list[pw.Mesh], schedule: str, recompute: bool
+    work: Task,
+    meshes: list[pw.Mesh],
+    schedule: str,
+    recompute: bool,
+    microbatches: int | None = None,
 ) -> tuple[pw.Pipeline, list[Params]]:
     """A `pw.pipeline` of one stage a mesh, or of two if they are interleaved, and its parameters."""
     stages = len(meshes) * (2 if schedule == "interleaved" else 1)
@@ -206,7 +210,7 @@ def by_pipeline(
         [*[stage] * (stages - 1), last],
         meshes=meshes,
         in_shardings=(_WHOLE, _ROWS),
-        microbatches=MICRO_BATCHES_PER_STAGE * len(meshes),
+        microbatches=microbatches or MICRO_BATCHES_PER_STAGE * len(meshes),
         schedule=schedule,
         optimizer=OPTIMIZER,
         recompute=recompute,

@@ -17,6 +17,9 @@ from matplotlib.ticker import FuncFormatter
 from bench.report import Chart, Figure
 
 MARKERS = "osD^vP*Xh<>"
+KINDS = ("png", "svg")
+DOTS = 90
+"""Of an inch."""
 COLOURS = plt.get_cmap("tab20")
 
 
@@ -25,8 +28,14 @@ def _colour(position: int) -> Any:
     return COLOURS((2 * position + position // 10) % 20)
 
 
-def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
-    """Draw all figures of one result beside each other, as NAME.png and NAME.svg."""
+def draw(
+    name: str,
+    figures: Sequence[Figure],
+    directory: Path,
+    kinds: Sequence[str] = KINDS,
+    footer: str = "",
+) -> None:
+    """Draw all figures of one result beside each other, as NAME.png and NAME.svg, above a line of text."""
     if not figures:
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,11 +43,23 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
         1, len(figures), figsize=(5.2 * len(figures), 5.2), squeeze=False, layout="constrained"
     )
     for axis, figure in zip(axes[0], figures, strict=True):
-        for position, (label, points) in enumerate(figure.series.items()):
-            marker = MARKERS[position % len(MARKERS)]
-            colour = _colour(position)
-            xs, ys = [x for x, _ in sorted(points)], [y for _, y in sorted(points)]
-            axis.plot(xs, ys, marker=marker, color=colour, label=label)
+        for position, label in enumerate(figure.series | figure.modelled):
+            style = {"marker": MARKERS[position % len(MARKERS)], "color": _colour(position)}
+            measured = sorted(figure.series.get(label, []))
+            if measured:
+                axis.plot(*zip(*measured, strict=True), label=label, **style)
+            if modelled := sorted(figure.modelled.get(label, [])):
+                # The line of a model begins at the last measured point, which keeps its own mark.
+                joined = [point for point in measured[-1:] if point[0] < modelled[0][0]] + modelled
+                marked = slice(len(joined) - len(modelled), None)
+                axis.plot(
+                    *zip(*joined, strict=True),
+                    label=f"{label}, modelled",
+                    linestyle="--",
+                    markerfacecolor="white",
+                    markevery=marked,
+                    **style,
+                )
         axis.set_title(figure.title, fontsize=10)
         axis.set_xlabel(figure.x_label)
         axis.set_ylabel(figure.y_label)
@@ -50,21 +71,31 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
         else:
             axis.set_ylim(bottom=0)
         axis.grid(visible=True, alpha=0.3)
-        if figure.series:
+        if figure.series or figure.modelled:
             axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    for kind in ("png", "svg"):
-        canvas.savefig(directory / f"{name}.{kind}", dpi=120)
+    _save(canvas, directory / name, kinds, footer)
+
+
+def draw_charts(
+    charts: Sequence[Chart], directory: Path, kinds: Sequence[str] = KINDS, footer: str = ""
+) -> None:
+    """Draw the charts of each figure below each other, as FIGURE.png and FIGURE.svg, above a line of text."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for figure in dict.fromkeys(chart.figure for chart in charts):
+        own = [chart for chart in charts if chart.figure == figure]
+        _save(_chart(own), directory / figure, kinds, footer)
+
+
+def _save(canvas: Any, stem: Path, kinds: Sequence[str], footer: str) -> None:
+    if footer:
+        canvas.supxlabel(footer, fontsize=7, color="grey")
+    for kind in kinds:
+        canvas.savefig(f"{stem}.{kind}", dpi=DOTS)
     plt.close(canvas)
 
 
-def draw_charts(charts: Sequence[Chart], directory: Path) -> None:
-    """Draw the charts of each figure below each other, as FIGURE.png and FIGURE.svg."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for figure in dict.fromkeys(chart.figure for chart in charts):
-        _draw_figure(figure, [chart for chart in charts if chart.figure == figure], directory)
-
-
-def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
+def _chart(charts: Sequence[Chart]) -> Any:
+    """Return a canvas with these charts below each other."""
     rows = [list(dict.fromkeys(span.row for span in chart.spans)) for chart in charts]
     heights = [0.7 + 0.3 * len(names) for names in rows]
     canvas, axes = plt.subplots(
@@ -100,6 +131,4 @@ def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
     axes[-1, 0].set_xlabel("ms")
     handles = [Patch(color=_colour(index), label=kind) for index, kind in enumerate(kinds)]
     canvas.legend(handles=handles, fontsize=8, ncols=len(kinds), loc="outside lower center")
-    for kind in ("png", "svg"):
-        canvas.savefig(directory / f"{figure}.{kind}", dpi=120)
-    plt.close(canvas)
+    return canvas

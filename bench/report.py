@@ -58,6 +58,8 @@ class Figure:
     series: Series
     log_x: bool = False
     log_y: bool = False
+    modelled: Series = field(default_factory=dict)
+    """Points that a model gives; those of a name continue the measured series of the same name."""
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,8 @@ class ModelledClient(Actor):
         self.env.send(CONTROL, message)
         return await self._answer
 
-    async def register(self, devices: int, arrays: int) -> None:
-        """Allocate a slice, register the function, and make its first arguments."""
+    async def register(self, devices: int, arrays: int, nodes: int = 1) -> None:
+        """Allocate a slice, register the function of `nodes` computations, and make its first arguments."""
         number = self._id()
         await self.ask(messages.AllocateSlice(number, devices, None, None, None))
         placement = Placement(number, tuple(range(devices)))
@@ -181,20 +181,29 @@ class ModelledClient(Actor):
         spec = ArraySpec((devices,), "float32", sharding, placement)
         specs = (spec,) * arrays
         make = self._program(placement, (), specs)
-        self.function = self._program(placement, specs, specs)
+        self.function = self._program(placement, specs, specs, nodes)
         self.held = tuple(self._id() for _ in specs)
         self._unsettled = 1
         await self.ask(messages.Run(self._id(), make, (), self.held))
 
     def _program(
-        self, placement: Placement, inputs: tuple[ArraySpec, ...], specs: tuple[ArraySpec, ...]
+        self,
+        placement: Placement,
+        inputs: tuple[ArraySpec, ...],
+        specs: tuple[ArraySpec, ...],
+        nodes: int = 1,
     ) -> int:
-        """Register a program of one computation; returns its id."""
+        """Register a program of a computation that runs `nodes` times in a row; returns its id."""
         digest = hashlib.sha256(ARTIFACT).digest()
         step = Computation("step", digest, placement, inputs, specs)
-        node = Node(0, tuple(ValueRef(-1, index) for index in range(len(inputs))))
-        outputs = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(specs))
-        body = Compact.of(Program("step", (step,), (node,), inputs, outputs))
+        chain = tuple(
+            Node(0, tuple(ValueRef(at - 1, index) for index in range(len(inputs))))
+            for at in range(nodes)
+        )
+        outputs = tuple(
+            Output(ValueRef(nodes - 1, index), spec) for index, spec in enumerate(specs)
+        )
+        body = Compact.of(Program("step", (step,), chain, inputs, outputs))
         program = self._id()
         artifacts = (messages.Artifact(digest, ARTIFACT),)
         self.env.send(CONTROL, messages.RegisterProgram(program, body, artifacts))
@@ -268,13 +277,14 @@ class Swarm:
         what: str,
         devices: int = 1,
         arrays: int = 1,
+        nodes: int = 1,
         count: int = 0,
         window: int = WINDOW,
         device_us: float = 0.0,
     ) -> dict[str, object]:
         match what:
             case "register":
-                await self.client.register(devices, arrays)
+                await self.client.register(devices, arrays, nodes)
                 for host in self.hosts[1:-1]:
                     host.is_quiet = True
             case "launch":

@@ -4,7 +4,8 @@
   computations have the most records for each millisecond. The processor time of the client and the
   cluster is read as well, because other load hardly changes it.
 - *shares* (figure 9): four clients of weights 1:1:1:1 and 1:2:4:8 on one device.
-- *concurrency* (figure 11): 1 to 8 clients on one device.
+- *concurrency* (figure 11): 1 to 16 clients on one device. Each waits for a result before its next call, and
+  its computations are so short that one client leaves the device idle.
 
 `pipeline-train` draws figure 10, and `islands` figure 12.
 """
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +33,12 @@ from bench.processor import client_and_cluster_s
 from bench.report import Chart, Result, Span
 from pw.client.timeline.timeline import Timeline
 
-CALL_MS = 2.4
-"""A computation in the pictures."""
+SHARES_MS = 2.4
+CONCURRENT_MS = 0.33
+"""A computation in the pictures of figures 9 and 11."""
 SHOWN_S = 0.1
-"""The length of a picture."""
+CONCURRENT_SHOWN_S = 0.02
+"""The lengths of these pictures."""
 WATCHED_S = 2.0
 """The length of a timeline; the picture is from its middle."""
 TENTHS = 40
@@ -43,7 +46,7 @@ TENTHS = 40
 SETTLED_S = 1.5
 """When all of them are at work."""
 WEIGHTS = ((1, 1, 1, 1), (1, 2, 4, 8))
-CLIENTS = (1, 4, 8)
+CLIENTS = (1, 4, 8, 16)
 SMALL_CALLS = 3000
 WARM_UP = 1
 
@@ -52,10 +55,11 @@ def run(quick: bool) -> Result:
     """Measure the cost of tracing, then draw the pictures."""
     result = Result("timeline", "tracing on and off; timelines of clients (paper: figures 9, 11)")
     _cost(result, quick)
-    steps = calibrated((CALL_MS,))[CALL_MS]
+    steps = calibrated((SHARES_MS, CONCURRENT_MS))
+    few = 2 if quick else max(map(len, (CLIENTS, *WEIGHTS)))
     pictures: tuple[Callable[[], None], ...] = (
-        *(partial(_shares, result, steps, weights[: 2 if quick else 4]) for weights in WEIGHTS),
-        lambda: _concurrency(result, steps, CLIENTS[:1] if quick else CLIENTS),
+        *(partial(_shares, result, steps[SHARES_MS], weights[:few]) for weights in WEIGHTS),
+        lambda: _concurrency(result, steps[CONCURRENT_MS], CLIENTS[:few]),
     )
     for draw in pictures:
         try:
@@ -106,7 +110,8 @@ def _cost(result: Result, quick: bool) -> None:
 
 
 def _shares(result: Result, steps: int, weights: Sequence[int]) -> None:
-    timeline = _tenants(steps, weights)
+    with _tenants(steps, weights, "enqueue") as watch:
+        timeline = watch(len(weights))
     name = ":".join(map(str, weights))
     clients = [f"client {at}" for at in range(len(weights))]
     spans = _of_clients(timeline, clients)
@@ -127,24 +132,30 @@ def _shares(result: Result, steps: int, weights: Sequence[int]) -> None:
 
 
 def _concurrency(result: Result, steps: int, sizes: Sequence[int]) -> None:
-    for size in sizes:
-        timeline = _tenants(steps, (1,) * size)
+    with _tenants(steps, (1,) * sizes[-1], "wait-1") as watch:
+        timelines = {size: watch(size) for size in sizes}
+    for size, timeline in timelines.items():
         found = _of_clients(timeline, [f"client {at}" for at in range(size)])
         lasted_s = max(s.end_s for s in found) - min(s.start_s for s in found)
         used = sum(span.length_s for span in found) / lasted_s
         name = f"{size} client{'s' * (size > 1)}"
-        result.add("device in use", {"of": name}, Sample((used,)), "of the time")
+        params = {"of": f"{name}, computations of {CONCURRENT_MS} ms"}
+        result.add("device in use", params, Sample((used,)), "of the time")
         chart = Chart(
             "figure-11",
             f"{name}: the device is in use for {used:.1%} of the time",
-            middle(found, SHOWN_S),
+            middle(found, CONCURRENT_SHOWN_S),
             {name.replace(" ", "-"): timeline},
         )
         result.charts.append(chart)
 
 
-def _tenants(steps: int, weights: Sequence[int]) -> Timeline:
-    """Return a timeline of clients that keep one device busy; their numbers are in the order of weights."""
+@contextmanager
+def _tenants(steps: int, weights: Sequence[int], kind: str) -> Iterator[Callable[[int], Timeline]]:
+    """Start clients that share a device; their numbers are in the order of weights.
+
+    The function that it yields lets so many of them work, and returns a timeline of that.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = stack.enter_context(pw.LocalCluster(policy="share"))
@@ -154,13 +165,17 @@ def _tenants(steps: int, weights: Sequence[int]) -> Timeline:
             for index, weight in enumerate(weights)
         ]
         peers = [started(stack, [one])[0] for one in arguments]  # one after the other: in order
-        ends = [pool.submit(peer.seconds, f"enqueue {steps}", TENTHS) for peer in peers]
-        time.sleep(SETTLED_S)
-        with pw.trace(None) as timeline:
-            time.sleep(WATCHED_S)
-        for end in ends:
-            end.result()
-    return timeline
+
+        def watch(size: int) -> Timeline:
+            ends = [pool.submit(peer.seconds, f"{kind} {steps}", TENTHS) for peer in peers[:size]]
+            time.sleep(SETTLED_S)
+            with pw.trace(None) as timeline:
+                time.sleep(WATCHED_S)
+            for end in ends:
+                end.result()
+            return timeline
+
+        yield watch
 
 
 def _of_clients(timeline: Timeline, names: Sequence[str]) -> list[Span]:

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import measure, pictures, report
+from bench import measure, paper, pictures, report
+from bench.__main__ import main
 from bench.baselines.peer import Peer
+from bench.clients import sizes_to
 from bench.measure import GaveUp, Sample
 from bench.processor import resident_bytes
 from pw.client.timeline.timeline import Computation, Process, Timeline, Transfer
@@ -245,3 +247,47 @@ def test_the_gpu_benchmark_runs_as_a_script_and_reports_a_missing_gpu(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=cpu_only)
     assert done.returncode == 0, done.stderr
     assert "skipped: JAX finds no GPU here" in done.stdout
+
+
+def test_figures_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    figure = report.Figure(
+        "t", "hosts", "y", {"pw": [(1, 2.0), (4, 8.0)]}, modelled={"pw": [(16, 8.0)]}
+    )
+    result = report.Result("fake", "nothing", figures=[figure])
+    written = json.loads(report.write(result, {}, tmp_path).read_text())
+    assert paper.figures_of(written) == [figure]
+
+
+def test_figure_6_has_measured_and_modelled_hosts_in_one_curve() -> None:
+    curves = {"4 real": [[1000.0, 0.5]], "512 modelled": [[2000.0, 1.0]]}
+    smallest = {"real": [[4, 0.5]], "modelled": [[512, 2.0]]}
+    labels = {"title": "", "x_label": "", "y_label": ""}
+    written = {"figures": [labels | {"series": curves}, labels | {"series": smallest}]}
+    of_size, of_hosts = paper.throughput(written)
+    assert of_size.series["pw, 4 hosts"] == [(1.0, 500.0)]
+    assert of_size.modelled == {"pw, 512 hosts": [(2.0, 500.0)]}
+    assert (of_hosts.series, of_hosts.modelled) == ({"pw": [(4, 0.5)]}, {"pw": [(512, 2.0)]})
+
+
+def test_pictures_are_drawn_from_results_and_missing_ones_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    figure = report.Figure("t", "hosts", "y", {"a": [(1, 2.0)]}, modelled={"b": [(16, 8.0)]})
+    report.write(report.Result("dispatch", "nothing", figures=[figure]), {}, tmp_path)
+    assert paper.main(["--out", str(tmp_path), "--to", str(tmp_path / "pictures")]) == 1
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["figure-5.png"]
+    assert "figure-8: run python -m bench concurrent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (64, [1, 4, 16, 64]), (100, [1, 4, 16, 64, 100])]
+)
+def test_numbers_of_clients_grow_to_the_most(most: int, sizes: list[int]) -> None:
+    assert sizes_to(most) == sizes
+
+
+def test_an_option_of_one_benchmark_is_refused_with_others() -> None:
+    for names in ([], ["latency"], ["concurrent", "latency"]):
+        with pytest.raises(SystemExit):
+            main([*names, "--clients", "2"])
