@@ -20,7 +20,6 @@ from enum import StrEnum
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased
 
-
 KEPT = 1024
 """Launches that have ended are known so long: some hosts may still lack them."""
 
