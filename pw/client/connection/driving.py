@@ -15,7 +15,7 @@ the main thread handles messages, signals are noted, and their handlers called a
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import select
