@@ -45,6 +45,9 @@ class QuietThread:
     def wait_for_hosts(self) -> None:
         pass
 
+    def drive(self, future: Future[Any]) -> None:
+        pass
+
     def trouble(self) -> str:
         return ""
 

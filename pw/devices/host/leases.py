@@ -125,7 +125,7 @@ class Leases(Part):
                 return  # it came from the client before the lease was closed
         elif not self._may_launch(lease, sender, message):
             self.env.count("leased_launches_refused")
-            self._close(lease, lease.taken)
+            self.close(lease, lease.taken)
             return
         lease.taken += 1
         lease.recent.append(message)
@@ -174,9 +174,10 @@ class Leases(Part):
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
         elif lease is not None and lease.number == message.lease:
-            self._close(lease, message.noticed)
+            self.close(lease, message.noticed)
 
-    def _close(self, lease: HostLease, noticed: int) -> None:
+    def close(self, lease: HostLease, noticed: int) -> None:
+        """Take no more launches of the client; tell the scheduler which those from `noticed` on were."""
         lease.is_open = False
         unknown = tuple(launch for launch in lease.recent if launch.index >= noticed)
         if self.order.scheduler is not None:
@@ -189,4 +190,4 @@ class Leases(Part):
         self._early = [one for one in self._early if one[0].node != message.node]
         lease = self.current
         if lease is not None and lease.is_open and message.node == lease.node:
-            self._close(lease, lease.taken)
+            self.close(lease, lease.taken)

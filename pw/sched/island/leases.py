@@ -90,7 +90,7 @@ class Leases(Part):
     table: LeaseTable
     lending: Lending
     _numbers: int = 0
-    _indices: int = 0
+    indices: int = 0
     """The index of the next lease's first launch: launches of one epoch have different numbers."""
     _habits: dict[int, _Habit] = field(default_factory=dict)
     _nodes: dict[int, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Leases(Part):
         """Handled before it is queued: close the leases that are in its way, and note what the client does."""
         client = client_of(message.run)
         for hosts in message.hosts:
-            self._close_on(hosts)
+            self.close_on(hosts)
         queue = self.queues.clients.get(client)
         if queue is None or self._nodes.get(client) in ("", CONTROLLER):
             return
@@ -204,7 +204,7 @@ class Leases(Part):
                 )
                 for number, submit in programs.items()
             },
-            self._indices,
+            self.indices,
             max(2, min(SEGMENTS, int(TIME_US / longest_us))),
         )
         self.table.numbered[lease.number] = lease
@@ -301,7 +301,7 @@ class Leases(Part):
 
     # --- closing -------------------------------------------------------------------------------------
 
-    def _close_on(self, hosts: Iterable[str]) -> None:
+    def close_on(self, hosts: Iterable[str]) -> None:
         """Close the leases of these hosts."""
         if self.table.holders:
             for host in hosts:
@@ -331,9 +331,9 @@ class Leases(Part):
             for launch in message.launches:
                 lease.known.setdefault(launch.index, launch)
             if len(lease.taken) == len(lease.hosts):
-                self._agree(lease)
+                self.agree(lease)
 
-    def _agree(self, lease: Lease) -> None:
+    def agree(self, lease: Lease) -> None:
         """All hosts take what one has taken, or the client has told of; then go on without the lease."""
         lease.happened(LeaseEvent.AGREE)
         lease.final = max(lease.noticed, *lease.taken.values())
@@ -352,7 +352,7 @@ class Leases(Part):
             end = msg.EndLease(epoch, number, lease.number, lease.final)
             self.env.send(executor_of(host), end)
             del self.table.holders[host]
-        self._indices = max(self._indices, lease.final)
+        self.indices = max(self.indices, lease.final)
         habit = self._habits.get(lease.client)
         if habit is not None:
             is_short = lease.final - lease.first < FEW
@@ -406,7 +406,7 @@ class Leases(Part):
     @handles(msg.IslandLost)
     def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
         self.table.clear()
-        self._indices = 0
+        self.indices = 0
         self._due.clear()
         for habit in self._habits.values():
             habit.count = 0

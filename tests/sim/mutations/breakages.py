@@ -49,7 +49,7 @@ def believe_all_alike(agree: Callable[..., None], lease: Any) -> None:
 def begin_again(agree: Callable[..., None], lease: Any) -> None:
     """Let the next lease begin where this one has begun."""
     agree(lease)
-    agree.__self__._indices = 0  # type: ignore[attr-defined]
+    agree.__self__.indices = 0  # type: ignore[attr-defined]
 
 
 class Nothing(dict[Any, Any]):

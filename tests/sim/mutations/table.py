@@ -139,7 +139,7 @@ row("lose-leave", drop(m.LeaveIsland), seen("crashes", 3, "liveness"))
 row(
     "two-numberers",
     together(
-        forget("scheduler.leases._close_on"),
+        forget("scheduler.leases.close_on"),
         forget("scheduler._launcher.leases.are_free", True),
     ),
     seen("leases", 0, "leases", "G1", "liveness"),
@@ -149,19 +149,19 @@ row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
 # A host takes launches of a client after it has said what it has taken.
 row(
     "take-after-the-answer",
-    wrap("host.executor.leases._close", breakages.answer_and_go_on),
+    wrap("host.executor.leases.close", breakages.answer_and_go_on),
     seen("leases-lost", 34, "leases", "liveness", "epochs last", "once"),
 )
 # What some hosts have taken of a lease does not reach the others.
 row(
     "leave-a-gang-in-two",
-    wrap("scheduler.leases._agree", breakages.believe_all_alike),
+    wrap("scheduler.leases.agree", breakages.believe_all_alike),
     seen("leases-lost", 9, "liveness", "G1"),
 )
 # The next lease begins with numbers of launches that are in flight.
 row(
     "numbers-of-leases-again",
-    wrap("scheduler.leases._agree", breakages.begin_again),
+    wrap("scheduler.leases.agree", breakages.begin_again),
     seen("leases", 11, "liveness", "credits", "leases"),
 )
 # An end that is reported before the client has told of its launch is forgotten.
