@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+DRIVES = False
+"""Threads that wait do the session's work: off until tests interrupt them at every step."""
 TICK_S = 0.1
 """How often to delete the arrays of released handles, if no call does it first."""
 CALL_S = 30.0
@@ -297,7 +299,8 @@ def remote(
                 endpoint="",
             )
             certificate = "" if credentials is None else credentials.own.user
-            driver = Driver(thread.loop, node, network) if beside is None else None
+            can_drive = DRIVES and beside is None
+            driver = Driver(thread.loop, node, network) if can_drive else None
             return SessionOnNode(
                 thread,
                 node,

@@ -6,7 +6,7 @@ The next controller gets the journal, and then the held messages.
 
     open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests and held messages
 
-Nobody waits for the controller to hear of a run that is launched under a lease, so it is told of
+Nothing waits for the controller to hear of a run that is launched under a lease, so it is told of
 several at once.
 """
 

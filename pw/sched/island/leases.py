@@ -1,7 +1,7 @@
 """Lends hosts to the client that is alone there, so that its launches do not pass the scheduler.
 
-Theory of operation. A client that waits for each result needs the scheduler for nothing: nobody else wants
-its hosts. After some such runs the scheduler lends them: from its place in their launch order on, the client
+Theory of operation. A client that waits for each result needs the scheduler for nothing: no other client
+wants its hosts. After some such runs the scheduler lends them: from its place in their launch order on, the client
 numbers its launches there. It sends them to the hosts itself, and tells the controller of each run as
 always, a little later. Here such a run is in flight at once, with the numbers that it has.
 
@@ -55,13 +55,14 @@ DOUBLED = 7
 class Lending(NamedTuple):
     """When hosts are lent."""
 
-    after: int = 8
-    """So many runs of a client, one after the other, come before its lease."""
+    after: int = 0
+    """So many runs of a client, one after the other, come before its lease; 0 lends nothing."""
     alone_s: float = AROUND_S
     """How long no other client has wanted its hosts."""
 
 
 LENDING = Lending()
+"""Nothing is lent outside of the simulator, until many more seeds and kills have been clean."""
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Leases(Part):
         for hosts in message.hosts:
             self.close_on(hosts)
         queue = self.queues.clients.get(client)
-        if queue is None or self._nodes.get(client) in ("", CONTROLLER):
+        if queue is None or not self.lending.after or self._nodes.get(client) in ("", CONTROLLER):
             return
         habit = self._habits.get(client)
         if habit is None:

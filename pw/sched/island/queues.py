@@ -118,7 +118,7 @@ class Queues(Part):
     def _launches_of(
         self, message: msg.Submit, now_s: float
     ) -> tuple[ClientQueue | None, list[SegmentTask]]:
-        """Return the queue of a run's client, and its launches; None if they concern nobody here."""
+        """Return the queue of a run's client, and its launches; None if its client is not here."""
         queue = self.clients.get(client_of(message.run))
         if queue is None or not all(map(self.members.include, message.hosts)):
             self.env.count("messages_stale")
