@@ -1,8 +1,8 @@
 """Lends hosts to the client that is alone there, so that its launches do not pass the scheduler.
 
 Theory of operation. A client that waits for each result needs the scheduler for nothing: no other client
-wants its hosts. After some such runs the scheduler lends them: from its place in their launch order on, the client
-numbers its launches there. It sends them to the hosts itself, and tells the controller of each run as
+wants its hosts. After some such runs the scheduler lends them: from its place in their launch order on, the
+client numbers its launches there. It sends them to the hosts itself, and tells the controller of each run as
 always, a little later. Here such a run is in flight at once, with the numbers that it has.
 
 The scheduler alone ends a lease, and asks the hosts, never the client (`lease_states`). The answers of the
