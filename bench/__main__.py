@@ -49,7 +49,6 @@ SUITE = {
 }
 BY_NAME_ONLY = {"gpu": 1200, "floods": 300}
 LIMITS_S = SUITE | BY_NAME_ONLY
-RESULTS = Path(__file__).resolve().parent / "results"
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="a smoke run: its readings mean nothing"
     )
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)"
+        "--out", type=Path, default=report.RESULTS, help="folder of the results (%(default)s)"
     )
     parser.add_argument(
         "--clients", type=int, help="the most clients of `concurrent`, in place of its own number"

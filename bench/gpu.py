@@ -36,13 +36,13 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import pw  # noqa: E402
-from bench.__main__ import RESULTS, run_and_write  # noqa: E402
+from bench.__main__ import run_and_write  # noqa: E402
 from bench.baselines.one_process import DISPATCH, PlainJax  # noqa: E402
 from bench.baselines.peer import environment  # noqa: E402
 from bench.baselines.steps import local  # noqa: E402
 from bench.measure import alternate, seconds, sized, timed  # noqa: E402
 from bench.placement import chain, new_mesh, put  # noqa: E402
-from bench.report import Result  # noqa: E402
+from bench.report import RESULTS, Result  # noqa: E402
 from bench.train import on_pw  # noqa: E402
 from bench.training import TASKS, Trainer, farthest  # noqa: E402
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.report import Chart, Figure, Series, Span
+from bench.report import RESULTS, Chart, Figure, Series, Span
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PICTURES = RESULTS.parent.parent / "docs" / "pictures"
 Written = Mapping[str, Any]
 """What a benchmark has written about its run, as JSON."""

@@ -17,6 +17,9 @@ from bench.measure import Sample
 from pw.client.timeline import chrome
 from pw.client.timeline.timeline import Timeline
 
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Where results are written if no other folder is named."""
+
 Params = Mapping[str, object]
 Series = dict[str, list[tuple[float, float]]]
 

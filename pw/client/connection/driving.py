@@ -47,8 +47,6 @@ PAUSE_S = 0.1
 """How long nothing is borrowed after a wait that was too long."""
 
 _SIGNALS = tuple(number for number in signal.valid_signals() if number < 32)
-
-
 _handler_of: Callable[[int], Any] = _signal.getsignal
 _handle: Callable[[int, Any], Any] = _signal.signal
 """Those of `signal` make an enumeration of each number, which takes 2 µs."""
@@ -134,7 +132,7 @@ class Driver:
         self._known: list[Connection] = []
         self._poll = select.poll()
         self._by_number: dict[int, StreamConnection] = {}
-        self.is_closed = False
+        self._is_closed = False
 
     # --- the borrower --------------------------------------------------------------------------------
 
@@ -173,7 +171,9 @@ class Driver:
     def _may_borrow(self, now_s: float) -> bool:
         if self._borrower:
             return self.is_mine()
-        return not self.is_closed and now_s >= self._not_before_s and now_s - self._left_s <= AWAY_S
+        return (
+            not self._is_closed and now_s >= self._not_before_s and now_s - self._left_s <= AWAY_S
+        )
 
     def _borrow(self, now_s: float) -> bool:
         """Have the loop rest; return whether it does, with the lock."""
@@ -260,7 +260,7 @@ class Driver:
     def _rest(self) -> None:
         """Do nothing while a thread has the loop; a callback of the loop."""
         with self._lock:
-            if not self._borrower or self._is_wanted:
+            if not self._borrower or self._is_wanted or self._is_closed:
                 self._borrower = 0
                 return
             self._is_resting = True
@@ -289,5 +289,5 @@ class Driver:
 
     def close(self) -> None:
         """Lend nothing any more; on the loop's thread."""
-        self.is_closed = True
+        self._is_closed = True
         os.close(self._event)

@@ -59,6 +59,8 @@ RECONNECT_S = 60.0
 RELEASES_KEPT = 64
 RELEASED_BYTES = 16 << 20
 """A call deletes more, or larger, released arrays before the next tick: hosts then reuse warm pages."""
+DRIVEN_BYTES = 1 << 16
+"""Values up to this size come in a message; a thread that waits for one may do the session's work."""
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
@@ -447,9 +449,6 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
         array = array.base
     return isinstance(array, (bytearray, memoryview)) and not memoryview(array).readonly
 
-
-DRIVEN_BYTES = 1 << 16
-"""Values up to this size come in a message; a thread that waits for one may do the session's work."""
 
 _process = object()
 """A forked child gets another one: a call is too short for os.getpid()."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+import uvloop
+
 from pw.client.connection.driving import BorrowedLoop, Driver
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import AwaitHosts, Close
@@ -65,7 +67,7 @@ class LoopThread:
             LoopThread._usual_interval_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._living.add(self)
-        self.loop = BorrowedLoop()
+        self.loop: asyncio.AbstractEventLoop = BorrowedLoop() if DRIVES else uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -224,14 +226,14 @@ class SessionOnNode:
         if self._closed:
             return
         self._closed = True
-        if self.driver is not None:
-            self.driver.is_closed = True
         try:
             self._thread.call(self._close_on_loop)
         finally:
             self._teardown()
 
     def _close_on_loop(self) -> None:
+        if self.driver is not None:
+            self.driver.close()
         self.node.close()
         self._bulk.close()
 
@@ -299,8 +301,9 @@ def remote(
                 endpoint="",
             )
             certificate = "" if credentials is None else credentials.own.user
-            can_drive = DRIVES and beside is None
-            driver = Driver(thread.loop, node, network) if can_drive else None
+            driver = None
+            if beside is None and isinstance(thread.loop, BorrowedLoop):
+                driver = Driver(thread.loop, node, network)
             return SessionOnNode(
                 thread,
                 node,

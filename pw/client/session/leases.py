@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pw.client.session.hosts import Hosts
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, arrays_in, executor_of
@@ -29,7 +28,6 @@ RECENT = 64
 class _Lease:
     number: int
     epoch: int
-    hosts: tuple[str, ...]
     index: int
     """Of the next launch."""
     until: int
@@ -52,7 +50,6 @@ class Leases(Part):
     """The leases of one session."""
 
     _env: Env
-    _hosts: Hosts
     _programs: dict[int, _Template] = field(default_factory=dict)
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _recent: deque[msg.Run] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -124,7 +121,6 @@ class Leases(Part):
         lease = _Lease(
             message.lease,
             message.epoch,
-            message.hosts,
             message.first,
             message.until,
             known - self._kept_out,

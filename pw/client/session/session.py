@@ -86,7 +86,7 @@ class ClientSession(Actor):
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
         self.timelines = Timelines(link, self.hosts)
-        self.leases = Leases(link, self.hosts)
+        self.leases = Leases(link)
         link.on_order = self.leases.stop
         self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
         self.compose(self.timelines, self.leases)

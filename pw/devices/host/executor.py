@@ -94,11 +94,8 @@ class HostExecutor(Actor):
 
     @handles(msg.Launch)
     def _launch(self, sender: Address, message: msg.Launch) -> None:
-        if self.leases.holds(sender, message) or not self.order.take(
-            message.epoch, message.sequence, sender
-        ):
-            return
-        self._do(message)
+        if self.leases.takes(sender, message):
+            self._do(message)
 
     def _do(self, message: msg.Launch) -> None:
         """Do a launch that has been taken."""
@@ -199,9 +196,7 @@ class HostExecutor(Actor):
 
     @handles(msg.Replicate)
     def _replicate(self, sender: Address, message: msg.Replicate) -> None:
-        if not self.leases.holds(sender, message) and self.order.take(
-            message.epoch, message.sequence, sender
-        ):
+        if self.leases.takes(sender, message):
             value, order = self._store.value, unpacked(message)
             copies = tuple((copy, value(copy.array)) for copy in order.copies)
             files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
@@ -211,9 +206,7 @@ class HostExecutor(Actor):
 
     @handles(msg.Discard)
     def _discard(self, sender: Address, message: msg.Discard) -> None:
-        if self.leases.holds(sender, message, message.after) or not self.order.take(
-            message.epoch, message.sequence, sender
-        ):
+        if not self.leases.takes(sender, message, message.after):
             return
         for array in message.arrays:
             self._store.drop(array)

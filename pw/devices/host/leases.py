@@ -65,13 +65,16 @@ class Leases(Part):
 
     # --- the scheduler's order -----------------------------------------------------------------------
 
-    def holds(self, sender: Address, message: Any, after: int = 0) -> bool:
-        """Hold back an order of the scheduler if leased launches before index `after` are missing."""
+    def takes(self, sender: Address, message: Any, after: int = 0) -> bool:
+        """Return whether an order of the scheduler is taken now.
+
+        It is held if leased launches before index `after` are missing.
+        """
         lease = self.current
-        if not self._held and (lease is None or after <= lease.taken):
+        if self._held or (lease is not None and after > lease.taken):
+            self._held.append((sender, message))
             return False
-        self._held.append((sender, message))
-        return True
+        return self.order.take(message.epoch, message.sequence, sender)
 
     def _go_on(self) -> None:
         """Handle what was held, as far as nothing is missing."""
@@ -84,9 +87,7 @@ class Leases(Part):
 
     @handles(msg.Lend)
     def _lend(self, sender: Address, message: msg.Lend) -> None:
-        if self.holds(sender, message) or not self.order.take(
-            message.epoch, message.sequence, sender
-        ):
+        if not self.takes(sender, message):
             return
         self.newest, programs = message.lease, frozenset(message.programs)
         self.current = HostLease(message.lease, message.client, programs, message.first)
@@ -96,9 +97,7 @@ class Leases(Part):
 
     @handles(msg.EndLease)
     def _ended(self, sender: Address, message: msg.EndLease) -> None:
-        if not self.holds(sender, message, message.taken) and self.order.take(
-            message.epoch, message.sequence, sender
-        ):
+        if self.takes(sender, message, message.taken):
             self.current = None
 
     # --- launches of the client ----------------------------------------------------------------------

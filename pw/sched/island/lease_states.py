@@ -21,7 +21,7 @@ from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased
 
 KEPT = 1024
-"""Launches that have ended are known so long: some hosts may still lack them."""
+"""So many launches are known, also when they have ended: some hosts may still lack them."""
 
 
 class LeaseState(StrEnum):
@@ -76,8 +76,6 @@ class Lease:
     """By run, the segments that have not ended."""
     known: dict[int, LeasedLaunch] = field(default_factory=dict)
     """By index, the newest launches, without their steps."""
-    indices: dict[int, int] = field(default_factory=dict)
-    """By run, the index of a launch in flight."""
     taken: dict[str, int] = field(default_factory=dict)
     """While it is closing: what hosts have answered."""
     waiting: list[SubmitLeased] = field(default_factory=list)
@@ -96,8 +94,8 @@ class Lease:
     def launched(self, launch: LeasedLaunch, segments: int) -> None:
         """The client has launched a run."""
         self.running[launch.run] = segments
-        self.indices[launch.run] = launch.index
         self.known[launch.index] = launch
+        self.known.pop(launch.index - KEPT, None)
 
     def segment_ended(self, run: int) -> bool:
         """A segment has ended. Returns whether the client needs a new window."""
@@ -105,8 +103,6 @@ class Lease:
         if self.running[run]:
             return False
         del self.running[run]
-        # Another host of the gang may not have taken it yet, so newer ones stay.
-        self.known.pop(self.indices.pop(run) - KEPT, None)
         self.ended += 1
         until = self.first + self.ended + self.window
         return self.state is LeaseState.OPEN and until - self.until > self.window // 2
@@ -122,13 +118,22 @@ class LeaseTable:
     """By number; also those that are over, while the client may still tell of launches."""
     early: dict[tuple[str, int], Finished] = field(default_factory=dict)
     """Ends of launches of which the client has not told yet, by host and number."""
-
     sliding: list[Lease] = field(default_factory=list)
     """Leases whose clients need a new window."""
 
     def are_free(self, hosts: tuple[str, ...]) -> bool:
         """Whether none of these hosts is lent."""
         return not self.holders or self.holders.keys().isdisjoint(hosts)
+
+    def behind(self, hosts: tuple[str, ...]) -> dict[str, int] | None:
+        """Return, for those of the hosts that are lent, the index behind the launches that are known.
+
+        None if a lease is being closed: then nothing is known.
+        """
+        leases = {host: lease for host in hosts if (lease := self.holders.get(host)) is not None}
+        if any(lease.state is not LeaseState.OPEN for lease in leases.values()):
+            return None
+        return {host: lease.noticed for host, lease in leases.items()}
 
     def clear(self) -> None:
         """The island has left its epoch."""

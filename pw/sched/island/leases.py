@@ -108,11 +108,13 @@ class Leases(Part):
     @handles(msg.Submit)
     def _submitted(self, sender: Address, message: msg.Submit) -> None:
         """Handled before it is queued: close the leases that are in its way, and note what the client does."""
+        if not self.lending.after:
+            return
         client = client_of(message.run)
         for hosts in message.hosts:
             self.close_on(hosts)
         queue = self.queues.clients.get(client)
-        if queue is None or not self.lending.after or self._nodes.get(client) in ("", CONTROLLER):
+        if queue is None or self._nodes.get(client) in ("", CONTROLLER):
             return
         habit = self._habits.get(client)
         if habit is None:
@@ -412,15 +414,6 @@ class Leases(Part):
         for habit in self._habits.values():
             habit.count = 0
             habit.programs.clear()
-
-    # --- what hosts are told meanwhile ----------------------------------------------------------------
-
-    def after_on(self, host: str) -> int | None:
-        """Return the index behind the launches that a discard on this host comes after; None for later."""
-        lease = self.table.holders.get(host)
-        if lease is None:
-            return 0
-        return lease.noticed if lease.state is LeaseState.OPEN else None
 
 
 def hosts_of(sites: Iterable[object]) -> set[str]:

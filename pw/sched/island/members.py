@@ -9,7 +9,7 @@ same as the rest of its gang, reports it, and the island leaves its epoch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
@@ -17,6 +17,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.recorder import LAUNCHED
 from pw.sched.island.launch_states import RunHere, SegmentTask
+from pw.sched.island.lease_states import LeaseTable
 
 
 @dataclass(slots=True)
@@ -115,18 +116,21 @@ class Members(Part):
             self.env.send(executor_of(host), launch)
         return numbers
 
-    def send_drops(self, after_on: Callable[[str], int | None]) -> None:
+    def send_drops(self, leases: LeaseTable) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once.
 
-        `after_on` returns the index behind the leased launches that come before on a host; None if
-        its gangs have to wait, because that is not known.
+        The known launches of a lease come before it. Gangs with a lease that is being closed wait.
         """
         of_hosts: defaultdict[str, list[GangDiscard]] = defaultdict(list)
         waiting: dict[tuple[str, ...], GangDiscard] = {}
+        behind: dict[str, int] = {}
         for gang, drop in self.drops.items():
-            if None in map(after_on, gang):
-                waiting[gang] = drop
-                continue
+            if leases.holders:
+                known = leases.behind(gang)
+                if known is None:
+                    waiting[gang] = drop
+                    continue
+                behind |= known
             for host in gang:
                 of_hosts[host].append(drop)
         self.drops.clear()
@@ -135,7 +139,7 @@ class Members(Part):
         for host, drops in of_hosts.items():
             if host not in self._next_sequence:
                 continue
-            sequence, after = self.next_number(host), after_on(host) or 0
+            sequence, after = self.next_number(host), behind.get(host, 0)
             key = (sequence, after, *map(id, drops))
             discard = alike.get(key)
             if discard is None:

@@ -54,7 +54,7 @@ class IslandScheduler(Actor):
         self.admission = admission = Admission(env, island)
         self.programs = programs = Programs(env, island, members, window, admission, quarantine)
         self.queues = queues = Queues(env, members, policy, window, quarantine, admission, programs)
-        table = LeaseTable()
+        self._lent = table = LeaseTable()
         self.in_flight = in_flight = InFlight(
             env, members, policy, window, quarantine, admission, queues, watchdog, table
         )
@@ -123,6 +123,6 @@ class IslandScheduler(Actor):
             self._watchdog.watch()
         self._was_busy = is_busy
         if self.members.drops:
-            self.members.send_drops(self.leases.after_on)
+            self.members.send_drops(self._lent)
         if not self.programs.installed:  # then no footprint refers to a group any more
             self.window.tidy()

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from pw.core import messages as msg
+from pw.core.ids import client_of
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.world import Violation, World
@@ -34,7 +35,7 @@ class LeaseMonitor:
         self._world.checked["leased"] += 1
         if lease is None:
             raise Violation("leases", f"{host.name} takes a leased launch without a lease")
-        if message.run >> 40 != lease.client:
+        if client_of(message.run) != lease.client:
             raise Violation("leases", f"{host.name} takes a launch that is not of the holder")
         index = (-1 - message.sequence) // msg.STEPS
         place: Any = host.executor.membership._place
