@@ -127,6 +127,13 @@ class SubmitLeased(Local, frozen=True, tag=197):
     index: int
 
 
+class HolderCutOff(Local, frozen=True, tag=198):
+    """Controller to IslandScheduler (local): a client has lost its link to a host, and launches with it."""
+
+    client: int
+    host: str
+
+
 def steps_of(submit: Submit, host: str) -> tuple[Step, ...]:
     """Return what a host launches in a run."""
     return tuple(

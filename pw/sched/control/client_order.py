@@ -117,7 +117,11 @@ class ClientOrder(ControlPart):
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
-        """Mark the uploads in the backlog as sent to no hosts, so that they are asked for again."""
+        """Mark the uploads in the backlog as sent to no hosts, so that they are asked for again.
+
+        Launches under a lease may not have arrived either.
+        """
         for place, waiting in enumerate(client.backlog):
             if isinstance(waiting, msg.CreateArray):
                 client.backlog[place] = msgspec.structs.replace(waiting, bound=0)
+        self._islands.tell_all(msg.HolderCutOff(client.number, message.host))

@@ -107,6 +107,8 @@ class Client:
     """Messages that wait for what the first of them needs (`pw.sched.control.client_order`)."""
     last_run: int = 0
     """The newest run that it sent."""
+    early_losses: dict[int, str] = field(default_factory=dict)
+    """Results of runs that it has launched and not told of yet, and a host that has not got them."""
     resuming: Resumption | None = None
     patient_until_s: float = -math.inf
     """Until then recovery waits for hosts that may have replicas."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pw.core import events as published
 from pw.core import messages as msg
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
+from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.recorder import CALLED
 from pw.core.tenants import OPERATOR
@@ -113,6 +113,16 @@ class Runs(ControlPart):
         if message.lease:
             lease, awaits = (message.lease, message.index), ()
         self.submit(client, message.run, record, args, results, awaits, donated, lease)
+        if client.early_losses:
+            self._spoil_early(client, self.in_flight[message.run])
+
+    def _spoil_early(self, client: Client, run: RunInFlight) -> None:
+        """A host may have lost a result of a leased run before the client told of the run."""
+        for number in [one for one in client.early_losses if one <= run.number]:
+            host, array = client.early_losses.pop(number), client.arrays.get(number)
+            if number in run.results and array is not None and host in array.hosts:
+                name = run.record.program.body.name
+                run.spoil(ErrorReport.of(HostLost(f"{host} did not get all that {name!r} reads")))
 
     def submit(
         self,

@@ -390,6 +390,13 @@ class Leases(Part):
             else:
                 self._close(lease)
 
+    @handles(msg.HolderCutOff)
+    def _cut_off(self, sender: Address, message: msg.HolderCutOff) -> None:
+        """The host may not know that there was a link, so it does not close the lease."""
+        lease = self.table.holders.get(message.host)
+        if lease is not None and lease.client == message.client:
+            self._close(lease)
+
     @handles(msg.CopyArrays)
     def _copied(self, sender: Address, message: msg.CopyArrays) -> None:
         """Copies have their place among the launches of the scheduler."""

@@ -19,8 +19,8 @@ class LeaseMonitor:
         self._world: World = cluster.world
         self._launches: dict[tuple[str, bytes, int, int, int], int] = {}
         """By island, controller, epoch, lease and index, the run that a first host has taken."""
-        self._numbers: set[tuple[str, bytes, int, int]] = set()
-        """By host, controller and epoch, the numbers of leased launches."""
+        self._numbers: set[tuple[str, str, bytes, int, int]] = set()
+        """By host, island, controller and epoch, the numbers of leased launches."""
         cluster.on_start["host"].append(self._watch)
 
     def _watch(self, host: SimHost) -> None:
@@ -39,7 +39,7 @@ class LeaseMonitor:
             raise Violation("leases", f"{host.name} takes a launch that is not of the holder")
         index = (-1 - message.sequence) // msg.STEPS
         place: Any = host.executor.membership._place
-        number = (host.name, place.tickets, message.epoch, message.sequence)
+        number = (host.name, place.island, place.tickets, message.epoch, message.sequence)
         if number in self._numbers:
             raise Violation("leases", f"{host.name} takes two launches with one number")
         self._numbers.add(number)

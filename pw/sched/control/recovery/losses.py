@@ -16,7 +16,7 @@ from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in
 from pw.core.messages import ArraysLost, IslandLost, RunFailed
 from pw.sched.control.array_states import Array, ArrayState
-from pw.sched.control.clients import Client
+from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
 from pw.sched.control.run_states import RunEvent, RunInFlight
@@ -95,6 +95,8 @@ class Losses(ControlPart):
         """A host says that it has not got an array, which may be known."""
         array = client.arrays.get(number)
         if array is None:
+            if number > client.last_run and not is_repeat(number):
+                client.early_losses.setdefault(number, host)
             return
         if array.error is not None:
             self._env.send(client.address, RunFailed(0, (number,), array.error))
