@@ -69,7 +69,6 @@ class Compilers:
         def ended() -> None:
             if self._tasks.get(key) is not fail:
                 return  # it was not wanted any more, or has failed
-            del self._tasks[key]
             told: T | ErrorReport
             if crashes:
                 told = ErrorReport.of(CompileError("the compiler crashed on it"), self._node.name)
@@ -79,7 +78,13 @@ class Compilers:
                     told = make()
                 except CompileError as error:
                     told = ErrorReport.of(error, self._node.name)
-            self._answer(lambda: done(told))
+
+            def answer() -> None:
+                if self._tasks.get(key) is fail:  # else it was released while the answer was on its way
+                    del self._tasks[key]
+                    done(told)
+
+            self._answer(answer)
 
         world.at(ends_s, self._awake, ended)
 
