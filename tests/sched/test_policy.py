@@ -156,7 +156,7 @@ def test_looking_for_a_client_that_fits_changes_no_share() -> None:
     policy, account = ProportionalShare(), Account()
     contenders = [Wants(client, (account,)) for client in (1, 2)]
     for number, contender in enumerate(contenders):
-        policy.launched(contender, 1e6 * number)
+        policy.launched(contender.stake, contender.accounts, 1e6 * number)
     before = account.copy()
     assert policy.order(contenders, 0.0) == contenders
     assert account == before
@@ -193,14 +193,14 @@ def test_a_client_that_was_alone_elsewhere_has_its_share_here() -> None:
     policy, here, there = ProportionalShare(), Account(), Account()
     alone, mine, theirs = Wants(1, (there,)), Wants(1, (here,)), Wants(2, (here,))
     for _ in range(1000):
-        policy.launched(alone, 1000.0)
-        policy.launched(theirs, 1000.0)
+        policy.launched(alone.stake, alone.accounts, 1000.0)
+        policy.launched(theirs.stake, theirs.accounts, 1000.0)
     policy.rejoin(mine.stake, here, only_of_tenant=False)
     served = Counter()
     for _ in range(100):
         contenders = [mine, theirs]
         chosen = policy.order(contenders, 0.0)[0]
-        policy.launched(chosen, 1000.0)
+        policy.launched(chosen.stake, chosen.accounts, 1000.0)
         served[chosen.client] += 1
     assert abs(served[1] - served[2]) <= 2
     both = Wants(3, (here, there))
@@ -209,14 +209,14 @@ def test_a_client_that_was_alone_elsewhere_has_its_share_here() -> None:
     for _ in range(90):
         contenders = [mine, theirs, alone, both]
         chosen = policy.order(contenders, 0.0)[0]
-        policy.launched(chosen, 1000.0)
+        policy.launched(chosen.stake, chosen.accounts, 1000.0)
         served[id(chosen)] += 1
     assert 20 <= served[id(both)] <= 25, "as often as the others"
     served.clear()
     for _ in range(90):
         contenders = [theirs, both]
         chosen = policy.order(contenders, 0.0)[0]
-        policy.launched(chosen, 1000.0 if chosen is theirs else 50_000.0)
+        policy.launched(chosen.stake, chosen.accounts, 1000.0 if chosen is theirs else 50_000.0)
         served[id(chosen)] += 1
     assert served[id(both)] in (2, 3), "time without contention does not count"
 

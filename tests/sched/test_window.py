@@ -113,8 +113,8 @@ def test_a_client_owes_nothing_for_devices_that_it_never_used() -> None:
     ahead, policy = Window(), ProportionalShare()
     both, one = ahead.footprint((0, 1)), ahead.footprint((0,))
     for _ in range(3):
-        policy.launched(Wants(1, one.accounts), 10e6)
-        policy.launched(Wants(2, both.accounts), 1e3)
+        policy.launched(Wants(1, one.accounts).stake, one.accounts, 10e6)
+        policy.launched(Wants(2, both.accounts).stake, both.accounts, 1e3)
     del one
     ahead.tidy()
     assert len(both.groups) == 1

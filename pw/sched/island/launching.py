@@ -134,7 +134,8 @@ class Launcher(Part):
                 reservation = task.here.reservation
                 if reservation is None or reservation.is_admitted or admission.admit(reservation):
                     task.estimate_us = known.get(task.segment, UNKNOWN_US)
-                    self.policy.launched(queue, task.estimate_us)
+                    accounts = task.footprint.accounts
+                    self.policy.launched(queue.stake, accounts, task.estimate_us)
                     queue.take(now_s)
                     return task
         if kept_until_s == math.inf:

@@ -30,8 +30,8 @@ class Policy:
         """Return the queues in the order in which they may go."""
         raise NotImplementedError
 
-    def launched(self, queue: ClientQueue, time_us: float) -> None:
-        """The oldest launch of `queue` goes, and is expected to take `time_us`."""
+    def launched(self, stake: Stake, accounts: Sequence[Account], time_us: float) -> None:
+        """A launch of this client goes, and is expected to take `time_us`."""
 
     def measured(self, stake: Stake, accounts: Sequence[Account], more_us: float) -> None:
         """A launch has ended, and took `more_us` longer than expected; its client may have left."""
@@ -101,10 +101,9 @@ class ProportionalShare(Policy):
         ahead = list(zip(of_tenants, of_clients, arrivals, strict=True))
         return [queues[at] for at in sorted(range(len(ahead)), key=ahead.__getitem__)]
 
-    def launched(self, queue: ClientQueue, time_us: float) -> None:
+    def launched(self, stake: Stake, accounts: Sequence[Account], time_us: float) -> None:
         """Advance virtual time to the passes of tenant and client, and those by the expected time."""
-        stake = queue.stake
-        for account in queue.accounts:
+        for account in accounts:
             _advance(account, stake.tenant, stake.tenant_share, time_us)
             _advance(account.within(stake.tenant), stake.client, stake.share, time_us)
 

@@ -103,7 +103,7 @@ class Queues(Part):
         if queue is not None:
             if self.policy.keeps_accounts:
                 self._settle_accounts(queue, tasks, now_s)
-            queue.launched_itself(tasks, now_s)
+            self._launched_itself(queue, tasks, now_s)
         return tasks
 
     def take_run(self, run: int) -> list[SegmentTask]:
@@ -112,8 +112,16 @@ class Queues(Part):
         queue = self.clients.get(client_of(run))
         if queue is not None and tasks:
             queue.cancel(run)
-            queue.launched_itself(tasks, self.env.now_s())
+            self._launched_itself(queue, tasks, self.env.now_s())
         return tasks
+
+    def _launched_itself(
+        self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float
+    ) -> None:
+        for task in tasks:
+            task.estimate_us = task.here.installed.estimates_us.get(task.segment, 0.0)
+            self.policy.launched(queue.stake, task.footprint.accounts, task.estimate_us)
+        queue.launched_itself(tasks, now_s)
 
     def _launches_of(
         self, message: msg.Submit, now_s: float
