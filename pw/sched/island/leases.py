@@ -55,7 +55,7 @@ DOUBLED = 7
 class Lending(NamedTuple):
     """When hosts are lent."""
 
-    after: int = 0
+    after: int = 8
     """So many runs of a client, one after the other, come before its lease; 0 lends nothing."""
     alone_s: float = AROUND_S
     """How long no other client has wanted its hosts."""

@@ -1,0 +1,78 @@
+"""Clients launch on hosts themselves, and other clients come, hosts and clients die: `tests.kills`, step by step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pw
+from tests.kills import Client
+from tests.stages.daemons import send, until
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[pw.LocalCluster]:
+    with pw.LocalCluster(hosts_per_island=2) as cluster:
+        yield cluster
+
+
+def until_leased(client: Client, more: int = 200) -> None:
+    """Wait until it has made so many more launches itself."""
+    before = client.leased
+
+    def leased() -> bool:
+        client.look()
+        return client.leased >= before + more
+
+    until(leased, "launches under a lease", 60.0)
+
+
+def until_steps(client: Client, more: int = 200) -> None:
+    """Wait until it has made so many more steps."""
+    before = client.steps
+
+    def made() -> bool:
+        client.look()
+        return client.steps >= before + more
+
+    until(made, "steps", 60.0)
+
+
+def test_a_lease_ends_and_comes_back_with_others_and_losses(
+    cluster: pw.LocalCluster, tmp_path: Path
+) -> None:
+    clients = []
+
+    def join(devices: int) -> Client:
+        clients.append(Client(tmp_path, cluster.address, len(clients), devices))
+        return clients[-1]
+
+    try:
+        one = join(2)
+        until_leased(one)
+
+        two = join(1)  # another client wants one of the hosts
+        until_steps(two)
+        until_steps(one)
+
+        two.program.kill()
+        until_leased(one)
+
+        runtime = cluster.hosts[1].runtime_pid()
+        assert runtime is not None
+        send(runtime, signal.SIGKILL)  # a host of the lease
+        until_leased(one)
+
+        one.program.kill()  # the client, in the middle of its launches
+        until_leased(join(2))
+    finally:
+        for client in clients:
+            client.program.kill()

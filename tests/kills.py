@@ -1,0 +1,193 @@
+"""`python -m tests.kills`: processes of a cluster die at random while clients wait for each result.
+
+An island of two hosts; one client that stays and one that comes and goes, on both hosts or on one. What they
+compute, with integers and a collective, is compared with numpy, value by value. Runtimes, whole workers,
+the controller and clients are killed, and those that ended are started again. It prints what happened, and
+ends with 1 at the first wrong value, or when a client makes no step for two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.stages.daemons import Program, send, start_module
+
+ROWS, COLUMNS = 4, 64
+PRIME = 8191
+SAID_EVERY = 100
+STUCK_S = 120.0
+
+
+def client(seed: int, devices: int) -> None:
+    """Call and wait, again and again; say how many steps were right, and how many were leased."""
+    from jax.sharding import PartitionSpec as P
+
+    import pw
+
+    mesh = None
+    while mesh is None:
+        try:
+            slice = pw.make_virtual_device_set().add_slice(devices)
+            mesh = pw.Mesh(slice.devices, ("x",))
+        except pw.InsufficientDevices:  # its island is not there at the moment
+            time.sleep(0.2)
+    rows = P("x")
+
+    @pw.jit(mesh=mesh, in_shardings=rows, out_shardings=(rows, P()), donate_argnums=0)
+    def step(state: Any) -> Any:
+        state = (state * 3 + state.sum() % PRIME + 1) % PRIME
+        return state, state.sum() % PRIME
+
+    known = np.random.default_rng(seed).integers(0, PRIME, (ROWS, COLUMNS), np.int32)
+    state: Any = pw.put(known, sharding=pw.NamedSharding(mesh, rows))
+    known = known.astype(np.int64)
+    steps, said_s = 0, time.monotonic()
+    while True:
+        state, probe = step(state)
+        if steps % 3 == 0:
+            pw.block_until_ready(probe)
+        if steps % 500 == 499:
+            pw.checkpoint(state)
+        known = (known * 3 + known.sum() % PRIME + 1) % PRIME
+        value, right = int(np.asarray(probe)), int(known.sum() % PRIME)
+        if value != right:
+            print(f"wrong: step {steps} is {value}, not {right}", flush=True)
+            sys.exit(1)
+        steps += 1
+        if steps % SAID_EVERY == 0 or time.monotonic() > said_s + 1:
+            said_s = time.monotonic()
+            counters = pw.stats()["client"]
+            print(f"steps {steps} leased {counters.get('leased_launches', 0)}", flush=True)
+
+
+class Client:
+    """A client as a process of its own."""
+
+    def __init__(self, folder: Path, address: str, seed: int, devices: int) -> None:
+        body = f"from tests.kills import client; client({seed}, {devices})"
+        self.program = Program(folder, ["-c", body], PW_ADDRESS=address)
+        self.since_s = time.monotonic()
+        self.leased = self.steps = 0
+
+    def look(self) -> None:
+        """Raises AssertionError if it is wrong, has ended, or makes no steps."""
+        said = self.program.out
+        assert "wrong" not in said, said[-300:]
+        assert self.program.process.poll() is None, self.program.err[-3000:]
+        lines = [line.split() for line in said.splitlines() if line.startswith("steps")]
+        if lines and int(lines[-1][1]) != self.steps:
+            self.since_s = time.monotonic()
+            self.steps, self.leased = int(lines[-1][1]), int(lines[-1][3])
+        assert time.monotonic() < self.since_s + STUCK_S, f"stuck at step {self.steps}"
+
+
+class Cluster:
+    """A controller and two workers that are started again."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.random = folder, random.Random(seed)
+        self.controller = start_module("pw.cli.controller", "--bind", "tcp://127.0.0.1:0", folder=folder)
+        self.controller.until_says("tcp://")
+        self.address = next(w for w in self.controller.out.split() if w.startswith("tcp://"))
+        self.workers = [self.worker(at) for at in range(2)]
+        self.clients: list[Client] = []
+        self.seeds = 0
+        self.done: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
+
+    def worker(self, at: int) -> Program:
+        options = ("--controller", self.address, "--island", "island", "--island-hosts", 2)
+        return start_module("pw.cli.worker", *options, "--name", f"host-{at}", folder=self.folder)
+
+    def join(self, devices: int) -> None:
+        self.seeds += 1
+        self.clients.append(Client(self.folder, self.address, self.seeds, devices))
+
+    def leave(self, at: int) -> None:
+        one = self.clients.pop(at)
+        self.steps["steps"] += one.steps
+        self.steps["leased"] += one.leased
+        one.program.kill()
+
+    def act(self) -> str:
+        """Let something happen; return what."""
+        what = self.random.choice(
+            ("comes", "comes", "goes", "client", "runtime", "runtime", "worker", "controller")
+        )
+        if what == "comes" and len(self.clients) < 2:
+            self.join(self.random.choice((1, 2)))
+        elif what == "goes" and len(self.clients) == 2:
+            self.leave(1)
+        elif what == "client":
+            self.leave(0)
+            self.join(2)
+            self.clients.reverse()
+        elif what == "runtime":
+            worker = self.random.choice(self.workers)
+            pids = sorted(worker.family() - {worker.process.pid})
+            if not pids:
+                return "nothing"
+            send(self.random.choice(pids), signal.SIGKILL)
+        elif what == "worker":
+            at = self.random.randrange(2)
+            self.workers[at].kill()
+            self.workers[at] = self.worker(at)
+        elif what == "controller":
+            self.controller.kill()
+            self.controller = start_module(
+                "pw.cli.controller", "--bind", self.address, folder=self.folder
+            )
+        else:
+            return "nothing"
+        self.done[what] += 1
+        return what
+
+    def watch(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            for one in self.clients:
+                one.look()
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for program in (*(one.program for one in self.clients), *self.workers, self.controller):
+            program.kill()
+
+
+def main() -> None:
+    """Run until the time is over."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pw-kills-") as name:
+        cluster = Cluster(Path(name), arguments.seed)
+        try:
+            cluster.join(2)
+            cluster.watch(10)
+            until_s = time.monotonic() + arguments.minutes * 60
+            while time.monotonic() < until_s:
+                happened = cluster.act()
+                said = [(one.steps, one.leased) for one in cluster.clients]
+                print(f"{until_s - time.monotonic():6.1f} s left: {happened} {said}", flush=True)
+                cluster.watch(cluster.random.choice((0.3, 2.0, 4.0, 8.0)))
+            cluster.watch(15)
+            while cluster.clients:
+                cluster.leave(0)
+            print(f"all values right: {dict(cluster.steps)}, {dict(cluster.done)}", flush=True)
+        finally:
+            cluster.close()
+
+
+if __name__ == "__main__":
+    main()
