@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.linkcode",
+    "docs.site.docstrings",
     "docs.site.sources",
 ]
 exclude_patterns = ["_build"]

@@ -36,7 +36,7 @@ def errors() -> str:
 def _error(kind: type[Error]) -> str:
     said, cause, remedy = re.split(r"\n\n(?:Cause|What to do):\n", inspect.cleandoc(kind.__doc__ or ""))
     others = [base.__name__ for base in kind.__bases__ if base is not Error]
-    also = f" It is also a `{'`, a `'.join(others)}`." if others else ""
+    also = f" It is also a `{'` and a `'.join(others)}`." if others else ""
     cause, remedy = (" ".join(part.split()) for part in (cause, remedy))
     return (
         f"### {kind.__name__}\n\n{said}{also}\n\n- **Cause:** {cause}\n- **What to do:** {remedy}\n"
@@ -72,7 +72,7 @@ def _command(name: str, command: Any) -> str:
     words = inspect.cleandoc(command.help or "").replace("\f", "")
     rows = [_row(parameter) for parameter in command.params if not parameter.hidden]
     table = "| argument or option | default | meaning |\n|---|---|---|\n" + "".join(rows)
-    return f"### {name}\n\n{words}\n" + (f"\n{table}" if rows else "")
+    return f"## {name}\n\n{words}\n" + (f"\n{table}" if rows else "")
 
 
 def _row(parameter: Any) -> str:
