@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 from docs.site.sources import source_of  # noqa: E402 - after the path is set
 
 project = "pw"
-copyright = "the authors of pw, Apache-2.0"  # noqa: A001 - Sphinx calls it so
+copyright = "the authors of pw, Apache-2.0"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",

@@ -34,7 +34,9 @@ def errors() -> str:
 
 
 def _error(kind: type[Error]) -> str:
-    said, cause, remedy = re.split(r"\n\n(?:Cause|What to do):\n", inspect.cleandoc(kind.__doc__ or ""))
+    said, cause, remedy = re.split(
+        r"\n\n(?:Cause|What to do):\n", inspect.cleandoc(kind.__doc__ or "")
+    )
     others = [base.__name__ for base in kind.__bases__ if base is not Error]
     also = f" It is also a `{'` and a `'.join(others)}`." if others else ""
     cause, remedy = (" ".join(part.split()) for part in (cause, remedy))
@@ -80,7 +82,9 @@ def _row(parameter: Any) -> str:
     shown = ", ".join(f"`{name if name.startswith('-') else name.upper()}`" for name in names)
     default = parameter.default
     default = getattr(default, "value", default)
-    value = "required" if parameter.required else "" if default in ("", None, ()) else f"`{default}`"
+    value = (
+        "required" if parameter.required else "" if default in ("", None, ()) else f"`{default}`"
+    )
     variable = f" Variable `{parameter.envvar}`." if parameter.envvar else ""
     meaning = " ".join((parameter.help or "").split()).replace("|", "\\|")
     return f"| {shown} | {value} | {meaning}{variable} |\n"
