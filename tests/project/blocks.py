@@ -3,7 +3,9 @@
 The Python blocks of a document run in their order in one process, as a reader types them. A comment
 before a block says otherwise:
 
-    <!-- runs: PW_DEVICES=8 -->            a new process begins here, with these variables
+    <!-- runs: PW_DEVICES=8 -->            a new process begins here, with these variables; before a
+                                           console, its commands run in the folder of the page's files
+    <!-- file: script.py -->               a file that the reader saves, for commands below
     <!-- runs in tests/sched/test_x.py --> another test runs it
     <!-- does not run: REASON -->          nothing runs it
     <!-- first                             code that a reader does not see, such as smaller numbers
@@ -17,10 +19,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LANGUAGES = {"python", "{code-cell}", "console", "bash", "text", "yaml", "{toctree}", "{eval-rst}"}
+LANGUAGES = {"python", "{code-cell}", "console", "bash", "text", "{toctree}", "{eval-rst}", "{names}"}
 PYTHON = ("python", "{code-cell}")
 _PART = re.compile(
-    r"^<!-- (?P<mark>runs:|runs in|does not run:|first)(?P<said>.*?)-->$"
+    r"^<!-- (?P<mark>runs:|runs in|does not run:|file:|first)(?P<said>.*?)-->$"
     r"|^(?P<fence>```+)(?P<language>\S*)[^\n]*\n(?P<code>.*?)^(?P=fence)$",
     re.M | re.S,
 )
@@ -37,6 +39,15 @@ class Block:
     """The line of the document at which its code begins, from 1."""
     marks: dict[str, str]
     """What the comments before it say, by their first words."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that a reader types into a shell."""
+
+    line: str
+    output: list[str]
+    """Lines that it prints, in this order; `...` ends a beginning."""
 
 
 @dataclass
@@ -87,7 +98,7 @@ def processes(path: Path) -> list[Process]:
     """Return the processes in which the Python of a document runs."""
     found: list[Process] = []
     for block in blocks(path):
-        if block.language not in PYTHON or {"runs in", "does not run"} & block.marks.keys():
+        if block.language not in PYTHON or {"runs in", "does not run", "file"} & block.marks.keys():
             continue
         if not found or "runs" in block.marks:
             words = block.marks.get("runs", "").split()
@@ -96,4 +107,22 @@ def processes(path: Path) -> list[Process]:
         if first:
             found[-1].add(first, block.line - 2 - first.count("\n"))
         found[-1].add(block.code, block.line)
+    return found
+
+
+def files(path: Path) -> dict[str, str]:
+    """Return the files that a reader of a document saves, by name."""
+    return {
+        block.marks["file"].strip(): block.code for block in blocks(path) if "file" in block.marks
+    }
+
+
+def commands(path: Path) -> list[Command]:
+    """Return the commands of a document that run, with what they print."""
+    found = []
+    for block in blocks(path):
+        if block.language == "console" and "runs" in block.marks:
+            for part in re.split(r"^\$ ", block.code, flags=re.M)[1:]:
+                line, *output = part.splitlines()
+                found.append(Command(line, output))
     return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.project.blocks import LANGUAGES, PYTHON, Process, blocks, processes
+from tests.project import blocks as pages
+from tests.project.blocks import LANGUAGES, PYTHON, Command, Process, blocks, processes
 from tests.project.generated import programs
 from tests.project.test_documents import DOCUMENTS, named
 from tests.stages.programs import ROOT, run_python, without_address
@@ -50,11 +52,43 @@ def test_the_python_of_a_page_runs(page: Path, process: Process, tmp_path: Path)
         [str(script)], folder=tmp_path, environment=without_address() | process.variables
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    printed = iter(done.stdout.splitlines())
-    for line in process.output:
+    check(done.stdout, process.output)
+
+
+def check(printed: str, shown: list[str]) -> None:
+    """Check that a program prints the lines that a page shows."""
+    lines = (line.rstrip() for line in printed.splitlines())
+    for line in shown:
         start, dots, _ = line.partition("...")
-        found = any(one.startswith(start) if dots else one == line for one in printed)
-        assert found, f"{line!r} is not in\n{done.stdout}"
+        found = any(one.startswith(start) if dots else one == line for one in lines)
+        assert found, f"{line!r} is not in\n{printed}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if pages.commands(page)], ids=named)
+def test_a_reader_who_types_the_commands_of_a_page_gets_what_it_shows(
+    page: Path, tmp_path: Path
+) -> None:
+    for name, text in pages.files(page).items():
+        (tmp_path / name).write_text(text)
+    for command in pages.commands(page):
+        done = typed(command, tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        check(done.stdout, command.output)
+
+
+def typed(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as a shell would: variables, then python or pw."""
+    words = shlex.split(command.line)
+    variables = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    program, *arguments = words
+    start = {"python": [], "pw": ["-m", "pw.cli.main"]}[program]
+    return run_python(
+        [*start, *arguments], folder=folder, environment=without_address() | variables
+    )
 
 
 def commands() -> list[tuple[str, list[str]]]:
