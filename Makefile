@@ -57,9 +57,9 @@ long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and ki
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
 
-docs: $(DOCS)  ## build the site of docs/ into docs/_build, where it works offline
-	@$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build
-	@echo "docs/_build/index.html"
+docs: $(DOCS)  ## build the site of docs/, which works offline
+	@$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
 
 wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environments
 	@rm -rf build

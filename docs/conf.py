@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.linkcode",
     "docs.site.docstrings",
+    "docs.site.reference",
     "docs.site.sources",
 ]
 exclude_patterns = ["_build"]
@@ -28,6 +29,7 @@ myst_url_schemes = ["http", "https", "mailto", "source"]
 
 # Notebooks are text; each build runs them.
 nb_execution_mode = "force"
+nb_execution_in_temp = True
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_merge_streams = True

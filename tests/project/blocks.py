@@ -19,7 +19,19 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LANGUAGES = {"python", "{code-cell}", "console", "bash", "text", "{toctree}", "{eval-rst}", "{names}"}
+LANGUAGES = {
+    *("python", "{code-cell}", "console", "bash", "text", "yaml"),
+    *("{toctree}", "{eval-rst}", "{names}"),
+}
+    "python",
+    "{code-cell}",
+    "console",
+    "bash",
+    "text",
+    "{toctree}",
+    "{eval-rst}",
+    "{names}",
+}
 PYTHON = ("python", "{code-cell}")
 _PART = re.compile(
     r"^<!-- (?P<mark>runs:|runs in|does not run:|file:|first)(?P<said>.*?)-->$"
@@ -69,7 +81,7 @@ class Process:
 
     @property
     def output(self) -> list[str]:
-        """Lines that it shows behind `print`, which its output must have in this order; `...` ends a beginning."""
+        """Lines that it shows behind `print`, which it prints in this order; `...` ends a beginning."""
         shown = _SHOWN.findall(self.script)
         return [line.removeprefix("# ") for lines in shown for line in lines.splitlines()]
 
