@@ -57,4 +57,5 @@ html_theme_options = {
     "use_download_button": False,
     "show_toc_level": 2,
     "home_page_in_toc": False,
+    "navbar_persistent": [],  # the search field is in the sidebar
 }

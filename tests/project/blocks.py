@@ -23,15 +23,6 @@ LANGUAGES = {
     *("python", "{code-cell}", "console", "bash", "text", "yaml"),
     *("{toctree}", "{eval-rst}", "{names}"),
 }
-    "python",
-    "{code-cell}",
-    "console",
-    "bash",
-    "text",
-    "{toctree}",
-    "{eval-rst}",
-    "{names}",
-}
 PYTHON = ("python", "{code-cell}")
 _PART = re.compile(
     r"^<!-- (?P<mark>runs:|runs in|does not run:|file:|first)(?P<said>.*?)-->$"
