@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT))
 from docs.site.sources import source_of  # noqa: E402 - after the path is set
 
 project = "pw"
+author = "the authors of pw"
 copyright = "the authors of pw, Apache-2.0"
 extensions = [
     "myst_nb",
@@ -50,6 +51,8 @@ linkcode_resolve = source_of
 
 html_theme = "sphinx_book_theme"
 html_title = "pw"
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_last_updated_fmt = None
