@@ -34,9 +34,10 @@ def errors() -> str:
 
 
 def _error(kind: type[Error]) -> str:
-    said, cause, remedy = re.split(
-        r"\n\n(?:Cause|What to do):\n", inspect.cleandoc(kind.__doc__ or "")
-    )
+    parts = re.split(r"\n\n(?:Cause|What to do):\n", inspect.cleandoc(kind.__doc__ or ""))
+    if len(parts) != 3:
+        raise ValueError(f"the docstring of {kind.__name__} needs `Cause:` and `What to do:`")
+    said, cause, remedy = parts
     others = [base.__name__ for base in kind.__bases__ if base is not Error]
     also = f" It is also a `{'` and a `'.join(others)}`." if others else ""
     cause, remedy = (" ".join(part.split()) for part in (cause, remedy))
