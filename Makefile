@@ -5,6 +5,7 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
+DOCS  := $(VENV)/.installed-docs
 WHEEL := .venv-wheel
 PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps
 
@@ -22,12 +23,14 @@ WORKERS ?= 3
 # How long `make long` runs: make long HOURS=1
 HOURS   ?= 24
 
+LOCK = uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
+	--no-emit-index-url
 LINT = $(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy && \
 	$(VENV)/bin/lint-imports --no-logo
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test long bench wheel lint format lock clean
+.PHONY: help demo test long bench docs wheel lint format lock clean
 # Make a new environment if the Python of the old one is gone.
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
@@ -54,6 +57,10 @@ long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and ki
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
 
+docs: $(DOCS)  ## build the site of docs/, which works offline
+	@$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environments
 	@rm -rf build
 	@$(WHEEL)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
@@ -66,12 +73,13 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-lock:  ## resolve requirements.lock again (needs uv)
-	@uv pip compile pyproject.toml --extra dev --output-file requirements.lock --quiet --upgrade \
-		--universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url
+lock:  ## resolve requirements.lock and docs/requirements.lock again (needs uv)
+	@$(LOCK) pyproject.toml --extra dev --output-file requirements.lock
+	@$(LOCK) docs/requirements.in --output-file docs/requirements.lock --constraint requirements.lock \
+		--constraint bench/requirements.txt --constraint bench/baselines/requirements.txt
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(WHEEL) build dist *.egg-info
+	rm -rf $(VENV) $(WHEEL) build dist docs/_build *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -102,6 +110,13 @@ $(WHEEL)/.installed: requirements.lock
 	@sed -n '/^setuptools==/,/# via/p' requirements.lock > $(WHEEL)/requirements.txt
 	@$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
 		--require-hashes -r $(WHEEL)/requirements.txt
+	@touch $@
+
+# The same environment: the reference is read from the code, and notebooks run. The versions of
+# requirements.lock and of the benchmarks stay.
+$(DOCS): $(STAMP) docs/requirements.lock
+	@echo "installing the packages of the site into $(VENV)"
+	@$(PIP) --require-hashes -r docs/requirements.lock
 	@touch $@
 
 $(BENCH): $(STAMP) bench/requirements.txt bench/baselines/requirements.txt

@@ -92,6 +92,7 @@ LONG = {
         "test_embedded.py",
         "test_islands.py",
         "test_local_cluster.py",
+        "test_pages.py",
         "test_secure_cluster.py",
         "test_survival.py",
     ),

@@ -238,7 +238,7 @@ def test_the_content_of_a_file_is_shown_and_then_its_fault(keys: Pw) -> None:
 def test_a_cluster_is_set_up_as_documented(pw: Pw) -> None:
     """The five commands of docs/security.md, and the rotation and the revocation below them."""
     text = (ROOT / "docs" / "security.md").read_text()
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
     assert len(blocks[0].splitlines()) == 5
     for line in "".join(blocks).splitlines():
         if line.startswith("pw "):

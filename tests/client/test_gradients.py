@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ import pw
 from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.local_runtime import LocalRuntime
-from tests.stages.programs import ROOT
 from tests.stages.samples import long, some
 from tests.stages.stage import mesh_on
 
@@ -496,13 +494,3 @@ def test_a_model_on_two_islands_trains_as_in_plain_jax() -> None:
         assert found[1][-1] < found[1][0]
         again = pw.get(train(params, X, Y))
         assert jax.tree.all(jax.tree.map(np.array_equal, found, again))
-
-
-def test_the_example_of_the_page_trains() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/gradients.md").read_text(), re.S)
-    known: dict[str, Any] = {}
-    with InProcessCluster(islands=2, devices_per_island=1):
-        exec(block.replace("range(100)", "range(2)"), known)
-        step, x = known["step"], known["x"]
-        *_, later = step(known["params"], known["states"], x, x.sum(1, keepdims=True))
-        assert float(later) < float(known["value"])

@@ -14,11 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.pipeline.schedules import NAMES, named
+from pw.client.pipeline.schedules import NAMES
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.recorder import ProgramRecorder
 from pw.testing import InProcessCluster
-from tests.stages.programs import ROOT
 from tests.stages.stage import mesh_on
 
 WIDTH, WORDS, ROWS = 8, 16, 8
@@ -299,33 +298,6 @@ def test_the_bubble_is_measured_in_a_timeline(meshes: list[pw.Mesh]) -> None:
     assert 0 <= found.expected_bubble < 1
     assert set(found.times) == {(stage, kind) for stage in range(4) for kind in "FB"}
     assert max(found.activations) <= MICROBATCHES
-
-
-def test_the_examples_of_the_page_run(
-    cluster: InProcessCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipelines.md").read_text(), re.S)
-    training, marked, plain, printed, own, traced = blocks
-    known: dict[str, Any] = {}
-    exec(training.replace("range(10)", "range(2)"), known)
-    assert 4 < float(known["loss"]) < 8
-    assert "1f1b: 4 stages on 4 device groups, 8 microbatches" in capsys.readouterr().out
-    words, trained = known["words"], {name: known[name] for name in ("step", "state")}
-    known |= {"params": [{"words": words}, known["middle"]()], "targets": known["inputs"]}
-    exec(marked.replace("meshes[:3]", "meshes[:1]"), known)
-    assert [len(jax.tree.leaves(stage["params"])) for stage in known["state"]] == [1, 2, 1]
-    exec(plain, known)
-    assert "plain: 2 stages; the slowest costs 1." in capsys.readouterr().out
-    layers = [stage["params"]["layers"]["up"].range for stage in known["state"]]
-    assert layers[0][1] == layers[1][0]
-    shown = printed.splitlines()[2:]
-    assert shown == str(named("1f1b", [0, 1], 3)).splitlines()[1:]
-    with_pictures = {"plot", "stages"}  # the last two lines need matplotlib, and stages
-    lines = [line for line in own.splitlines() if not any(word in line for word in with_pictures)]
-    exec("\n".join(lines), known)
-    assert known["schedule"].bubble() > 0
-    exec(traced, {**known, **trained})
-    assert "1 step of" in capsys.readouterr().out
 
 
 # --- bad input: one sentence, before anything is launched ----------------------------------------------

@@ -1,6 +1,7 @@
 """Links of documents to lines of code: [`Class.method`](../pw/file.py#L12).
 
-python -m tests.project.anchors     writes the lines where the definitions are now
+python -m tests.project.anchors     writes the lines where the definitions are now, and the parts of
+                                    documents that are made from code (`generated.py`)
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.project.generated import generated
+
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 
 
 def corrected(page: Path) -> str:
-    """The text of a page whose links lead to the lines of their definitions.
+    """The text of a page with its parts made from code, whose links lead to the lines of their definitions.
 
     Raises:
         LookupError: a file or a definition does not exist.
@@ -26,7 +29,7 @@ def corrected(page: Path) -> str:
         name, path, _ = match.groups()
         return f"[`{name}`]({path}#L{_line_of(page.parent / path, name)})"
 
-    return _LINK.sub(link, page.read_text())
+    return _LINK.sub(link, generated(page.read_text()))
 
 
 def _line_of(file: Path, name: str) -> int:

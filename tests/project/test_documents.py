@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import typer.main
 
+import pw
+from docs.site.pictures import DRAWINGS
 from pw.cli.main import app
 from pw.core.actors.lifecycle import Lifecycle
 from pw.devices.host import edge_states
@@ -18,7 +20,12 @@ from pw.sched.island import launch_states
 from tests.project.anchors import corrected
 from tests.stages.programs import ROOT
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
+]
+PLACED = re.compile(r"^\.\. (?:auto|py:)\w+:: pw\.(\w+)(?![\w.])", re.M)
+"""Names that the pages of docs/api place (`docs.site.reference` shows all others)."""
 LIFECYCLES: list[Lifecycle] = [
     array_states.ARRAY,
     run_states.RUN,
@@ -69,7 +76,8 @@ def test_files_that_are_named_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_commands_that_are_named_exist(document: Path) -> None:
-    code = re.sub(r"^```.*$", "", document.read_text(), flags=re.M).replace("`", "\n")
+    parts = re.findall(r"^```.*?\n(.*?)^```|`([^`]+)`", document.read_text(), re.M | re.S)
+    code = "\n".join(block or " ".join(words.split()) for block, words in parts)
     called = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*pw ([a-z-]+)(?: ([a-z-]+))?", code, re.M)
     for name, first in called:
         command = COMMANDS.commands.get(name)
@@ -88,3 +96,30 @@ def test_what_happens_when_a_host_dies_during_an_upload_is_two_links_from_the_re
     assert "docs/reliability.md" in (ROOT / "README.md").read_text()
     link = "internals/recovery.md#a-host-dies-in-the-middle-of-an-upload"
     assert link in (ROOT / "docs/reliability.md").read_text()
+
+
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    docs, listed = ROOT / "docs", set()
+    for page in docs.rglob("*.md"):
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.M | re.S):
+            names = [line for line in block.splitlines() if not line.startswith(":")]
+            listed |= {(page.parent / f"{name}.md").relative_to(docs) for name in names}
+    pages = {page.relative_to(docs) for page in docs.rglob("*.md") if "_build" not in page.parts}
+    assert listed == pages - {Path("index.md")}
+
+
+def test_drawings_are_those_of_their_script() -> None:
+    for name, draw in DRAWINGS.items():
+        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+        assert drawn == draw().svg(), "run python -m docs.site.pictures"
+
+
+def test_the_reference_names_what_there_is() -> None:
+    placed = [
+        name
+        for page in (ROOT / "docs/api").glob("*.md")
+        for name in PLACED.findall(page.read_text())
+    ]
+    assert len(placed) == len(set(placed))
+    assert set(placed) <= set(pw.__all__)
+    assert all(getattr(pw, name).__doc__ for name in pw.__all__)

@@ -1,26 +1,14 @@
-"""The examples that the pages name run, and say what they should; so does the code of docs/data.md."""
+"""The examples that the pages name run, and say what they should."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
 from examples.feeding import learned_pairs, merged
-from pw.testing import InProcessCluster
-from tests.stages.programs import ROOT, run_python, without_address
+from tests.stages.programs import run_python, without_address
 from tests.stages.samples import long
-
-
-def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "data.md").read_text()
-    names: dict[str, Any] = {}
-    with InProcessCluster(islands=1, devices_per_island=4):
-        exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), names)
-        assert names["w"].shape == (128,)
-        names["stream"].close()
-    assert capsys.readouterr().out == "266240\n24\n"
 
 
 def test_byte_pairs() -> None:
