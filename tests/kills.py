@@ -24,7 +24,8 @@ from tests.stages.daemons import Program, send, start_module
 
 ROWS, COLUMNS = 4, 64
 PRIME = 8191
-SAID_EVERY = 100
+SAID_EVERY = 50
+CHECKPOINT_EVERY = 100
 STUCK_S = 120.0
 
 
@@ -56,7 +57,7 @@ def client(seed: int, devices: int) -> None:
         state, probe = step(state)
         if steps % 3 == 0:
             pw.block_until_ready(probe)
-        if steps % 500 == 499:
+        if steps % CHECKPOINT_EVERY == 0:
             pw.checkpoint(state)
         known = (known * 3 + known.sum() % PRIME + 1) % PRIME
         value, right = int(np.asarray(probe)), int(known.sum() % PRIME)
@@ -96,7 +97,9 @@ class Cluster:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
-        self.controller = start_module("pw.cli.controller", "--bind", "tcp://127.0.0.1:0", folder=folder)
+        self.controller = start_module(
+            "pw.cli.controller", "--bind", "tcp://127.0.0.1:0", folder=folder
+        )
         self.controller.until_says("tcp://")
         self.address = next(w for w in self.controller.out.split() if w.startswith("tcp://"))
         self.workers = [self.worker(at) for at in range(2)]
@@ -147,10 +150,17 @@ class Cluster:
             self.controller = start_module(
                 "pw.cli.controller", "--bind", self.address, folder=self.folder
             )
+            self.until_checkpoints()
         else:
             return "nothing"
         self.done[what] += 1
         return what
+
+    def until_checkpoints(self) -> None:
+        """How arrays were made is known again after a checkpoint; without it a lost host is too much."""
+        wanted = [(one, one.steps + 2 * CHECKPOINT_EVERY) for one in self.clients]
+        while any(one.steps < steps for one, steps in wanted):
+            self.watch(0.2)
 
     def watch(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
