@@ -1,4 +1,4 @@
-"""Clients launch on hosts themselves, and other clients come, hosts and clients die: `tests.kills`, step by step."""
+"""Clients launch on hosts themselves, others come, hosts and clients die: `tests.kills`, step by step."""
 
 from __future__ import annotations
 
