@@ -64,6 +64,10 @@ class GatewayExecutable:
     """Of each device its island, and its place there, if there are several."""
     digest: bytes = field(init=False)
     """The SHA-256 of the code."""
+    specs: tuple[ArraySpec, ...] = field(init=False)
+    """Of the parts of all results: result by result, island by island."""
+    calls_back: bool = field(init=False)
+    """Whether it calls functions of the script."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 
@@ -79,11 +83,8 @@ class GatewayExecutable:
             if len(self.artifacts) == 1
             else hashlib.sha256(b"".join(self.artifacts)).digest()
         )
-
-    @property
-    def calls_back(self) -> bool:
-        """Whether it calls functions of the script."""
-        return any(one.calls_back for one in self.graph.computations)
+        self.specs = tuple(spec for result in self.results for spec in result.specs)
+        self.calls_back = any(one.calls_back for one in self.graph.computations)
 
 
 def describe(

@@ -150,10 +150,11 @@ class Executor:
         arguments: Sequence[Any],
         given: Sequence[int],
     ) -> Ran:
-        donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
+        donated = ()
+        if given:
+            donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
         program = self._program(made, donated)
-        specs = [spec for result in made.results for spec in result.specs]
-        stored = self._runs.run(program, (*arguments, *made.numbers), specs)
+        stored = self._runs.run(program, (*arguments, *made.numbers), made.specs)
         if made.calls_back:
             made.last = tuple(stored)
         for at in given:

@@ -43,6 +43,9 @@ _REOPEN = 1 << 29
 _DEFAULT_WINDOW = 65535
 _SMALL_FRAME = 16384
 _BATCH_BYTES = 1 << 18
+_HEAD = struct.Struct(">HBBBI")
+"""Of a frame: its length in three bytes, its kind, its flags, its stream."""
+_HEAD_BYTES = 9
 
 
 class Handler(Protocol):
@@ -137,6 +140,9 @@ class Http2Connection(asyncio.Protocol):
         self._credit = 0
         """Bytes received since the connection's window was opened last."""
         self._out: list[Any] = []
+        """Heads and payloads of frames that have not left."""
+        self._tail = (0, 0, 0)
+        """If the last of them is a DATA frame: its stream, the place of its head, and its bytes."""
         self._is_paused = False
         self._waiting: dict[int, Http2Stream] = {}
         """Streams with pending bytes."""
@@ -217,23 +223,21 @@ class Http2Connection(asyncio.Protocol):
             at = len(PREFACE)
         if self._data_left:
             at += self._take_data(whole[at:])
-        while end - at >= 9:
-            size = int.from_bytes(whole[at : at + 3], "big")
-            kind, flags = whole[at + 3], whole[at + 4]
-            number = int.from_bytes(whole[at + 5 : at + 9], "big") & WINDOW
+        while end - at >= _HEAD_BYTES:
+            high, low, kind, flags, number = _HEAD.unpack_from(whole, at)
+            size = high << 8 | low
+            number &= WINDOW
             if size > FRAME_BYTES:
                 raise ProtocolViolation(FRAME_SIZE_ERROR, f"{size} bytes at once")
-            if kind == DATA and not flags & PADDED and self._headers is None:
-                self._data_stream, self._data_left = number, size
-                self._data_ends = bool(flags & END_STREAM)
-                at += 9
-                at += self._take_data(whole[at:])
-                continue
-            if end - at - 9 < size:
+            begin = at + _HEAD_BYTES
+            if end - begin < size:
+                if kind == DATA and not flags & PADDED and self._headers is None:
+                    self._data_stream, self._data_left = number, size
+                    self._data_ends = bool(flags & END_STREAM)
+                    at = begin + self._take_data(whole[begin:])
                 break
-            payload = whole[at + 9 : at + 9 + size]
-            at += 9 + size
-            self._handle(kind, flags, number, payload)
+            at = begin + size
+            self._handle(kind, flags, number, whole[begin:at])
             if self._transport is None:
                 return
         if at < end:
@@ -366,7 +370,7 @@ class Http2Connection(asyncio.Protocol):
         if size <= room and not stream.pending and not self._is_paused:
             self._window -= size
             stream.window -= size
-            self._frame(DATA, 0, stream.number, data)
+            self._data(stream.number, data)
         elif size:
             stream.pending.append(memoryview(data))
             stream.unsent += size
@@ -408,7 +412,7 @@ class Http2Connection(asyncio.Protocol):
                     stream.pending.popleft()
                 else:
                     stream.pending[0] = first[room:]
-                self._frame(DATA, 0, stream.number, part)
+                self._data(stream.number, part)
                 gathered += len(part)
                 if gathered >= _BATCH_BYTES:  # one system call, after which the socket may be full
                     self._flush()
@@ -428,12 +432,24 @@ class Http2Connection(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         size = len(payload)
-        self._out.append(struct.pack(">HBBBI", size >> 8, size & 0xFF, kind, flags, number))
+        self._out.append(_HEAD.pack(size >> 8, size & 0xFF, kind, flags, number))
         self._out.append(payload)
+        self._tail = (number, len(self._out) - 2, size) if kind == DATA else (0, 0, 0)
+
+    def _data(self, number: int, data: bytes | memoryview) -> None:
+        """Send bytes of a stream, in the frame of its bytes before if that has not left."""
+        last, at, size = self._tail
+        size += len(data)
+        if last == number and size <= self._frame_bytes:
+            self._out[at] = _HEAD.pack(size >> 8, size & 0xFF, DATA, 0, number)
+            self._out.append(data)
+            self._tail = number, at, size
+        else:
+            self._frame(DATA, 0, number, data)
 
     def _flush(self) -> None:
         if self._out and self._transport is not None:
-            out, self._out = self._out, []
+            out, self._out, self._tail = self._out, [], (0, 0, 0)
             self._transport.writelines(out)
 
 

@@ -40,6 +40,13 @@ def _length(size: int) -> bytes:
 
 _HEADERS = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _ENDED = header_block([(b"grpc-status", b"0")])
+_PREFIX = struct.Struct(">BI")
+"""Of a message: whether it is compressed, and its size."""
+
+
+def prefixed(message: bytes) -> bytes:
+    """Return a message behind its prefix."""
+    return _PREFIX.pack(0, len(message)) + message
 
 
 class RpcCall:
@@ -70,25 +77,29 @@ class RpcCall:
         if self.is_over:
             return
         if not self._buffer:
-            at = 0
-            while len(data) - at >= 5:  # whole messages, without a copy into the buffer
-                size = self._size(data[at : at + 5])
-                if size < 0 or len(data) - at - 5 < size:
+            at, end = 0, len(data)
+            while end - at >= 5:  # whole messages, without a copy into the buffer
+                begin = at + 5
+                stop = begin + self._size(data, at)
+                if not begin <= stop <= end:
                     break
-                self.message(bytes(data[at + 5 : at + 5 + size]))
-                at += 5 + size
+                self.message(bytes(data[begin:stop]))
+                at = stop
+            if at == end:
+                return
             data = data[at:]
         self._buffer += data
         while len(self._buffer) >= 5 and not self.is_over:
-            size = self._size(self._buffer[:5])
+            size = self._size(self._buffer, 0)
             if size < 0 or len(self._buffer) < 5 + size:
                 return
             message = bytes(memoryview(self._buffer)[5 : 5 + size])
             del self._buffer[: 5 + size]
             self.message(message)
 
-    def _size(self, prefix: Any) -> int:
-        compressed, size = struct.unpack(">BI", prefix)
+    def _size(self, data: bytearray | memoryview, at: int) -> int:
+        """Return the size of the message whose prefix is there; ends the call if it cannot be taken."""
+        compressed, size = _PREFIX.unpack_from(data, at)
         if compressed or size > MESSAGE_BYTES:
             words = (
                 "compressed messages are not supported"
@@ -117,13 +128,17 @@ class RpcCall:
 
     def send(self, data: bytes) -> None:
         """Send a small message."""
-        if not self.is_over:
-            self._stream.write(_HEADERS, struct.pack(">BI", 0, len(data)) + data)
+        self.send_prefixed(prefixed(data))
+
+    def send_prefixed(self, messages: bytes) -> None:
+        """Send small messages that have their prefixes."""
+        if messages and not self.is_over:
+            self._stream.write(_HEADERS, messages)
 
     def send_large(self, head: bytes, rest: memoryview) -> None:
         """Send a message of two parts, without a copy of the second."""
         if not self.is_over:
-            prefix = struct.pack(">BI", 0, len(head) + len(rest))
+            prefix = _PREFIX.pack(0, len(head) + len(rest))
             self._stream.write(_HEADERS, prefix + head)
             self._stream.write(_HEADERS, rest)
 

@@ -56,11 +56,11 @@ class Runs:
     def then(self, future: Future[Any], call: Callable[[Future[Any]], None]) -> None:
         """Call `call` on the loop when a future of the session is settled."""
 
-        def settled(_: object) -> None:
+        def settled(ended: Future[Any]) -> None:  # names no `future`: a cycle would keep its result
             if threading.get_ident() == self._thread:
-                call(future)
+                call(ended)
             else:
-                self._loop.call_soon_threadsafe(call, future)
+                self._loop.call_soon_threadsafe(call, ended)
 
         future.add_done_callback(settled)
 

@@ -17,16 +17,21 @@ import numpy as np
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, TransferFailed
-from pw.gateway import protos, rpc
+from pw.gateway import protos, rpc, statuses
 from pw.gateway.devices import Devices
 from pw.gateway.functions import Script
 from pw.gateway.http2 import Http2Connection, Http2Stream
+from pw.gateway.replies import varint
 from pw.gateway.requests import GatewayClient
 from pw.transport.access.unix import is_foreign
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""JAX's client copies the bytes of each message twice: small ones stay in its caches."""
+REPLIES_AT_ONCE = 64
+REPLIES_S = 0.002
+"""So many replies that the client does not wait for go together, and so long do they wait for others."""
 PROTOCOLS = (16, 25)
 """The versions of the protocol that the gateway has been tried with."""
 BUFFER_BYTES = 64 << 30
@@ -165,7 +170,7 @@ class Server:
 
         def send(here: asyncio.Future[Any]) -> None:
             if (error := here.exception()) is not None:
-                call.end(rpc.INTERNAL, str(error))
+                call.end(*statuses.status_of(error))
                 return
             whole = memoryview(here.result())
             for at in range(0, len(whole), CHUNK_BYTES):
@@ -208,6 +213,9 @@ class _Session(rpc.RpcCall):
         self._server = server
         self._client: GatewayClient | None = None
         self._early: list[bytes] = []
+        self._replies: list[bytes] = []
+        """Replies that wait for others."""
+        self._later: asyncio.TimerHandle | None = None
         self._request = protos.message(_PROXY + "IfrtRequest")
         self._end: Callable[[], object] = lambda: None
         self._beginning = asyncio.get_running_loop().create_task(self._begin())
@@ -223,13 +231,29 @@ class _Session(rpc.RpcCall):
             self.end(rpc.INTERNAL, "the gateway could not begin a session; its log says why")
             return
         self._client = client
-        client.reply = lambda reply: self.send(reply.SerializeToString())
+        client.reply = self._reply
         if self.is_over:
             self._leave()
             return
         for data in self._early:
             self.message(data)
         self._early.clear()
+
+    def _reply(self, reply: bytes, is_awaited: bool) -> None:
+        """Send a reply; those that the client does not wait for go together: each one wakes it."""
+        self._replies.append(rpc.prefixed(reply))
+        if is_awaited or len(self._replies) >= REPLIES_AT_ONCE:
+            self._send_replies()
+        elif self._later is None:
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later(REPLIES_S, self._send_replies)
+
+    def _send_replies(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        replies, self._replies = b"".join(self._replies), []
+        self.send_prefixed(replies)
 
     def message(self, data: bytes) -> None:
         """Handle a request."""
@@ -254,6 +278,7 @@ class _Session(rpc.RpcCall):
 
     def end(self, code: int = rpc.OK, words: str = "") -> None:
         """End the stream with a status, and release all that the client has."""
+        self._send_replies()
         super().end(code, words)
         self._leave()
 
@@ -264,6 +289,9 @@ class _Session(rpc.RpcCall):
 
     def _leave(self) -> None:
         client, self._client = self._client, None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         if client is not None:
             self._server.clients.pop(client.number, None)
             client.close()
@@ -382,9 +410,4 @@ def _handled(
 
 def _head(size: int) -> bytes:
     """Return what comes before the bytes of a `GrpcHostBufferLookupResponse`."""
-    head = bytearray(b"\x0a")
-    while size > 0x7F:
-        head.append(size & 0x7F | 0x80)
-        size >>= 7
-    head.append(size)
-    return bytes(head)
+    return b"\x0a" + varint(size)
