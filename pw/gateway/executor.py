@@ -150,7 +150,7 @@ class Executor:
         arguments: Sequence[Any],
         given: Sequence[int],
     ) -> Ran:
-        donated = ()
+        donated: tuple[int, ...] = ()
         if given:
             donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
         program = self._program(made, donated)

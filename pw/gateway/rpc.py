@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any
 from urllib.parse import quote
 
 from pw.gateway.http2 import Http2Stream
