@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 """JAX's client copies the bytes of each message twice: small ones stay in its caches."""
-REPLIES_AT_ONCE = 64
+REPLIES_AT_ONCE = 1
 REPLIES_S = 0.002
 """So many replies that the client does not wait for go together, and so long do they wait for others."""
 PROTOCOLS = (16, 25)
