@@ -80,7 +80,7 @@ class ProxyArray:
     used: bool = False
     """The value has travelled inside a run."""
     others: dict[ArraySpec, Stored] = field(default_factory=dict)
-    """The same shards under other specs."""
+    """The same shards under other specs; arrays of one constant share it."""
     sharding: bytes | None = None
     """A serialized `xla.OpSharding`, if it is known which part of the array each shard is."""
 
@@ -132,7 +132,7 @@ class ProxyArray:
             self._stored.holders -= 1
         self._stored = self.value = None
         self.pieces = self.parts = ()
-        self.others.clear()
+        self.others = {}
 
     def check(self) -> None:
         """Raise the array's error, or that it is deleted."""

@@ -257,6 +257,7 @@ class GatewayClient:
         self._caller.close()
         self._runs.close()
         self.arrays.clear()
+        self._transfers.close()
         self._waiting.clear()
         self.reply = lambda reply, is_awaited: None
 

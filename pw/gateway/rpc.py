@@ -43,11 +43,6 @@ _PREFIX = struct.Struct(">BI")
 """Of a message: whether it is compressed, and its size."""
 
 
-def prefixed(message: bytes) -> bytes:
-    """Return a message behind its prefix."""
-    return _PREFIX.pack(0, len(message)) + message
-
-
 class RpcCall:
     """One call of a client; subclasses take its messages.
 
@@ -67,6 +62,8 @@ class RpcCall:
     def metadata(self, name: str) -> bytes:
         """Return binary metadata. Raises KeyError."""
         text = self._headers[name.encode()]
+        if text[:1] == b"\0":  # as it is
+            return text[1:]
         return base64.b64decode(text + b"=" * (-len(text) % 4))
 
     # --- from the stream -----------------------------------------------------------------------------
@@ -125,14 +122,11 @@ class RpcCall:
 
     # --- to the stream -------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> None:
-        """Send a small message."""
-        self.send_prefixed(prefixed(data))
-
-    def send_prefixed(self, messages: bytes) -> None:
-        """Send small messages that have their prefixes."""
-        if messages and not self.is_over:
-            self._stream.write(_HEADERS, messages)
+    def send(self, data: bytes, *, is_awaited: bool = True) -> None:
+        """Send a small message; a little later, with others, if the client does not wait for it."""
+        if not self.is_over:
+            message = _PREFIX.pack(0, len(data)) + data
+            self._stream.write(_HEADERS, message, is_awaited=is_awaited)
 
     def send_large(self, head: bytes, rest: memoryview) -> None:
         """Send a message of two parts, without a copy of the second."""
@@ -141,7 +135,7 @@ class RpcCall:
             self._stream.write(_HEADERS, prefix + head)
             self._stream.write(_HEADERS, rest)
 
-    def end(self, code: int = OK, words: str = "") -> None:
+    def end(self, code: int = OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the call with a status."""
         if self.is_over:
             return
@@ -151,7 +145,7 @@ class RpcCall:
             message = quote(words, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").encode()[:4096]
             status = [(b"grpc-status", str(code).encode()), (b"grpc-message", message)]
             trailers = header_block(status)
-        self._stream.end(_HEADERS, trailers)
+        self._stream.end(_HEADERS, trailers, is_awaited=is_awaited)
 
 
 class Unary(RpcCall):

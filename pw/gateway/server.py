@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 """JAX's client copies the bytes of each message twice: small ones stay in its caches."""
-REPLIES_AT_ONCE = 1
-REPLIES_S = 0.002
-"""So many replies that the client does not wait for go together, and so long do they wait for others."""
 PROTOCOLS = (16, 25)
 """The versions of the protocol that the gateway has been tried with."""
 BUFFER_BYTES = 64 << 30
@@ -213,9 +210,6 @@ class _Session(rpc.RpcCall):
         self._server = server
         self._client: GatewayClient | None = None
         self._early: list[bytes] = []
-        self._replies: list[bytes] = []
-        """Replies that wait for others."""
-        self._later: asyncio.TimerHandle | None = None
         self._request = protos.message(_PROXY + "IfrtRequest")
         self._end: Callable[[], object] = lambda: None
         self._beginning = asyncio.get_running_loop().create_task(self._begin())
@@ -231,29 +225,13 @@ class _Session(rpc.RpcCall):
             self.end(rpc.INTERNAL, "the gateway could not begin a session; its log says why")
             return
         self._client = client
-        client.reply = self._reply
+        client.reply = lambda reply, is_awaited: self.send(reply, is_awaited=is_awaited)
         if self.is_over:
             self._leave()
             return
         for data in self._early:
             self.message(data)
         self._early.clear()
-
-    def _reply(self, reply: bytes, is_awaited: bool) -> None:
-        """Send a reply; those that the client does not wait for go together: each one wakes it."""
-        self._replies.append(rpc.prefixed(reply))
-        if is_awaited or len(self._replies) >= REPLIES_AT_ONCE:
-            self._send_replies()
-        elif self._later is None:
-            loop = asyncio.get_running_loop()
-            self._later = loop.call_later(REPLIES_S, self._send_replies)
-
-    def _send_replies(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
-        replies, self._replies = b"".join(self._replies), []
-        self.send_prefixed(replies)
 
     def message(self, data: bytes) -> None:
         """Handle a request."""
@@ -276,10 +254,9 @@ class _Session(rpc.RpcCall):
         else:
             client.leave(self.end)
 
-    def end(self, code: int = rpc.OK, words: str = "") -> None:
+    def end(self, code: int = rpc.OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the stream with a status, and release all that the client has."""
-        self._send_replies()
-        super().end(code, words)
+        super().end(code, words, is_awaited=is_awaited)
         self._leave()
 
     def lost(self) -> None:
@@ -289,9 +266,6 @@ class _Session(rpc.RpcCall):
 
     def _leave(self) -> None:
         client, self._client = self._client, None
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
         if client is not None:
             self._server.clients.pop(client.number, None)
             client.close()
@@ -386,8 +360,8 @@ class _Store(rpc.RpcCall):
             )
             return
         self._client.buffers.put(self._handle, self._data)
-        self.send(b"")
-        self.end()
+        self.send(b"", is_awaited=False)
+        self.end(is_awaited=False)
 
     def lost(self) -> None:
         """The client is gone."""

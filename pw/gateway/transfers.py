@@ -9,8 +9,9 @@ import numpy as np
 
 from pw.core.sharding import dtype_of
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import INLINE_BYTES, ProxyArray, ProxyArrays, Stored
+from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
 from pw.gateway.buffers import HostBuffers
+from pw.gateway.constants import Constants
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import STRING, name_of
 from pw.gateway.runs import Runs
@@ -30,6 +31,7 @@ class Transfers:
         self._buffers = buffers
         self._devices = devices
         self._runs = runs
+        self._constants = Constants(runs)
 
     # --- from the host -------------------------------------------------------------------------------
 
@@ -105,8 +107,7 @@ class Transfers:
         else:
             array.value = np.concatenate(shards)
             array.value.flags.writeable = False
-        if array.value.nbytes > INLINE_BYTES:
-            self._runs.own(array)
+        self._constants.place(array)
         return array
 
     def make_error_arrays(self, body: Any, response: Any) -> None:
@@ -310,6 +311,10 @@ class Transfers:
             response.remap_arrays_response.array_handles.append(self._arrays.name(array, handle))
 
     # --- ends ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Forget the constants."""
+        self._constants.clear()
 
     def delete(self, handles: Sequence[int]) -> None:
         """Delete arrays; unknown ones are no error."""
