@@ -17,6 +17,7 @@ released when nothing refers to its `Stored` any more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from pw.gateway.tiles import Tiles
 
 DEFAULT_MEMORY = "device"
 """JAX's name for the devices' own memory."""
+AHEAD_BYTES = 1024
+"""Results up to this size are fetched before the script asks, if it has read the one of the last run."""
 INLINE_BYTES = 8192
 """Host values up to this size are not uploaded before a second run needs them."""
 
@@ -36,7 +39,16 @@ INLINE_BYTES = 8192
 class Stored:
     """An array of the runtime; released when nothing refers to it any more."""
 
-    __slots__ = ("__weakref__", "_runtime", "holders", "number", "reads", "spec")
+    __slots__ = (
+        "__weakref__",
+        "_runtime",
+        "ahead",
+        "holders",
+        "number",
+        "origin",
+        "reads",
+        "spec",
+    )
 
     def __init__(self, runtime: Runtime, number: int, spec: ArraySpec) -> None:
         self._runtime = runtime
@@ -46,8 +58,22 @@ class Stored:
         """Arrays of the client that consist of it."""
         self.reads = 0
         """Fetches in flight."""
+        self.origin: tuple[set[int], int] | None = None
+        """The results of its executable that the script reads, and its position among all; if it is small."""
+        self.ahead: Future[Any] | None = None
+        """The fetch of its first shard that began before the script asked."""
+
+    def is_read(self) -> None:
+        """Remember that the script reads this result of its executable."""
+        if self.origin is not None:
+            results, position = self.origin
+            results.add(position)
+            self.origin = None
 
     def __del__(self) -> None:
+        if self.ahead is not None and self.origin is not None:  # it was fetched in vain
+            results, position = self.origin
+            results.discard(position)
         self._runtime.release(self.number, self.spec.size_bytes)
 
     @property

@@ -155,6 +155,10 @@ class Executor:
             donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
         program = self._program(made, donated)
         stored = self._runs.run(program, (*arguments, *made.numbers), made.specs)
+        for at in made.small:
+            stored[at].origin = made.read, at
+        for at in tuple(made.read):
+            self._runs.fetch_ahead(stored[at])
         if made.calls_back:
             made.last = tuple(stored)
         for at in given:

@@ -41,7 +41,7 @@ HEADER_BYTES = 1 << 16
 STREAMS = 4096
 """How many streams of a connection may be open."""
 WINDOW = (1 << 31) - 1
-LAZY_S = 0.002
+LAZY_S = 0.005
 """How long bytes that the client does not wait for may wait for others."""
 _REOPEN = 1 << 29
 _DEFAULT_WINDOW = 65535

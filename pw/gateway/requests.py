@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import ProxyArrays
+from pw.gateway.arrays import ProxyArray, ProxyArrays
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
 from pw.gateway.devices import Devices
+from pw.gateway.dtypes import STRING
 from pw.gateway.executables import Executables
 from pw.gateway.executor import Executor
 from pw.gateway.functions import Caller, Line, Script
@@ -53,7 +55,16 @@ _DELETIONS = 1 << 62
 """The first handle of a future of a deletion; the replies to questions for these do not count, either."""
 
 Handler = Callable[[Any, Any], Any]
-"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or `Later`."""
+"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or, if the reply
+may come out of order, `Later` or `When`."""
+
+
+class When(NamedTuple):
+    """What a handler returns whose reply is complete when a future of the session is settled."""
+
+    future: Future[Any]
+    kept: list[ProxyArray]
+    """Arrays that are not released before."""
 
 
 class Later:
@@ -171,6 +182,8 @@ class GatewayClient:
                 self._answer(metadata.op_id, reply, is_counted=is_counted, is_awaited=is_awaited)
             elif type(rest) is Later:
                 self._start(self._finish(rest.work, metadata.op_id, reply))
+            elif type(rest) is When:
+                self._answer_when(rest, metadata.op_id, reply)
             else:
                 self._is_busy = True
                 self._start(self._go_on(rest, kind, body, metadata.op_id, reply))
@@ -201,6 +214,18 @@ class GatewayClient:
             self._answer(operation, self._reply_class(), error)
         else:
             self._answer(operation, reply)
+
+    def _answer_when(self, when: When, operation: int, reply: Any) -> None:
+        """Answer a request for which the script waits."""
+        end = self._waits.begin(when.future)
+
+        def settled(ended: Future[Any]) -> None:
+            end()
+            error = ended.exception()
+            self._answer(operation, reply if error is None else self._reply_class(), error)
+            when.kept.clear()
+
+        self._runs.then(when.future, settled)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -298,13 +323,7 @@ class GatewayClient:
         reply.check_value_ready_response.SetInParent()
         arrays = [self.arrays.usable(handle) for handle in body.value_handles]
         waiting = self._runs.ready(arrays)
-
-        async def wait() -> None:
-            assert waiting is not None
-            await self._runs.waited(waiting)
-            del arrays[:]  # kept until now, so that they are not released
-
-        return None if waiting is None else Later(wait())
+        return None if waiting is None else When(waiting, arrays)
 
     async def _reshard(self, body: Any, reply: Any) -> None:
         sources = [self.arrays.usable(handle) for handle in body.array_handles]
@@ -323,8 +342,13 @@ class GatewayClient:
     def _copy_to_host(self, body: Any, reply: Any) -> None:
         array = self.arrays.usable(body.array_handle)
         strides = tuple(body.byte_strides.strides) if body.HasField("byte_strides") else None
-        reading = self._transfers.copy_to_host(array, strides)
-        self._start(self._read(reading, body.host_buffer_handle))
+        value = None if array.dtype == STRING else self._runs.here(array)
+        if value is None:
+            reading = self._transfers.copy_to_host(array, strides)
+            self._start(self._read(reading, body.host_buffer_handle))
+        else:
+            data = self._transfers.laid_out(value, strides)
+            self.buffers.put(body.host_buffer_handle, data)
         # Answered at once: the client's lookup of the buffer, which comes next, waits for the bytes.
         reply.copy_to_host_buffer_response.SetInParent()
 

@@ -194,18 +194,43 @@ class Runs:
         if value is not None:
             return self._here(value)
         stored = self.own(array)
+        stored.is_read()
+        if stored.ahead is not None and not position:
+            return self._fetched(stored.ahead)
+        return self._fetched(self._fetch(stored, position))
+
+    def here(self, array: ProxyArray) -> np.ndarray[Any, Any] | None:
+        """Return the first shard if it is in this process; None if it must be awaited, or cannot be read."""
+        array, position = array.root(0)
+        if array.error is not None or array.is_dead(position):
+            return None
+        value = array.host_shard(position)
+        stored = array.stored
+        if value is not None or position or stored is None:
+            return value
+        ahead = stored.ahead
+        if ahead is None or not ahead.done() or ahead.exception() is not None:
+            return None
+        stored.is_read()
+        ((_, value),) = ahead.result()
+        fetched: np.ndarray[Any, Any] = value
+        return fetched
+
+    def fetch_ahead(self, stored: Stored) -> None:
+        """Begin to fetch the first shard of a result before the script asks."""
+        stored.ahead = self._fetch(stored, 0)
+
+    def _fetch(self, stored: Stored, position: int) -> Future[Any]:
         asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
         stored.reads += 1
-        return self._fetched(stored, asked)
+        self.then(asked, partial(_fetch_ended, stored))
+        return asked
 
     async def _here(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return value
 
-    async def _fetched(self, stored: Stored, asked: Future[Any]) -> np.ndarray[Any, Any]:
-        try:
-            ((_, value),) = await self.waited(asked)
-        finally:
-            stored.reads -= 1
+    async def _fetched(self, asked: Future[Any]) -> np.ndarray[Any, Any]:
+        ((_, value),) = await self.waited(asked)
         fetched: np.ndarray[Any, Any] = value
         return fetched
 
@@ -229,6 +254,10 @@ class Runs:
 def _wake(credit: asyncio.Future[None]) -> None:
     if not credit.done():
         credit.set_result(None)
+
+
+def _fetch_ended(stored: Stored, _: object) -> None:
+    stored.reads -= 1
 
 
 def _is_identity(shards: list[tuple[int, int]]) -> bool:

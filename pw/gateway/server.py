@@ -79,6 +79,7 @@ class Server:
                 "HostBufferReadFromDisk",
             )
         }
+        self.store_metadata = protos.message(_PROXY + "GrpcHostBufferStoreMetadata")
         self._unary = {
             "GetVersion": self._version,
             "HostBufferDelete": self._delete,
@@ -282,9 +283,7 @@ class _Store(rpc.RpcCall):
         self._left = 0
         """Bytes of the message that have not come yet."""
         try:
-            said = protos.message(_PROXY + "GrpcHostBufferStoreMetadata").FromString(
-                self.metadata(_STORE)
-            )
+            said = server.store_metadata.FromString(self.metadata(_STORE))
         except Exception as error:  # noqa: BLE001 - missing, or no message
             self.end(rpc.INVALID_ARGUMENT, f"a host buffer without metadata: {error}")
             return
@@ -324,8 +323,11 @@ class _Store(rpc.RpcCall):
                 self._left -= len(part)
                 data = data[len(part) :]
                 continue
-            self._buffer.append(data[0])
-            data = data[1:]
+            # The head of a short message is complete, and seven bytes long.
+            is_short = not self._buffer and len(data) >= 7 and data[4] == data[6] + 2
+            taken = 7 if is_short else 1
+            self._buffer += data[:taken]
+            data = data[taken:]
             self._parse_head()
 
     def _parse_head(self) -> None:

@@ -135,7 +135,10 @@ class Transfers:
     async def _laid_out(
         self, reading: Awaitable[np.ndarray[Any, Any]], strides: Sequence[int] | None
     ) -> Any:
-        value = await reading
+        return self.laid_out(await reading, strides)
+
+    def laid_out(self, value: np.ndarray[Any, Any], strides: Sequence[int] | None) -> Any:
+        """Return the bytes of a value that lies as the strides say."""
         if strides is None or not value.ndim or not value.size:
             return _bytes_of(value)
         if value.ndim != len(strides):
