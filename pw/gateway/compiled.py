@@ -12,7 +12,7 @@ from pw.core.programs.program import Computation, Node, Output, Program, ValueRe
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.gateway import protos, shardings
-from pw.gateway.arrays import AHEAD_BYTES, DEFAULT_MEMORY, Stored, memory_of
+from pw.gateway.arrays import AHEAD_BYTES, DEFAULT_MEMORY, Reads, Stored, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class GatewayExecutable:
     """Whether it calls functions of the script."""
     small: tuple[int, ...] = field(init=False)
     """Positions in `specs` of results that can be fetched before the script asks."""
-    read: set[int] = field(default_factory=set)
-    """Those of them that the script has read lately."""
+    reads: Reads = field(default_factory=Reads)
+    """What the script reads of them."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 

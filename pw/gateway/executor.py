@@ -153,11 +153,14 @@ class Executor:
         donated: tuple[int, ...] = ()
         if given:
             donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
+            for at in given:
+                if (one := args[at].stored) is not None:
+                    one.is_donated()
         program = self._program(made, donated)
         stored = self._runs.run(program, (*arguments, *made.numbers), made.specs)
         for at in made.small:
-            stored[at].origin = made.read, at
-        for at in tuple(made.read):
+            stored[at].origin = made.reads, at
+        for at in tuple(made.reads.lately):
             self._runs.fetch_ahead(stored[at])
         if made.calls_back:
             made.last = tuple(stored)

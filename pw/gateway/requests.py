@@ -20,6 +20,7 @@ from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
+from pw.gateway.constants import Constants
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import STRING
 from pw.gateway.executables import Executables
@@ -96,7 +97,10 @@ class GatewayClient:
         tell = None if script is None else lambda line: script.send(Line(line))
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
-        transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
+        self._constants = Constants(self._loop)
+        transfers = self._transfers = Transfers(
+            self.arrays, self.buffers, devices, self._runs, self._constants
+        )
         executor = Executor(devices, self._runs)
         self._moves = Moves(executor)
         self._reshards = Reshards(devices, self._runs, self._moves, transfers)
@@ -282,7 +286,7 @@ class GatewayClient:
         self._caller.close()
         self._runs.close()
         self.arrays.clear()
-        self._transfers.close()
+        self._constants.clear()
         self._waiting.clear()
         self.reply = lambda reply, is_awaited: None
 

@@ -109,10 +109,29 @@ class Runs:
         elif (value := array.value) is not None:
             if value.nbytes <= INLINE_BYTES and not array.used:
                 array.used = True
-                return _as(value, array, wanted).tobytes()
+                shared = None if array.constant is None else self._shared(array, wanted)
+                return _as(value, array, wanted).tobytes() if shared is None else shared
             return self.stored(array, wanted).number
         other = array.others.get(wanted)
         return None if other is None else other.number
+
+    def _shared(self, array: ProxyArray, wanted: ArraySpec) -> int | None:
+        """Return the array that all of this constant share; None if it is not used again."""
+        constant = array.constant
+        assert constant is not None
+        constant.is_recent = True
+        if not constant.was_used:
+            constant.was_used = True
+            return None
+        if constant.stored is None:
+            constant.keep(self.stored(array, wanted))
+            assert constant.stored is not None
+        elif constant.stored.spec == wanted:
+            array.consist_of(constant.stored)
+            array.value = None
+        else:
+            return None
+        return constant.stored.number
 
     def stored(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
         """Return the runtime's array of the same shards with this spec; makes it if there is none."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from pw.core.sharding import dtype_of
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
+from pw.gateway.arrays import INLINE_BYTES, ProxyArray, ProxyArrays, Stored
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.constants import Constants
 from pw.gateway.devices import Devices
@@ -25,13 +25,18 @@ class Transfers:
     """Makes, moves and reads the arrays of one client."""
 
     def __init__(
-        self, arrays: ProxyArrays, buffers: HostBuffers, devices: Devices, runs: Runs
+        self,
+        arrays: ProxyArrays,
+        buffers: HostBuffers,
+        devices: Devices,
+        runs: Runs,
+        constants: Constants,
     ) -> None:
         self._arrays = arrays
         self._buffers = buffers
         self._devices = devices
         self._runs = runs
-        self._constants = Constants(runs)
+        self._constants = constants
 
     # --- from the host -------------------------------------------------------------------------------
 
@@ -107,7 +112,10 @@ class Transfers:
         else:
             array.value = np.concatenate(shards)
             array.value.flags.writeable = False
-        self._constants.place(array)
+        if array.value.nbytes > INLINE_BYTES:
+            self._runs.own(array)
+        else:
+            self._constants.add(array)
         return array
 
     def make_error_arrays(self, body: Any, response: Any) -> None:
@@ -314,10 +322,6 @@ class Transfers:
             response.remap_arrays_response.array_handles.append(self._arrays.name(array, handle))
 
     # --- ends ----------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Forget the constants."""
-        self._constants.clear()
 
     def delete(self, handles: Sequence[int]) -> None:
         """Delete arrays; unknown ones are no error."""
