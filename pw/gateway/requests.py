@@ -221,13 +221,13 @@ class GatewayClient:
 
     def _answer_when(self, when: When, operation: int, reply: Any) -> None:
         """Answer a request for which the script waits."""
-        end = self._waits.begin(when.future)
+        end, kept = self._waits.begin(when.future), when.kept
 
-        def settled(ended: Future[Any]) -> None:
+        def settled(ended: Future[Any]) -> None:  # names no `when`: the future would keep itself
             end()
             error = ended.exception()
             self._answer(operation, reply if error is None else self._reply_class(), error)
-            when.kept.clear()
+            kept.clear()
 
         self._runs.then(when.future, settled)
 

@@ -242,7 +242,7 @@ class Runs:
     def _fetch(self, stored: Stored, position: int) -> Future[Any]:
         asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
         stored.reads += 1
-        self.then(asked, partial(_fetch_ended, stored))
+        self.then(asked, partial(_fetch_ended, [stored]))
         return asked
 
     async def _here(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -275,8 +275,8 @@ def _wake(credit: asyncio.Future[None]) -> None:
         credit.set_result(None)
 
 
-def _fetch_ended(stored: Stored, _: object) -> None:
-    stored.reads -= 1
+def _fetch_ended(read: list[Stored], _: object) -> None:
+    read.pop().reads -= 1  # the future keeps this call, and `read` with it
 
 
 def _is_identity(shards: list[tuple[int, int]]) -> bool:
