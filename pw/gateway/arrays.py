@@ -17,6 +17,7 @@ released when nothing refers to its `Stored` any more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +30,45 @@ from pw.gateway.tiles import Tiles
 
 DEFAULT_MEMORY = "device"
 """JAX's name for the devices' own memory."""
+AHEAD_BYTES = 1024
+"""Results up to this size are fetched before the script asks, if it has read the one of the last run."""
 INLINE_BYTES = 8192
 """Host values up to this size are not uploaded before a second run needs them."""
+
+
+class Reads:
+    """The small results of an executable that the script reads, by their positions."""
+
+    def __init__(self) -> None:
+        self.lately: set[int] = set()
+        """Those of the last run that the script has read; of the next run they are fetched before it asks."""
+        self._donated: set[int] = set()
+
+    def read(self, position: int) -> None:
+        """Remember that the script has read this result."""
+        if position not in self._donated:
+            self.lately.add(position)
+
+    def donated(self, position: int) -> None:
+        """Fetch this result no more before the script asks: what a fetch reads cannot be donated."""
+        self._donated.add(position)
+        self.lately.discard(position)
 
 
 class Stored:
     """An array of the runtime; released when nothing refers to it any more."""
 
-    __slots__ = ("__weakref__", "_runtime", "holders", "number", "reads", "spec")
+    __slots__ = (
+        "__weakref__",
+        "_runtime",
+        "ahead",
+        "holders",
+        "number",
+        "origin",
+        "reads",
+        "spec",
+        "was_read",
+    )
 
     def __init__(self, runtime: Runtime, number: int, spec: ArraySpec) -> None:
         self._runtime = runtime
@@ -46,14 +78,59 @@ class Stored:
         """Arrays of the client that consist of it."""
         self.reads = 0
         """Fetches in flight."""
+        self.origin: tuple[Reads, int] | None = None
+        """What the script reads of its executable, and its position among the results; if it is small."""
+        self.was_read = False
+        self.ahead: Future[Any] | None = None
+        """The fetch of its first shard that began before the script asked."""
+
+    def is_read(self) -> None:
+        """Remember that the script reads this result of its executable."""
+        self.was_read = True
+        if self.origin is not None:
+            reads, position = self.origin
+            reads.read(position)
+
+    def is_donated(self) -> None:
+        """Remember that the script donates this result of its executable."""
+        if self.origin is not None:
+            reads, position = self.origin
+            reads.donated(position)
 
     def __del__(self) -> None:
+        if self.ahead is not None and self.origin is not None and not self.was_read:
+            reads, position = self.origin
+            reads.lately.discard(position)  # it was fetched in vain
         self._runtime.release(self.number, self.spec.size_bytes)
 
     @property
     def may_be_donated(self) -> bool:
         """Whether one array only consists of it, and nothing reads it."""
         return self.holders == 1 and not self.reads
+
+
+class Constant:
+    """What the arrays of one small host value have in common."""
+
+    __slots__ = ("is_recent", "stored", "was_used")
+
+    def __init__(self) -> None:
+        self.stored: Stored | None = None
+        """The value on its devices, once a second run has used it."""
+        self.was_used = False
+        self.is_recent = False
+        """A run has used it lately."""
+
+    def keep(self, stored: Stored) -> None:
+        """Consist of this array of the runtime, which is not donated then."""
+        stored.holders += 1
+        self.stored = stored
+
+    def release(self) -> None:
+        """Let go of the array of the runtime."""
+        if self.stored is not None:
+            self.stored.holders -= 1
+            self.stored = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +156,8 @@ class ProxyArray:
     """Positions of shards that were deleted as shards of another array."""
     used: bool = False
     """The value has travelled inside a run."""
+    constant: Constant | None = None
+    """What other arrays of the same small value are stored as."""
     others: dict[ArraySpec, Stored] = field(default_factory=dict)
     """The same shards under other specs."""
     sharding: bytes | None = None
@@ -130,7 +209,7 @@ class ProxyArray:
             source.dead.add(position)
         if self._stored is not None:
             self._stored.holders -= 1
-        self._stored = self.value = None
+        self._stored = self.value = self.constant = None
         self.pieces = self.parts = ()
         self.others.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 
@@ -48,7 +49,12 @@ class HostBuffers:
 
     async def wait(self, handles: Sequence[int]) -> None:
         """Return when the bytes of all these buffers are here, or will not come."""
-        await asyncio.wait([self._future(handle) for handle in handles])
+        for handle in handles:
+            future = self._future(handle)
+            if not future.done():
+                here: asyncio.Future[None] = self._loop.create_future()
+                future.add_done_callback(partial(_wake, here))
+                await here
 
     def take(self, handle: int) -> Any:
         """Return the bytes that are here, and forget the buffer. Raises why they will not come."""
@@ -78,3 +84,8 @@ class HostBuffers:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     future.set_exception(error)
     future.exception()  # seen: it is no fault if no request asks for the buffer
+
+
+def _wake(here: asyncio.Future[None], _: object) -> None:
+    if not here.done():
+        here.set_result(None)

@@ -12,7 +12,7 @@ from pw.core.programs.program import Computation, Node, Output, Program, ValueRe
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.gateway import protos, shardings
-from pw.gateway.arrays import DEFAULT_MEMORY, Stored, memory_of
+from pw.gateway.arrays import AHEAD_BYTES, DEFAULT_MEMORY, Reads, Stored, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ class GatewayExecutable:
     """Of each device its island, and its place there, if there are several."""
     digest: bytes = field(init=False)
     """The SHA-256 of the code."""
+    specs: tuple[ArraySpec, ...] = field(init=False)
+    """Of the parts of all results: result by result, island by island."""
+    calls_back: bool = field(init=False)
+    """Whether it calls functions of the script."""
+    small: tuple[int, ...] = field(init=False)
+    """Positions in `specs` of results that can be fetched before the script asks."""
+    reads: Reads = field(default_factory=Reads)
+    """What the script reads of them."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 
@@ -79,11 +87,13 @@ class GatewayExecutable:
             if len(self.artifacts) == 1
             else hashlib.sha256(b"".join(self.artifacts)).digest()
         )
-
-    @property
-    def calls_back(self) -> bool:
-        """Whether it calls functions of the script."""
-        return any(one.calls_back for one in self.graph.computations)
+        self.specs = tuple(spec for result in self.results for spec in result.specs)
+        self.small = tuple(
+            at
+            for at, spec in enumerate(self.specs)
+            if not self.islands and not self.has_completion and spec.size_bytes <= AHEAD_BYTES
+        )
+        self.calls_back = any(one.calls_back for one in self.graph.computations)
 
 
 def describe(

@@ -150,10 +150,18 @@ class Executor:
         arguments: Sequence[Any],
         given: Sequence[int],
     ) -> Ran:
-        donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
+        donated: tuple[int, ...] = ()
+        if given:
+            donated = _donated(made, [at for at in given if _may_be_donated(made, parts, at)])
+            for at in given:
+                if (one := args[at].stored) is not None:
+                    one.is_donated()
         program = self._program(made, donated)
-        specs = [spec for result in made.results for spec in result.specs]
-        stored = self._runs.run(program, (*arguments, *made.numbers), specs)
+        stored = self._runs.run(program, (*arguments, *made.numbers), made.specs)
+        for at in made.small:
+            stored[at].origin = made.reads, at
+        for at in tuple(made.reads.lately):
+            self._runs.fetch_ahead(stored[at])
         if made.calls_back:
             made.last = tuple(stored)
         for at in given:

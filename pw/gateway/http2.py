@@ -2,12 +2,12 @@
 
 JAX's client sends a message for each call of a function, so the cost of a message decides what a call
 costs. Here it is some microseconds; `docs/decisions.md` has the figures of the alternatives.
-Headers, which a stream has once, are decoded by `hpack`.
 
 Receiving: the windows are as large as they can be and are opened again in large steps: what a
 client may send is bounded where the bytes go (`pw.gateway.server`). Sending: bytes wait in their
 stream until the client's windows have room. All that is written in one turn of the loop leaves in one system
-call.
+call, and what the client does not wait for leaves with what is written next, or after `LAZY_S`: each system
+call wakes threads of the client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hpack import Decoder, HPACKError
+from hpack import HPACKError
+
+from pw.gateway.headers import HeaderDecoder
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
@@ -26,8 +28,8 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE
 )
 END_STREAM, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x4, 0x8, 0x20
 ACK = 0x1
-INITIAL_WINDOW, MAX_FRAME = 4, 5
-"""Numbers of settings."""
+MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, TRUE_BINARY = 3, 4, 5, 0xFE03
+"""Numbers of settings; the last is gRPC's own: binary metadata come as they are, not as text."""
 
 PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR = 1, 3, 6, 9
 CANCEL = 8
@@ -39,10 +41,15 @@ HEADER_BYTES = 1 << 16
 STREAMS = 4096
 """How many streams of a connection may be open."""
 WINDOW = (1 << 31) - 1
+LAZY_S = 0.005
+"""How long bytes that the client does not wait for may wait for others."""
 _REOPEN = 1 << 29
 _DEFAULT_WINDOW = 65535
 _SMALL_FRAME = 16384
 _BATCH_BYTES = 1 << 18
+_HEAD = struct.Struct(">HBBBI")
+"""Of a frame: its length in three bytes, its kind, its flags, its stream."""
+_HEAD_BYTES = 9
 
 
 class Handler(Protocol):
@@ -91,13 +98,13 @@ class Http2Stream:
         self.headers_sent = False
         self.trailers: bytes | None = None
 
-    def write(self, headers: bytes, data: bytes | memoryview) -> None:
+    def write(self, headers: bytes, data: bytes | memoryview, *, is_awaited: bool = True) -> None:
         """Send bytes as far as the client takes them; `headers` first if none were sent."""
-        self._connection.write(self, headers, data)
+        self._connection.write(self, headers, data, is_awaited=is_awaited)
 
-    def end(self, headers: bytes, trailers: bytes) -> None:
+    def end(self, headers: bytes, trailers: bytes, *, is_awaited: bool = True) -> None:
         """End the stream after all that was written."""
-        self._connection.end(self, headers, trailers)
+        self._connection.end(self, headers, trailers, is_awaited=is_awaited)
 
 
 class Http2Connection(asyncio.Protocol):
@@ -122,7 +129,7 @@ class Http2Connection(asyncio.Protocol):
         self._transport: Any = None
         self._received = bytearray()
         self._has_preface = False
-        self._decoder = Decoder(HEADER_BYTES)
+        self._decoder = HeaderDecoder(HEADER_BYTES)
         self._streams: dict[int, Http2Stream] = {}
         self._last = 0
         self._headers: tuple[int, int, bytearray] | None = None
@@ -137,6 +144,13 @@ class Http2Connection(asyncio.Protocol):
         self._credit = 0
         """Bytes received since the connection's window was opened last."""
         self._out: list[Any] = []
+        """Heads and payloads of frames that have not left."""
+        self._tail = (0, 0, 0)
+        """If the last of them is a DATA frame: its stream, the place of its head, and its bytes."""
+        self._flush_is_due = False
+        """The frames leave at the end of this turn of the loop."""
+        self._late: asyncio.TimerHandle | None = None
+        """Sends frames that the client does not wait for."""
         self._is_paused = False
         self._waiting: dict[int, Http2Stream] = {}
         """Streams with pending bytes."""
@@ -149,10 +163,14 @@ class Http2Connection(asyncio.Protocol):
         if self._refuses(transport):
             transport.abort()
             return
-        settings = struct.pack(
-            ">HIHIHI", INITIAL_WINDOW, WINDOW, MAX_FRAME, FRAME_BYTES, 3, STREAMS
-        )
-        self._frame(SETTINGS, 0, 0, settings)
+        settings = {
+            INITIAL_WINDOW: WINDOW,
+            MAX_FRAME: FRAME_BYTES,
+            MAX_STREAMS: STREAMS,
+            TRUE_BINARY: 1,
+        }
+        said = b"".join(struct.pack(">HI", *setting) for setting in settings.items())
+        self._frame(SETTINGS, 0, 0, said)
         self._frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW - _DEFAULT_WINDOW))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -217,23 +235,21 @@ class Http2Connection(asyncio.Protocol):
             at = len(PREFACE)
         if self._data_left:
             at += self._take_data(whole[at:])
-        while end - at >= 9:
-            size = int.from_bytes(whole[at : at + 3], "big")
-            kind, flags = whole[at + 3], whole[at + 4]
-            number = int.from_bytes(whole[at + 5 : at + 9], "big") & WINDOW
+        while end - at >= _HEAD_BYTES:
+            high, low, kind, flags, number = _HEAD.unpack_from(whole, at)
+            size = high << 8 | low
+            number &= WINDOW
             if size > FRAME_BYTES:
                 raise ProtocolViolation(FRAME_SIZE_ERROR, f"{size} bytes at once")
-            if kind == DATA and not flags & PADDED and self._headers is None:
-                self._data_stream, self._data_left = number, size
-                self._data_ends = bool(flags & END_STREAM)
-                at += 9
-                at += self._take_data(whole[at:])
-                continue
-            if end - at - 9 < size:
+            begin = at + _HEAD_BYTES
+            if end - begin < size:
+                if kind == DATA and not flags & PADDED and self._headers is None:
+                    self._data_stream, self._data_left = number, size
+                    self._data_ends = bool(flags & END_STREAM)
+                    at = begin + self._take_data(whole[begin:])
                 break
-            payload = whole[at + 9 : at + 9 + size]
-            at += 9 + size
-            self._handle(kind, flags, number, payload)
+            at = begin + size
+            self._handle(kind, flags, number, whole[begin:at])
             if self._transport is None:
                 return
         if at < end:
@@ -338,7 +354,7 @@ class Http2Connection(asyncio.Protocol):
             self._open(number, first, bytes(block))
 
     def _open(self, number: int, flags: int, block: bytes) -> None:
-        headers: Any = self._decoder.decode(block, raw=True)  # always: it has a state
+        headers = self._decoder.decode(block)  # always: it has a state
         stream = self._streams.get(number)
         if stream is None:
             if number <= self._last or not number % 2:
@@ -354,39 +370,49 @@ class Http2Connection(asyncio.Protocol):
 
     # --- sending -------------------------------------------------------------------------------------
 
-    def write(self, stream: Http2Stream, headers: bytes, data: bytes | memoryview) -> None:
+    def write(
+        self,
+        stream: Http2Stream,
+        headers: bytes,
+        data: bytes | memoryview,
+        *,
+        is_awaited: bool = True,
+    ) -> None:
         """Send bytes of a stream as far as the windows allow."""
         if stream.number not in self._streams:
             return
         if not stream.headers_sent:
             stream.headers_sent = True
-            self._frame(HEADERS, END_HEADERS, stream.number, headers)
+            self._frame(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
         size = len(data)
         room = min(self._window, stream.window, self._frame_bytes)
         if size <= room and not stream.pending and not self._is_paused:
             self._window -= size
             stream.window -= size
-            self._frame(DATA, 0, stream.number, data)
+            self._data(stream.number, data, is_awaited=is_awaited)
         elif size:
             stream.pending.append(memoryview(data))
             stream.unsent += size
             self._waiting[stream.number] = stream
             self._pump()
 
-    def end(self, stream: Http2Stream, headers: bytes, trailers: bytes) -> None:
+    def end(
+        self, stream: Http2Stream, headers: bytes, trailers: bytes, *, is_awaited: bool = True
+    ) -> None:
         """End a stream after all that was written."""
         if stream.number not in self._streams:
             return
         if not stream.headers_sent:
             stream.headers_sent = True
-            self._frame(HEADERS, END_HEADERS, stream.number, headers)
+            self._frame(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
         stream.trailers = trailers
         if not stream.pending:
-            self._finish(stream)
+            self._finish(stream, is_awaited=is_awaited)
 
-    def _finish(self, stream: Http2Stream) -> None:
+    def _finish(self, stream: Http2Stream, *, is_awaited: bool = True) -> None:
         assert stream.trailers is not None
-        self._frame(HEADERS, END_HEADERS | END_STREAM, stream.number, stream.trailers)
+        flags = END_HEADERS | END_STREAM
+        self._frame(HEADERS, flags, stream.number, stream.trailers, is_awaited=is_awaited)
         self._streams.pop(stream.number, None)
 
     def _pump(self) -> None:
@@ -408,7 +434,7 @@ class Http2Connection(asyncio.Protocol):
                     stream.pending.popleft()
                 else:
                     stream.pending[0] = first[room:]
-                self._frame(DATA, 0, stream.number, part)
+                self._data(stream.number, part)
                 gathered += len(part)
                 if gathered >= _BATCH_BYTES:  # one system call, after which the socket may be full
                     self._flush()
@@ -422,18 +448,52 @@ class Http2Connection(asyncio.Protocol):
             if not progress:
                 return
 
-    def _frame(self, kind: int, flags: int, number: int, payload: bytes | memoryview) -> None:
+    def _frame(
+        self,
+        kind: int,
+        flags: int,
+        number: int,
+        payload: bytes | memoryview,
+        *,
+        is_awaited: bool = True,
+    ) -> None:
         if self._transport is None:
             return
-        if not self._out:
-            self._loop.call_soon(self._flush)
+        self._leave(is_awaited=is_awaited)
         size = len(payload)
-        self._out.append(struct.pack(">HBBBI", size >> 8, size & 0xFF, kind, flags, number))
+        self._out.append(_HEAD.pack(size >> 8, size & 0xFF, kind, flags, number))
         self._out.append(payload)
+        self._tail = (number, len(self._out) - 2, size) if kind == DATA else (0, 0, 0)
+
+    def _leave(self, *, is_awaited: bool) -> None:
+        """Let the frames leave at the end of this turn, or later."""
+        if is_awaited:
+            if not self._flush_is_due:
+                self._flush_is_due = True
+                self._loop.call_soon(self._flush)
+        elif self._late is None and not self._flush_is_due:
+            self._late = self._loop.call_later(LAZY_S, self._flush_late)
+
+    def _data(self, number: int, data: bytes | memoryview, *, is_awaited: bool = True) -> None:
+        """Send bytes of a stream, in the frame of its bytes before if that has not left."""
+        last, at, size = self._tail
+        size += len(data)
+        if last == number and size <= self._frame_bytes:
+            self._out[at] = _HEAD.pack(size >> 8, size & 0xFF, DATA, 0, number)
+            self._out.append(data)
+            self._tail = number, at, size
+            self._leave(is_awaited=is_awaited)
+        else:
+            self._frame(DATA, 0, number, data, is_awaited=is_awaited)
+
+    def _flush_late(self) -> None:
+        self._late = None
+        self._flush()
 
     def _flush(self) -> None:
+        self._flush_is_due = False
         if self._out and self._transport is not None:
-            out, self._out = self._out, []
+            out, self._out, self._tail = self._out, [], (0, 0, 0)
             self._transport.writelines(out)
 
 

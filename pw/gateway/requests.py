@@ -11,20 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import ProxyArrays
+from pw.gateway.arrays import ProxyArray, ProxyArrays
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.colocated import CUSTOM, Colocated
+from pw.gateway.constants import Constants
 from pw.gateway.devices import Devices
+from pw.gateway.dtypes import STRING
 from pw.gateway.executables import Executables
 from pw.gateway.executor import Executor
 from pw.gateway.functions import Caller, Line, Script
 from pw.gateway.moves import Moves
 from pw.gateway.plugins import PLUGIN, Plugins
+from pw.gateway.replies import ReplyHeads
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
 from pw.gateway.transfers import DONATE, Transfers
@@ -52,7 +56,16 @@ _DELETIONS = 1 << 62
 """The first handle of a future of a deletion; the replies to questions for these do not count, either."""
 
 Handler = Callable[[Any, Any], Any]
-"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or `Later`."""
+"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or, if the reply
+may come out of order, `Later` or `When`."""
+
+
+class When(NamedTuple):
+    """What a handler returns whose reply is complete when a future of the session is settled."""
+
+    future: Future[Any]
+    kept: list[ProxyArray]
+    """Arrays that are not released before."""
 
 
 class Later:
@@ -84,7 +97,10 @@ class GatewayClient:
         tell = None if script is None else lambda line: script.send(Line(line))
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
-        transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
+        self._constants = Constants(self._loop)
+        transfers = self._transfers = Transfers(
+            self.arrays, self.buffers, devices, self._runs, self._constants
+        )
         executor = Executor(devices, self._runs)
         self._moves = Moves(executor)
         self._reshards = Reshards(devices, self._runs, self._moves, transfers)
@@ -93,11 +109,10 @@ class GatewayClient:
             CUSTOM: Colocated(devices, self._runs, self._reshards).load,
         }
         self.executables = Executables(self.arrays, self._runs, executor, self._caller, loaders)
-        self.reply: Callable[[Any], None] = lambda reply: None
-        """Takes each reply."""
+        self.reply: Callable[[bytes, bool], None] = lambda reply, is_awaited: None
+        """Takes each encoded reply, and whether the client may be waiting for it."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
-        self._sequence = 0
-        self._dead_contexts: list[int] = []
+        self._heads = ReplyHeads()
         self._next_deletion = _DELETIONS
         self._working: set[asyncio.Task[None]] = set()
         self._waiting: deque[Any] = deque()
@@ -167,14 +182,17 @@ class GatewayClient:
                 is_counted = kind not in _UNCOUNTED and not (
                     kind == "check_future_request" and body.future_handle >= _DELETIONS
                 )
-                self._answer(metadata.op_id, reply, is_counted=is_counted)
+                is_awaited = _is_awaited(kind, body)
+                self._answer(metadata.op_id, reply, is_counted=is_counted, is_awaited=is_awaited)
             elif type(rest) is Later:
                 self._start(self._finish(rest.work, metadata.op_id, reply))
+            elif type(rest) is When:
+                self._answer_when(rest, metadata.op_id, reply)
             else:
                 self._is_busy = True
                 self._start(self._go_on(rest, kind, body, metadata.op_id, reply))
         if metadata.user_context_id:
-            self._dead_contexts.append(metadata.user_context_id)
+            self._heads.dead_contexts.append(metadata.user_context_id)
 
     async def _go_on(
         self, rest: Awaitable[None], kind: str, body: Any, operation: int, reply: Any
@@ -185,7 +203,7 @@ class GatewayClient:
         except Exception as error:  # noqa: BLE001 - the reply carries it
             self._fail(kind, body, operation, error)
         else:
-            self._answer(operation, reply)
+            self._answer(operation, reply, is_awaited=_is_awaited(kind, body))
         self._is_busy = False
         while self._waiting and not self._is_busy:
             self._handle(self._waiting.popleft())
@@ -200,6 +218,18 @@ class GatewayClient:
             self._answer(operation, self._reply_class(), error)
         else:
             self._answer(operation, reply)
+
+    def _answer_when(self, when: When, operation: int, reply: Any) -> None:
+        """Answer a request for which the script waits."""
+        end, kept = self._waits.begin(when.future), when.kept
+
+        def settled(ended: Future[Any]) -> None:  # names no `when`: the future would keep itself
+            end()
+            error = ended.exception()
+            self._answer(operation, reply if error is None else self._reply_class(), error)
+            kept.clear()
+
+        self._runs.then(when.future, settled)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -225,20 +255,18 @@ class GatewayClient:
         error: BaseException | None = None,
         *,
         is_counted: bool = True,
+        is_awaited: bool = True,
     ) -> None:
-        metadata = reply.response_metadata
-        metadata.op_id = operation
         if error is not None:
+            metadata = reply.response_metadata
+            metadata.op_id = operation
             metadata.status.code, metadata.status.message = statuses.status_of(error)
+            self.reply(reply.SerializeToString(), True)
         else:
-            metadata.status.SetInParent()
-            if is_counted:
-                metadata.seq_num = self._sequence
-                self._sequence += 1
-                if self._dead_contexts:
-                    metadata.destroyed_user_context_ids.extend(self._dead_contexts)
-                    self._dead_contexts.clear()
-        self.reply(reply)
+            head = (
+                self._heads.counted(operation) if is_counted else self._heads.uncounted(operation)
+            )
+            self.reply(head + reply.SerializeToString(), is_awaited)
 
     def leave(self, then: Callable[[], object]) -> None:
         """Call `then` when the requests that have come are handled: the client sends no more."""
@@ -258,8 +286,9 @@ class GatewayClient:
         self._caller.close()
         self._runs.close()
         self.arrays.clear()
+        self._constants.clear()
         self._waiting.clear()
-        self.reply = lambda reply: None
+        self.reply = lambda reply, is_awaited: None
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -298,13 +327,7 @@ class GatewayClient:
         reply.check_value_ready_response.SetInParent()
         arrays = [self.arrays.usable(handle) for handle in body.value_handles]
         waiting = self._runs.ready(arrays)
-
-        async def wait() -> None:
-            assert waiting is not None
-            await self._runs.waited(waiting)
-            del arrays[:]  # kept until now, so that they are not released
-
-        return None if waiting is None else Later(wait())
+        return None if waiting is None else When(waiting, arrays)
 
     async def _reshard(self, body: Any, reply: Any) -> None:
         sources = [self.arrays.usable(handle) for handle in body.array_handles]
@@ -320,21 +343,25 @@ class GatewayClient:
         for handle, array in zip(handles, made, strict=True):
             reply.reshard_arrays_response.array_handles.append(self.arrays.name(array, handle))
 
-    def _copy_to_host(self, body: Any, reply: Any) -> Any:
+    def _copy_to_host(self, body: Any, reply: Any) -> None:
         array = self.arrays.usable(body.array_handle)
         strides = tuple(body.byte_strides.strides) if body.HasField("byte_strides") else None
-        reading = self._transfers.copy_to_host(array, strides)
-
-        async def copy() -> None:
-            try:
-                data = await reading
-            except Exception as error:
-                self.buffers.fail(body.host_buffer_handle, error)
-                raise
+        value = None if array.dtype == STRING else self._runs.here(array)
+        if value is None:
+            reading = self._transfers.copy_to_host(array, strides)
+            self._start(self._read(reading, body.host_buffer_handle))
+        else:
+            data = self._transfers.laid_out(value, strides)
             self.buffers.put(body.host_buffer_handle, data)
-            reply.copy_to_host_buffer_response.SetInParent()
+        # Answered at once: the client's lookup of the buffer, which comes next, waits for the bytes.
+        reply.copy_to_host_buffer_response.SetInParent()
 
-        return Later(copy())
+    async def _read(self, reading: Awaitable[Any], handle: int) -> None:
+        """Settle a host buffer with the bytes that are read."""
+        try:
+            self.buffers.put(handle, await reading)
+        except Exception as error:  # noqa: BLE001 - the lookup raises it
+            self.buffers.fail(handle, error)
 
     def _delete(self, body: Any, reply: Any) -> None:
         self._transfers.delete(body.array_handle)
@@ -385,3 +412,9 @@ class GatewayClient:
         order = ",".join(map(str, reversed(range(len(body.dims)))))
         said = reply.get_default_layout_response
         said.serialized_pjrt_layout = f"{{{order}}}".encode()
+
+
+def _is_awaited(kind: str, body: Any) -> bool:
+    """Whether the client may be waiting for the reply: not if it has named the results, or wants none."""
+    named = _RESULTS.get(kind)
+    return kind not in _UNCOUNTED if named is None else not getattr(body, named)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any
 from urllib.parse import quote
 
 from pw.gateway.http2 import Http2Stream
@@ -40,6 +39,8 @@ def _length(size: int) -> bytes:
 
 _HEADERS = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _ENDED = header_block([(b"grpc-status", b"0")])
+_PREFIX = struct.Struct(">BI")
+"""Of a message: whether it is compressed, and its size."""
 
 
 class RpcCall:
@@ -61,6 +62,8 @@ class RpcCall:
     def metadata(self, name: str) -> bytes:
         """Return binary metadata. Raises KeyError."""
         text = self._headers[name.encode()]
+        if text[:1] == b"\0":  # as it is
+            return text[1:]
         return base64.b64decode(text + b"=" * (-len(text) % 4))
 
     # --- from the stream -----------------------------------------------------------------------------
@@ -70,25 +73,29 @@ class RpcCall:
         if self.is_over:
             return
         if not self._buffer:
-            at = 0
-            while len(data) - at >= 5:  # whole messages, without a copy into the buffer
-                size = self._size(data[at : at + 5])
-                if size < 0 or len(data) - at - 5 < size:
+            at, end = 0, len(data)
+            while end - at >= 5:  # whole messages, without a copy into the buffer
+                begin = at + 5
+                stop = begin + self._size(data, at)
+                if not begin <= stop <= end:
                     break
-                self.message(bytes(data[at + 5 : at + 5 + size]))
-                at += 5 + size
+                self.message(bytes(data[begin:stop]))
+                at = stop
+            if at == end:
+                return
             data = data[at:]
         self._buffer += data
         while len(self._buffer) >= 5 and not self.is_over:
-            size = self._size(self._buffer[:5])
+            size = self._size(self._buffer, 0)
             if size < 0 or len(self._buffer) < 5 + size:
                 return
             message = bytes(memoryview(self._buffer)[5 : 5 + size])
             del self._buffer[: 5 + size]
             self.message(message)
 
-    def _size(self, prefix: Any) -> int:
-        compressed, size = struct.unpack(">BI", prefix)
+    def _size(self, data: bytearray | memoryview, at: int) -> int:
+        """Return the size of the message whose prefix is there; ends the call if it cannot be taken."""
+        compressed, size = _PREFIX.unpack_from(data, at)
         if compressed or size > MESSAGE_BYTES:
             words = (
                 "compressed messages are not supported"
@@ -115,19 +122,20 @@ class RpcCall:
 
     # --- to the stream -------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> None:
-        """Send a small message."""
+    def send(self, data: bytes, *, is_awaited: bool = True) -> None:
+        """Send a small message; a little later, with others, if the client does not wait for it."""
         if not self.is_over:
-            self._stream.write(_HEADERS, struct.pack(">BI", 0, len(data)) + data)
+            message = _PREFIX.pack(0, len(data)) + data
+            self._stream.write(_HEADERS, message, is_awaited=is_awaited)
 
     def send_large(self, head: bytes, rest: memoryview) -> None:
         """Send a message of two parts, without a copy of the second."""
         if not self.is_over:
-            prefix = struct.pack(">BI", 0, len(head) + len(rest))
+            prefix = _PREFIX.pack(0, len(head) + len(rest))
             self._stream.write(_HEADERS, prefix + head)
             self._stream.write(_HEADERS, rest)
 
-    def end(self, code: int = OK, words: str = "") -> None:
+    def end(self, code: int = OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the call with a status."""
         if self.is_over:
             return
@@ -137,7 +145,7 @@ class RpcCall:
             message = quote(words, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").encode()[:4096]
             status = [(b"grpc-status", str(code).encode()), (b"grpc-message", message)]
             trailers = header_block(status)
-        self._stream.end(_HEADERS, trailers)
+        self._stream.end(_HEADERS, trailers, is_awaited=is_awaited)
 
 
 class Unary(RpcCall):

@@ -56,11 +56,11 @@ class Runs:
     def then(self, future: Future[Any], call: Callable[[Future[Any]], None]) -> None:
         """Call `call` on the loop when a future of the session is settled."""
 
-        def settled(_: object) -> None:
+        def settled(ended: Future[Any]) -> None:  # names no `future`: a cycle would keep its result
             if threading.get_ident() == self._thread:
-                call(future)
+                call(ended)
             else:
-                self._loop.call_soon_threadsafe(call, future)
+                self._loop.call_soon_threadsafe(call, ended)
 
         future.add_done_callback(settled)
 
@@ -109,10 +109,29 @@ class Runs:
         elif (value := array.value) is not None:
             if value.nbytes <= INLINE_BYTES and not array.used:
                 array.used = True
-                return _as(value, array, wanted).tobytes()
+                shared = None if array.constant is None else self._shared(array, wanted)
+                return _as(value, array, wanted).tobytes() if shared is None else shared
             return self.stored(array, wanted).number
         other = array.others.get(wanted)
         return None if other is None else other.number
+
+    def _shared(self, array: ProxyArray, wanted: ArraySpec) -> int | None:
+        """Return the array that all of this constant share; None if it is not used again."""
+        constant = array.constant
+        assert constant is not None
+        constant.is_recent = True
+        if not constant.was_used:
+            constant.was_used = True
+            return None
+        if constant.stored is None:
+            constant.keep(self.stored(array, wanted))
+            assert constant.stored is not None
+        elif constant.stored.spec == wanted:
+            array.consist_of(constant.stored)
+            array.value = None
+        else:
+            return None
+        return constant.stored.number
 
     def stored(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
         """Return the runtime's array of the same shards with this spec; makes it if there is none."""
@@ -194,18 +213,43 @@ class Runs:
         if value is not None:
             return self._here(value)
         stored = self.own(array)
+        stored.is_read()
+        if stored.ahead is not None and not position:
+            return self._fetched(stored.ahead)
+        return self._fetched(self._fetch(stored, position))
+
+    def here(self, array: ProxyArray) -> np.ndarray[Any, Any] | None:
+        """Return the first shard if it is in this process; None if it must be awaited, or cannot be read."""
+        array, position = array.root(0)
+        if array.error is not None or array.is_dead(position):
+            return None
+        value = array.host_shard(position)
+        stored = array.stored
+        if value is not None or position or stored is None:
+            return value
+        ahead = stored.ahead
+        if ahead is None or not ahead.done() or ahead.exception() is not None:
+            return None
+        stored.is_read()
+        ((_, value),) = ahead.result()
+        fetched: np.ndarray[Any, Any] = value
+        return fetched
+
+    def fetch_ahead(self, stored: Stored) -> None:
+        """Begin to fetch the first shard of a result before the script asks."""
+        stored.ahead = self._fetch(stored, 0)
+
+    def _fetch(self, stored: Stored, position: int) -> Future[Any]:
         asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
         stored.reads += 1
-        return self._fetched(stored, asked)
+        self.then(asked, partial(_fetch_ended, [stored]))
+        return asked
 
     async def _here(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return value
 
-    async def _fetched(self, stored: Stored, asked: Future[Any]) -> np.ndarray[Any, Any]:
-        try:
-            ((_, value),) = await self.waited(asked)
-        finally:
-            stored.reads -= 1
+    async def _fetched(self, asked: Future[Any]) -> np.ndarray[Any, Any]:
+        ((_, value),) = await self.waited(asked)
         fetched: np.ndarray[Any, Any] = value
         return fetched
 
@@ -229,6 +273,10 @@ class Runs:
 def _wake(credit: asyncio.Future[None]) -> None:
     if not credit.done():
         credit.set_result(None)
+
+
+def _fetch_ended(read: list[Stored], _: object) -> None:
+    read.pop().reads -= 1  # the future keeps this call, and `read` with it
 
 
 def _is_identity(shards: list[tuple[int, int]]) -> bool:

@@ -17,16 +17,18 @@ import numpy as np
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, TransferFailed
-from pw.gateway import protos, rpc
+from pw.gateway import protos, rpc, statuses
 from pw.gateway.devices import Devices
 from pw.gateway.functions import Script
 from pw.gateway.http2 import Http2Connection, Http2Stream
+from pw.gateway.replies import varint
 from pw.gateway.requests import GatewayClient
 from pw.transport.access.unix import is_foreign
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""JAX's client copies the bytes of each message twice: small ones stay in its caches."""
 PROTOCOLS = (16, 25)
 """The versions of the protocol that the gateway has been tried with."""
 BUFFER_BYTES = 64 << 30
@@ -77,6 +79,7 @@ class Server:
                 "HostBufferReadFromDisk",
             )
         }
+        self.store_metadata = protos.message(_PROXY + "GrpcHostBufferStoreMetadata")
         self._unary = {
             "GetVersion": self._version,
             "HostBufferDelete": self._delete,
@@ -165,7 +168,7 @@ class Server:
 
         def send(here: asyncio.Future[Any]) -> None:
             if (error := here.exception()) is not None:
-                call.end(rpc.INTERNAL, str(error))
+                call.end(*statuses.status_of(error))
                 return
             whole = memoryview(here.result())
             for at in range(0, len(whole), CHUNK_BYTES):
@@ -223,7 +226,7 @@ class _Session(rpc.RpcCall):
             self.end(rpc.INTERNAL, "the gateway could not begin a session; its log says why")
             return
         self._client = client
-        client.reply = lambda reply: self.send(reply.SerializeToString())
+        client.reply = lambda reply, is_awaited: self.send(reply, is_awaited=is_awaited)
         if self.is_over:
             self._leave()
             return
@@ -252,9 +255,9 @@ class _Session(rpc.RpcCall):
         else:
             client.leave(self.end)
 
-    def end(self, code: int = rpc.OK, words: str = "") -> None:
+    def end(self, code: int = rpc.OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the stream with a status, and release all that the client has."""
-        super().end(code, words)
+        super().end(code, words, is_awaited=is_awaited)
         self._leave()
 
     def lost(self) -> None:
@@ -280,9 +283,7 @@ class _Store(rpc.RpcCall):
         self._left = 0
         """Bytes of the message that have not come yet."""
         try:
-            said = protos.message(_PROXY + "GrpcHostBufferStoreMetadata").FromString(
-                self.metadata(_STORE)
-            )
+            said = server.store_metadata.FromString(self.metadata(_STORE))
         except Exception as error:  # noqa: BLE001 - missing, or no message
             self.end(rpc.INVALID_ARGUMENT, f"a host buffer without metadata: {error}")
             return
@@ -322,8 +323,11 @@ class _Store(rpc.RpcCall):
                 self._left -= len(part)
                 data = data[len(part) :]
                 continue
-            self._buffer.append(data[0])
-            data = data[1:]
+            # The head of a short message is complete, and seven bytes long.
+            is_short = not self._buffer and len(data) >= 7 and data[4] == data[6] + 2
+            taken = 7 if is_short else 1
+            self._buffer += data[:taken]
+            data = data[taken:]
             self._parse_head()
 
     def _parse_head(self) -> None:
@@ -358,8 +362,8 @@ class _Store(rpc.RpcCall):
             )
             return
         self._client.buffers.put(self._handle, self._data)
-        self.send(b"")
-        self.end()
+        self.send(b"", is_awaited=False)
+        self.end(is_awaited=False)
 
     def lost(self) -> None:
         """The client is gone."""
@@ -382,9 +386,4 @@ def _handled(
 
 def _head(size: int) -> bytes:
     """Return what comes before the bytes of a `GrpcHostBufferLookupResponse`."""
-    head = bytearray(b"\x0a")
-    while size > 0x7F:
-        head.append(size & 0x7F | 0x80)
-        size >>= 7
-    head.append(size)
-    return bytes(head)
+    return b"\x0a" + varint(size)

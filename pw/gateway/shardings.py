@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,11 +44,15 @@ class ShardLayout(NamedTuple):
 def read(proto: Any, shape: tuple[int, ...]) -> ShardLayout:
     """Return what a `ShardingProto` says of an array of this shape. Raises StatusError."""
     serialized = proto.serialized_sharding
-    kind = serialized.type_name.removeprefix(_IFRT)
+    return _read(serialized.type_name.removeprefix(_IFRT), serialized.data, shape)
+
+
+@lru_cache(256)
+def _read(kind: str, data: bytes, shape: tuple[int, ...]) -> ShardLayout:
     if kind not in _KINDS:
         raise unsupported(f"shardings of the kind {kind[:100]!r} are not supported")
     try:
-        said = protos.message(f"xla.ifrt.{kind}Proto").FromString(serialized.data)
+        said = protos.message(f"xla.ifrt.{kind}Proto").FromString(data)
     except DecodeError as error:
         raise _damaged() from error
     memory = said.memory_kind if said.HasField("memory_kind") else ""

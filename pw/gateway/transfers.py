@@ -11,6 +11,7 @@ from pw.core.sharding import dtype_of
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, ProxyArrays, Stored
 from pw.gateway.buffers import HostBuffers
+from pw.gateway.constants import Constants
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import STRING, name_of
 from pw.gateway.runs import Runs
@@ -24,12 +25,18 @@ class Transfers:
     """Makes, moves and reads the arrays of one client."""
 
     def __init__(
-        self, arrays: ProxyArrays, buffers: HostBuffers, devices: Devices, runs: Runs
+        self,
+        arrays: ProxyArrays,
+        buffers: HostBuffers,
+        devices: Devices,
+        runs: Runs,
+        constants: Constants,
     ) -> None:
         self._arrays = arrays
         self._buffers = buffers
         self._devices = devices
         self._runs = runs
+        self._constants = constants
 
     # --- from the host -------------------------------------------------------------------------------
 
@@ -107,6 +114,8 @@ class Transfers:
             array.value.flags.writeable = False
         if array.value.nbytes > INLINE_BYTES:
             self._runs.own(array)
+        else:
+            self._constants.add(array)
         return array
 
     def make_error_arrays(self, body: Any, response: Any) -> None:
@@ -134,7 +143,10 @@ class Transfers:
     async def _laid_out(
         self, reading: Awaitable[np.ndarray[Any, Any]], strides: Sequence[int] | None
     ) -> Any:
-        value = await reading
+        return self.laid_out(await reading, strides)
+
+    def laid_out(self, value: np.ndarray[Any, Any], strides: Sequence[int] | None) -> Any:
+        """Return the bytes of a value that lies as the strides say."""
         if strides is None or not value.ndim or not value.size:
             return _bytes_of(value)
         if value.ndim != len(strides):

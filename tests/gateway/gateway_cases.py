@@ -570,6 +570,41 @@ def exported_functions(devices: Devices) -> Any:
 
 
 @case
+def constants_that_come_again(devices: Devices) -> Any:
+    """On one device and on several; donated, and deleted."""
+    here, there = SingleDeviceSharding(devices[0]), over(devices)
+    x = jax.device_put(numbers(4), here)
+    y = jax.device_put(numbers(8), over(devices, "x"))
+    for _ in range(4):
+        x = x * 2.0 + 1.0
+        y = y + jax.device_put(np.float32(3), there)
+    bump = jax.jit(lambda one: one + 1, donate_argnums=0)
+    sevens = [jax.device_put(np.float32(7), here) for _ in range(4)]
+    eights = [bump(seven) for seven in sevens]
+    deleted = jax.device_put(np.float32(7), here)
+    deleted.delete()
+    last = jax.device_put(np.float32(7), here)
+    return x, y, eights, [one.is_deleted() for one in (*sevens, deleted, last)], last
+
+
+@case
+def values_that_are_read_at_each_step(devices: Devices) -> Any:
+    """Then not for some steps, and again; one of them is donated to the next step."""
+    here = SingleDeviceSharding(devices[0])
+    step = jax.jit(
+        lambda count, x: (count + 1, x * 1.5, jnp.stack([jnp.sum(x), count])), donate_argnums=0
+    )
+    count, x = jax.device_put(np.float32(0), here), jax.device_put(numbers(3), here)
+    read = []
+    for at in range(12):
+        before = count
+        count, x, sums = step(count, x)
+        if not 4 <= at < 8:
+            read.append((float(count), np.asarray(sums), before.is_deleted()))
+    return read, x
+
+
+@case
 def errors_of_compiling(devices: Devices) -> Any:
     x = jax.device_put(numbers(3), devices[0])
     unknown = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))

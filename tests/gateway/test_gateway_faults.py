@@ -284,6 +284,20 @@ def live(stage: Stage) -> dict[str, int]:
     return found
 
 
+def test_a_result_that_is_read_now_and_then_is_donated_nevertheless(stage: Stage) -> None:
+    step = jax.jit(lambda count: (count + 1, count * 2), donate_argnums=0)
+    first = jax.device_put(np.float32(0), stage.neighbour()[0])
+    count, _ = step(first)
+    before = live(stage)["programs"]
+    read = []
+    for at in range(30):
+        count, double = step(count)
+        if at % 3 == 0:
+            read.append((float(count), float(double)))
+    assert read == [(at + 2.0, 2.0 * (at + 1)) for at in range(0, 30, 3)]
+    assert live(stage)["programs"] == before  # no second one, which would not donate
+
+
 LIVE = ("live_arrays", "live_bytes", "programs", "runs_in_flight", "requests_waiting")
 
 

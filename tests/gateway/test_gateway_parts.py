@@ -1,4 +1,4 @@
-"""The parts of the gateway that need no cluster: descriptors, shardings, statuses, what is asked for."""
+"""The parts of the gateway that need no cluster: headers, descriptors, shardings, statuses, options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hpack import Decoder, Encoder, HPACKError
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +21,7 @@ from pw.core import errors
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.choosing import Wanted, allocate, are_slices
 from pw.gateway.dtypes import kind_of, name_of
+from pw.gateway.headers import HeaderDecoder
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), ("x", "y", "z"))
 SPECS = (
@@ -31,6 +35,48 @@ SPECS = (
     P(None, ("z", "y", "x")),
 )
 SHAPE = (16, 24)
+
+
+# --- headers -----------------------------------------------------------------------------------------
+
+
+def _plain(name: bytes, value: bytes) -> bytes:
+    """Encode a header in plain bytes that do not go into the table."""
+    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.binary(max_size=9)), max_size=30)
+)
+def test_headers_are_those_that_hpack_decodes(blocks: list[tuple[int, int, bytes]]) -> None:
+    encoder, decoder, reference = Encoder(), HeaderDecoder(1 << 16), Decoder()
+    for same, new, binary in blocks:
+        headers = [(b":path", b"/%d" % same), (b"te", b"trailers")]
+        block = encoder.encode(headers * (new + 1), huffman=bool(same % 2))
+        block += _plain(b"of-this-bin", binary) * new
+        assert decoder.decode(block) == list(reference.decode(block, raw=True))
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_headers_that_are_not_complete_are_refused(cut: int) -> None:
+    decoder = HeaderDecoder(1 << 16)
+    block = b"\x83" + _plain(b"name", b"value")
+    assert decoder.decode(block) == [(b":method", b"POST"), (b"name", b"value")]
+    for _ in range(2):
+        if cut < len(block) - 1:
+            with pytest.raises(HPACKError):
+                decoder.decode(block[:-cut])
+    assert decoder.decode(block[:1]) == [(b":method", b"POST")]
+
+
+def test_a_place_of_several_bytes_is_no_plain_header() -> None:
+    decoder, reference = HeaderDecoder(1 << 16), Decoder()
+    encoder = Encoder()
+    for at in range(80):
+        block = encoder.encode([(b"n", b"%d" % at)])
+        assert decoder.decode(block) == list(reference.decode(block, raw=True))
+    block = b"\xff\x00"  # place 127
+    assert decoder.decode(block) == list(reference.decode(block, raw=True))
 
 
 # --- descriptors -------------------------------------------------------------------------------------
