@@ -180,6 +180,7 @@ class SessionOnNode:
     def _tick(self) -> None:
         if not self._closed:
             self._runtime.tick()
+            self.node.look()
             self.node.loop.call_later(TICK_S, self._tick)
 
     def _crashed(self, actor: str, error: BaseException) -> None:

@@ -216,6 +216,11 @@ class Node:
             actor, message = self._from_threads.popleft()
             self._own.append((actor, None, message))
 
+    def look(self) -> None:
+        """Handle what threads have posted: one that was interrupted may not have woken the loop."""
+        if self._from_threads:
+            self._collect()
+
     def _collect(self) -> None:
         self.collect()
         if not self._turn_requested and not self.closed:
