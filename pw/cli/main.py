@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pw.cli import keys
+from pw.cli import deploy, keys
 from pw.cli.process import (
     Credentials,
     Insecure,
@@ -429,6 +429,8 @@ def version() -> None:
 
 app.add_typer(keys.app, name="keys")
 app.command()(keys.join)
+for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor):
+    app.command()(one)
 
 
 def main() -> None:
