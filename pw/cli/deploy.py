@@ -185,3 +185,25 @@ def doctor(
         for where, finding in found:
             typer.echo(f"{where + ': ' if where else ''}{finding}")
     raise typer.Exit(any(finding.level == checks.ERROR for _, finding in found))
+
+
+def k8s(
+    file: File = Path("cluster.yaml"),
+    container_file: Annotated[
+        bool, typer.Option("--container-file", help="Print the Containerfile of an image instead.")
+    ] = False,
+) -> None:
+    """Print the objects of Kubernetes for a cluster, for kubectl apply -f -.
+
+    Exit codes: 0; 1, with one line on standard error, if the file has an error.
+    """
+    from pw.core.installed import DISTRIBUTION, version
+    from pw.deploy import kubernetes
+
+    described = read(file)
+    if container_file:
+        platforms = {island.platform for island in described.islands.values()}
+        which = "cuda" if "cuda" in platforms else "cpu"
+        typer.echo(kubernetes.container_file(version(DISTRIBUTION), which), nl=False)
+    else:
+        typer.echo(kubernetes.rendered(described), nl=False)

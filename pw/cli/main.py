@@ -429,7 +429,7 @@ def version() -> None:
 
 app.add_typer(keys.app, name="keys")
 app.command()(keys.join)
-for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor):
+for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s):
     app.command()(one)
 
 
