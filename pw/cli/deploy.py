@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,12 +68,24 @@ def up(
     use_tcp(client, insecure=described.insecure)
     hosts = {daemon.name for daemon in cluster.placed if daemon.island}
     if restart:
-        cluster.restart(keys, lambda: _absent(address, hosts, timeout))
+        cluster.restart(
+            keys, partial(_drain, address, timeout), partial(_absent, address, hosts, timeout)
+        )
     elif cluster.up(keys) and timeout:
         cluster.wrong += _absent(address, hosts, timeout)
     _end(cluster.wrong)
     shown = f"PW_CREDENTIALS={client}" if client else f"PW_INSECURE=1 PW_ADDRESS={address}"
     typer.echo(f"the cluster is at {address}; use it with: {shown} python script.py")
+
+
+def _drain(address: str, timeout_s: float, host: str) -> None:
+    """Move all data off a host; leave it as it is if no other host can take it."""
+    from pw.cli import requests
+
+    try:
+        requests.drain(address, host, timeout_s)
+    except Error as error:
+        typer.echo(f"{host}: not drained: {error}")
 
 
 def _absent(address: str, hosts: set[str], timeout_s: float) -> list[str]:

@@ -19,7 +19,16 @@ Value = str | int | float | bool
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Names of clusters and islands: they are also names of objects of Kubernetes, jobs and files."""
 SET_BY_PW = {"bind", "controller", "credentials", "island", "island-hosts", "insecure", "name"}
-SET_BY_PW |= {"devices", "platform", "spare", "parent-fd", "alone", "version", "private-address"}
+SET_BY_PW |= {
+    "devices",
+    "platform",
+    "spare",
+    "parent-fd",
+    "drain",
+    "alone",
+    "version",
+    "private-address",
+}
 
 
 class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,8 +129,6 @@ class ClusterFile(_Described, frozen=True):
     """Environment variables of the daemons."""
     ssh: list[str] = []
     """Further options of ssh, as in [-p, "2222"]."""
-    drain: float = 30.0
-    """Seconds in which a worker that is told to end moves its data to other hosts first."""
     slurm: Slurm = Slurm()
     kubernetes: Kubernetes = Kubernetes()
 

@@ -78,14 +78,20 @@ def worker_command(
     credentials: str,
     *,
     spare: bool = False,
+    drain_s: int = 0,
 ) -> list[str]:
-    """Return the command of a worker; arguments may have what the engine's shell replaces."""
+    """Return the command of a worker; arguments may have what the engine replaces.
+
+    Args:
+        drain_s: seconds in which it may move its data to other hosts when it is told to end.
+    """
     described = file.islands[island]
     return [
         *(file.python, "-m", WORKER_MODULE, "--controller", controller, "--island", island),
         *("--island-hosts", str(described.size), "--devices", str(described.devices)),
         *("--platform", described.platform, "--name", name, "--bind", bind),
         *(["--spare"] if spare else []),
+        *(["--drain", str(drain_s)] if drain_s else []),
         *_security(file, credentials),
         *_options(described.options),
     ]

@@ -1,7 +1,7 @@
 """Renders a cluster file as objects of Kubernetes: `pw k8s`.
 
-The controller and each island are StatefulSets; cert-manager issues and renews their certificates. A pod that is
-deleted or evicted drains its host within its grace period.
+The controller and each island are StatefulSets; cert-manager issues and renews their certificates. A pod that
+is deleted or evicted drains its host within its grace period.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _island(file: ClusterFile, name: str, island: Island, *, spare: bool) -> Obj
         f"tcp://$(POD_IP):{WORKER_PORT}",
         CREDENTIALS,
         spare=spare,
+        drain_s=max(1, file.kubernetes.grace - SLACK_S),
     )
     part, count = (f"{name}-spare", island.spares) if spare else (name, island.size)
     return _stateful_set(file, part, count, command, WORKER_PORT, name, island)
@@ -105,7 +106,7 @@ def _labels(file: ClusterFile, part: str) -> dict[str, str]:
 
 def _certificate(file: ClusterFile, part: str, role: Role) -> Object:
     given = file.kubernetes
-    uris = [uri_of(role, part, "operator", given.trust_domain)]
+    uris = [uri_of(role, part, "operator" if role is Role.CLIENT else "", given.trust_domain)]
     if role is Role.WORKER:
         uris.append(f"spiffe://{given.trust_domain}/pw/island/{part}")
     # The keys of the controller stay: sessions of before its restart come back by them.
@@ -195,8 +196,8 @@ def _stateful_set(
     }
     if island is not None:
         container["resources"] = _resources(file, island)
-        # SIGUSR1 drains the host; the hook keeps Kubernetes from ending it before.
-        wait = f"kill -USR1 1; for i in $(seq {max(1, given.grace - SLACK_S)}); do kill -0 1 || exit 0; sleep 1; done"
+        # The host drains at the first signal; a second one, of Kubernetes itself, would end it.
+        wait = "kill -TERM 1; while kill -0 1; do sleep 1; done"
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", wait]}}}
         same = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
         spread = [{"weight": 100, "podAffinityTerm": same}]

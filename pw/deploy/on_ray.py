@@ -45,7 +45,7 @@ class RayDaemon:
         self._folder = tempfile.TemporaryDirectory(prefix="pw-")
         file = Path(self._folder.name) / "credentials.pem"
         private_files.write(file, pem)
-        here = ray.util.get_node_ip_address()
+        here: str = ray.util.get_node_ip_address()
         words = [str(file) if word == CREDENTIALS else word for word in command]
         words = [word.replace(ADDRESS, f"[{here}]" if ":" in here else here) for word in words]
         module, arguments = words[2], words[3:]

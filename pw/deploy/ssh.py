@@ -25,6 +25,8 @@ REACH_S = 8
 """Seconds in which a machine must answer."""
 ANSWER_S = 90.0
 """Seconds in which a script must end."""
+END_S = 10
+"""Seconds in which a daemon must end."""
 UNREACHABLE = 255
 """The exit code of ssh if it could not connect."""
 
@@ -186,15 +188,20 @@ class Cluster:
                 return False  # workers would wait for it in vain
         return not self.wrong
 
-    def restart(self, keys: Keys | None, absent: Callable[[], list[str]]) -> bool:
+    def restart(
+        self, keys: Keys | None, drain: Callable[[str], None], absent: Callable[[], list[str]]
+    ) -> bool:
         """Restart the daemons one after the other, the controller last; stop at the first that fails.
 
         Args:
             keys: for new credentials.
+            drain: moves all data off a host, if any other can take it.
             absent: waits until all hosts are there, and returns a line for each that is not.
         """
         for daemon in sorted(self.placed, key=lambda one: one.name == CONTROLLER):
             begun_s = time.monotonic()
+            if daemon.island:
+                drain(daemon.name)
             self._on_each([daemon], self._stop)
             self._on_each([daemon], lambda machine, some: self._start(machine, some, keys))
             self.wrong += absent()
@@ -293,12 +300,11 @@ class Cluster:
         return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
     def _stop(self, machine: Machine, group: list[Daemon]) -> list[str]:
-        tenths = int((self.file.drain + 10) * 5)
         done = self.ssh.run(
             machine,
-            f"wait={tenths}\n{STOP}",
+            f"wait={5 * END_S}\n{STOP}",
             *(one.name for one in group),
-            timeout_s=len(group) * (self.file.drain + 10) + ANSWER_S,
+            timeout_s=len(group) * END_S + ANSWER_S,
         )
         return [": ".join(line.split(" ", 1)) for line in done.stdout.splitlines()]
 

@@ -105,6 +105,10 @@ class Membership(Part):
         else:
             self.env.send(self.env.address, msg.HostRejected(error))
 
+    def ask_to_leave(self) -> None:
+        """Have all work and data moved off this host, which ends then."""
+        self.env.send(RESOURCES, msg.AskToLeave())
+
     @handles(msg.HostRejected)
     def _rejected(self, sender: Address, message: msg.HostRejected) -> None:
         self.process.stop("rejected", message.error)
