@@ -220,3 +220,33 @@ def k8s(
         typer.echo(kubernetes.container_file(version(DISTRIBUTION), which), nl=False)
     else:
         typer.echo(kubernetes.rendered(described), nl=False)
+
+
+def slurm(
+    file: File = Path("cluster.yaml"),
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(help="A Python script and its arguments; the job ends with it."),
+    ] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit/--no-submit", help="Submit the job, or only write its folder.")
+    ] = True,
+) -> None:
+    """Run a cluster in a job of Slurm: one worker a node, the controller and the script on the first node.
+
+    Exit codes: 0; 1, with one line on standard error, if the file has an error or Slurm does not take the job.
+    """
+    from pw.deploy import slurm as engine
+
+    described = read(file)
+    if script and not os.path.isfile(script[0]):
+        raise Error(f"there is no script {script[0]!r}")
+    path = engine.write(described, script or ())
+    if not submit:
+        typer.echo(f"wrote {path}; submit it with: sbatch {path}")
+        return
+    number = engine.submit(path)
+    typer.echo(f"submitted job {number}; its output is in {path.parent / 'job.log'}")
+    if not script:
+        where = f"PW_ADDRESS=$(cat {path.parent}/address) PW_CREDENTIALS={path.parent}/client.pem"
+        typer.echo(f"use it with: {where} python script.py")

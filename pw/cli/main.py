@@ -431,6 +431,7 @@ app.add_typer(keys.app, name="keys")
 app.command()(keys.join)
 for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s):
     app.command()(one)
+app.command(context_settings={"allow_interspersed_args": False})(deploy.slurm)
 
 
 def main() -> None:
