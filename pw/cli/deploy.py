@@ -250,3 +250,19 @@ def slurm(
     if not script:
         where = f"PW_ADDRESS=$(cat {path.parent}/address) PW_CREDENTIALS={path.parent}/client.pem"
         typer.echo(f"use it with: {where} python script.py")
+
+
+def systemd(
+    name: Annotated[str, typer.Argument(help="The daemon, as controller or east-0.")],
+    file: Annotated[Path, typer.Option(metavar="CLUSTER.YAML")] = Path("cluster.yaml"),
+) -> None:
+    """Print a unit of systemd for a daemon of a cluster, for /etc/systemd/system on its machine.
+
+    Exit codes: 0; 1, with one line on standard error, if the file has an error or no such daemon.
+    """
+    from pw.deploy.daemons import named
+    from pw.deploy.systemd import unit
+
+    described = read(file)
+    (daemon,) = named(described, [name])
+    typer.echo(unit(described, daemon), nl=False)

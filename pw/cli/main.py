@@ -429,7 +429,7 @@ def version() -> None:
 
 app.add_typer(keys.app, name="keys")
 app.command()(keys.join)
-for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s):
+for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s, deploy.systemd):
     app.command()(one)
 app.command(context_settings={"allow_interspersed_args": False})(deploy.slurm)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pw.core.errors import Error
 from pw.deploy.cluster_file import ClusterFile, Machine, Value, machines_of
 from pw.transport.endpoints import tcp_endpoint
 
@@ -58,6 +59,15 @@ def daemons(file: ClusterFile) -> list[Daemon]:
             )
             placed.append(Daemon(name, at, tuple(command), island))
     return placed
+
+
+def named(file: ClusterFile, names: Sequence[str]) -> list[Daemon]:
+    """Return the daemons of these names. Raises Error if there is no such daemon."""
+    known = {daemon.name: daemon for daemon in daemons(file)}
+    for name in names:
+        if name not in known:
+            raise Error(f"the cluster has no {name!r}; it has {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def controller_command(file: ClusterFile, bind: str, credentials: str) -> list[str]:

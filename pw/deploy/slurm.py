@@ -36,12 +36,13 @@ address=$(address_of "$(echo "$nodes" | head -n 1)")
 export PW_ADDRESS="tcp://$address:{port}"
 echo "$PW_ADDRESS" >address
 {controller} >>controller.log 2>&1 &
-controller=$!
+started=$!
 """
 ISLAND = """
 srun --nodes={count} --ntasks={count} --ntasks-per-node=1 --overlap --kill-on-bad-exit=0 \\
     --nodelist="$(echo "$nodes" | sed -n '{first},{last}p' | paste -sd, -)" \\
     --output={name}-%t.log --open-mode=append sh {name}.sh &
+started="$started $!"
 """
 WORKER = """
 address=$(address_of "$SLURMD_NODENAME")
@@ -49,7 +50,7 @@ number=$((SLURM_PROCID + {first}))
 exec {command}
 """
 END = """
-child=$controller
+child=${{started%% *}}  # the controller
 {script}
 # Before the allocation ends, or is taken, Slurm sends SIGTERM: the script saves what it has.
 trap 'noticed=yes; kill -TERM "$child"' TERM
@@ -59,7 +60,7 @@ if [ -n "$noticed" ]; then
     echo "told to end: the script ended with $code; the job begins again"
     scontrol requeue "$SLURM_JOB_ID"
 fi
-kill $(jobs -p) 2>/dev/null
+kill $started 2>/dev/null
 wait
 exit "$code"
 """

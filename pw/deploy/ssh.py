@@ -19,7 +19,7 @@ from typing import TypeVar
 from pw.core.errors import Error
 from pw.deploy.cluster_file import ClusterFile, Machine
 from pw.deploy.credentials import Keys
-from pw.deploy.daemons import CONTROLLER, Daemon, daemons
+from pw.deploy.daemons import CONTROLLER, Daemon, daemons, named
 
 REACH_S = 8
 """Seconds in which a machine must answer."""
@@ -173,11 +173,7 @@ class Cluster:
 
     def chosen(self, names: Sequence[str]) -> list[Daemon]:
         """Return the daemons of these names, by default all. Raises Error if there is no such daemon."""
-        known = [daemon.name for daemon in self.placed]
-        for name in names:
-            if name not in known:
-                raise Error(f"the cluster has no {name!r}; it has {', '.join(known)}")
-        return [daemon for daemon in self.placed if not names or daemon.name in names]
+        return named(self.file, names) if names else self.placed
 
     def up(self, keys: Keys | None) -> bool:
         """Start the daemons that do not run, the controller first; return whether all run."""

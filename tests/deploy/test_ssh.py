@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
-from tests.deploy.engines import SSHD, free_port, pw_command, sshd, train, write_cluster
+from tests.deploy.engines import ROOT, SSHD, free_port, pw_command, sshd, train, write_cluster
 from tests.stages.daemons import until
 
 pytestmark = [
@@ -129,3 +132,37 @@ def test_a_daemon_that_ends_at_once_shows_its_last_lines(lab: Lab) -> None:
     assert done.returncode == 1
     assert "controller ended; pw-controller: error:" in done.stderr
     assert "--lease" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_rolling_upgrade_under_load_loses_no_value(lab: Lab) -> None:
+    """The workers, and then the controller, are restarted in another version while a script trains."""
+    assert pw_command("up", lab.file).returncode == 0
+    client = lab.folder / "keys" / "client.pem"
+    calm = train(client, STEPS)
+    newer = lab.folder / "newer" / "openpathways-0.1.99.dist-info"
+    newer.mkdir(parents=True)
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: openpathways\nVersion: 0.1.99\n")
+    described = yaml.safe_load(lab.file.read_text())
+    described["environment"]["PYTHONPATH"] = f"{newer.parent}:{ROOT}"
+    lab.file.write_text(yaml.safe_dump(described))
+    with ThreadPoolExecutor() as pool:
+        loaded = pool.submit(train, client, STEPS, lab.folder / "go-on", bound_s=250)
+        until((lab.folder / "trains").exists, "the script trains", 60)
+        done = pw_command("up", lab.file, "--restart", bound_s=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (lab.folder / "go-on").touch()
+        said = loaded.result()
+    print(done.stdout, said)
+    assert "controller: restarted in" in done.stdout
+    assert outcome(said) == outcome(calm)
+    assert "pw 0.1.99" in pw_command("doctor", lab.file).stdout
+
+
+STEPS = 200
+
+
+def outcome(said: str) -> str:
+    """The losses that a training script has printed."""
+    return re.findall(r"trained: (loss \S+ -> \S+),", said)[0]
