@@ -35,7 +35,7 @@ def version() -> str:
     tags = run("git", "tag", "--points-at", "HEAD").split()
     if f"v{written}" not in tags:
         raise SystemExit(
-            f"error: HEAD has no tag v{written}, which is the version in pyproject.toml; run: git tag v{written}"
+            f"error: HEAD has no tag of the version in pyproject.toml; run: git tag v{written}"
         )
     return written
 
