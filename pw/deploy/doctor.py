@@ -255,7 +255,7 @@ def examine_cluster(file: ClusterFile) -> list[tuple[str, Finding]]:
     found += [("", Finding(ERROR, "machine", line)) for line in wrong]
     for name, (report, _) in reports.items():
         found += [(name, one) for one in report.findings]
-    return found + list(_compared(reports))
+    return found + list(compared(reports))
 
 
 def _question(file: ClusterFile, group: Iterable[Daemon]) -> str:
@@ -269,7 +269,12 @@ def _question(file: ClusterFile, group: Iterable[Daemon]) -> str:
     return shlex.join(["env", *settings, *words]) + "\n"
 
 
-def _compared(reports: dict[str, tuple[Report, float]]) -> Iterator[tuple[str, Finding]]:
+def compared(reports: dict[str, tuple[Report, float]]) -> Iterator[tuple[str, Finding]]:
+    """Compare machines: their versions, clocks and folders.
+
+    Args:
+        reports: of each machine, with how far its clock is behind this one's, in seconds.
+    """
     if not reports:
         return
     first, (expected, _) = next(iter(reports.items()))

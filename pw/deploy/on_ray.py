@@ -110,7 +110,7 @@ class RayCluster:
         if late:
             raise Error(
                 f"Ray has had no room for {len(late)} of {len(waiting)} islands for {PLACE_S:g} s; each host "
-                f"asks for {dict(resources)}, see ray status. Ask for fewer hosts, or add nodes"
+                f"asks for {dict(resources)}, see ray status. Ask for fewer hosts, or add machines to it"
             )
         command = controller_command(file, f"tcp://{ADDRESS}:{file.controller.port}", CREDENTIALS)
         controller = self._start(CONTROLLER, Role.CONTROLLER, "", command, num_cpus=0)

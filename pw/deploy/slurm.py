@@ -181,7 +181,9 @@ def _write_credentials(file: ClusterFile, folder: Path) -> None:
 def submit(path: Path) -> str:
     """Submit a job's script; return the job's number. Raises Error if Slurm does not take it."""
     if shutil.which("sbatch") is None:
-        raise Error(f"there is no sbatch on this machine; run on a login node: sbatch {path}")
+        raise Error(
+            f"there is no sbatch on this machine; run where Slurm takes jobs: sbatch {path}"
+        )
     done = subprocess.run(
         ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pw.core.messages.roles import Role
-from pw.deploy.doctor import ERROR, OK, WARNING, Finding, Report, _compared, examine
+from pw.deploy.doctor import ERROR, OK, WARNING, Finding, Report, compared, examine
 from pw.transport.access.authority import Authority
 
 
@@ -53,7 +53,7 @@ def test_a_folder_is_missing_or_another_one_elsewhere(tmp_path: Path) -> None:
     assert one(here, "folder").level == OK
     there = Report([], here.versions, here.time, {str(tmp_path): "1/1"})
     (wrong,) = [
-        (where, f) for where, f in _compared({"a": (here, 0), "b": (there, 0)}) if f.level == ERROR
+        (where, f) for where, f in compared({"a": (here, 0), "b": (there, 0)}) if f.level == ERROR
     ]
     assert wrong[0] == "b"
     assert "is another folder than on a" in wrong[1].says
@@ -64,7 +64,7 @@ def test_machines_with_other_versions_and_clocks_are_named() -> None:
         "a": (Report([], "pw 1, jax 2", 0.0), 0.0),
         "b": (Report([], "pw 2, jax 2", 0.0), 30.0),
     }
-    wrong = [str(finding) for where, finding in _compared(reports) if finding.level == ERROR]
+    wrong = [str(finding) for where, finding in compared(reports) if finding.level == ERROR]
     assert "pw 2, jax 2 here, and pw 1, jax 2 on a" in wrong[0]
     assert "its clock is 30.0 s behind this one's" in wrong[1]
 

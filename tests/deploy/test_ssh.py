@@ -117,7 +117,7 @@ def test_a_machine_that_is_gone_is_said(lab: Lab) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
+    """Whether a process runs; one that has ended, and is not reaped, does not."""
     try:
         return bool(Path(f"/proc/{pid}/environ").read_bytes())
     except OSError:
