@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,9 +47,10 @@ ray.shutdown()
 
 def test_a_script_trains_in_a_ray_cluster(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'openpathways[ray]'")
+    temporary = f"/tmp/pw-ray-{os.getpid()}"  # Ray's unix sockets want a short path
     with (tmp_path / "out").open("w+") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"TRAIN = {TRAIN!r}\n{SCRIPT}", f"/tmp/pw-ray-{os.getpid()}"],
+            [sys.executable, "-c", f"TRAIN = {TRAIN!r}\n{SCRIPT}", temporary],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | environment(),
@@ -59,6 +61,8 @@ def test_a_script_trains_in_a_ray_cluster(tmp_path: Path) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
             code = process.wait()
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     said = (tmp_path / "out").read_text()
     assert code == 0, said
     print(said)
