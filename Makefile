@@ -30,7 +30,7 @@ LINT = $(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m my
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test long bench docs wheel lint format lock clean
+.PHONY: help demo test long bench docs wheel release lint format lock clean
 # Make a new environment if the Python of the old one is gone.
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
@@ -65,6 +65,9 @@ wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environm
 	@rm -rf build
 	@$(WHEEL)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--wheel-dir dist .
+
+release: $(STAMP)  ## build the sdist and the wheel of a tag, and try both in clean environments
+	@$(RUN) -m tests.release
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
 	@$(LINT)

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from pw.client.trace.program import program
     from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.functions.parts import ResultPart
+    from pw.deploy.on_ray import on_ray
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -88,6 +89,7 @@ _LAZY = {
     "connect": "pw.client.connection.current",
     "disconnect": "pw.client.connection.current",
     "LocalCluster": "pw.client.connection.cluster",
+    "on_ray": "pw.deploy.on_ray",
     "make_virtual_device_set": "pw.client.arrays.devices",
     "Mesh": "pw.client.arrays.mesh",
     "NamedSharding": "pw.client.arrays.sharding",
@@ -132,6 +134,7 @@ __all__ = [
     "connect",
     "disconnect",
     "LocalCluster",
+    "on_ray",
     "make_virtual_device_set",
     "Mesh",
     "NamedSharding",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -302,6 +303,10 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
 
     node.on_crash = crashed
     executor.register()
+    if keeper is not None:
+        keeper.leave = executor.ask_to_leave
+        if options.drain:  # the supervisor says when to end, also if all processes get the signal
+            loop.add_signal_handler(signal.SIGTERM, lambda: None)
     loop.call_soon(beat)
 
     def teardown() -> None:

@@ -102,6 +102,14 @@ class HostOptions:
         float,
         typer.Option(min=0, help="Seconds to look for a lost controller."),
     ] = 60.0
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds in which, when told to end (SIGTERM), it moves its work and data to other hosts "
+            "first, if any can take them; a second signal ends it at once. By default it ends at once.",
+        ),
+    ] = 0.0
     allow_python: Annotated[
         bool,
         typer.Option(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pw.cli import handover
-from pw.cli.supervision import Parcel, SupervisorLink
+from pw.cli.supervision import Drain, Parcel, SupervisorLink
 from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.devices.host.replica_memory import Replica
 from pw.transport.log import log
@@ -39,6 +39,8 @@ class Keeper:
     _loop: asyncio.AbstractEventLoop
     _supervisor: SupervisorLink
     _ended: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    """Called when the host is to leave the cluster once it is empty."""
     _kept: Kept | None = None
     """Called when the supervisor has taken the parcel that is under way."""
     _left: bool = False
@@ -97,9 +99,11 @@ class Keeper:
             packed.close()
 
     def _listen(self) -> None:
-        """The supervisor has taken a parcel, or has ended."""
-        for _ in range(self._supervisor.taken()):
-            if not self._left:
+        """The supervisor has taken a parcel, tells the host to leave, or has ended."""
+        for message in self._supervisor.arrived():
+            if isinstance(message, Drain):
+                self.leave()
+            elif not self._left:
                 self._end(None)
         if self._supervisor.channel.ended:
             self._loop.remove_reader(self._supervisor.channel.fileno())

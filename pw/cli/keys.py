@@ -15,7 +15,7 @@ from pw.transport.access import joined, private_files
 from pw.transport.access.identity import TRUST_DOMAIN, said
 
 if TYPE_CHECKING:  # cryptography loads slowly, and other commands do not need it
-    from pw.cli.keys_folder import KeysFolder
+    from pw.transport.access.keys_folder import KeysFolder
 
 DAYS = 90.0
 
@@ -35,7 +35,7 @@ Keys = Annotated[
 
 
 def _folder(keys: Path | None) -> KeysFolder:
-    from pw.cli.keys_folder import KeysFolder
+    from pw.transport.access.keys_folder import KeysFolder
 
     return KeysFolder(keys or joined.config_folder() / "keys")
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pw.cli import keys
+from pw.cli import deploy, keys
 from pw.cli.process import (
     Credentials,
     Insecure,
@@ -429,6 +429,9 @@ def version() -> None:
 
 app.add_typer(keys.app, name="keys")
 app.command()(keys.join)
+for one in (deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s, deploy.systemd):
+    app.command()(one)
+app.command(context_settings={"allow_interspersed_args": False})(deploy.slurm)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
     child -> supervisor   Beat     my loop turns; at every heartbeat, from its first turn on
     child -> supervisor   Handed   keep this parcel for the next child, in place of the last one
     supervisor -> child   Taken    I have your parcel
+    supervisor -> child   Drain    you are to end: first have all that you hold moved to other hosts
     child -> supervisor   Dropped  I do not use the parcel of `Begin` any more
 
 The end of the file tells each process that the other one has ended. A parcel is an anonymous memory
@@ -59,8 +60,12 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Supervisor to child: one parcel has been taken."""
 
 
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Supervisor to child: leave the cluster once all that the host holds is elsewhere."""
+
+
 ToSupervisor = Beat | Handed | Dropped
-ToRuntime = Begin | Taken
+ToRuntime = Begin | Taken | Drain
 
 
 class Parcel:
@@ -119,6 +124,11 @@ class ChildLink:
         descriptors = [] if parcel is None else [parcel.descriptor]
         with contextlib.suppress(ConnectionError):  # it has ended; `listen` sees that
             self.channel.send(begin, descriptors=descriptors)
+
+    def drain(self) -> None:
+        """Tell the child to leave the cluster."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.channel.send(Drain(), wait=False)
 
     def listen(self, kept: Parcel | None) -> Parcel | None:
         """Take all messages of the child, and return the parcel to keep from now on."""
@@ -179,9 +189,9 @@ class SupervisorLink:
             handed = Handed(parcel.index_offset)
             self.channel.send(handed, descriptors=[parcel.descriptor], wait=False)
 
-    def taken(self) -> int:
-        """Return how many parcels the supervisor has taken since the last call."""
-        return sum(1 for _ in self.channel.arrived())
+    def arrived(self) -> list[ToRuntime]:
+        """Return what the supervisor has said since the last call."""
+        return [message for message, _, _ in self.channel.arrived()]
 
     def _unread_bytes(self) -> int:
         """Return the bytes that the supervisor has not read; a message counts some 800."""

@@ -26,6 +26,7 @@ What follows depends on how a child ends:
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import select
 import signal
@@ -76,6 +77,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._name, self._heartbeat_s = self._options.name, self._options.heartbeat
+        self._drained_by_s: float | None = None
+        """When this process ends at the latest; None until it is told to."""
         self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * self._heartbeat_s)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
@@ -97,6 +100,7 @@ class Supervisor:
             link.begin(time.time_ns(), self._options.spare or served, self._parcel)
             code = self._wait(child, link)
             if code is None:
+                child.let_go()  # it ends when it sees that, also if it does not heed signals
                 child.stop(STOP_S)
                 return EXIT_OK
             if code in (EXIT_OK, EXIT_ERROR):
@@ -153,7 +157,17 @@ class Supervisor:
     def _wait(self, child: Child[ToSupervisor], link: ChildLink) -> int | None:
         """Return the child's exit code, or None when this process must end."""
         while (code := child.exit_code()) is None:
-            if self._told_to_stop(self._heartbeat_s, child.channel):
+            told = self._told_to_stop(self._heartbeat_s, child.channel)
+            if told and self._options.drain and self._drained_by_s is None:
+                self._drained_by_s = time.monotonic() + self._options.drain
+                log(
+                    "info",
+                    "told to end, and drains first",
+                    self._name,
+                    at_most_s=self._options.drain,
+                )
+                link.drain()
+            elif told or time.monotonic() > (self._drained_by_s or math.inf):
                 return None
             self._parcel = link.listen(self._parcel)
             if link.watch.is_silent(time.monotonic()):

@@ -211,17 +211,17 @@ def test_a_supervisor_that_does_not_read_has_room_for_what_is_handed_over() -> N
         parcel = handover.pack_what_fits(saved[:count], pair.child.beat)
         pair.child.hand_over(parcel)
         parcel.close()
-    assert pair.child.taken() == 0, "nothing is answered that was not read"
+    assert len(pair.child.arrived()) == 0, "nothing is answered that was not read"
     kept = pair.supervisor.listen(None)
-    assert pair.child.taken() == 2
+    assert len(pair.child.arrived()) == 2
     assert kept is not None
     assert len(handover.unpack(kept, lambda: None)) == 1000
     pair.child.beat()
     pair.supervisor.listen(None)
-    assert pair.child.taken() == 0
+    assert len(pair.child.arrived()) == 0
     assert not pair.child.channel.ended
     pair.supervisor.channel.close()
-    pair.child.taken()
+    pair.child.arrived()
     assert pair.child.channel.ended
     pair.child.channel.close()
 

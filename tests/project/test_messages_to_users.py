@@ -32,6 +32,7 @@ SOURCE = Path(pw.__file__).parent
 
 FOR_OPERATORS = {
     "client/plan.py": "pw plan shows how hosts run a program: segments and edges are what it is asked for",
+    "deploy/slurm.py": "scripts for Slurm, which calls machines nodes",
     "devices/jax/coordination.py": "hosts tell each other, and their logs",
     "devices/jax/coordination_service.py": "hosts tell each other, and their logs",
     "devices/jax/group.py": "hosts tell their logs",

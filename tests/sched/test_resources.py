@@ -433,6 +433,24 @@ def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> Non
     assert not drained(bench)
 
 
+def test_a_host_that_asks_to_leave_is_drained_or_ends_at_once() -> None:
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.host("s", "a", 2, spare=True)
+    bench.say(executor_of("a0"), msg.AskToLeave())
+    bench.say(executor_of("a0"), msg.AskToLeave())
+    assert bench.manager.inventory.draining == {"a0": None}
+    assert not bench.world.to(executor_of("a0"), msg.Leave)
+    bench.host("a0", "a", 2)
+    bench.say(CONTROL, msg.HostEmptied("a0"))
+    assert [one.reason for one in bench.world.to(executor_of("a0"), msg.Leave)] == [
+        "it was drained"
+    ]
+    bench.say(executor_of("x0"), msg.AskToLeave())
+    (leave,) = bench.world.to(executor_of("x0"), msg.Leave)
+    assert "it has no place" in leave.reason
+
+
 def test_a_host_joins_only_islands_that_its_certificate_allows() -> None:
     bench = Bench()
     bench.world.islands = {"w0": ("east",), "w1/0": ("west", "east")}

@@ -57,6 +57,7 @@ def greeting(name: str, silence_s: float = 0.0) -> bytes:
 
 @pytest.mark.parametrize("field", ["protocol", "pw", "jax"])
 def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, field: str) -> None:
+    assert Versions(1, "1.0.3", "0.10.2").fits(Versions(1, "1.0.4", "0.10.2"))
     ours = Versions(1, "1.0", "0.10.2")
     theirs = ours._replace(**{field: 99 if field == "protocol" else "99.0"})
     a = sockets.node("a", versions=ours)

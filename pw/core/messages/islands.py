@@ -165,6 +165,10 @@ class DrainHost(ClientToController, frozen=True, tag=24):
     """The client's node, which gets the answer; the controller fills it in."""
 
 
+class AskToLeave(HostToResources, frozen=True, tag=23):
+    """HostExecutor to ResourceManager: this host is to end; move all work and data off it first."""
+
+
 class Draining(Local, frozen=True, tag=27):
     """ResourceManager to Controller (local): these hosts are draining."""
 

@@ -84,6 +84,10 @@ class HostExecutor(Actor):
         """Ask for a place in an island."""
         self.membership.register()
 
+    def ask_to_leave(self) -> None:
+        """Leave the cluster once all that this host holds is elsewhere."""
+        self.membership.ask_to_leave()
+
     def census(self) -> dict[str, int]:
         """Count the programs, runs and waiting pieces of work on this host."""
         return {

@@ -80,6 +80,8 @@ class Membership(Part):
     reconnect_s: float
     _place: msg.FormIsland | None = None
     _leaving: bool = False
+    _is_to_end: bool = False
+    """This host has asked to be emptied."""
     _is_known: bool = False
     """A controller has spoken to this host."""
     _lost_s: float | None = None
@@ -104,6 +106,18 @@ class Membership(Part):
             self.env.send(RESOURCES, registration)
         else:
             self.env.send(self.env.address, msg.HostRejected(error))
+
+    def ask_to_leave(self) -> None:
+        """Have all work and data moved off this host, which ends then."""
+        self._is_to_end = True
+        if self._lost_s is None:
+            self.env.send(RESOURCES, msg.AskToLeave())
+        else:
+            self._end_without_controller()
+
+    def _end_without_controller(self) -> None:
+        self._leaving = self.order.is_broken = True
+        self.process.finish("told to end, and there is no controller")
 
     @handles(msg.HostRejected)
     def _rejected(self, sender: Address, message: msg.HostRejected) -> None:
@@ -194,6 +208,9 @@ class Membership(Part):
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         if message.node != RESOURCES.node or self._leaving:
+            return
+        if self._is_to_end:
+            self._end_without_controller()
             return
         if not self._is_known:
             self._give_up_controller(f"the controller {message.reason}")

@@ -41,11 +41,8 @@ class Drains(Part):
     def _drain(self, sender: Address, message: msg.DrainHost) -> None:
         """Empty a host, and tell the client when that is done, or why it cannot be."""
         node, inventory = message.node, self.inventory
-        if (spare := inventory.spares.pop(node, None)) is not None:
-            inventory.draining[node] = spare
-            self.epochs.tell_draining()
         island = inventory.island_of(node)
-        if node not in inventory.draining and island is None:
+        if island is None and not (node in inventory.draining or node in inventory.spares):
             may_come = any(node in known.awaited for known in inventory.islands.values())
             if may_come or self.env.now_s() < inventory.settling_until_s:
                 self.env.call_later(AGAIN_S, message)
@@ -58,6 +55,13 @@ class Drains(Part):
             self._answer(message, objection)
             return
         self._asked.setdefault(node, []).append(message)
+        self._empty(node, island)
+
+    def _empty(self, node: str, island: Island | None) -> None:
+        inventory = self.inventory
+        if (spare := inventory.spares.pop(node, None)) is not None:
+            inventory.draining[node] = spare
+            self.epochs.tell_draining()
         if island is not None:
             inventory.draining[node] = None
             self._left[node] = island.name
@@ -66,6 +70,17 @@ class Drains(Part):
             if not is_replaced:
                 self.slices.move(island)
         self.env.log("info", "host is drained", host=node)
+
+    @handles(msg.AskToLeave)
+    def _ask_to_leave(self, sender: Address, message: msg.AskToLeave) -> None:
+        """Empty the host that asks, and have it end; at once if no other host can take what it has."""
+        node, island = sender.node, self.inventory.island_of(sender.node)
+        objection = None if island is None else self._objection(island, node)
+        if objection is None and (island is not None or node in self.inventory.spares):
+            self._empty(node, island)
+        elif node not in self.inventory.draining:
+            reason = "it has no place" if objection is None else str(objection)
+            self.env.send(sender, msg.Leave(f"it is told to end, and {reason}"))
 
     def _objection(self, island: Island, node: str) -> Error | None:
         """Return why an island cannot do without a host."""

@@ -31,7 +31,7 @@ def incarnation() -> int:
 
 
 class Versions(NamedTuple):
-    """The versions of a process; two processes talk only if all three are equal."""
+    """The versions of a process; two processes talk only if theirs fit each other."""
 
     protocol: int
     pw: str
@@ -46,6 +46,14 @@ class Versions(NamedTuple):
     def of(cls, hello: Hello) -> Versions:
         """The versions of the sender of a hello."""
         return cls(hello.protocol, hello.pw_version, hello.jax_version)
+
+    def fits(self, other: Versions) -> bool:
+        """Whether two processes understand each other: those of releases with equal first two numbers do.
+
+        So the daemons of a cluster can be upgraded one after the other.
+        """
+        series = [one.pw.split(".")[:2] for one in (self, other)]
+        return (self.protocol, self.jax, series[0]) == (other.protocol, other.jax, series[1])
 
     def __str__(self) -> str:
         return f"pw {self.pw} with jax {self.jax} (protocol {self.protocol})"
@@ -63,7 +71,7 @@ def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) ->
 def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
     """Why a node refuses a hello; None if it does not."""
     theirs = Versions.of(hello)
-    if theirs != ours:
+    if not theirs.fits(ours):
         return version_mismatch(here, ours, hello.node, theirs)
     if hello.node == here:
         words = f"two processes are called {here}; give each its own name"

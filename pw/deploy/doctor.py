@@ -1,0 +1,314 @@
+"""Looks for what keeps a cluster from working on a machine, and says what to do: `pw doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pw.core import installed
+from pw.core.errors import ConnectionFailed, Error
+from pw.deploy.cluster_file import ClusterFile, Machine
+from pw.deploy.daemons import CONTROLLER, Daemon, address_of, daemons
+from pw.deploy.ssh import Ssh, by_machine, on_each
+from pw.transport.access.credentials import Credentials
+from pw.transport.access.identity import said
+from pw.transport.endpoints import look_up, parse
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+ANSWER_S = 3.0
+WARN_DAYS = 9.0
+DESCRIPTORS = 65_536
+SHARED_BYTES = 1 << 30
+CLOCK_S = 2.0
+"""Clocks that differ by less are fine: certificates and logs need no more."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was checked."""
+
+    level: str
+    subject: str
+    says: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8}{self.subject}: {self.says}" + (
+            f"; {self.remedy}" * bool(self.remedy)
+        )
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one machine says of itself."""
+
+    findings: list[Finding]
+    versions: str
+    """Versions of pw and jax."""
+    time: float
+    """Its clock, in seconds since 1970."""
+    folders: dict[str, str] = {}
+    """What tells whether two machines see the same folder, for each folder."""
+
+
+def examine(address: str = "", credentials: str = "", folders: Sequence[str] = ()) -> Report:
+    """Check this machine.
+
+    Args:
+        address: the controller's; empty to check no connection.
+        credentials: a file or folder of credentials; empty to check none.
+        folders: that all machines of the cluster must see, such as that of checkpoints.
+    """
+    found = [*_versions(), *_names(), *_limits()]
+    if address:
+        found += _port(address)
+    if credentials:
+        found += _certificates(credentials)
+    seen: dict[str, str] = {}
+    for folder in folders:
+        found += _folder(folder, seen)
+    here = f"pw {installed.version(installed.DISTRIBUTION)}, jax {installed.version('jax')}"
+    return Report(found, here, time.time(), seen)
+
+
+def _versions() -> Iterator[Finding]:
+    try:
+        installed.check()
+    except Error as error:
+        yield Finding(ERROR, "versions", str(error))
+        return
+    words = (
+        f"pw {installed.version(installed.DISTRIBUTION)}, jax {installed.version('jax')}, Python "
+    )
+    yield Finding(OK, "versions", words + platform.python_version())
+    if sys.platform != "linux":
+        yield Finding(
+            WARNING,
+            "system",
+            f"{sys.platform} has no workers",
+            "run workers on Linux; clients run here",
+        )
+
+
+def _names() -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+        yield Finding(OK, "name", f"this machine is called {name}")
+    except OSError as error:
+        yield Finding(
+            WARNING,
+            "name",
+            f"this machine's name {name} has no address ({error.strerror})",
+            "add it to /etc/hosts, or use numeric addresses",
+        )
+
+
+def _port(address: str) -> Iterator[Finding]:
+    try:
+        where = look_up(parse(address))
+        begun_s = time.monotonic()
+        with socket.socket(where.family, socket.SOCK_STREAM) as dialled:
+            dialled.settimeout(ANSWER_S)
+            dialled.connect(where.address)
+        took_ms = 1000 * (time.monotonic() - begun_s)
+        yield Finding(OK, "port", f"{address} takes connections, after {took_ms:.1f} ms")
+    except ConnectionRefusedError:
+        yield Finding(
+            ERROR,
+            "port",
+            f"no process listens at {address}",
+            "start pw-controller there, or `pw up`",
+        )
+    except TimeoutError:
+        yield Finding(
+            ERROR,
+            "port",
+            f"no answer from {address} in {ANSWER_S:g} s",
+            "open this port in the firewall between the machines, or correct the address",
+        )
+    except (ConnectionFailed, OSError) as error:
+        yield Finding(ERROR, "port", f"{address} cannot be reached: {error}", "correct the address")
+
+
+def _certificates(path: str) -> Iterator[Finding]:
+    try:
+        own = Credentials.read(path).own
+    except Error as error:
+        yield Finding(
+            ERROR, "certificate", str(error), "issue another: `pw keys issue`, or `pw up`"
+        )
+        return
+    days = (own.expires - time.time()) / 86400
+    level, remedy = (
+        (OK, "") if days > WARN_DAYS else (WARNING, "issue another now: `pw keys issue`")
+    )
+    yield Finding(level, "certificate", f"{own}, until {said(own.expires)}", remedy)
+
+
+def _folder(folder: str, seen: dict[str, str]) -> Iterator[Finding]:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        yield Finding(
+            ERROR,
+            "folder",
+            f"there is no folder {folder}",
+            "make it, or mount the shared one there",
+        )
+        return
+    status = path.stat()
+    seen[folder] = f"{status.st_ino}/{status.st_mtime_ns}"
+    if not os.access(path, os.W_OK | os.X_OK):
+        yield Finding(
+            ERROR, "folder", f"this user may not write to {folder}", "change its owner or its mode"
+        )
+        return
+    free = shutil.disk_usage(path).free
+    level, remedy = (
+        (OK, "") if free > SHARED_BYTES else (WARNING, "make room, or name another folder")
+    )
+    yield Finding(level, "folder", f"{folder} has {free / (1 << 30):.1f} GiB free", remedy)
+
+
+def _limits() -> Iterator[Finding]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS:
+        yield Finding(
+            WARNING,
+            "limits",
+            f"a process may open {hard} files, and each larger array needs one",
+            f"raise the limit to {DESCRIPTORS}: LimitNOFILE= of systemd, or /etc/security/limits.conf",
+        )
+    for kind, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
+        bound = resource.getrlimit(kind)[0]
+        if bound != resource.RLIM_INFINITY:
+            yield Finding(
+                WARNING,
+                "limits",
+                f"{name} bounds the address space of a process to {bound >> 20} MiB, and JAX maps much more "
+                "than it uses",
+                f"set {name} unlimited; bound memory by cgroups",
+            )
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < SHARED_BYTES:
+        yield Finding(
+            WARNING,
+            "memory",
+            f"/dev/shm has {free >> 20} MiB free, and arrays between processes of a machine lie there",
+            "give it more: docker run --shm-size, an emptyDir with medium: Memory, or mount -o remount,size=",
+        )
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = _cgroup_bytes()
+    words = f"{total / (1 << 30):.1f} GiB in this machine"
+    if group is not None and group < total:
+        words += f", of which this process's group may use {group / (1 << 30):.1f} GiB"
+    yield Finding(OK, "memory", words)
+
+
+def _cgroup_bytes() -> int | None:
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            written = Path(name).read_text().strip()
+        except OSError:
+            continue
+        return int(written) if written.isdecimal() else None
+    return None
+
+
+def examine_cluster(file: ClusterFile) -> list[tuple[str, Finding]]:
+    """Check all machines of a cluster file at the same time, over ssh, and compare them.
+
+    Returns:
+        what was found, each with its machine.
+    """
+    ssh, found = Ssh(file), list[tuple[str, Finding]]()
+    reports: dict[str, tuple[Report, float]] = {}
+
+    def ask(machine: Machine, group: list[Daemon]) -> list[str]:
+        begun_s = time.time()
+        done = ssh.run(machine, _question(file, group))
+        ended_s = time.time()
+        try:
+            report = msgspec.json.decode(done.stdout, type=Report)
+        except (msgspec.MsgspecError, ValueError):
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+            version = installed.version(installed.DISTRIBUTION)
+            raise Error(
+                f"{machine.ssh}: {file.python} cannot run pw there ({lines[-1]}); run there: {file.python} -m "
+                f"pip install {installed.DISTRIBUTION}=={version}, or correct `python:` in the cluster file"
+            ) from None
+        # Its clock was read at the end of the script.
+        early, late = begun_s - report.time, ended_s - report.time
+        offset_s = 0.0 if early <= 0 <= late else min(early, late, key=abs)
+        reports[machine.ssh] = report, offset_s
+        return []
+
+    _, wrong = on_each(by_machine(daemons(file)), ask)
+    found += [("", Finding(ERROR, "machine", line)) for line in wrong]
+    for name, (report, _) in reports.items():
+        found += [(name, one) for one in report.findings]
+    return found + list(compared(reports))
+
+
+def _question(file: ClusterFile, group: Iterable[Daemon]) -> str:
+    daemon = min(group, key=lambda one: one.name != CONTROLLER)
+    words = [file.python, "-m", "pw.cli.main", "doctor", "--json", "--address", address_of(file)]
+    words += [] if file.insecure else ["--credentials", daemon.credentials]
+    if daemon.island:
+        root = file.islands[daemon.island].options.get("checkpoint-root")
+        words += ["--folder", str(root)] if root else []
+    settings = [f"{key}={value}" for key, value in file.environment.items()]
+    return shlex.join(["env", *settings, *words]) + "\n"
+
+
+def compared(reports: dict[str, tuple[Report, float]]) -> Iterator[tuple[str, Finding]]:
+    """Compare machines: their versions, clocks and folders.
+
+    Args:
+        reports: of each machine, with how far its clock is behind this one's, in seconds.
+    """
+    if not reports:
+        return
+    first, (expected, _) = next(iter(reports.items()))
+    for name, (report, offset_s) in reports.items():
+        if report.versions != expected.versions:
+            yield (
+                name,
+                Finding(
+                    ERROR,
+                    "versions",
+                    f"{report.versions} here, and {expected.versions} on {first}",
+                    "install the same versions on all machines",
+                ),
+            )
+        if abs(offset_s) > CLOCK_S:
+            yield (
+                name,
+                Finding(
+                    ERROR,
+                    "clock",
+                    f"its clock is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} this one's",
+                    "start a time service there, such as chrony: certificates and timelines need it",
+                ),
+            )
+        else:
+            yield name, Finding(OK, "clock", f"agrees with this machine's within {CLOCK_S:g} s")
+        for folder, mark in report.folders.items():
+            if expected.folders.get(folder, mark) != mark:
+                yield (
+                    name,
+                    Finding(
+                        ERROR,
+                        "folder",
+                        f"{folder} is another folder than on {first}",
+                        "mount the same file system on all machines: checkpoints have parts of all hosts",
+                    ),
+                )
