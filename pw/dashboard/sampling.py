@@ -1,0 +1,229 @@
+"""What a short timeline says: how busy devices are, what hosts send each other, and which host is slow.
+
+Theory of operation. A timeline of a fraction of a second (`pw.client.timeline`) has every computation, transfer
+and launch of the cluster in that time. Nothing is recorded between two samples, so they cost hardly anything.
+
+The hosts of a gang run the same computation at the same time. Where it has collectives, all wait in them for
+the slowest host, so durations are alike; but after the last collective the slow host ends later than the
+others. Where it has none, its computations take longer. A host is slow if one of both was so in most of the
+gangs that it was in during the last minutes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import msgspec
+
+from pw.client.timeline.timeline import Computation, Timeline
+from pw.core.ids import client_of
+
+REMEMBERED_S = 300.0
+"""How far back the comparison of hosts goes."""
+PARTS_KEPT = 512
+"""Comparisons that are kept for each host."""
+LEAST_GANGS = 8
+"""So many comparisons are needed to call a host slow."""
+SLOW = 0.1
+"""A slow host is behind by this part of the time that its gangs take."""
+LEAST_S = 0.001
+MOSTLY = 0.6
+"""And is behind in this part of the gangs."""
+
+ROWS_DRAWN = 96
+SLICES_DRAWN = 1500
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """A computation in the picture of a sample; times are milliseconds since its beginning."""
+
+    start_ms: float
+    end_ms: float
+    name: str
+    client: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A device in the picture of a sample."""
+
+    host: str
+    device: str
+    slices: list[Slice]
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """The computations of a sample, as the page draws them."""
+
+    number: int
+    time_s: float
+    """When it ended, in seconds since 1970."""
+    length_ms: float
+    rows: list[Row]
+    omitted: int
+    """Devices and computations that are left out."""
+
+
+class SlowHost(msgspec.Struct, frozen=True):
+    """A host that others wait for."""
+
+    host: str
+    behind_s: float
+    """How much later it is than the others, on average."""
+    behind: float
+    """The same as a part of the time that its gangs take."""
+    gangs: int
+    """How many computations of gangs were compared."""
+    often: float
+    """In which part of them it was behind."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One timeline, summed up."""
+
+    length_s: float
+    computations: int
+    busy: dict[tuple[str, str], float]
+    """The busy part of the time of each device, by host and ordinal."""
+    clients: dict[int, float]
+    """Device seconds of each client."""
+    sent: dict[tuple[str, str], int]
+    """Bytes from host to host."""
+    waits: list[tuple[int, float]]
+    """Clients, and how long their launches were queued, in seconds."""
+    launched: list[tuple[int, float]]
+    """Clients, and how long their launches took from the launch to the end, in seconds."""
+
+
+def summed(timeline: Timeline) -> Sample:
+    """Sum up a timeline."""
+    length_s = max(timeline.length_s, 1e-9)
+    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
+    clients: defaultdict[int, float] = defaultdict(float)
+    for one in timeline.computations:
+        if one.device.isdecimal():
+            inside_s = max(0.0, min(one.end_s, length_s) - max(one.start_s, 0.0))
+            busy[one.host, one.device] += inside_s
+            clients[one.client] += inside_s
+    sent: Counter[tuple[str, str]] = Counter()
+    for transfer in timeline.transfers:
+        if transfer.kind == "edge" and transfer.peer and not transfer.is_incoming:
+            sent[transfer.host, transfer.peer] += transfer.size_bytes
+    waits, launched = [], []
+    for launch in timeline.launches:
+        client = client_of(launch.run)
+        if launch.queued_s is not None and launch.launched_s is not None:
+            waits.append((client, launch.launched_s - launch.queued_s))
+        if launch.launched_s is not None and launch.ended_s is not None:
+            launched.append((client, launch.ended_s - launch.launched_s))
+    return Sample(
+        timeline.length_s,
+        len(timeline.computations),
+        {device: min(1.0, seconds / length_s) for device, seconds in busy.items()},
+        dict(clients),
+        dict(sent),
+        waits,
+        launched,
+    )
+
+
+def pictured(timeline: Timeline, number: int, time_s: float) -> Picture:
+    """Return the picture of a timeline: its busiest devices, and the longest computations of each."""
+    rows: defaultdict[tuple[str, str], list[Computation]] = defaultdict(list)
+    for one in timeline.computations:
+        rows[one.host, one.device].append(one)
+    chosen = sorted(rows, key=lambda key: -len(rows[key]))[:ROWS_DRAWN]
+    room = SLICES_DRAWN // max(1, len(chosen))
+    drawn, omitted = [], len(rows) - len(chosen)
+    for host, device in sorted(chosen):
+        longest = sorted(rows[host, device], key=lambda one: one.start_s - one.end_s)[:room]
+        omitted += len(rows[host, device]) - len(longest)
+        longest.sort(key=lambda one: one.start_s)
+        slices = [
+            Slice(
+                round(max(one.start_s, 0.0) * 1e3, 3),
+                round(min(one.end_s, timeline.length_s) * 1e3, 3),
+                one.name,
+                one.client,
+            )
+            for one in longest
+        ]
+        drawn.append(Row(host, device, slices))
+    return Picture(number, time_s, timeline.length_s * 1e3, drawn, omitted)
+
+
+@dataclass(slots=True)
+class _Compared:
+    """A host beside the others in one gang."""
+
+    time_s: float
+    behind_s: float
+    gang_s: float
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Compares the hosts of gangs over minutes."""
+
+    _hosts: defaultdict[str, deque[_Compared]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=PARTS_KEPT))
+    )
+
+    def learn(self, timeline: Timeline, now_s: float) -> None:
+        """Compare the hosts of each gang in a timeline; `now_s` is its time on any clock."""
+        error_s = timeline.clock_error_s
+        gangs: defaultdict[tuple[int, int, str], dict[str, Computation]] = defaultdict(dict)
+        twice = set()
+        for one in timeline.computations:
+            if one.is_open or one.divided > 1 or not one.device.isdecimal():
+                continue
+            key = one.run, one.segment, one.name
+            known = gangs[key].get(one.host)
+            if known is None:
+                gangs[key][one.host] = one
+            elif known.device == one.device:
+                twice.add(key)  # it was called several times: which belongs to which is not known
+            elif one.end_s > known.end_s:
+                gangs[key][one.host] = one
+        for key, hosts in gangs.items():
+            if key not in twice and len(hosts) > 1:
+                self._compare(hosts, error_s, now_s)
+
+    def _compare(self, hosts: dict[str, Computation], error_s: float, now_s: float) -> None:
+        gang_s = median(one.end_s - one.start_s for one in hosts.values())
+        for host, own in hosts.items():
+            others = [one.end_s for name, one in hosts.items() if name != host]
+            behind_s = own.end_s - median(others)
+            behind_s = 0.0 if abs(behind_s) <= error_s else behind_s
+            self._hosts[host].append(_Compared(now_s, behind_s, gang_s))
+
+    def slow(self, now_s: float) -> tuple[SlowHost, ...]:
+        """Return the slow hosts, the slowest first."""
+        found = []
+        for host, compared in list(self._hosts.items()):
+            while compared and compared[0].time_s < now_s - REMEMBERED_S:
+                compared.popleft()
+            if not compared:
+                del self._hosts[host]
+            elif len(compared) >= LEAST_GANGS and (one := _judged(host, compared)) is not None:
+                found.append(one)
+        return tuple(sorted(found, key=lambda one: -one.behind))
+
+    def behind(self, host: str) -> float | None:
+        """Return how much later a host is than the others of its gangs, in seconds; None if not known."""
+        compared = self._hosts.get(host)
+        return fmean(one.behind_s for one in compared) if compared else None
+
+
+def _judged(host: str, compared: Iterable[_Compared]) -> SlowHost | None:
+    ones = list(compared)
+    behind_s = fmean(one.behind_s for one in ones)
+    gang_s = fmean(one.gang_s for one in ones)
+    often = sum(one.behind_s > SLOW * one.gang_s for one in ones) / len(ones)
+    behind = behind_s / max(gang_s, 1e-9)
+    if behind_s < LEAST_S or behind < SLOW or often < MOSTLY:
+        return None
+    return SlowHost(host, behind_s, behind, len(ones), often)
