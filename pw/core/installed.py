@@ -11,6 +11,7 @@ import importlib
 import re
 import warnings
 from importlib import metadata
+from importlib.util import find_spec
 
 from pw.core.errors import Error, VersionMismatch
 
@@ -71,3 +72,8 @@ def check_extra(extra: str, *modules: str) -> None:
             raise Error(
                 f"{module} is missing; run: pip install '{DISTRIBUTION}[{extra}]'"
             ) from error
+
+
+def is_installed(*modules: str) -> bool:
+    """Whether all these modules are installed; imports none of them."""
+    return all(find_spec(module) is not None for module in modules)
