@@ -35,8 +35,8 @@ class Beside:
         installed.check_extra("dashboard", "starlette", "uvicorn", "prometheus_client")
         if security.credentials is not None and not credentials:
             raise Error(
-                "--dashboard and --metrics need --dashboard-credentials in a cluster with credentials: those of "
-                "a client, for example of `pw keys issue client dashboard --tenant operator`"
+                "--dashboard and --metrics need --dashboard-credentials in a cluster with credentials: those "
+                "of a client, for example of `pw keys issue client dashboard --tenant operator`"
             )
         return cls(shows, metrics, credentials, security.insecure, PrivateFolder.make())
 

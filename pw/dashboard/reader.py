@@ -86,6 +86,7 @@ class Reader:
     """Reads a cluster until it is closed; see the module."""
 
     address: str
+    period_s: float = PERIOD_S
     wants_runs: bool = False
     """Whether to read an event for each run: metrics need them."""
     is_watched: Callable[[], bool] = lambda: True
@@ -191,7 +192,7 @@ class Reader:
                     self._disconnect()
                     self._closing.wait(AGAIN_S)
             turn += 1
-            self._closing.wait(max(0.05, PERIOD_S - (time.monotonic() - began_s)))
+            self._closing.wait(max(0.05, self.period_s - (time.monotonic() - began_s)))
         self._disconnect()
 
     def _connect(self, timeout_s: float) -> Runtime:
@@ -378,7 +379,7 @@ class Reader:
         devices = max(1, sum(island.devices for island in status.islands))
         use = None if sample is None else sum(sample.busy.values()) / devices
         rates = replace(rates, time_s=now_s, queued=queued, in_flight=in_flight, use=use)
-        if before is not None and seen == before[1] and now_s - before[0] < 6 * PERIOD_S:
+        if before is not None and seen == before[1] and now_s - before[0] < 6 * self.period_s:
             return rates
         self._counted = now_s, seen
         if before is None or not any(before[1].values()):

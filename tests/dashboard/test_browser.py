@@ -75,24 +75,25 @@ def page(browser: Any, cluster: pw.LocalCluster) -> Iterator[Any]:
 
 
 @pytest.fixture
-def clients(cluster: pw.LocalCluster) -> Iterator[list[subprocess.Popen[bytes]]]:
-    environment = os.environ | {"PW_ADDRESS": cluster.address}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.dashboard.workload", *words], cwd=ROOT, env=environment
-        )
-        for words in (("encoder", "island-0", "island-1"), ("decoder", "island-1", "island-2"))
-    ]
+def clients(cluster: pw.LocalCluster, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    environment = os.environ | {"PW_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)}
+    started = []
+    for name, *islands in (
+        ("encoder", "island-0", "island-1"),
+        ("decoder", "island-1", "island-2"),
+    ):
+        script = shutil.copy(Path(__file__).with_name("workload.py"), tmp_path / f"{name}.py")
+        started.append(subprocess.Popen([sys.executable, script, name, *islands], env=environment))
     yield started
     for one in started:
         one.kill()
         one.wait()
 
 
-def keep(page: Any, name: str) -> None:
+def keep(page: Any, name: str, *, whole: bool = False) -> None:
     """Keep a picture, if they are wanted."""
     if folder := os.environ.get("PW_PICTURES"):
-        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+        page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=whole)
 
 
 def text(page: Any, selector: str) -> str:
@@ -116,7 +117,7 @@ def test_a_run_starts_and_a_host_is_killed(
     assert "encoder_step" in text(page, "#runs")
     first = page.evaluate("now.sample")
     wait_for(page, f"now.sample > {first}")  # the picture moves
-    keep(page, "dashboard")
+    keep(page, "dashboard", whole=True)
     page.click("#theme")
     keep(page, "dashboard-light")
     page.click("#theme")
@@ -144,6 +145,7 @@ def test_a_run_starts_and_a_host_is_killed(
     wait_for(page, "now.islands.every(one => one.state === 'ready') && now.islands[0].formed > 1")
     assert "island-0" in text(page, "#happenings")
     wait_for(page, "now.rates.launches > 5")
+    keep(page, "dashboard-recovered", whole=True)
     page.set_viewport_size(NARROW)
     page.wait_for_timeout(1200)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
@@ -174,3 +176,27 @@ def test_slow_and_closed_browsers_harm_nobody(
     for one in idle:
         one.close()
     until(lambda: page.evaluate("now.trouble") == "", "a picture that is not old")
+
+
+MANY = """(() => {
+  const [island] = now.islands, [host] = island.hosts;
+  const list = (length, make) => Array.from({length}, (_, i) => make(i));
+  const name = (pod, at) => `pod-${pod % 16}-host-${at % 32}`;
+  const hosts = pod => list(32, at => ({...host, name: name(pod, at), use: Math.random()}));
+  const islands = list(16, pod =>
+    ({...island, name: `pod-${pod}`, hosts: hosts(pod), expected_hosts: 32, devices: 128}));
+  now = {...now, islands, transfers: list(1024, i => [name(i, i), name(i * 7, i * 5), 1e6 * i])};
+  stream.close();
+  const began = performance.now();
+  draw();
+  return performance.now() - began;
+})()"""
+
+
+def test_512_hosts_are_drawn_by_island(page: Any) -> None:
+    took_ms = page.evaluate(MANY)
+    assert page.locator(".island").count() == 16
+    assert page.locator(".cell").count() == 512
+    assert "by island" in text(page, "#transfers")
+    assert took_ms < 500
+    keep(page, "dashboard-512")

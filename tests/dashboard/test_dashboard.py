@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +21,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pw
 from pw.client.connection.children import LocalDaemon, options
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
+from pw.client.timeline.timeline import Computation, Timeline
+from pw.core.errors import ConnectionFailed
+from pw.core.messages.roles import Role
+from pw.core.tenants import OPERATOR
 from pw.dashboard.metrics import Metrics
 from pw.dashboard.reader import Busy, Reader, Totals
+from pw.dashboard.sampling import Stragglers
 from pw.dashboard.snapshot import Snapshot, devices_of
+from pw.transport.access.authority import Authority
+from pw.transport.access.credentials import Credentials
+from pw.transport.access.security import Security
 from tests.stages.daemons import until
 from tests.stages.programs import ROOT
 
@@ -44,7 +58,7 @@ def cluster() -> Iterator[pw.LocalCluster]:
 
 @pytest.fixture(scope="module")
 def reader(cluster: pw.LocalCluster) -> Iterator[Reader]:
-    one = Reader(cluster.address, wants_runs=True)
+    one = Reader(cluster.address, period_s=0.1, wants_runs=True)
     one.metrics = Metrics(one)  # type: ignore[attr-defined]
     with closing(one):
         one.start(START_S)
@@ -141,6 +155,128 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
     documented = set(re.findall(r"\bpw_\w+", (ROOT / "docs" / "metrics.md").read_text()))
     base = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in names} | known_later
     assert base == documented
+
+
+def test_only_the_token_opens_the_page(link: str) -> None:
+    page, _, token = link.partition("?token=")
+    assert token == TOKEN
+    assert get(page)[0] == 403
+    assert get(f"{page}?token=wrong")[0] == 403
+    assert get(f"{page}events")[0] == 403
+    assert (
+        get(f"{page}island/island-0", Cookie=f"pw-dashboard-{urlsplit(page).port}=wrong")[0] == 403
+    )
+    status, text = get(page, Authorization=f"Bearer {TOKEN}")
+    assert status == 200
+    assert "page.js" in text
+    cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with cookies.open(link, timeout=20) as answer:  # the link sets a cookie, and loses its token
+        assert answer.url == page
+        assert "script-src" not in answer.headers["Content-Security-Policy"]
+    with cookies.open(f"{page}island/island-0", timeout=20) as answer:
+        assert len(json.load(answer)["island-0-host-0"]) == 1
+
+
+def test_the_stream_moves_when_a_run_starts(link: str) -> None:
+    page = link.partition("?")[0]
+    request = urllib.request.Request(f"{page}events", headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=20) as stream:
+
+        def launches() -> int:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    return sum(one["launches"] for one in json.loads(line[6:])["clients"])
+            raise AssertionError("the stream has ended")
+
+        before = launches()
+        work(0.1)
+        until(lambda: launches() > before, "the end of the launches on the page")
+
+
+def test_it_listens_for_others_only_with_credentials(cluster: pw.LocalCluster) -> None:
+    arguments = options(address=cluster.address, bind="tcp://0.0.0.0:0")
+    daemon = LocalDaemon("pw.cli.dashboard", arguments)
+    with pytest.raises(ConnectionFailed):
+        daemon.address(START_S)
+    daemon.stop()
+    assert daemon.exit_code() == 1
+
+
+def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
+    authority = Authority.create()
+
+    def issue(role: Role, name: str, tenant: str = "") -> str:
+        file = tmp_path / f"{name}.pem"
+        file.touch(0o600)
+        file.write_bytes(authority.issue(role, name, tenant))
+        return str(file)
+
+    keys = options(bind="tcp://127.0.0.1:0", credentials=issue(Role.CONTROLLER, "main"))
+    controller = LocalDaemon("pw.cli.controller", keys)
+    address = controller.address(START_S)
+    sessions, daemons = [], [controller]
+    try:
+        for name, tenant in (("ann", "research"), ("bob", "rivals"), ("eve", OPERATOR)):
+            security = Security(Credentials.read(issue(Role.CLIENT, name, tenant)))
+            sessions.append(Runtime(remote(address, None, security), 1.0, 0, name=f"{name}.py"))
+        found = {}
+        for name in ("ann", "eve"):
+            variables = {"PW_CREDENTIALS": str(tmp_path / f"{name}.pem")}
+            page = LocalDaemon("pw.cli.dashboard", options(address=address), variables)
+            daemons.append(page)
+            link = page.address(START_S)
+            assert link.startswith("https://127.0.0.1:")
+            url, _, token = link.partition("?token=")
+            ours = ssl.create_default_context(cadata=authority.certificate.decode())
+            ours.check_hostname = False
+            request = urllib.request.Request(
+                f"{url}events", None, {"Authorization": f"Bearer {token}"}
+            )
+            with urllib.request.urlopen(request, timeout=20, context=ours) as stream:
+                found[name] = next(json.loads(one[6:]) for one in stream if one[:7] == b"data: {")
+    finally:
+        for session in sessions:
+            session.close()
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.stop()
+    ann, eve = found["ann"], found["eve"]
+    assert ann["tenant"] == "research"
+    assert {client["tenant"] for client in ann["clients"]} == {"research"}
+    assert "bob" not in json.dumps(ann)
+    assert ann["hidden_clients"] == 2
+    assert {client["tenant"] for client in eve["clients"]} >= {"research", "rivals"}
+
+
+def computed(host: str, run: int, end_s: float, name: str = "step") -> Computation:
+    return Computation(host, "0", name, run, 0, 0.0, run - 0.1, run + end_s)
+
+
+def test_a_straggler_is_named() -> None:
+    timeline = Timeline(20.0)
+    timeline.computations = [
+        computed(host, run, 0.1 + 0.05 * (host == "c"))
+        for run in range(1, 13)
+        for host in ("a", "b", "c")
+    ]
+    stragglers = Stragglers()
+    stragglers.learn(timeline, 0.0)
+    (slow,) = stragglers.slow(1.0)
+    assert (slow.host, slow.gangs, slow.often) == ("c", 12, 1.0)
+    assert slow.behind_s == pytest.approx(0.05)
+    assert stragglers.slow(1000.0) == ()  # it is forgotten after some minutes
+
+
+def test_hosts_that_are_late_in_turn_are_not_slow() -> None:
+    timeline = Timeline(20.0)
+    timeline.computations = [
+        computed(host, run, 0.1 + 0.05 * (run % 3 == index))
+        for run in range(1, 31)
+        for index, host in enumerate("abc")
+    ]
+    stragglers = Stragglers()
+    stragglers.learn(timeline, 0.0)
+    assert stragglers.slow(1.0) == ()
 
 
 def test_totals_only_grow() -> None:

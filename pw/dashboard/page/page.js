@@ -30,7 +30,11 @@ function fill(where, ...children) {
   if (key && document.activeElement === document.body) where.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus();
 }
 
-const color = client => `hsl(${(client * 137.508) % 360} 62% 55%)`;
+// Hue and saturation of clients, in the order of their numbers; computations of a client differ in lightness.
+const HUES = [[205, 75], [28, 80], [160, 50], [268, 50], [345, 62], [48, 72], [185, 55], [310, 42], [95, 42], [230, 55]];
+const hue = client => HUES[Math.max(0, now.clients.findIndex(one => one.number === client)) % HUES.length];
+const shade = (client, light) => { const [at, full] = hue(client); return `hsl(${at} ${full}% ${light}%)`; };
+const color = client => shade(client, 52);
 const hash = text => [...text].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) >>> 0, 7);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const percent = part => part === null || part === undefined ? "–" : `${Math.round(part * 100)} %`;
@@ -58,7 +62,7 @@ function bar(name, part, words, parts = null) {
 }
 
 function table(columns, rows) {
-  const right = columns.map((_, at) => rows.every(row => typeof row[at] === "number" || (typeof row[at] === "string" && /^[\d–]/.test(row[at]))));
+  const right = columns.map((_, at) => rows.every(row => typeof row[at] === "number" || (typeof row[at] === "string" && /^([-–]|\d|$)/.test(row[at]))));
   const cell = (tag, value, at) => h(tag, right[at] && rows.length ? {class: "number"} : {}, value instanceof Node ? value : String(value));
   return h("div", {class: "scroll", tabindex: "0"}, h("table", {}, h("thead", {}, h("tr", {}, ...columns.map((c, at) => cell("th", c, at)))),
     h("tbody", {}, ...rows.map(row => h("tr", {}, ...row.map((c, at) => cell("td", c, at)))))));
@@ -104,7 +108,7 @@ function islands() {
       h("span", {class: "top"}, h("span", {}, one.name), h("span", {class: `pill ${one.state}`}, one.state)),
       h("span", {class: "faint"}, `${one.hosts.length}/${one.expected_hosts} hosts · ${one.devices} × ${one.kind || one.platform}` + (one.formed > 1 ? ` · formed ${one.formed} times` : "")),
       bar("use", one.use, percent(one.use)), bar("memory", part, one.limit_bytes ? `${size(one.used_bytes)} of ${size(one.limit_bytes)}` : size(one.used_bytes)),
-      h("span", {class: "faint"}, `${one.launched} launched · ${one.queued} queued · ${many(one.slices, "slice")}`), h("span", {class: "cells"}, ...cells, ...gone));
+      h("span", {class: "faint"}, `${one.launched} launched · ${one.queued} queued · ${many(one.slices, "slice")}`), h("span", {class: one.expected_hosts > 16 ? "cells" : "cells few"}, ...cells, ...gone));
   });
   fill($("#islands .body"), ...(cards.length ? cards : [empty("No island has any host yet.")]));
 }
@@ -112,10 +116,12 @@ function islands() {
 function tenants() {
   const c = now.clients;
   note("tenants", `${many(c.length, "client")}, policy ${now.policy}` + (now.hidden_clients ? `; not shown: ${many(now.hidden_clients, "client")} of other tenants` : ""));
-  const byTenant = now.tenants.map(t => [h("b", {}, t.name), t.share, percent(t.use), t.clients, t.runs, t.queued, seconds(t.waiting_s), seconds(t.launches ? t.waited_s / t.launches : null), size(t.arrays_bytes)]);
-  const byClient = c.map(one => [h("span", {}, h("i", {class: "swatch", color: color(one.number)}), `${one.name}`), one.share, percent(one.use), one.number, one.runs, one.queued, seconds(one.waiting_s), seconds(one.launches ? one.waited_s / one.launches : null), size(one.arrays_bytes)]);
-  const columns = ["tenant or client", "share", "device use", "clients, or number", "runs", "queued", "waits", "mean wait", "arrays"];
-  fill($("#tenants .body"), c.length ? table(columns, [...byTenant, ...byClient]) : empty("No client is connected."));
+  const use = (one, paint) => h("span", {class: "use"}, h("span", {class: "track"}, h("i", {width: `${100 * (one.use ?? 0)}%`, ...(paint ? {color: paint} : {})})), percent(one.use));
+  const waits = one => [one.runs, one.queued, seconds(one.waiting_s), seconds(one.launches ? one.waited_s / one.launches : null), size(one.arrays_bytes)];
+  const rows = now.tenants.flatMap(t => [
+    [h("b", {}, t.name), "", t.share, use(t), ...waits(t)],
+    ...c.filter(one => one.tenant === t.name).map(one => [h("span", {class: "client", "data-tip": one.name + (one.awaited_hosts.length ? `\nwaits for ${one.awaited_hosts.join(", ")}` : "")}, h("i", {class: "swatch", color: color(one.number)}), one.name), one.number, one.share, use(one, color(one.number)), ...waits(one)])]);
+  fill($("#tenants .body"), c.length ? table(["tenant, client", "number", "share", "device use", "runs", "queued", "waits", "mean wait", "arrays"], rows) : empty("No client is connected."));
 }
 
 function runs() {
@@ -162,7 +168,7 @@ function drawTimeline() {
     pen.fillStyle = css("--track"); pen.fillRect(label, top + 1, width - label - 8, row - 2);
     for (const [start, end, name, client] of slices) {
       const x = label + start * scale, wide = Math.max(.8, (end - start) * scale);
-      pen.fillStyle = `hsl(${(client * 137.508) % 360} ${45 + hash(name) % 35}% ${42 + hash(name) % 22}%)`; pen.fillRect(x, top + 1, wide > 2 ? wide - .6 : wide, row - 2);
+      pen.fillStyle = shade(client, 34 + hash(name) % 19); pen.fillRect(x, top + 1, wide > 2 ? wide - .6 : wide, row - 2);
       if (wide > name.length * 6 + 8 && row > 12) { pen.fillStyle = "#fff"; pen.fillText(name, x + 4, top + row / 2, wide - 6); }
       canvas.spots.push([x, top, Math.max(2, wide), row, `${name}\n${(end - start).toFixed(2)} ms, client ${client}\n${host}, device ${device}`]);
     }
@@ -233,7 +239,7 @@ async function showIsland(name) {
     const parts = device.clients.map(([client, bytes]) => h("i", {width: `${100 * bytes / all}%`, color: colors[client] ?? css("--accent"), "data-tip": `${client}: ${size(bytes)}`}));
     const memory = h("div", {}, h("div", {class: "track"}, ...parts), h("span", {class: "faint"}, `${size(device.arrays_bytes)}${device.limit_bytes ? ` of ${size(device.limit_bytes)}` : ""}${device.reserved_bytes ? `, ${size(device.reserved_bytes)} reserved` : ""}`));
     const who = h("span", {class: "faint"}, device.clients.map(([client, bytes]) => `${client}: ${size(bytes)}`).join("; ") || "–");
-    return [at ? "" : host.name, at ? "" : h("span", {class: `pill ${host.state}`}, host.state), at || !host.pid ? "" : String(host.pid), at ? "" : seconds(host.behind_s), device.device, bar("", device.use, percent(device.use)), memory, who];
+    return [at ? "" : h("span", {class: "name"}, host.name), at ? "" : h("span", {class: `pill ${host.state}`}, host.state), at || !host.pid ? "" : String(host.pid), at ? "" : seconds(host.behind_s), device.device, h("span", {class: "use"}, h("span", {class: "track"}, h("i", {width: `${100 * (device.use ?? 0)}%`})), percent(device.use)), memory, who];
   }));
   show(`${name}: ${one.state}, ${one.hosts.length} of ${many(one.expected_hosts, "host")}`, table(["host", "state", "pid", "behind", "device", "use", "memory", "by client"], rows));
 }
