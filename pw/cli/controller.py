@@ -19,6 +19,7 @@ from pw.cli.process import (
     Credentials,
     Daemon,
     Insecure,
+    LogForm,
     PrivateAddress,
     Revoked,
     Version,
@@ -116,6 +117,7 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
+    log_format: LogForm = "",
     version: Version = False,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -134,7 +136,7 @@ def serve(
     except Error as error:
         raise typer.BadParameter(str(error)) from None
     check_log_level(log_level)
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
     security = Security.of(
         bind, credentials, insecure=insecure, revoked=revoked, role=Role.CONTROLLER
     )

@@ -142,13 +142,14 @@ def serve(
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)
-    link = ""
+    link, shown = "", None
     if scraped is not None:
         scraped.serve(metrics_application(Metrics(reader), token), loop)
     if page is not None:
         own = token or secrets.token_urlsafe(24)
         cookie = f"pw-dashboard-{page.port}"
-        page.serve(Page(reader, loop).application(own, cookie), loop)
+        shown = Page(reader, loop)
+        page.serve(shown.application(own, cookie), loop)
         link = f"{page.url}/?token={own}"
     else:
         reader.is_watched = lambda: False
@@ -161,6 +162,8 @@ def serve(
         sys.stdout.flush()
 
     def teardown() -> None:
+        if shown is not None:
+            shown.close()
         for one in (page, scraped):
             if one is not None:
                 loop.run_until_complete(one.close())

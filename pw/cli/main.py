@@ -77,6 +77,14 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables.")
     ] = False,
+    slow: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=60.0,
+            help="Compare the hosts of gangs for so many seconds, and name slow ones.",
+        ),
+    ] = 0.0,
     timeout: Timeout = 3.0,
 ) -> None:
     """Show the islands, hosts, clients and runs of a cluster.
@@ -85,7 +93,7 @@ def status(
     """
     from pw.cli import requests
 
-    requests.status(_known(address, credentials, insecure), timeout).show(as_json=as_json)
+    requests.status(_known(address, credentials, insecure), timeout, slow).show(as_json=as_json)
 
 
 @app.command()

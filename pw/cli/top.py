@@ -52,12 +52,7 @@ def drawn(now: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [head]
     if now.trouble:
         parts.append(Text(f"old: {now.trouble}", "bold red"))
-    parts += [
-        Text(
-            f"{one.host} is slow: its gangs wait {one.behind_s * 1e3:.1f} ms for it", "bold yellow"
-        )
-        for one in now.slow
-    ]
+    parts += [Text(one.words, "bold yellow") for one in now.slow]
     parts.append(
         _table(
             ("island", "state", "hosts", "use", "", "memory", "launched", "queued"),

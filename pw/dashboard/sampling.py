@@ -79,6 +79,14 @@ class SlowHost(msgspec.Struct, frozen=True):
     often: float
     """In which part of them it was behind."""
 
+    @property
+    def words(self) -> str:
+        """One line about it."""
+        return (
+            f"host {self.host} is slow: its gangs wait {self.behind_s * 1e3:.1f} ms for it, "
+            f"{self.behind:.0%} of a computation, in {self.often:.0%} of {self.gangs} computations"
+        )
+
 
 @dataclass(slots=True)
 class Sample:

@@ -71,8 +71,7 @@ class Page:
         self._loop = loop
         self._newest = b""
         self._browsers: set[asyncio.Event] = set()
-        self.seen_s = 0.0
-        """When a browser was last here."""
+        self._is_closing = False
         reader.is_watched = lambda: bool(self._browsers)
         reader.listeners.append(self._arrived)
 
@@ -88,6 +87,12 @@ class Page:
             Route("/trace", self._trace, methods=["POST"]),
         ]
         return Guard(Starlette(routes=routes), token, name)
+
+    def close(self) -> None:
+        """End all streams."""
+        self._is_closing = True
+        for browser in self._browsers:
+            browser.set()
 
     # --- snapshots -----------------------------------------------------------------------------------
 
@@ -118,6 +123,8 @@ class Page:
             while True:
                 await news.wait()
                 news.clear()
+                if self._is_closing:
+                    return
                 yield self._newest
         finally:
             self._browsers.discard(news)

@@ -34,7 +34,7 @@ from pw.dashboard.snapshot import Snapshot, devices_of
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.security import Security
-from tests.stages.daemons import until
+from tests.stages.daemons import Program, until
 from tests.stages.programs import ROOT
 
 pytestmark = pytest.mark.processes
@@ -246,6 +246,29 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
     assert "bob" not in json.dumps(ann)
     assert ann["hidden_clients"] == 2
     assert {client["tenant"] for client in eve["clients"]} >= {"research", "rivals"}
+
+
+def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> None:
+    top = Program(tmp_path, ["-m", "pw.cli.main", "top", "--address", cluster.address])
+    status = ["status", "--slow", "0.5", "--json", "--address", cluster.address]
+    compared = Program(tmp_path, ["-m", "pw.cli.main", *status])
+    bind = ["--bind", f"ipc://{tmp_path}/c", "--log-format", "json"]
+    both = ["--dashboard", "--metrics", "tcp://127.0.0.1:0"]
+    tmp_path.chmod(0o700)
+    controller = Program(tmp_path, ["-m", "pw.cli.controller", *bind, *both])
+    try:
+        controller.until_says("token=")
+        (link,) = re.findall(r"pw dashboard: (\S+)", controller.out)
+        assert get(link.partition("?")[0])[0] == 403
+        for line in controller.err.splitlines():
+            assert json.loads(line)["level"] in ("info", "warning")
+        codes = top.end(), compared.end()
+        assert codes == (0, 0)
+    finally:
+        for one in (top, compared, controller):
+            one.kill()
+    assert "island-1" in top.out
+    assert json.loads(compared.out)["slow"] == []
 
 
 def computed(host: str, run: int, end_s: float, name: str = "step") -> Computation:

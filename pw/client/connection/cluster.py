@@ -229,6 +229,11 @@ class LocalCluster:
         """Process ids of the daemons: the controller first, then the workers (their supervisors)."""
         return [child.pid for child in self._children]
 
+    @property
+    def page_pids(self) -> list[int]:
+        """Process id of the dashboard, if there is one."""
+        return [] if self._page is None else [self._page.pid]
+
     def close(self) -> None:
         """Disconnect if connected here, end all daemons and wait for them. Idempotent.
 
