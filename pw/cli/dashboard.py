@@ -24,6 +24,7 @@ from pw.cli.process import (
     configure_logging,
 )
 from pw.core.errors import Error
+from pw.core.installed import is_installed
 from pw.dashboard.metrics import Metrics
 from pw.dashboard.reader import Reader
 from pw.dashboard.server import Page, metrics_application
@@ -33,6 +34,8 @@ from pw.transport.access.security import Security, address_in, use_tcp
 from pw.transport.endpoints import listen, reachable_endpoint
 
 TOKEN = "PW_DASHBOARD_TOKEN"
+OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""Where OpenTelemetry wants spans."""
 ANYWHERE = "tcp://127.0.0.1:0"
 ENDING_S = 1
 START_S = 30.0
@@ -138,7 +141,12 @@ def serve(
     scraped = _Listening(metrics, security) if metrics else None
     if page is None and scraped is None:
         raise Error("there is nothing to serve: give --bind or --metrics")
-    reader = Reader(address, wants_runs=bool(metrics))
+    has_spans = OTLP in os.environ and is_installed("opentelemetry.sdk.trace")
+    reader = Reader(address, wants_runs=bool(metrics) or has_spans)
+    if has_spans:
+        from pw.dashboard.spans import Spans
+
+        reader.runs.append(Spans().ended)
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)

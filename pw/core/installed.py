@@ -6,6 +6,7 @@ Python package index is called `pw` and installs a package of that name into the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
@@ -75,5 +76,7 @@ def check_extra(extra: str, *modules: str) -> None:
 
 
 def is_installed(*modules: str) -> bool:
-    """Whether all these modules are installed; imports none of them."""
-    return all(find_spec(module) is not None for module in modules)
+    """Whether all these modules are installed; imports only the packages around them."""
+    with contextlib.suppress(ModuleNotFoundError):  # of a package around it
+        return all(find_spec(module) is not None for module in modules)
+    return False

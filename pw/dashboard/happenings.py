@@ -70,7 +70,7 @@ def words_of(topic: str, event: dict[str, Any]) -> str | None:
     if topic == "island":
         reason = f": {event['reason']}" if event["reason"] else ""
         hosts = f" with {len(event['hosts'])} hosts" if event["hosts"] else ""
-        return f"island {event['island']} is {what}{hosts} (epoch {event['epoch']}){reason}"
+        return f"island {event['island']} is {what}{hosts} (the {event['epoch']}. time){reason}"
     if topic == "host":
         return f"host {event['host']} {_HOST.get(what, what)}"
     if topic == "client":
@@ -97,7 +97,7 @@ def changes(before: Status, now: Status, time_s: float) -> Iterator[Happening]:
     for island in now.islands:
         former = next((one for one in before.islands if one.name == island.name), None)
         if former is None or (former.state, former.formed) != (island.state, island.formed):
-            words = f"island {island.name} is {island.state} (epoch {island.formed})"
+            words = f"island {island.name} is {island.state} (the {island.formed}. time)"
             if island.missing:
                 words += f", without {', '.join(island.missing)}"
             yield Happening(time_s, "island", island.state, words)

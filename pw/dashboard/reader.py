@@ -44,7 +44,7 @@ LEAST_SAMPLE_S = 0.02
 MANY = 20_000
 """Computations in a sample from which the next one is shorter."""
 WATCHED_EVERY, ALONE_EVERY = 3, 12
-"""Turns from one sample to the next, with and without somebody who looks."""
+"""Turns from one sample to the next, while a browser looks and while none does."""
 SAMPLES_KEPT = 20
 """For the matrix of transfers: about a minute."""
 HISTORY = 300
@@ -156,7 +156,7 @@ class Reader:
         """Record a timeline into a file for Perfetto, and return its summary; waits until it is done.
 
         Raises:
-            Busy: somebody else records one.
+            Busy: another one is being recorded.
             ArgumentError: it would be too long.
             Error: there is no session with the controller.
         """
@@ -276,9 +276,9 @@ class Reader:
 
     def _hear(self, events: EventThread) -> None:
         for topic, time_s, event in events.take():
-            if topic == "run" and event["what"] == "ended":
+            if topic == "run" and event["what"] in ("ended", "failed"):
                 for listener in self.runs:
-                    listener(event["client"], event)
+                    listener(event["client"], event | {"time_s": time_s})
             if topic == "recovery":
                 began = event["what"] == "began"
                 self._recovering[event["client"]] = int(began)

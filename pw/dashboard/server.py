@@ -46,9 +46,14 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 MOST_BROWSERS = 64
 STALLED_S = 30.0
 CLICK_S = 20.0
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; "
+POLICY = (
+    "default-src 'self'",
+    "img-src 'self' data:",
+    "frame-ancestors 'none'",
     "form-action 'none'",
+)
+HEADERS = {
+    "Content-Security-Policy": "; ".join(POLICY),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",

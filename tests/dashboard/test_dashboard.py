@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec import to_builtins
 from prometheus_client.parser import text_string_to_metric_families
 
 import pw
@@ -25,6 +26,7 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.errors import ConnectionFailed
+from pw.core.events import RunEvent
 from pw.core.messages.roles import Role
 from pw.core.tenants import OPERATOR
 from pw.dashboard.metrics import Metrics
@@ -300,6 +302,23 @@ def test_hosts_that_are_late_in_turn_are_not_slow() -> None:
     stragglers = Stragglers()
     stragglers.learn(timeline, 0.0)
     assert stragglers.slow(1.0) == ()
+
+
+def test_a_run_becomes_a_span() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from pw.dashboard.spans import NS, Spans
+
+    provider, kept = sdk.TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    run = RunEvent("failed", "1.7", "1.9", 1, "step", ("east",), 0.25, "no room")
+    Spans(provider).ended(1, to_builtins(run) | {"time_s": 1000.0})
+    (span,) = kept.get_finished_spans()
+    assert (span.name, span.start_time, span.end_time) == ("step", 999.75 * NS, 1000 * NS)
+    assert span.attributes["pw.run"] == "1.7"
+    assert span.status.description == "no room"
 
 
 def test_totals_only_grow() -> None:
