@@ -250,7 +250,18 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
     assert {client["tenant"] for client in eve["clients"]} >= {"research", "rivals"}
 
 
+NOTEBOOK = """
+import urllib.error, urllib.request, pw
+from pw.client.connection import embedded
+embedded.is_notebook = lambda: True
+shown = pw.connect()._repr_html_()
+link = shown.partition('href="')[2].partition('"')[0]
+print(urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(link).status)
+"""
+
+
 def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> None:
+    notebook = Program(tmp_path, ["-c", NOTEBOOK], PW_EMBEDDED_DEVICES="1")
     top = Program(tmp_path, ["-m", "pw.cli.main", "top", "--address", cluster.address])
     status = ["status", "--slow", "0.5", "--json", "--address", cluster.address]
     compared = Program(tmp_path, ["-m", "pw.cli.main", *status])
@@ -264,12 +275,13 @@ def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> N
         assert get(link.partition("?")[0])[0] == 403
         for line in controller.err.splitlines():
             assert json.loads(line)["level"] in ("info", "warning")
-        codes = top.end(), compared.end()
-        assert codes == (0, 0)
+        codes = top.end(), compared.end(), notebook.end()
+        assert codes == (0, 0, 0), notebook.err
     finally:
-        for one in (top, compared, controller):
+        for one in (top, compared, controller, notebook):
             one.kill()
     assert "island-1" in top.out
+    assert notebook.out == "200\n"
     assert json.loads(compared.out)["slow"] == []
 
 

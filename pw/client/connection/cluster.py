@@ -16,7 +16,6 @@ import signal
 import threading
 import types
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +24,7 @@ from pw.client.connection.children import LocalDaemon, options, start_fork_serve
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
-from pw.client.show.tables import Table, html, is_notebook
+from pw.client.show.tables import Table, html, is_notebook, link_to
 from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import check_extra, is_installed
 from pw.core.platforms import platform_of
@@ -278,10 +277,7 @@ class LocalCluster:
             for host, code in codes
         )
         shown = html(f"{self!r}", [Table("Hosts", ("host", "pid", "state"), rows)])
-        if self.dashboard and not self._closed:
-            link = escape(self.dashboard, quote=True)
-            shown = f'<div><a href="{link}" target="_blank">dashboard</a></div>{shown}'
-        return shown
+        return shown + link_to("" if self._closed else self.dashboard)
 
     def __enter__(self) -> Self:
         return self
