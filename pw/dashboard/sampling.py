@@ -4,17 +4,17 @@ Theory of operation. A timeline of a fraction of a second (`pw.client.timeline`)
 and launch of the cluster in that time. Nothing is recorded between two samples, so they cost hardly anything.
 
 The hosts of a gang run the same computation at the same time. Where it has collectives, all wait in them for
-the slowest host, so durations are alike; but after the last collective the slow host ends later than the
-others. Where it has none, its computations take longer. A host is slow if one of both was so in most of the
-gangs that it was in during the last minutes.
+the slowest host, so durations are alike; but a host that is slow to begin begins later than the others, and one
+that computes slowly ends later, with what is behind the last collective. A host is slow if one of both was so
+on average in the gangs that it was in during the last minutes, and too steadily for chance.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import msgspec
 
@@ -25,13 +25,14 @@ REMEMBERED_S = 300.0
 """How far back the comparison of hosts goes."""
 PARTS_KEPT = 512
 """Comparisons that are kept for each host."""
-LEAST_GANGS = 8
-"""So many comparisons are needed to call a host slow."""
+LEAST_GANGS = 20
+LEAST_SECONDS = 5
+"""So many comparisons, in so many different seconds, are needed to call a host slow."""
 SLOW = 0.1
 """A slow host is behind by this part of the time that its gangs take."""
 LEAST_S = 0.001
-MOSTLY = 0.6
-"""And is behind in this part of the gangs."""
+SURE = 3.0
+"""And the mean of its seconds is so many standard errors above 0."""
 
 ROWS_DRAWN = 96
 SLICES_DRAWN = 1500
@@ -168,7 +169,9 @@ class _Compared:
     """A host beside the others in one gang."""
 
     time_s: float
-    behind_s: float
+    begins_s: float
+    """How much later than the others it begins."""
+    ends_s: float
     gang_s: float
 
 
@@ -203,10 +206,12 @@ class Stragglers:
     def _compare(self, hosts: dict[str, Computation], error_s: float, now_s: float) -> None:
         gang_s = median(one.end_s - one.start_s for one in hosts.values())
         for host, own in hosts.items():
-            others = [one.end_s for name, one in hosts.items() if name != host]
-            behind_s = own.end_s - median(others)
-            behind_s = 0.0 if abs(behind_s) <= error_s else behind_s
-            self._hosts[host].append(_Compared(now_s, behind_s, gang_s))
+            others = [one for name, one in hosts.items() if name != host]
+            begins_s = own.start_s - median(one.start_s for one in others)
+            ends_s = own.end_s - median(one.end_s for one in others)
+            begins_s, ends_s = (0.0 if abs(s) <= error_s else s for s in (begins_s, ends_s))
+            second_s = now_s + int(own.end_s)
+            self._hosts[host].append(_Compared(second_s, begins_s, ends_s, gang_s))
 
     def slow(self, now_s: float) -> tuple[SlowHost, ...]:
         """Return the slow hosts, the slowest first."""
@@ -223,15 +228,27 @@ class Stragglers:
     def behind(self, host: str) -> float | None:
         """Return how much later a host is than the others of its gangs, in seconds; None if not known."""
         compared = self._hosts.get(host)
-        return fmean(one.behind_s for one in compared) if compared else None
+        return max(map(fmean, _behind(compared))) if compared else None
 
 
-def _judged(host: str, compared: Iterable[_Compared]) -> SlowHost | None:
-    ones = list(compared)
-    behind_s = fmean(one.behind_s for one in ones)
-    gang_s = fmean(one.gang_s for one in ones)
-    often = sum(one.behind_s > SLOW * one.gang_s for one in ones) / len(ones)
-    behind = behind_s / max(gang_s, 1e-9)
-    if behind_s < LEAST_S or behind < SLOW or often < MOSTLY:
+def _behind(compared: Sequence[_Compared]) -> tuple[list[float], list[float]]:
+    return [one.begins_s for one in compared], [one.ends_s for one in compared]
+
+
+def _judged(host: str, compared: Sequence[_Compared]) -> SlowHost | None:
+    behind = max(_behind(compared), key=fmean)
+    behind_s, gang_s = fmean(behind), fmean(one.gang_s for one in compared)
+    late = sum(s > SLOW * one.gang_s for s, one in zip(behind, compared, strict=True))
+    often, part = late / len(compared), behind_s / max(gang_s, 1e-9)
+    if behind_s < LEAST_S or part < SLOW or not _is_sure(behind, compared):
         return None
-    return SlowHost(host, behind_s, behind, len(ones), often)
+    return SlowHost(host, behind_s, part, len(compared), often)
+
+
+def _is_sure(behind: Sequence[float], compared: Sequence[_Compared]) -> bool:
+    """Whether a host is behind all the time: gangs of one second may be late for one reason."""
+    seconds: defaultdict[float, list[float]] = defaultdict(list)
+    for late_s, one in zip(behind, compared, strict=True):
+        seconds[one.time_s].append(late_s)
+    means = [fmean(ones) for ones in seconds.values()]
+    return len(means) >= LEAST_SECONDS and fmean(means) >= SURE * stdev(means) / len(means) ** 0.5

@@ -290,16 +290,16 @@ def computed(host: str, run: int, end_s: float, name: str = "step") -> Computati
 
 
 def test_a_straggler_is_named() -> None:
-    timeline = Timeline(20.0)
+    timeline = Timeline(30.0)
     timeline.computations = [
         computed(host, run, 0.1 + 0.05 * (host == "c"))
-        for run in range(1, 13)
+        for run in range(1, 25)
         for host in ("a", "b", "c")
     ]
     stragglers = Stragglers()
     stragglers.learn(timeline, 0.0)
     (slow,) = stragglers.slow(1.0)
-    assert (slow.host, slow.gangs, slow.often) == ("c", 12, 1.0)
+    assert (slow.host, slow.gangs, slow.often) == ("c", 24, 1.0)
     assert slow.behind_s == pytest.approx(0.05)
     assert stragglers.slow(1000.0) == ()  # it is forgotten after some minutes
 
