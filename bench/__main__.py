@@ -33,6 +33,7 @@ SUITE = {
     "smallest": 300,
     "concurrent": 900,
     "events": 180,
+    "dashboard": 240,
     "transfer": 300,
     "exchange": 180,
     "feeding": 240,

@@ -40,7 +40,7 @@ def run(quick: bool) -> report.Result:
             cluster = stack.enter_context(pw.LocalCluster(events=has_events, connect=False))
             if has_events:
                 stack.callback(_idle_reader(cluster.events))
-            for kind, case in _cases(cluster, stack, quick).items():
+            for kind, case in cases_on(cluster, stack, quick).items():
                 cases.setdefault(kind, {})[name] = case
         for kind, both in cases.items():
             samples = measure.alternate(both, rounds=1 if quick else 15, warm_up=1)
@@ -54,7 +54,7 @@ def run(quick: bool) -> report.Result:
     return result
 
 
-def _cases(
+def cases_on(
     cluster: pw.LocalCluster, stack: contextlib.ExitStack, quick: bool
 ) -> dict[str, Callable[[], float]]:
     """Return readings on one cluster: rates of launches for each kind of call, and processor time."""

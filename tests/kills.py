@@ -34,6 +34,7 @@ def client(seed: int, devices: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     import pw
+    from pw.client.connection import current
 
     mesh = None
     while mesh is None:
@@ -67,7 +68,7 @@ def client(seed: int, devices: int) -> None:
         steps += 1
         if steps % SAID_EVERY == 0 or time.monotonic() > said_s + 1:
             said_s = time.monotonic()
-            counters = pw.stats()["client"]
+            counters = current.runtime().thread.counters()
             print(f"steps {steps} leased {counters.get('leased_launches', 0)}", flush=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,7 +134,16 @@ def add_controller(
     node.add("services", lambda env: CoordinationActor(env, services))
 
     def island_status() -> tuple[msg.IslandInfo, ...]:
-        return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
+        return resources.status(
+            {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
+        )
+
+    def uses() -> dict[int, msg.ClientUse]:
+        found: defaultdict[int, msg.ClientUse] = defaultdict(msg.ClientUse)
+        for scheduler in schedulers.values():
+            for client, use in scheduler.uses():
+                found[client] += use
+        return found
 
     versions = Versions.installed()
     node.add(
@@ -153,6 +163,7 @@ def add_controller(
             events=events,
             claims=claims,
             rules=rules,
+            uses=uses,
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
     )

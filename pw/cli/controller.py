@@ -11,6 +11,7 @@ import typer
 import uvloop
 
 from pw.cli.assembly import add_controller
+from pw.cli.beside import Beside
 from pw.cli.process import (
     LEAST_LEASE_S,
     LOG_LEVELS,
@@ -18,6 +19,7 @@ from pw.cli.process import (
     Credentials,
     Daemon,
     Insecure,
+    LogForm,
     PrivateAddress,
     Revoked,
     Version,
@@ -93,10 +95,29 @@ def serve(
             "tcp://address:port, which every process that reaches it can read. By default nowhere.",
         ),
     ] = "",
+    dashboard: Annotated[
+        bool,
+        typer.Option("--dashboard", help="Show the cluster on a page, and print its link."),
+    ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
+        ),
+    ] = "",
+    dashboard_credentials: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="Of a client, for --dashboard and --metrics of a cluster with credentials: they show what it "
+            "may see.",
+        ),
+    ] = "",
     stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
+    log_format: LogForm = "",
     version: Version = False,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -115,7 +136,7 @@ def serve(
     except Error as error:
         raise typer.BadParameter(str(error)) from None
     check_log_level(log_level)
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
     security = Security.of(
         bind, credentials, insecure=insecure, revoked=revoked, role=Role.CONTROLLER
     )
@@ -125,6 +146,9 @@ def serve(
     daemon = Daemon(loop, parent_fd)
     if events:
         check_events(events, security)
+    beside = Beside.of(dashboard, metrics, dashboard_credentials, security)
+    if beside is not None:
+        events = events or beside.events
     folder = PrivateFolder.of(bind)
     network = StreamNetwork(
         loop,
@@ -157,8 +181,12 @@ def serve(
         log("info", "publishes events", CONTROLLER, endpoint=publisher.endpoint)
     if not daemon.announce(Announcement(network.endpoint)):
         typer.echo(f"pw-controller listens at {network.endpoint}")
+    if beside is not None:
+        beside.start(network.endpoint, loop)
 
     def teardown() -> None:
+        if beside is not None:
+            beside.close()
         node.close()
         services.leave()
         if publisher is not None:

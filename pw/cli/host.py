@@ -180,7 +180,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         options: of the host.
         supervisor: the link to the supervisor; without one, `options.parent_fd` leads to the parent.
     """
-    configure_logging(options.log_level)
+    configure_logging(options.log_level, options.log_format)
     output = take_output(options.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if sys.platform == "linux":

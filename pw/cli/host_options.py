@@ -14,6 +14,7 @@ from pw.cli.process import (
     STALL_HELP,
     Credentials,
     Insecure,
+    LogForm,
     PrivateAddress,
     Revoked,
     Version,
@@ -162,6 +163,7 @@ class HostOptions:
     log_level: Annotated[str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")] = (
         "info"
     )
+    log_format: LogForm = ""
     version: Version = False
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1
     """The channel to the parent, if there is one; this process ends when the parent does."""

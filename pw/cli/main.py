@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated
 
 import typer
@@ -22,6 +24,7 @@ from pw.cli.process import (
     size_of,
     versions,
 )
+from pw.core import installed
 from pw.core.errors import Error
 from pw.transport.access.joined import default_address
 from pw.transport.access.security import address_in, use_tcp
@@ -74,6 +77,14 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables.")
     ] = False,
+    slow: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=60.0,
+            help="Compare the hosts of gangs for so many seconds, and name slow ones.",
+        ),
+    ] = 0.0,
     timeout: Timeout = 3.0,
 ) -> None:
     """Show the islands, hosts, clients and runs of a cluster.
@@ -82,7 +93,7 @@ def status(
     """
     from pw.cli import requests
 
-    requests.status(_known(address, credentials, insecure), timeout).show(as_json=as_json)
+    requests.status(_known(address, credentials, insecure), timeout, slow).show(as_json=as_json)
 
 
 @app.command()
@@ -205,6 +216,22 @@ def trace(
 
 
 @app.command()
+def top(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Show islands, hosts, tenants and runs in the terminal, once a second, until Ctrl-C.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli.top import show
+
+    show(_known(address, credentials, insecure), timeout)
+
+
+@app.command()
 def cancel(
     what: Annotated[
         list[str],
@@ -276,6 +303,9 @@ def run(
             help="Memory of each device of the local cluster, as in 4GiB. By default unlimited.",
         ),
     ] = "",
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the cluster on a page, and print its link.")
+    ] = False,
     jax: Annotated[
         bool, typer.Option("--jax", help="The script's JAX uses the cluster (JAX_PLATFORMS=pw).")
     ] = False,
@@ -298,8 +328,11 @@ def run(
     environment = {"JAX_PLATFORMS": "pw"} if jax else {}
     use_tcp(credentials, insecure=insecure)
     address = address or ("" if any(shape) else address_in() or default_address())
+    if dashboard:
+        installed.check_extra("dashboard", *DASHBOARD)
     if address and not any(shape):
-        raise SystemExit(run_script(command, address, environment))
+        with _page_of(address) if dashboard else nullcontext():
+            raise SystemExit(run_script(command, address, environment))
     source = context.get_parameter_source("address")
     if source is not None and source.name == "COMMANDLINE":
         raise Error(
@@ -314,11 +347,30 @@ def run(
         devices_per_host or DEVICES,
         device_memory=device_memory or None,
         connect=False,
+        dashboard=dashboard,
     ) as cluster:
+        if dashboard:
+            typer.echo(f"pw dashboard: {cluster.dashboard}", err=True)
         code = run_script(command, cluster.address, environment)
     raise SystemExit(code)
 
 
+@contextmanager
+def _page_of(address: str) -> Iterator[None]:
+    """Show a cluster on a page during a block, and print its link."""
+    from pw.client.connection.children import LocalDaemon, options
+
+    page = LocalDaemon("pw.cli.dashboard", options(address=address))
+    try:
+        typer.echo(f"pw dashboard: {page.address(30.0)}", err=True)
+        yield
+    finally:
+        page.terminate()
+        page.stop()
+
+
+DASHBOARD = ("starlette", "uvicorn", "prometheus_client")
+"""The modules of the extra `dashboard`."""
 DEVICES = 8
 """As in an embedded cluster, so that a script finds the same devices either way."""
 
@@ -355,8 +407,6 @@ def gateway(
 
     Exit codes: 0 after SIGTERM or Ctrl-C; 1, with one line on standard error, after an error.
     """
-    from pw.core import installed
-
     installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.cli.gateway import serve
 
@@ -425,6 +475,34 @@ def sim(
 def version() -> None:
     """Show the installed versions. All processes of a cluster need the same versions of pw and jax."""
     typer.echo(versions())
+
+
+@app.command()
+def dashboard(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    bind: Annotated[
+        str,
+        typer.Option(help="Where browsers connect: tcp://host:port; `none` for no page."),
+    ] = "tcp://127.0.0.1:8265-8365",
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
+        ),
+    ] = "",
+) -> None:
+    """Show a cluster on a page in a browser, until Ctrl-C; it prints the link, which has a token.
+
+    The page shows what the credentials may see. Off the loopback it needs them (TLS), or --insecure.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 1, with one line on standard error, after an error.
+    """
+    installed.check_extra("dashboard", *DASHBOARD)
+    from pw.cli.dashboard import serve
+
+    serve(_known(address, credentials, insecure), bind, metrics, credentials, insecure)
 
 
 app.add_typer(keys.app, name="keys")

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import json
 import logging
+import os
 import platform
 import signal
 import sys
@@ -22,6 +24,7 @@ from pw.processes.channel import Channel
 from pw.processes.child import Announcement
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
+from pw.transport.log import FIELDS
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -38,6 +41,13 @@ GC_ALLOCATIONS = 10_000
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORM = "PW_LOG_FORMAT"
+LogForm = Annotated[
+    str,
+    typer.Option(
+        "--log-format", metavar="text|json", help="A line of text or a JSON document a record."
+    ),
+]
 CREDENTIALS_HELP = (
     "This process's certificate and key, and the cluster's authority: a file of `pw keys issue`, or a folder "
     "with tls.crt, tls.key and ca.crt. With them all tcp links are encrypted, and their ends known. By default "
@@ -194,13 +204,45 @@ def check_private(address: str) -> None:
         raise typer.BadParameter(f"--private-address {address!r} is not one numeric address")
 
 
-def configure_logging(level: str) -> None:
-    """One line a record on standard error: `time LEVEL logger: event key=value ...`."""
+class _JsonLines(logging.Formatter):
+    """A JSON document a record: its time, level, logger, event, and traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        written = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        written = getattr(record, FIELDS, {"event": record.getMessage()}) | written
+        if record.exc_info:
+            written["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(written, default=str)
+
+
+def configure_logging(level: str, form: str = "") -> None:
+    """One line a record on standard error: `time LEVEL logger: event key=value ...`, or JSON.
+
+    Args:
+        level: the lowest level.
+        form: `text` or `json`, also for the processes that this one starts; by default that of PW_LOG_FORMAT.
+
+    Raises:
+        BadParameter: there is no such form.
+    """
+    form = form or os.environ.get(LOG_FORM, "text")
+    if form not in ("text", "json"):
+        raise typer.BadParameter(f"no log format {form!r}; there are text, json")
+    if form == "json":
+        os.environ[LOG_FORM] = form
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
         format=LOG_FORMAT,
     )
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(_JsonLines())
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 

@@ -21,6 +21,7 @@ from pw.client.timeline import tracing
 from pw.core.errors import Error
 from pw.core.ids import client_id
 from pw.core.messages import HostInfo, IslandInfo, Status
+from pw.dashboard.sampling import SlowHost, Stragglers
 
 CONNECT_S = 3.0
 
@@ -51,13 +52,31 @@ class Answer(NamedTuple):
             typer.echo(json.dumps(self.document, indent=2) if as_json else self.shown)
 
 
-def status(address: str, timeout_s: float) -> Answer:
-    """Return the state of a cluster, without the client that has asked."""
+def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
+    """Return the state of a cluster, without the client that has asked.
+
+    Args:
+        address: the controller's.
+        timeout_s: how long to wait for its answer.
+        compared_s: how long to compare the hosts of gangs; 0 for not at all.
+    """
+    slow: tuple[SlowHost, ...] = ()
     with connected(address, timeout_s) as session:
+        if compared_s:
+            stragglers = Stragglers()
+            with tracing.trace(None, runtime=session) as timeline:
+                time.sleep(compared_s)
+            stragglers.learn(timeline, 0.0)
+            slow = stragglers.slow(0.0)
         told = session.ask.status(timeout_s)
     others = tuple(client for client in told.clients if not client.is_me)
     told = msgspec.structs.replace(told, clients=others)
-    return Answer(status_document(address, told), ClusterStatus.of(told, address))
+    document = status_document(address, told)
+    if not compared_s:
+        return Answer(document, ClusterStatus.of(told, address))
+    words = [one.words for one in slow] or [f"no host of a gang was slow in {compared_s:g} s"]
+    document["slow"] = [msgspec.structs.asdict(one) for one in slow]
+    return Answer(document, "\n".join([repr(ClusterStatus.of(told, address)), "", *words]))
 
 
 def status_document(address: str, told: Status) -> dict[str, Any]:
@@ -89,7 +108,8 @@ def _host(host: HostInfo) -> dict[str, Any]:
 
 def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
     """Return the fields of a struct, some under the names that JSON documents have always used."""
-    return {renamed.get(k, k): value for k, value in msgspec.structs.asdict(info).items()}
+    named = {renamed.get(k, k): value for k, value in msgspec.structs.asdict(info).items()}
+    return {k: _plain(v) if isinstance(v, msgspec.Struct) else v for k, v in named.items()}
 
 
 def memory(address: str, timeout_s: float) -> Answer:

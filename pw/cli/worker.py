@@ -63,7 +63,7 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
     folder = PrivateFolder.of(controller)
     bind = options.bind or free_endpoint(folder.path if folder else None, "host")
-    configure_logging(options.log_level)
+    configure_logging(options.log_level, options.log_format)
     # Its errors come before anything is started.
     security = Security.of(
         controller,

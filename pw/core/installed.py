@@ -6,11 +6,13 @@ Python package index is called `pw` and installs a package of that name into the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
 import warnings
 from importlib import metadata
+from importlib.util import find_spec
 
 from pw.core.errors import Error, VersionMismatch
 
@@ -71,3 +73,10 @@ def check_extra(extra: str, *modules: str) -> None:
             raise Error(
                 f"{module} is missing; run: pip install '{DISTRIBUTION}[{extra}]'"
             ) from error
+
+
+def is_installed(*modules: str) -> bool:
+    """Whether all these modules are installed; imports only the packages around them."""
+    with contextlib.suppress(ModuleNotFoundError):  # of a package around it
+        return all(find_spec(module) is not None for module in modules)
+    return False

@@ -8,6 +8,9 @@ logger = logging.getLogger("pw")
 _audit = logging.getLogger("pw.audit")
 logger.addHandler(logging.NullHandler())  # a library says nothing unless its user wants to hear it
 
+FIELDS = "pw_fields"
+"""The attribute of a record with its event and its fields."""
+
 _REMEMBERED = 1000
 
 FIELD_CHARACTERS = 1024
@@ -23,7 +26,12 @@ def log(level: str, event: str, node: str, actor: str = "", /, **fields: object)
     if not logger.isEnabledFor(number):
         return
     pairs: dict[str, object] = {"node": node, **({"actor": actor} if actor else {}), **fields}
-    logger.log(number, "%s %s", event, _pairs(pairs))
+    logger.log(number, "%s %s", event, _pairs(pairs), extra=_extra(event, pairs))
+
+
+def _extra(event: str, fields: dict[str, object]) -> dict[str, object]:
+    """Return what a record has beside its text, for formats that write fields apart."""
+    return {FIELDS: {"event": event} | {key: _cut(key, value) for key, value in fields.items()}}
 
 
 def _pairs(fields: dict[str, object]) -> str:
@@ -38,7 +46,7 @@ def audit(event: str, /, **fields: object) -> None:
         fields: as known: tenant, name, node, peer (an address), reason.
     """
     if _audit.isEnabledFor(logging.INFO):
-        _audit.info("%s %s", event, _pairs(fields))
+        _audit.info("%s %s", event, _pairs(fields), extra=_extra(event, fields))
 
 
 class Warnings:

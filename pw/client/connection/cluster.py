@@ -24,8 +24,9 @@ from pw.client.connection.children import LocalDaemon, options, start_fork_serve
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
-from pw.client.show.tables import Table, html
+from pw.client.show.tables import Table, html, is_notebook, link_to
 from pw.core.actors.watchdog import STALL_S
+from pw.core.installed import check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
 from pw.transport.access.private import PrivateFolder
@@ -94,6 +95,8 @@ class LocalCluster:
             device says that it has, which CPU devices do not.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
+        dashboard: show the cluster on a page; `cluster.dashboard` is its link (docs/dashboard.md). By default
+            only in a notebook, if the extra `openpathways[dashboard]` is installed.
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a silent client keeps what it owns, in seconds.
         heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
@@ -119,6 +122,7 @@ class LocalCluster:
         device_memory: int | str | None = None,
         policy: str = "fifo",
         connect: bool = True,
+        dashboard: bool | None = None,
         events: bool = False,
         lease_s: float = 10.0,
         heartbeat_s: float = 1.0,
@@ -141,6 +145,14 @@ class LocalCluster:
         """The hosts of the islands as they were started, and after them the spare ones."""
         self._children: list[LocalDaemon] = []
         self._folder = PrivateFolder.make()
+        if dashboard is None:
+            dashboard = is_notebook() and is_installed("starlette", "uvicorn", "prometheus_client")
+        elif dashboard:
+            check_extra("dashboard", "starlette", "uvicorn", "prometheus_client")
+        self.dashboard = ""
+        """The link of the page that shows the cluster; empty if there is none."""
+        self._page: LocalDaemon | None = None
+        events = events or dashboard
         self.events = f"ipc://{self._folder.path}/events" if events else ""
         """Where the controller publishes events; empty if it does not."""
         self._runtime: Runtime | None = None
@@ -172,7 +184,11 @@ class LocalCluster:
                     self._start_worker(f"island-{island}-host-{host}", [*place, *common])
             for host in range(spare_hosts):
                 self._start_worker(f"spare-{host}", ["--spare", *common])
+            if dashboard:
+                self._page = LocalDaemon("pw.cli.dashboard", options(address=self.address))
             self._wait(islands * hosts_per_island, connect)
+            if self._page is not None:
+                self.dashboard = self._page.address(START_S)
         except BaseException:
             self.close()
             raise
@@ -212,6 +228,11 @@ class LocalCluster:
         """Process ids of the daemons: the controller first, then the workers (their supervisors)."""
         return [child.pid for child in self._children]
 
+    @property
+    def page_pids(self) -> list[int]:
+        """Process id of the dashboard, if there is one."""
+        return [] if self._page is None else [self._page.pid]
+
     def close(self) -> None:
         """Disconnect if connected here, end all daemons and wait for them. Idempotent.
 
@@ -225,7 +246,8 @@ class LocalCluster:
             current.leave(self.address, self._previous)  # which may be a later session
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]
-        for group in (workers, controller):
+        page = [] if self._page is None else [self._page]
+        for group in (page, workers, controller):
             for child in group:
                 child.terminate()
             for child in group:
@@ -254,7 +276,8 @@ class LocalCluster:
             (host.name, host.pid, "running" if code is None else f"ended with exit code {code}")
             for host, code in codes
         )
-        return html(f"{self!r}", [Table("Hosts", ("host", "pid", "state"), rows)])
+        shown = html(f"{self!r}", [Table("Hosts", ("host", "pid", "state"), rows)])
+        return shown + link_to("" if self._closed else self.dashboard)
 
     def __enter__(self) -> Self:
         return self

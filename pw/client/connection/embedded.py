@@ -14,16 +14,18 @@ import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from glob import glob
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pw.client.connection.children import KeptWorker, options
+from pw.client.connection.children import KeptWorker, LocalDaemon, options
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
-from pw.core.errors import Error, HostLost
+from pw.client.show.tables import is_notebook
+from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
+from pw.core.installed import is_installed
 from pw.core.sizes import parse_size
 from pw.transport.access.private import PrivateFolder
 from pw.transport.bulk.plane import BulkPlane
@@ -35,11 +37,15 @@ from pw.transport.links.node import Node
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime
 
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+"""The modules of the dashboard, which a cluster has in a notebook."""
 ISLAND = "embedded"
 HOST = "embedded-0"
 HEARTBEAT_S = 3.0
 """Longer than other hosts', because no other host could take its place on a busy machine."""
 RECONNECT_S = 60.0
+PAGE_S = 10.0
+"""How long a notebook waits for the link of the page."""
 
 
 def device_count() -> int:
@@ -93,7 +99,9 @@ class _SessionWithWorker(SessionOnNode):
     """A session on the controller's own node, and the worker beside it."""
 
     worker: KeptWorker
+    page: LocalDaemon | None = None
     _is_ready = False
+    _link = ""
 
     def wait_for_hosts(self) -> None:
         """Wait for the worker; if it were ended before, it would log that its controller is lost."""
@@ -101,9 +109,20 @@ class _SessionWithWorker(SessionOnNode):
         super().wait_for_hosts()
         self._is_ready = True
 
+    @property
+    def dashboard(self) -> str:
+        """The link of the page that shows the cluster; empty if there is none."""
+        if self.page is not None and not self._link:
+            with suppress(ConnectionFailed):
+                self._link = self.page.address(PAGE_S)
+        return self._link
+
     def close(self) -> None:
-        """End the worker, then everything else. Idempotent."""
+        """End the page and the worker, then everything else. Idempotent."""
         if not self._closed:
+            if self.page is not None:
+                self.page.terminate()
+                self.page.stop()
             self._thread.call(self.worker.terminate)
             if not self._is_ready:
                 self.worker.stop()
@@ -141,6 +160,8 @@ def _with_worker(
         bulk = BulkPlane(thread.loop, folder=folder.path)
         session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
         session.endpoint = folder.controller
+        if is_notebook() and is_installed(*EXTRA):
+            session.page = LocalDaemon("pw.cli.dashboard", options(address=folder.controller))
         session.worker, worker.given_up = worker, session.worker_ended
         return session
 

@@ -42,6 +42,7 @@ from pw.client.session.thread_messages import (
 )
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.live import About, patiently
+from pw.client.show.tables import html, link_to
 from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core import messages as msg
 from pw.core.compact import Compact
@@ -136,6 +137,14 @@ class Runtime:
     def endpoint(self) -> str | None:
         """The controller's address for other processes, also of an embedded cluster; None if there is none."""
         return self.thread.endpoint
+
+    @property
+    def dashboard(self) -> str:
+        """The link of the page that shows an embedded cluster; empty if there is none."""
+        return self.thread.dashboard
+
+    def _repr_html_(self) -> str:
+        return html(repr(self), ()) + link_to(self.dashboard)
 
     @property
     def forked(self) -> bool:

@@ -17,6 +17,10 @@ class SessionThread(Protocol):
     has_frames: bool
     """Messages leave this process, so their size is limited."""
 
+    @property
+    def dashboard(self) -> str:
+        """The link of the page that shows the cluster; empty if this session has not started one."""
+
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
 

@@ -136,6 +136,11 @@ class SessionOnNode:
         )
         self._tick()
 
+    @property
+    def dashboard(self) -> str:
+        """The link of the page that shows the cluster; empty if this session has not started one."""
+        return ""
+
     def expect_hosts(self, count: int, children: Sequence[Daemon]) -> None:
         """The session is ready when `count` hosts are, unless one of `children` ends first."""
         self._expected = (count, children)

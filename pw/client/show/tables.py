@@ -141,6 +141,12 @@ def html(head: str, tables: Iterable[Table]) -> str:
     return f"<div>{escape(head)}</div>" + "".join(map(_html_of, tables))
 
 
+def link_to(dashboard: str) -> str:
+    """Return the HTML of a link to a dashboard; empty if there is none."""
+    where = escape(dashboard, quote=True)
+    return where and f'<div><a href="{where}" target="_blank">dashboard</a></div>'
+
+
 def _html_of(table: Table) -> str:
     if not table.rows:
         return f"<div>no {escape(table.title.lower())}</div>"

@@ -53,11 +53,37 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Segments that wait for their launch."""
     launched: int
     """Launches in flight."""
+    device_s: float = 0.0
+    """The device time of all launches that have ended: that of each device, in all."""
 
     @property
     def devices(self) -> int:
         """Devices of the connected hosts."""
         return sum(host.devices for host in self.hosts)
+
+
+class ClientUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a client waits for, and what it has had since it came."""
+
+    queued: int = 0
+    """Segments that wait for their launch."""
+    waiting_s: float = 0.0
+    """How long none of them could go."""
+    launches: int = 0
+    """Launches that have ended."""
+    waited_s: float = 0.0
+    """How long these were queued, in all."""
+    device_s: float = 0.0
+    """Their device time: that of each device, in all."""
+
+    def __add__(self, other: ClientUse) -> ClientUse:
+        return ClientUse(
+            self.queued + other.queued,
+            max(self.waiting_s, other.waiting_s),
+            self.launches + other.launches,
+            self.waited_s + other.waited_s,
+            self.device_s + other.device_s,
+        )
 
 
 class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +105,9 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     awaited_hosts: tuple[str, ...]
     """Hosts that its slices name, and wait for."""
     tenant: str = ""
+    tenant_share: float = 1.0
+    """The weight of its tenant among tenants, where the policy is `share`."""
+    use: ClientUse = ClientUse()
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):

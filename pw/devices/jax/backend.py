@@ -213,6 +213,7 @@ class JaxBackend:
         return {
             "computations": self.enqueuer.enqueued,
             "compilations": self.compiler.compilations,
+            "compile_us": int(self.compiler.compile_s * 1e6),
             "executables_loaded": self._executables.loaded,
             "executables_failed": self._executables.failed,
             "installed": len(self.compiler),

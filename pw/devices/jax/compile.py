@@ -7,6 +7,7 @@ executable is made of a module, and where.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +73,7 @@ class _Pending:
     then: dict[bytes, tuple[_Wanted, Callable[[Any], None]]] = field(default_factory=dict)
     """By key: called with the executable on its devices, or with an exception."""
     job: Job | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
 
 Publish = Callable[[bytes, Executable | None], None]
@@ -126,6 +128,8 @@ class Compiler:
         """The module of each computation that is installed; None for a Python function."""
         self.compilations = 0
         """How many executables were compiled, not loaded."""
+        self.compile_s = 0.0
+        """How long these took, in all."""
         self.thread: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), completions.fail
         )
@@ -324,6 +328,7 @@ class Compiler:
         del self._pending[place]
         if not isinstance(answer, ErrorReport):
             self.compilations += 1
+            self.compile_s += time.monotonic() - pending.began_s
         is_kept = False
         for wanted, then in pending.then.values():
             found: Any
@@ -345,10 +350,12 @@ class Compiler:
             if not is_vetted and self._processes is not None:
                 self._processes.wait_for(wanted.client, wanted.name, wanted.digest, wanted.order)
             with self._output.on_behalf_of(wanted.client):
+                began_s = time.monotonic()
                 found = making.make(wanted.order, wanted.physical, wanted.functions)
                 if found[0].needs_lapack and platform.is_host:
                     making.find_lapack()
             self.compilations += 1
+            self.compile_s += time.monotonic() - began_s
             if wanted.kept_as is not None:
                 self._executables.save_with(wanted.kept_as, lambda: making.saved(*found))
         except Exception as error:  # noqa: BLE001 - the error is the answer

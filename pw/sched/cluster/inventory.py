@@ -247,13 +247,13 @@ class Inventory:
         )
 
     def status(
-        self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int]]
+        self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int, float]]
     ) -> tuple[msg.IslandInfo, ...]:
         """Return the status of all islands.
 
         Args:
             bound: how many slices are bound to each.
-            queued: the (queued, launched) segments of each.
+            queued: the queued and launched segments of each, and its device time in seconds.
         """
         return tuple(
             msg.IslandInfo(
@@ -269,7 +269,7 @@ class Inventory:
                 tuple(node for node in island.ranks if node not in island.hosts),
                 island.epoch,
                 bound.get(island.name, 0),
-                *queued.get(island.name, (0, 0)),
+                *queued.get(island.name, (0, 0, 0.0)),
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )

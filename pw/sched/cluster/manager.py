@@ -33,8 +33,8 @@ class ResourceManager(Actor):
             },
         )
 
-    def status(self, queued: Mapping[str, tuple[int, int]]) -> tuple[IslandInfo, ...]:
-        """Return the status of all islands; `queued` has the (queued, launched) segments of each."""
+    def status(self, queued: Mapping[str, tuple[int, int, float]]) -> tuple[IslandInfo, ...]:
+        """Return the status of all islands (see `Inventory.status`)."""
         return self.inventory.status(self.slices.counts(), queued)
 
     def waiting_hosts(self) -> tuple[HostInfo, ...]:

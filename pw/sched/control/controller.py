@@ -12,7 +12,7 @@ opens no bulk channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
@@ -67,6 +67,7 @@ class Controller(Actor):
         only_transfers: bool = False,
         claims: Claims = NO_SECRET,
         rules: ShareRules = NO_RULES,
+        uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -75,6 +76,8 @@ class Controller(Actor):
         self._island_status = island_status
         self._waiting_hosts = waiting_hosts
         self._counters = counters
+        self._uses = uses
+        self._rules = rules
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
             env, self._islands, tickets, first_client, events, claims, rules
@@ -248,7 +251,7 @@ class Controller(Actor):
         asker = self.sessions.of(sender)
         if asker is None:
             return
-        used = self.runs.used_credits()
+        used, uses, nothing = self.runs.used_credits(), self._uses(), msg.ClientUse()
         islands = self._island_status()
         sees = self.sessions.sight(asker.number)
         seen = [client for client in self.sessions.clients if sees(client.number)]
@@ -273,6 +276,8 @@ class Controller(Actor):
                         client.address == sender,
                         self.slices.awaited_hosts(client, islands),
                         client.tenant,
+                        self._rules.tenants.get(client.tenant, 1.0),
+                        uses.get(client.number, nothing),
                     )
                     for client in seen
                 ),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pw.core.ids import arrays_in
-from pw.core.messages import Copy, CopyFile
+from pw.core.messages import ClientUse, Copy, CopyFile
 from pw.sched.island.launch_states import SegmentTask
 from pw.sched.island.think_time import Habit
 from pw.sched.island.window import Account, Footprint, Group, Stake
@@ -61,6 +61,11 @@ class ClientQueue:
     waits_since_s: float = math.inf
     """When its queue last changed from empty, or had a launch; inf while no launch is queued."""
     habit: Habit = field(default_factory=Habit)
+    ended_launches: int = 0
+    waited_s: float = 0.0
+    """How long the launches that have ended were queued, in all."""
+    device_s: float = 0.0
+    """The device time of these launches: that of each device, in all."""
 
     @property
     def head_arrival(self) -> int:
@@ -115,6 +120,20 @@ class ClientQueue:
         self.launched += 1
         self.waits_since_s = math.inf if self.oldest is None else now_s
         self.habit.launched(head.footprint)
+
+    def ended(self, task: SegmentTask, now_s: float) -> None:
+        """A launch has ended."""
+        self.launched -= 1
+        self.habit.ended(task.device_time_us, now_s)
+        self.ended_launches += 1
+        self.waited_s += task.launched_s - task.here.queued_s
+        self.device_s += task.device_s
+
+    def use(self, now_s: float) -> ClientUse:
+        """Describe what the client waits for and has had here."""
+        queued = sum(isinstance(task, SegmentTask) for task in self.tasks)
+        waiting_s = max(0.0, now_s - self.waits_since_s) if queued else 0.0
+        return ClientUse(queued, waiting_s, self.ended_launches, self.waited_s, self.device_s)
 
     def launched_itself(self, tasks: Sequence[SegmentTask], now_s: float) -> None:
         """The client has launched a run under a lease."""

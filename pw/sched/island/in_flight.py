@@ -47,6 +47,8 @@ class InFlight(Part):
     leases: LeaseTable
     launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
     """By the first host of the gang, the oldest first."""
+    device_s: float = field(default=0.0, init=False)
+    """The device time of all launches that have ended: that of each device, in all."""
     _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
     """The key of the first host, for each other host that reports the end."""
 
@@ -129,8 +131,8 @@ class InFlight(Part):
             self.leases.sliding.append(here.lease)
         queue = self.queues.clients.get(client_of(here.run))
         if queue is not None:
-            queue.launched -= 1
-            queue.habit.ended(time_us, now_s)
+            queue.ended(task, now_s)
+        self.device_s += task.device_s
         if self.policy.keeps_accounts:
             more_us = time_us - task.estimate_us
             self.policy.measured(here.stake, task.footprint.accounts, more_us)

@@ -205,6 +205,11 @@ class SegmentTask:
         self.state = LAUNCH.after(self.state, LaunchEvent.END)
         return True
 
+    @property
+    def device_s(self) -> float:
+        """The time that it has had all its devices, in all."""
+        return self.device_time_us * 1e-6 * len(self.footprint.sites)
+
     def happened(self, event: LaunchEvent) -> None:
         """Change the state. Raises ImpossibleTransition."""
         self.state = LAUNCH.after(self.state, event)

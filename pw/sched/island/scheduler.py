@@ -14,10 +14,12 @@ The cost of a launch does not depend on the number of shards: one send for each 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import CancelRun, IslandLost, RemoveClient, Submit
+from pw.core.messages import CancelRun, ClientUse, IslandLost, RemoveClient, Submit
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
@@ -95,6 +97,16 @@ class IslandScheduler(Actor):
     def launched(self) -> int:
         """How many launches are in flight."""
         return len(self.in_flight.launches)
+
+    @property
+    def device_s(self) -> float:
+        """The device time of all launches that have ended: that of each device, in all."""
+        return self.in_flight.device_s
+
+    def uses(self) -> Iterator[tuple[int, ClientUse]]:
+        """Yield what each client waits for and has had on this island."""
+        now_s = self.env.now_s()
+        return ((client, queue.use(now_s)) for client, queue in self.queues.clients.items())
 
     @handles(IslandLost)
     def _host_lost(self, sender: Address, message: IslandLost) -> None:

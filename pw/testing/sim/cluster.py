@@ -136,7 +136,9 @@ class SimCluster(Site):
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandInfo, ...]:
-            return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
+            return resources.status(
+                {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
+            )
 
         self.status = status
         self.resources = resources

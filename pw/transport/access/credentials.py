@@ -109,6 +109,12 @@ class Credentials:
         """The context of an end that listens: TLS 1.3, and the dialler must have a certificate."""
         return self._last.accept
 
+    def for_browsers(self) -> ssl.SSLContext:
+        """The context of an end that browsers dial, which have no certificate: they need a token."""
+        context = _context(ssl.PROTOCOL_TLS_SERVER, self._last.bundle)
+        context.verify_mode = ssl.CERT_NONE
+        return context
+
     def identify(self, der: bytes | None, role: Role | None = None) -> Identity:
         """The identity of a peer.
 

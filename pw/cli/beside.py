@@ -1,0 +1,75 @@
+"""The dashboard of `pw-controller --dashboard` and `--metrics`: a process beside the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import typer
+
+from pw.client.connection.children import LocalDaemon, options
+from pw.core import installed
+from pw.core.errors import Error
+from pw.core.ids import CONTROLLER
+from pw.transport.access.private import PrivateFolder
+from pw.transport.access.security import Security
+from pw.transport.log import log
+
+
+@dataclass(eq=False)
+class Beside:
+    """A dashboard that is started with the controller, and ends with it."""
+
+    _shows: bool
+    _metrics: str
+    _credentials: str
+    _insecure: bool
+    _folder: PrivateFolder
+    _page: LocalDaemon | None = None
+
+    @classmethod
+    def of(cls, shows: bool, metrics: str, credentials: str, security: Security) -> Beside | None:
+        """Return it if it is wanted. Raises Error if it could not connect."""
+        if not (shows or metrics):
+            return None
+        installed.check_extra("dashboard", "starlette", "uvicorn", "prometheus_client")
+        if security.credentials is not None and not credentials:
+            raise Error(
+                "--dashboard and --metrics need --dashboard-credentials in a cluster with credentials: those "
+                "of a client, for example of `pw keys issue client dashboard --tenant operator`"
+            )
+        return cls(shows, metrics, credentials, security.insecure, PrivateFolder.make())
+
+    @property
+    def events(self) -> str:
+        """Where the controller publishes events for it, if it publishes none elsewhere."""
+        return f"ipc://{self._folder.path}/events"
+
+    def start(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        """Start it; its link is printed when it is ready."""
+        page = self._page = LocalDaemon(
+            "pw.cli.dashboard",
+            options(
+                address=address,
+                bind=None if self._shows else "none",
+                metrics=self._metrics or None,
+                credentials=self._credentials or None,
+                insecure=self._insecure,
+            ),
+        )
+
+        def ready() -> None:
+            loop.remove_reader(page.channel.fileno())
+            try:
+                typer.echo(f"pw dashboard: {page.address(0.0)}")
+            except Error as error:
+                log("error", "no dashboard", CONTROLLER, reason=str(error))
+
+        loop.add_reader(page.channel.fileno(), ready)
+
+    def close(self) -> None:
+        """End it."""
+        if self._page is not None:
+            self._page.terminate()
+            self._page.stop()
+        self._folder.leave()

@@ -1,0 +1,119 @@
+"""`pw top`: the snapshots of a cluster in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pw.core.sizes import size_in_words
+from pw.dashboard.reader import Reader
+from pw.dashboard.snapshot import Snapshot
+
+RUNS = 12
+EVENTS = 6
+BAR = 12
+
+
+def show(address: str, timeout_s: float) -> None:
+    """Draw until Ctrl-C. Raises ConnectionFailed if no controller answers in time."""
+    console = Console(highlight=False)
+    with closing(Reader(address)) as reader:
+        reader.start(timeout_s)
+        if not console.is_terminal:  # one picture, for a pipe
+            if reader.newest is not None:
+                console.print(drawn(reader.newest))
+            return
+        try:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    if reader.newest is not None:
+                        live.update(drawn(reader.newest), refresh=True)
+                    time.sleep(0.5)
+        except KeyboardInterrupt:
+            return
+
+
+def drawn(now: Snapshot) -> RenderableType:
+    """Return a snapshot as tables."""
+    rates = now.rates
+    head = Text.assemble(
+        ("pw top ", "bold"),
+        f"{now.address}  {time.strftime('%H:%M:%S', time.localtime(now.time_s))}  policy {now.policy}\n",
+        f"{rates.runs:.0f} runs/s  {rates.launches:.0f} launches/s  "
+        f"{size_in_words(int(rates.sent_bytes))}/s  use {_percent(rates.use)}  "
+        f"{rates.in_flight} in flight  {rates.queued} queued",
+    )
+    parts: list[RenderableType] = [head]
+    if now.trouble:
+        parts.append(Text(f"old: {now.trouble}", "bold red"))
+    parts += [Text(one.words, "bold yellow") for one in now.slow]
+    parts.append(
+        _table(
+            ("island", "state", "hosts", "use", "", "memory", "launched", "queued"),
+            [
+                (
+                    one.name,
+                    one.state,
+                    f"{len(one.hosts)}/{one.expected_hosts}",
+                    _percent(one.use),
+                    _bar(one.use),
+                    _bytes(one.used_bytes),
+                    str(one.launched),
+                    str(one.queued),
+                )
+                for one in now.islands
+            ],
+        )
+    )
+    parts.append(
+        _table(
+            ("client", "tenant", "share", "use", "", "runs", "queued", "mean wait", "arrays"),
+            [
+                (
+                    one.name,
+                    one.tenant,
+                    f"{one.share:g}",
+                    _percent(one.use),
+                    _bar(one.use),
+                    str(one.runs),
+                    str(one.queued),
+                    f"{one.waited_s / one.launches * 1e3:.1f} ms" if one.launches else "–",
+                    _bytes(one.arrays_bytes),
+                )
+                for one in now.clients
+            ],
+        )
+    )
+    oldest = sorted(now.runs, key=lambda run: -run.age_s)[:RUNS]
+    runs = [(r.run, r.program, ", ".join(r.islands), f"{r.age_s:.2f} s") for r in oldest]
+    parts.append(_table(("run", "program", "islands", "since"), runs))
+    parts += [Text(one.words, "dim") for one in now.happenings[-EVENTS:]]
+    return Group(*parts)
+
+
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), expand=False)
+    for name in columns:
+        made.add_column(name, no_wrap=name not in ("islands", "client"))
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def _percent(part: float | None) -> str:
+    return "–" if part is None else f"{part:.0%}"
+
+
+def _bar(part: float | None) -> str:
+    full = round(BAR * min(1.0, part or 0.0))
+    return "█" * full + "░" * (BAR - full)
+
+
+def _bytes(size: int | None) -> str:
+    return "–" if size is None else size_in_words(size)
