@@ -19,6 +19,7 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
 import uvloop
 
 from pw.core import messages
@@ -39,17 +40,32 @@ ARTIFACT = b"a computation that is never compiled"
 WINDOW = 512
 
 
+_ENVELOPES = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, str, msgspec.Raw]]])
+_MESSAGE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
+_FORM = messages.FormIsland.__struct_config__.tag
+_HEARD = {
+    kind.__struct_config__.tag
+    for kind in (messages.Hello, messages.Install, messages.Launch, messages.GangOrder)
+}
+
+
+def _tag_of(body: memoryview) -> int:
+    """Return the tag of an encoded message: the first element of a short array."""
+    return body[2] if body[1] == 0xCC else body[1]
+
+
 class ModelledHost:
     """One host: its connection to the controller, and its answers.
 
-    Only the first and the last host of a gang decode launches. The others drop frames, so that 512
-    hosts cost less than the controller.
+    Of the hosts to which the scheduler sends launches, only the first and the last decode them. The others
+    drop frames, and no host decodes what it does not answer, so that thousands of hosts cost less than the
+    controller. They pass nothing on to each other.
     """
 
     def __init__(self, swarm: Swarm, rank: int) -> None:
         self.swarm = swarm
         self.name = f"host-{rank:04d}"
-        self.is_quiet = False
+        self.is_quiet = self.is_last = False
         self._rank = rank
         self._sent = 0
         self._epoch = 0
@@ -78,7 +94,14 @@ class ModelledHost:
         if self.is_quiet:
             return
         hosts, devices = self.swarm.host_count, self.swarm.devices
-        for _, sender, message in codec.decode(parts[0]).envelopes:
+        for _, sender, body in _ENVELOPES.decode(parts[0])[1]:
+            tag = _tag_of(memoryview(body))
+            if tag == _FORM:  # all hosts get the same, and it names all hosts
+                message = self.swarm.form = self.swarm.form or _MESSAGE.decode(body)
+            elif tag in _HEARD:
+                message = _MESSAGE.decode(body)
+            else:
+                continue
             match message:
                 case messages.Hello():
                     endpoint = f"tcp://127.0.0.2:{1024 + self._rank}"
@@ -96,9 +119,15 @@ class ModelledHost:
                     )
                     self.send(sender, "executor", installed)
                 case messages.Launch(report=True):
-                    self.swarm.lead(self, sender, message)
-                case messages.Launch() if self is self.swarm.hosts[-1]:
+                    self.swarm.lead(self, sender, message.run, message.sequence)
+                case messages.Launch() if self.is_last:
                     self.swarm.followed(message.run)
+                case messages.GangOrder(order=messages.Launch(run=run)):
+                    _, number = messages.at_position(message.spans, 0)
+                    if self is self.swarm.hosts[0]:
+                        self.swarm.lead(self, sender, run, number)
+                    elif self.is_last:
+                        self.swarm.followed(run)
 
     def report(self, scheduler: str, sequence: int, device_us: float) -> None:
         """Report the end of a launch; one message reports all ends of a turn of the loop."""
@@ -237,7 +266,9 @@ class Swarm:
         self.host_count = hosts
         self.devices = devices
         self.hosts: list[ModelledHost] = []
-        self._led: deque[tuple[ModelledHost, str, messages.Launch]] = deque()
+        self.form: Any = None
+        """What the first host has been told of its island."""
+        self._led: deque[tuple[ModelledHost, str, int, int]] = deque()
         self._newest_run = 0
         self._is_alone = hosts == 1
         """Whether gangs consist of the first host only."""
@@ -256,8 +287,12 @@ class Swarm:
         await self.loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(requests), sys.stdin.buffer
         )
-        self.hosts = [ModelledHost(self, rank) for rank in range(self.host_count)]
         self._beat()
+        for rank in range(self.host_count):
+            self.hosts.append(ModelledHost(self, rank))
+            await asyncio.sleep(0)  # or thousands would connect, and greet too late
+        fan, over = messages.TREES.fan, messages.TREES.over
+        self.hosts[fan - 1 if self.host_count > over else -1].is_last = True
         self.client.env.send(CONTROL, messages.Attach("modelled", 1.0, 0))
         await self.client.ready
         print("{}", flush=True)
@@ -285,8 +320,8 @@ class Swarm:
         match what:
             case "register":
                 await self.client.register(devices, arrays, nodes)
-                for host in self.hosts[1:-1]:
-                    host.is_quiet = True
+                for host in self.hosts[1:]:
+                    host.is_quiet = not host.is_last
             case "launch":
                 self._device_s, self._ends_s = device_us * 1e-6, [0.0]
                 await self.client.call(count, window, keep=False)
@@ -309,28 +344,28 @@ class Swarm:
 
     # --- the gang --------------------------------------------------------------------------------
 
-    def lead(self, host: ModelledHost, scheduler: str, launch: messages.Launch) -> None:
-        """Handle a launch on the first host of its gang."""
-        self._led.append((host, scheduler, launch))
+    def lead(self, host: ModelledHost, scheduler: str, run: int, number: int) -> None:
+        """Handle a launch on the first host of its gang, which has this number there."""
+        self._led.append((host, scheduler, run, number))
         self._begin()
 
     def followed(self, run: int) -> None:
-        """Handle a run on the last host, which receives each run last."""
+        """Handle a run on the last host that the scheduler sends it to."""
         self._newest_run = run
         self._begin()
 
     def _begin(self) -> None:
         while self._led:
-            host, scheduler, launch = self._led[0]
-            if launch.run > self._newest_run and not self._is_alone:
+            host, scheduler, run, number = self._led[0]
+            if run > self._newest_run and not self._is_alone:
                 return
             self._led.popleft()
             if not self._device_s:
-                host.report(scheduler, launch.sequence, 10.0)
+                host.report(scheduler, number, 10.0)
                 continue
             end_s = max(self._ends_s[-1], time.perf_counter()) + self._device_s
             self._ends_s.append(end_s)
-            self._due.append((end_s, host, scheduler, launch.sequence))
+            self._due.append((end_s, host, scheduler, number))
             if len(self._due) == 1:
                 self._wake(end_s)
 

@@ -241,7 +241,7 @@ def test_a_thousand_arrays_on_two_thousand_devices_travel() -> None:
     body = Compact.of(program)
     size = len(codec.encode_message(RegisterProgram(1, body, ())))
     assert size < 200_000
-    assert len(codec.encode_message(Install(1, 1, body, Compact.of(plan), ()))) < size + 100_000
+    assert len(codec.encode_message(Install(1, 0, 1, body, Compact.of(plan), ()))) < size + 100_000
 
 
 @pytest.mark.parametrize("number", [Placement(1, ()), Placement(-1, ()), Placement(0, (0,))])

@@ -47,6 +47,8 @@ class Bench:
         self.host = FakeHost(self.world, "a0", registration, replicas)
         self.tell(msg.FormIsland("a", 1, ("a0", *peers), 0, "", b"secret"))
         self.sequence = -1
+        self.installs: list[int] = []
+        """The numbers of the programs that were installed."""
         self.serial = 0
         self.slices = {
             number: Binding(number, name[0], (DeviceAddress(name, 0),))
@@ -76,9 +78,10 @@ class Bench:
         (mine,) = [host_plan for host_plan in plan.hosts if host_plan.host == "a0"]
         self.segments = [part.segment for part in mine.segments]
         artifacts = (msg.Artifact(digest(blob), blob),)
-        self.tell(
-            msg.Install(epoch, number, Compact.of(body), Compact.of(mine), artifacts, install)
-        )
+        self.sequence += epoch == 1
+        self.installs.append(self.sequence)
+        whole = Compact.of(body), Compact.of(mine), artifacts
+        self.tell(msg.Install(epoch, self.sequence, number, *whole, install))
         return number
 
     def launch(self, program: int, *args: Any, segment: int = 0, **how: Any) -> tuple[int, int]:
@@ -96,7 +99,6 @@ class Bench:
                 run,
                 program,
                 segment,
-                how.get("last", True),
                 arguments,
                 True,
             )
@@ -111,18 +113,22 @@ class Bench:
 
     def cancel(self, run: int, program: int) -> None:
         self.sequence += 1
-        self.tell(msg.Launch(1, self.sequence, run, program, msg.CANCELLED, True, None, False))
+        self.tell(msg.Launch(1, self.sequence, run, program, msg.CANCELLED, None, False))
 
     def lose(self, *nodes: str) -> None:
         """Tell the coordinator that these hosts have gone."""
         for node in nodes:
             self.tell(msg.PeerLost(node, "silent"), actor="coordinator")
 
+    def place(self, sequence: int) -> int:
+        """The place of an order among those that install nothing."""
+        return sequence - sum(number < sequence for number in self.installs)
+
     def finished(self) -> dict[int, bool]:
         """The launches that have ended, and whether they are lost."""
         self.settle()
         return {
-            f.sequence: f.lost is not None
+            self.place(f.sequence): f.lost is not None
             for progress in self.told(msg.Progress)
             for f in progress.finished
         }
@@ -153,18 +159,18 @@ def test_a_gap_stops_the_host_and_is_reported_once() -> None:
     bench = Bench()
     program = bench.install(chain([bench.here]))
     bench.launch(program, X.tobytes())
+    bench.launch(program, X.tobytes(), sequence=3)
     bench.launch(program, X.tobytes(), sequence=2)
-    bench.launch(program, X.tobytes(), sequence=1)
     bench.settle()
-    assert bench.told(msg.LaunchGap) == [msg.LaunchGap(1, 1, 2)]
+    assert bench.told(msg.LaunchGap) == [msg.LaunchGap(1, 2, 3)]
     assert len(bench.host.backend.executed) == 1
 
 
 def test_a_launch_of_what_it_does_not_know_stops_the_host() -> None:
     bench = Bench()
     program = bench.install(chain([bench.here]))
-    bench.tell(msg.Launch(1, 0, client_id(1, 99), program, 0, True, None, True))
-    bench.launch(program, X.tobytes(), sequence=1)
+    bench.tell(msg.Launch(1, 1, client_id(1, 99), program, 0, None, True))
+    bench.launch(program, X.tobytes(), sequence=2)
     bench.settle()
     assert len(bench.told(msg.LaunchGap)) == 1
     assert not bench.host.backend.executed
@@ -177,8 +183,8 @@ def test_what_another_epoch_sends_is_dropped() -> None:
     assert not bench.told(msg.Installed)
     assert not any(bench.host.census().values())
     program = bench.install(chain([bench.here]))
-    bench.launch(program, X.tobytes(), epoch=2, sequence=0)
-    bench.launch(program, X.tobytes(), epoch=1, sequence=0)
+    bench.launch(program, X.tobytes(), epoch=2, sequence=1)
+    bench.launch(program, X.tobytes(), epoch=1, sequence=1)
     bench.settle()
     assert not bench.told(msg.LaunchGap)
     assert [progress.epoch for progress in bench.told(msg.Progress)] == [1]
@@ -420,7 +426,7 @@ def test_progress_is_sent_once_a_turn() -> None:
         happening()
     bench.world.drain("a0")
     (progress,) = bench.told(msg.Progress)
-    assert [finished.sequence for finished in progress.finished] == list(range(5))
+    assert [bench.place(one.sequence) for one in progress.finished] == list(range(5))
 
 
 def test_progress_waits_for_more_while_enough_is_under_way_but_not_for_long() -> None:
@@ -462,8 +468,8 @@ def test_a_device_is_charged_in_its_order_though_the_news_comes_in_another() -> 
         done()
     bench.world.drain("a0")
     (progress,) = bench.told(msg.Progress)
-    charged = {finished.sequence: finished.device_time_us for finished in progress.finished}
-    assert [round(charged[sequence], -2) for sequence in range(3)] == [29_000, 0, 2_000]
+    charged = {bench.place(one.sequence): one.device_time_us for one in progress.finished}
+    assert [round(charged[place], -2) for place in range(3)] == [29_000, 0, 2_000]
 
 
 def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() -> None:
@@ -705,7 +711,8 @@ def test_what_ends_on_another_device_takes_nothing_from_the_time_of_a_launch() -
     first(None)
     bench.settle()
     bench.world.wait(1)
-    times_us = {f.sequence: f.device_time_us for p in bench.told(msg.Progress) for f in p.finished}
+    reports = [one for progress in bench.told(msg.Progress) for one in progress.finished]
+    times_us = {bench.place(one.sequence): one.device_time_us for one in reports}
     assert times_us.pop(0) == pytest.approx(600_000, rel=0.01)
     assert sum(times_us.values()) == pytest.approx(500_000, rel=0.01)
 
@@ -750,7 +757,7 @@ def test_who_sends_to_what_will_not_be_launched_is_told(launched: int) -> None:
     for index, segment in enumerate(bench.segments[:launched]):
         bench.sequence += 1
         arguments = msg.Arguments((b"",), (client_id(1, 701),)) if index == 0 else None
-        bench.tell(msg.Launch(1, bench.sequence, run, program, segment, False, arguments, True))
+        bench.tell(msg.Launch(1, bench.sequence, run, program, segment, arguments, True))
     senders = [coordinator_of("b0"), coordinator_of("c0")]
     edges = [0, 2]
     if not launched:
@@ -779,7 +786,7 @@ def test_a_run_that_is_run_again_replaces_its_results() -> None:
     entry = bench.host.store.arrays[result]
     assert (entry.submitted, entry.value.error) == (False, None), "the first is given up"
     bench.sequence += 1
-    bench.tell(msg.Launch(1, bench.sequence, again, program, second, True, None, True))
+    bench.tell(msg.Launch(1, bench.sequence, again, program, second, None, True))
     bench.edge(again, "b0", X + 2, edge=1)
     bench.settle()
     np.testing.assert_array_equal(bench.value(result), X + 3)

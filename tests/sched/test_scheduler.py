@@ -51,7 +51,7 @@ def check_order(world: World) -> None:
         if isinstance(message, msg.Submit):
             for segment, producers in zip(message.segments, message.depends, strict=True):
                 needed[message.run, segment] = [producer for _, producer in producers]
-        if isinstance(message, msg.Launch | msg.Discard | msg.Replicate):
+        if isinstance(message, msg.Install | msg.Launch | msg.Discard | msg.Replicate):
             numbers[to.node, message.epoch].append(message.sequence)
         if isinstance(message, msg.Launch):
             order[to.node].append((message.run, message.segment))
@@ -722,7 +722,7 @@ def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     bench = Bench()
     bench.client(1)
     bench.tell(bench.submission(1, awaits=(client_id(1, 9),)))
-    bench.end(msg.Launch(1, 0, 0, 0, 0, True, None, True))
+    bench.end(msg.Launch(1, 0, 0, 0, 0, None, True))
     bench.tell(msg.RemoveClient(1))
     assert not held("scheduler", bench.scheduler)
     (discard,) = bench.world.to(executor_of("h1"), msg.Discard)

@@ -140,6 +140,8 @@ class World:
         self.islands: dict[str, tuple[str, ...]] = {}
         """The only islands that certificates of nodes allow."""
         self.bulk: dict[int, FakeBulk] = {}
+        self.trees = msg.TREES
+        """Which gangs have trees, for schedulers and hosts that are added later."""
 
     # --- nodes and messages --------------------------------------------------------------------------
 
@@ -281,7 +283,9 @@ class World:
 
         def spawn(island: str) -> None:
             address = Address(CONTROLLER, f"scheduler/{island}")
-            make = lambda env: IslandScheduler(env, island, POLICIES[policy]())  # noqa: E731
+            make = lambda env: IslandScheduler(  # noqa: E731
+                env, island, POLICIES[policy](), trees=self.trees
+            )
             self.schedulers[island] = self.add(address, make)
 
         versions = ("0", "0")
@@ -372,7 +376,13 @@ class FakeHost:
         self.executor: HostExecutor = world.add(
             Address(name, "executor"),
             lambda env: HostExecutor(
-                env, registration, self, backend, self.store, self.coordinator
+                env,
+                registration,
+                self,
+                backend,
+                self.store,
+                self.coordinator,
+                tree_over=world.trees.over,
             ),
         )
 

@@ -100,6 +100,12 @@ class HostToController(Base, frozen=True):
     senders, receiver = _HOST, "controller"
 
 
+class HostToExecutor(Base, frozen=True):
+    """A message of a host to the executor of another one."""
+
+    senders, receiver = _HOST, "executor"
+
+
 class HostToCoordinator(Base, frozen=True):
     """A message of a host to the coordinator of another one."""
 

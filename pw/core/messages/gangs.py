@@ -136,9 +136,10 @@ class UninstallProgram(Local, frozen=True, tag=70):
 
 
 class Install(ControllerToExecutor, frozen=True, tag=71):
-    """IslandScheduler to HostExecutor: compile this host's part of the program."""
+    """IslandScheduler to HostExecutor, in launch order: compile this host's part of the program."""
 
     epoch: int
+    sequence: int
     program: int
     body: Compact[Program]
     plan: Compact[HostPlan]
@@ -178,9 +179,8 @@ class Launch(ControllerToExecutor, frozen=True, tag=73):
     run: int
     program: int
     segment: int
-    last: bool
-    """The last segment of this run on this host."""
     arguments: Arguments | None
+    """Of its first launch on a host; later ones may have them, too."""
     report: bool
     """This host reports the end of the segment."""
 

@@ -1,7 +1,8 @@
 """The host executor: runs its part of every gang, in launch order.
 
 Theory of operation. Launches have contiguous numbers. A gap means that the gang's order is lost:
-the host stops and says so (`launch_order.py`). Each launch names a segment of an installed program.
+the host stops and says so (`launch_order.py`). Launches of large gangs are passed on to other hosts
+(`passing.py`). Each launch names a segment of an installed program.
 The executor binds the arguments of a run, announces its results and expects its edges; then the
 launch goes into its client's lane (`lanes.py`), the interpreter turns its instructions into ops
 (`interpreter.py`), and its end is reported (`launch_end.py`).
@@ -13,6 +14,7 @@ also in the object store, under the ids that the client gave them.
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
@@ -29,6 +31,7 @@ from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.leases import Leases
 from pw.devices.host.membership import HostProcess, Membership
+from pw.devices.host.passing import Passing
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
@@ -49,12 +52,13 @@ class HostExecutor(Actor):
         coordinator: ShardCoordinator,
         stall_s: float = STALL_S,
         reconnect_s: float = RECONNECT_S,
+        tree_over: int = msg.TREES.over,
     ) -> None:
         super().__init__(env)
         self._store = store
         self._coordinator = coordinator
         self._watchdog = Watchdog(env, stall_s)
-        self.order = LaunchOrder(env)
+        self.order = LaunchOrder(env, tree_over)
         self.programs = Installs(env, backend, self.order, registration.python_tenants)
         self.interpreter = Interpreter(env, backend, store, coordinator, self.order, self._watchdog)
         self.membership = Membership(
@@ -71,14 +75,20 @@ class HostExecutor(Actor):
             env, self.order, self.interpreter, coordinator, backend, self._watchdog
         )
         self.leases = Leases(env, self.order, self.programs, store.clients, self._do, self.receive)
+        self.passing = Passing(env, self.order, self.receive)
         self.compose(
-            self.programs,
             self.leases,
+            self.passing,
             self.interpreter,
             self.interpreter.ends,
             self.membership,
             self.explanations,
         )
+
+    def turn_ended(self) -> None:
+        """Follow the orders that had overtaken others, and whose turn has come."""
+        while (early := self.order.next_early()) is not None:
+            self.receive(*early)
 
     def register(self) -> None:
         """Ask for a place in an island."""
@@ -94,7 +104,13 @@ class HostExecutor(Actor):
             "programs": len(self.programs),
             "runs": len(self.interpreter.runs),
             "queue": len(self.interpreter.lanes),
+            "early": len(self.order.early),
         }
+
+    @handles(msg.Install)
+    def _install(self, sender: Address, message: msg.Install) -> None:
+        if self.leases.takes(sender, message):
+            self.programs.install(sender, message)
 
     @handles(msg.Launch)
     def _launch(self, sender: Address, message: msg.Launch) -> None:
@@ -105,8 +121,11 @@ class HostExecutor(Actor):
         """Do a launch that has been taken."""
         self.env.count("launches")
         interpreter = self.interpreter
-        if message.arguments is not None and message.program in self.programs:
-            self._begin(message, self.programs[message.program])
+        if message.arguments is not None:
+            if message.run in interpreter.runs:
+                message = replace(message, arguments=None)
+            elif message.program in self.programs:
+                self._begin(message, self.programs[message.program])
         run = interpreter.runs.get(message.run)
         if message.segment == msg.CANCELLED:
             self._decline(message, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.actor import Env
 from pw.core.errors import CompileError, ErrorReport, PythonRefused
 from pw.core.ids import Address
 from pw.core.messages import Install, Installed
@@ -13,7 +13,7 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.program import HostProgram
 
 
-class Installs(Part, dict[int, HostProgram]):
+class Installs(dict[int, HostProgram]):
     """Has the backend compile programs, and keeps them by their numbers."""
 
     def __init__(
@@ -29,13 +29,8 @@ class Installs(Part, dict[int, HostProgram]):
         self._order = order
         self._python_tenants = python_tenants
 
-    @handles(Install)
-    def _install(self, sender: Address, message: Install) -> None:
+    def install(self, sender: Address, message: Install) -> None:
         """Compile a program, and answer when all its computations are compiled or one has failed."""
-        if message.epoch != self._order.epoch:
-            self._env.count("messages_stale")
-            return
-        self._order.scheduler = sender
         body, plan = message.body.whole(), message.plan.whole()
         program = HostProgram.of(message.program, message.install, body, plan)
         program.tenant = message.tenant

@@ -440,7 +440,7 @@ class Interpreter(Part):
             self.ends.enqueued(launch, awaited)
         if message.segment == CANCELLED:
             self._cut_off(run)
-        if message.last:
+        if message.segment in (CANCELLED, run.program.last_segment):
             self.runs.pop(message.run, None)
             self._coordinator.runs.end(message.run)
 

@@ -26,7 +26,7 @@ from pw.devices.host.launch_order import LaunchOrder
 KEPT = 256
 """The newest leased launches, for hosts that lack them: a client has no more in flight."""
 EARLY = 1024
-"""Leased launches that wait for their `Lend`."""
+"""Messages about a lease that wait for their `Lend`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Leases(Part):
     """The number of the newest lease."""
     _held: deque[tuple[Address, Any]] = field(default_factory=deque)
     """What the scheduler has sent, and comes after launches that have not been taken."""
-    _early: list[tuple[Address, msg.LeasedLaunch]] = field(default_factory=list)
+    _early: list[tuple[Address, msg.LeasedLaunch | msg.CloseLease]] = field(default_factory=list)
 
     # --- the scheduler's order -----------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Leases(Part):
         if self._held or (lease is not None and after > lease.taken):
             self._held.append((sender, message))
             return False
-        return self.order.take(message.epoch, message.sequence, sender)
+        return self.order.take(message, sender)
 
     def _go_on(self) -> None:
         """Handle what was held, as far as nothing is missing."""
@@ -92,8 +92,13 @@ class Leases(Part):
         self.newest, programs = message.lease, frozenset(message.programs)
         self.current = HostLease(message.lease, message.client, programs, message.first)
         early, self._early = self._early, []
-        for client, launch in early:
-            self._launched(client, launch)
+        for one in early:
+            self.receive(*one)
+
+    def _keep(self, sender: Address, message: msg.LeasedLaunch | msg.CloseLease) -> None:
+        """Keep what comes before its `Lend`."""
+        if len(self._early) < EARLY:
+            self._early.append((sender, message))
 
     @handles(msg.EndLease)
     def _ended(self, sender: Address, message: msg.EndLease) -> None:
@@ -109,8 +114,7 @@ class Leases(Part):
             return
         lease = self.current
         if message.lease > self.newest:
-            if len(self._early) < EARLY and sender.node != CONTROLLER:
-                self._early.append((sender, message))
+            self._keep(sender, message)
             return
         if (
             lease is None
@@ -128,7 +132,6 @@ class Leases(Part):
             return
         lease.taken += 1
         lease.recent.append(message)
-        last = len(message.steps) - 1
         given = msg.Arguments(message.args, message.results)
         for at, step in enumerate(message.steps):
             number = msg.number_of(message.index, at)
@@ -139,7 +142,6 @@ class Leases(Part):
                     message.run,
                     message.program,
                     step.segment,
-                    at == last,
                     None if at else given,
                     step.report,
                 )
@@ -172,6 +174,8 @@ class Leases(Part):
         lease = self.current
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
+        elif message.lease > self.newest:
+            self._keep(sender, message)
         elif lease is not None and lease.number == message.lease:
             self.close(lease, message.noticed)
 

@@ -133,7 +133,7 @@ class Membership(Part):
         if self.order.epoch:
             self._begin_again(f"asked to join {message.island} once more")
             return
-        self.order.epoch = message.epoch
+        self.order.join(message)
         self._place = message
         self._heard()
         local_devices = self.registration.local_devices

@@ -215,6 +215,8 @@ class HostProgram:
     outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
     """Slots of arguments that are also results."""
+    last_segment: int = -1
+    """The last segment that this host launches in a run."""
     local_edges: set[int] = field(default_factory=set)
     """Edges whose pieces are all on this host."""
     gangs: set[int] = field(default_factory=set)
@@ -285,6 +287,7 @@ class HostProgram:
             part.segment: SegmentSteps.of(part.instructions, body, program.gangs, program._own)
             for part in plan.segments
         }
+        program.last_segment = max(program.segments, default=-1)
         return program
 
     def _own(self, computation: Computation) -> frozenset[int]:

@@ -30,6 +30,7 @@ from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
 from pw.sched.island.installed_program import InstalledProgram
 from pw.sched.island.lease_states import Lease
+from pw.sched.island.numbers import Gang
 from pw.sched.island.window import Footprint, Stake
 
 
@@ -123,10 +124,8 @@ class RunHere:
     """The controller has yet to hear of the run's first launch."""
     installed: InstalledProgram
     """The program as it was installed, also when it is uninstalled before the run has ended."""
-    introduced: set[str] = field(default_factory=set)
-    """Hosts that have been sent the arguments."""
-    last_segment: dict[str, int] = field(default_factory=dict)
-    """The last segment that each host runs."""
+    introduced: set[str | Gang] = field(default_factory=set)
+    """Hosts, and large gangs as a whole, that have been sent the arguments."""
     lease: Lease | None = None
     """The lease under which the client has launched it."""
 

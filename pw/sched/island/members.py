@@ -4,12 +4,14 @@ Each host takes launches, discards and copies strictly in the order of their num
 (`pw.devices.host.lanes` says what it may enqueue earlier), so any two collectives meet in the same
 order everywhere (G1). A host that misses a number, or cannot do the
 same as the rest of its gang, reports it, and the island leaves its epoch.
+
+An order to a large gang is one message for all hosts, and goes down a tree (`pw.core.messages.trees`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
@@ -18,6 +20,7 @@ from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.recorder import LAUNCHED
 from pw.sched.island.launch_states import RunHere, SegmentTask
 from pw.sched.island.lease_states import LeaseTable
+from pw.sched.island.numbers import Gang, Numbers
 
 
 @dataclass(slots=True)
@@ -35,13 +38,14 @@ class Members(Part):
 
     env: Env
     island: str
+    trees: msg.Trees = msg.TREES
     epoch: int = field(default=0, init=False)
     hosts: tuple[str, ...] = field(default=(), init=False)
     compiles_apart: bool = field(default=False, init=False)
     """Other processes compile for these hosts."""
     _number: int = field(default=-1, init=False)
     """The recorder's number for the name of the island; -1 before it is needed."""
-    _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
+    _numbers: Numbers = field(default_factory=Numbers, init=False)
     drops: defaultdict[tuple[str, ...], GangDiscard] = field(
         default_factory=lambda: defaultdict(GangDiscard), init=False
     )
@@ -60,98 +64,126 @@ class Members(Part):
 
     def _set_hosts(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
-        self._next_sequence = dict.fromkeys(hosts, 0)
+        self._numbers = Numbers(hosts)
 
-    def include(self, hosts: Iterable[str]) -> bool:
+    def include(self, hosts: tuple[str, ...]) -> bool:
         """Whether all these hosts are members; messages of an earlier epoch name others."""
-        return all(map(self._next_sequence.__contains__, hosts))
+        if len(hosts) > self.trees.over:
+            return self._numbers.gang(hosts) is not None
+        return self._numbers.include(hosts)
 
     def is_current(self, epoch: int, sender: Address) -> bool:
         """Whether a message is of a member, in this epoch; one that is not is counted."""
-        if epoch == self.epoch and sender.node in self._next_sequence:
+        if epoch == self.epoch and sender.node in self._numbers:
             return True
         self.env.count("messages_stale")
         return False
 
     def next_number(self, host: str) -> int:
         """Take a host's next number."""
-        number = self._next_sequence[host]
-        self._next_sequence[host] = number + 1
-        return number
+        return self._numbers.take(host)
 
     def send_launch(
-        self, here: RunHere, segment: int, hosts: Iterable[str], reporters: int
+        self, here: RunHere, segment: int, hosts: tuple[str, ...], reporters: int
     ) -> list[int]:
         """Send each host of a gang its launch, and return the numbers of the first `reporters`.
 
         The launches that are alike are made and encoded once.
         """
+        gang = self._large(hosts)
+        if gang is not None:
+            spans = self._send_all(gang, self._launch(here, segment, gang), reporters)
+            return [msg.at_position(spans, position)[1] for position in range(reporters)]
         numbers: list[int] = []
-        alike: dict[tuple[int, bool, bool, bool], msg.Launch] = {}
-        is_cancelled = segment == msg.CANCELLED
+        alike: dict[tuple[int, bool, bool], msg.Launch] = {}
         for index, host in enumerate(hosts):
-            sequence = self._next_sequence[host]
-            self._next_sequence[host] = sequence + 1
-            is_first = not is_cancelled and host not in here.introduced
-            is_last = is_cancelled or here.last_segment[host] == segment
+            sequence = self._numbers.take(host)
+            is_first = host not in here.introduced
             report = index < reporters
-            if is_first:
-                here.introduced.add(host)
             if report:
                 numbers.append(sequence)
-            key = (sequence, is_first, is_last, report)
+            key = (sequence, is_first, report)
             launch = alike.get(key)
             if launch is None:
-                arguments = here.arguments if is_first else None
-                launch = alike[key] = msg.Launch(
-                    self.epoch,
-                    sequence,
-                    here.run,
-                    here.program,
-                    segment,
-                    is_last,
-                    arguments,
-                    report,
-                )
+                launch = alike[key] = self._launch(here, segment, host, sequence, report)
+            elif is_first:
+                here.introduced.add(host)
             self.env.send(executor_of(host), launch)
         return numbers
+
+    def _launch(
+        self,
+        here: RunHere,
+        segment: int,
+        to: str | Gang,
+        sequence: int = 0,
+        report: bool = False,
+    ) -> msg.Launch:
+        """Return a launch for a host or a large gang; the first one of a run has its arguments."""
+        arguments = None
+        if segment != msg.CANCELLED and to not in here.introduced:
+            here.introduced.add(to)
+            arguments = here.arguments
+        return msg.Launch(self.epoch, sequence, here.run, here.program, segment, arguments, report)
+
+    def _large(self, hosts: tuple[str, ...]) -> Gang | None:
+        """Return the gang of these hosts, if orders to it go down a tree."""
+        return self._numbers.gang(hosts) if len(hosts) > self.trees.over else None
+
+    def _send_all(
+        self, gang: Gang, order: msg.Launch | msg.Discard, reporters: int = 0
+    ) -> tuple[msg.Span, ...]:
+        """Send an order to the first hosts of a large gang, which pass it on; return all numbers."""
+        fan, spans = self.trees.fan, self._numbers.take_all(gang)
+        message = msg.GangOrder(self.epoch, spans, fan, reporters, order)
+        for position in msg.children_of(-1, fan, len(gang.hosts)):
+            self.env.send(executor_of(gang.hosts[position]), message)
+        return spans
 
     def send_drops(self, leases: LeaseTable) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once.
 
-        The known launches of a lease come before it. Gangs with a lease that is being closed wait.
+        The known launches of a lease come before it. Gangs with a lease that is being closed wait. A large gang
+        without leases gets a message of its own.
         """
         of_hosts: defaultdict[str, list[GangDiscard]] = defaultdict(list)
         waiting: dict[tuple[str, ...], GangDiscard] = {}
         behind: dict[str, int] = {}
         for gang, drop in self.drops.items():
-            if leases.holders:
-                known = leases.behind(gang)
-                if known is None:
-                    waiting[gang] = drop
-                    continue
-                behind |= known
+            known = leases.behind(gang) if leases.holders else {}
+            if known is None:
+                waiting[gang] = drop
+                continue
+            if not known and (large := self._large(gang)) is not None:
+                self._send_all(large, self._discard([drop]))
+                continue
+            behind |= known
             for host in gang:
                 of_hosts[host].append(drop)
         self.drops.clear()
         self.drops.update(waiting)
         alike: dict[tuple[int, ...], msg.Discard] = {}
         for host, drops in of_hosts.items():
-            if host not in self._next_sequence:
+            if host not in self._numbers:
                 continue
             sequence, after = self.next_number(host), behind.get(host, 0)
             key = (sequence, after, *map(id, drops))
             discard = alike.get(key)
             if discard is None:
-                discard = alike[key] = msg.Discard(
-                    self.epoch,
-                    sequence,
-                    tuple([array for drop in drops for array in drop.arrays]),
-                    tuple([program for drop in drops for program in drop.programs]),
-                    tuple([client for drop in drops for client in drop.clients]),
-                    after,
-                )
+                discard = alike[key] = self._discard(drops, sequence, after)
             self.env.send(executor_of(host), discard)
+
+    def _discard(
+        self, drops: Sequence[GangDiscard], sequence: int = 0, after: int = 0
+    ) -> msg.Discard:
+        return msg.Discard(
+            self.epoch,
+            sequence,
+            tuple([array for drop in drops for array in drop.arrays]),
+            tuple([program for drop in drops for program in drop.programs]),
+            tuple([client for drop in drops for client in drop.clients]),
+            after,
+        )
 
     def record(self, task: SegmentTask, ended_s: float = 0.0) -> None:
         """Record a launch that has ended, or has not; call it only while the recorder is on."""
@@ -179,7 +211,7 @@ class Members(Part):
         """Pass a host's message on to the rest of its gang."""
         if self.is_current(message.epoch, sender):
             for host in message.gang:
-                if host != sender.node and host in self._next_sequence:
+                if host != sender.node and host in self._numbers:
                     self.env.send(executor_of(host), message)
 
     @handles(msg.LaunchGap)

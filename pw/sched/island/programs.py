@@ -61,7 +61,9 @@ class Programs(Part):
     @handles(msg.InstallProgram)
     def _install(self, sender: Address, message: msg.InstallProgram) -> None:
         number, body = message.program, message.body
-        if not self.members.hosts or not self.members.include(p.host for p in message.plans):
+        if not self.members.hosts or not self.members.include(
+            tuple([plan.host for plan in message.plans])
+        ):
             self.env.count("messages_stale")
             return
         known = self[number]
@@ -84,11 +86,15 @@ class Programs(Part):
         for message in self.queues.take(client):
             number, body, plans = message.program, Compact.of(message.body), message.plans
             what = (message.artifacts, message.install, message.tenant)
+            epoch, sequence = self.members.epoch, 0
             try:
                 for plan in plans:
-                    install = msg.Install(self.members.epoch, number, body, Compact.of(plan), *what)
+                    sequence = self.members.next_number(plan.host)
+                    install = msg.Install(epoch, sequence, number, body, Compact.of(plan), *what)
                     self.env.send(executor_of(plan.host), install)
             except Error as error:  # it exceeds the size of a message: refuse the program's runs
+                nothing = msg.Discard(epoch, sequence, (), (), ())
+                self.env.send(executor_of(plan.host), nothing)
                 self.queues.answered(number, message.install, *[plan.host for plan in plans])
                 report = ErrorReport.of(error)
                 words = f"{message.body.name!r} cannot be sent to its hosts: {report.message}"

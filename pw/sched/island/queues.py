@@ -159,8 +159,6 @@ class Queues(Part):
                 message.reporters[index],
             )
             tasks.append(task)
-            for host in hosts:
-                here.last_segment[host] = segment
         return queue, tasks
 
     def _settle_accounts(
@@ -219,7 +217,7 @@ class Queues(Part):
         tasks = self.runs.pop(message.run, ())
         if not tasks:
             return
-        hosts = dict.fromkeys(host for task in tasks for host in task.hosts)
+        hosts = tuple(dict.fromkeys(host for task in tasks for host in task.hosts))
         self.members.send_launch(tasks[0].here, msg.CANCELLED, hosts, reporters=0)
         for task in tasks:
             for array in task.awaits:

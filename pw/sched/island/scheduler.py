@@ -9,7 +9,8 @@ waits for (G3, G4), are in `launch_states`.
 Launches in flight are bounded, so that the policy decides and not the queue (G2, `window`). Where
 devices have a memory limit, a run goes only when it is admitted (G5, `admission`).
 
-The cost of a launch does not depend on the number of shards: one send for each host of the gang.
+The cost of a launch does not depend on the number of shards: one send for each host of the gang, and for
+a gang of many hosts one for each of a few, which pass it on (`pw.core.messages.trees`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import CancelRun, ClientUse, IslandLost, RemoveClient, Submit
+from pw.core.messages import (
+    TREES,
+    CancelRun,
+    ClientUse,
+    IslandLost,
+    RemoveClient,
+    Submit,
+    Trees,
+)
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
@@ -44,6 +53,7 @@ class IslandScheduler(Actor):
         policy: Policy,
         stall_s: float = STALL_S,
         lending: Lending = LENDING,
+        trees: Trees = TREES,
     ) -> None:
         super().__init__(env)
         self.island = island
@@ -51,7 +61,7 @@ class IslandScheduler(Actor):
         self._was_busy = False
         self._watchdog = watchdog = Watchdog(env, stall_s)
         self.window = window = Window()
-        self.members = members = Members(env, island)
+        self.members = members = Members(env, island, trees)
         self.quarantine = quarantine = Quarantine()
         self.admission = admission = Admission(env, island)
         self.programs = programs = Programs(env, island, members, window, admission, quarantine)

@@ -28,7 +28,7 @@ PERMANENT = frozenset(
             "_absent",
         ),
         # one entry for each device, host or island
-        *("_next_sequence", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),
+        *("_below", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),
         "_busy_until_s",
         # bounded memories of the past
         *(

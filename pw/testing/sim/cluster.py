@@ -10,9 +10,12 @@ from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address, run_name
 from pw.core.messages import (
     CoordinationStarted,
+    GangOrder,
     IslandInfo,
     StartCoordination,
     StopCoordination,
+    at_position,
+    size_of,
 )
 from pw.core.tenants import NO_RULES, Claims, ShareRules
 from pw.core.tickets import Tickets
@@ -125,7 +128,9 @@ class SimCluster(Site):
         def spawn(island: str) -> None:
             schedulers[island] = node.add(
                 f"scheduler/{island}",
-                lambda env: IslandScheduler(env, island, POLICIES[self.policy](), lending=LENDING),
+                lambda env: IslandScheduler(
+                    env, island, POLICIES[self.policy](), lending=LENDING, trees=self.trees
+                ),
             )
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])
@@ -165,6 +170,15 @@ class SimCluster(Site):
         )
         for act in self.on_start["controller"]:
             act(self.controller)
+
+    def receivers(self, sender: Address, to: Address, order: GangOrder) -> list[str]:
+        """Return the gang of an order that leaves the scheduler, once for all of its hosts."""
+        island = sender.actor.partition("/")[2]
+        if sender.node != CONTROLLER or island not in self.schedulers:
+            return []
+        hosts = self.schedulers[island].members.hosts
+        gang = [hosts[at_position(order.spans, at)[0]] for at in range(size_of(order.spans))]
+        return gang if to.node == gang[0] else []
 
     def hosts_of(self, island: str) -> list[str]:
         """Return the names of an island's hosts and of the spares that may join it."""

@@ -16,7 +16,7 @@ from typing import Any
 from pw.core.errors import ErrorReport
 from pw.core.functions.prefetch import Ahead
 from pw.core.ids import CONTROLLER, client_of
-from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
+from pw.core.messages import TREES, FormIsland, IslandJoined, IslandJoinFailed, RegisterHost, Trees
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica
@@ -36,6 +36,10 @@ SUPERVISOR_STOPPED = "supervisor stopped"
 """A fault's name: checkpoints may fail because of it."""
 
 
+SMALL_TREES = (Trees(1, 1), Trees(1, 2), Trees(2, 1))
+"""Simulated islands have few hosts."""
+
+
 class Site:
     """The parts that all hosts of a cluster share."""
 
@@ -46,6 +50,7 @@ class Site:
         self.planes: dict[int, SimBulk] = {}
         self.streams: dict[bytes, Ahead[Any]] = {}
         """How far users' streams are, by their artifacts (`pw.testing.sim.feeding`)."""
+        self.trees = world.streams("trees").choice((TREES, *SMALL_TREES))
         self.on_start: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         """Functions of each new `host`'s incarnation, `scheduler` or `controller` before it sends anything."""
 
@@ -120,7 +125,13 @@ class SimHost:
         self.executor = node.add(
             "executor",
             lambda env: HostExecutor(
-                env, registration, self, backend, self.store, self.coordinator
+                env,
+                registration,
+                self,
+                backend,
+                self.store,
+                self.coordinator,
+                tree_over=self.cluster.trees.over,
             ),
         )
         for act in self.cluster.on_start["host"]:

@@ -45,8 +45,6 @@ from pw.core.ids import Address
 from pw.core.programs.guards import is_skipped
 from pw.core.programs.plan import Execute
 from pw.core.sharding import Box
-from pw.devices.host.executor import HostExecutor
-from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
@@ -76,7 +74,8 @@ class Monitors:
         LeaseMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
-        world.watch_handled(msg.Launch, self._launch_arrived)
+        world.watch_sent(msg.GangOrder, self._all_launching)
+        cluster.on_start["host"].append(self._watch_launches)
         world.watch_handled(msg.Wait, self._asked)
         world.watch_handled(msg.Fetch, self._asked)
         world.watch_sent(msg.Run, self._run_sent)
@@ -105,8 +104,18 @@ class Monitors:
 
     def _launching(self, sender: Address, to: Address, message: msg.Launch) -> None:
         """A launch leaves the scheduler."""
-        if message.segment == msg.CANCELLED:
-            return
+        if message.segment != msg.CANCELLED:
+            self._launched_on(to.node, message)
+
+    def _all_launching(self, sender: Address, to: Address, message: msg.GangOrder) -> None:
+        """A launch of a large gang leaves the scheduler."""
+        launch = message.order
+        for host in self._cluster.receivers(sender, to, message):
+            self._world.checked["trees"] += 1
+            if isinstance(launch, msg.Launch) and launch.segment != msg.CANCELLED:
+                self._launched_on(host, launch)
+
+    def _launched_on(self, host: str, message: msg.Launch) -> None:
         world, key = self._world, (message.run, message.segment)
         world.checked["G4"] += 1
         serial = self._launched.get(key)
@@ -117,39 +126,36 @@ class Monitors:
                     raise Violation(
                         "G4",
                         f"segment {message.segment} of run {message.run:x} was launched on "
-                        f"{to.node} before segment {producer} on {island}",
+                        f"{host} before segment {producer} on {island}",
                     )
-        order = self._on_hosts.setdefault((to.node, message.epoch), [])
+        order = self._on_hosts.setdefault((host, message.epoch), [])
         if order and order[-1] > serial:
-            raise Violation("G1", f"launch order on {to.node}: {order[-1]} before {serial}")
+            raise Violation("G1", f"launch order on {host}: {order[-1]} before {serial}")
         order.append(serial)
 
-    def _launch_arrived(
-        self, sender: Address, to: Address, message: msg.Launch
-    ) -> Callable[[], None] | None:
-        """A launch comes to its host."""
-        node = self._world.nodes[to.node]
-        executor = node.unwatched.get(to.actor)
-        if not isinstance(executor, HostExecutor) or executor.order.is_broken:
-            return None
-        if message.epoch != executor.order.epoch:
-            return partial(self._not_taken, executor.order, executor.order.expected)
-        if message.segment == msg.CANCELLED or message.sequence != executor.order.expected:
-            return None
-        self._world.checked["once"] += 1
-        seen = (f"{to.node}#{node.incarnation}", message.epoch, message.run, message.segment)
-        if seen in self._seen:
-            what = f"segment {message.segment} of run {message.run:x} twice on {to.node}"
-            raise Violation("once", what)
-        self._seen.add(seen)
-        gang = self._gangs.get((message.run, message.segment))
-        if gang is not None and to.node not in gang:
-            raise Violation("gangs", f"{to.node} got a launch of {', '.join(gang)}")
-        return None
+    def _watch_launches(self, host: SimHost) -> None:
+        """Look at each launch that a new incarnation of a host takes."""
+        executor: Any = host.executor
+        executor._do = partial(self._taken_by, host, executor._do)
 
-    def _not_taken(self, order: LaunchOrder, expected: int) -> None:
-        if order.expected != expected and not order.is_broken:
-            raise Violation("epochs", f"{order.host} took a launch of another epoch")
+    def _taken_by(self, host: SimHost, do: Any, message: msg.Launch) -> None:
+        """A host takes a launch of the scheduler."""
+        assert host.node is not None
+        name = host.name
+        if message.epoch != host.executor.order.epoch:
+            raise Violation("epochs", f"{name} takes a launch of another epoch")
+        if message.segment != msg.CANCELLED:
+            self._world.checked["once"] += 1
+            key = (message.run, message.segment)
+            seen = (f"{name}#{host.node.incarnation}", message.epoch, *key)
+            if seen in self._seen:
+                words = f"segment {message.segment} of run {message.run:x} twice on {name}"
+                raise Violation("once", words)
+            self._seen.add(seen)
+            gang = self._gangs.get(key)
+            if gang is not None and name not in gang:
+                raise Violation("gangs", f"{name} got a launch of {', '.join(gang)}")
+        do(message)
 
     def _watch_order(self, host: SimHost) -> None:
         """Look at each computation that a new incarnation of a host enqueues."""

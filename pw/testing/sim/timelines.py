@@ -16,7 +16,7 @@ from pw.client.session.thread_messages import StartTimeline, StopTimeline
 from pw.client.session.timelines import RecordedProcess
 from pw.client.timeline.resolve import records_in
 from pw.core.ids import CONTROLLER, Address
-from pw.core.messages import CANCELLED, Launch
+from pw.core.messages import CANCELLED, GangOrder, Launch
 from pw.core.recorder import LAUNCHED
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.life import Life
@@ -31,12 +31,14 @@ def watch_launches(cluster: SimCluster) -> None:
     """Have the cluster remember when which segment was launched."""
     world = cluster.world
 
-    def launched(sender: Address, to: Address, message: Launch) -> None:
-        if message.segment != CANCELLED:
-            cluster.launched.append((world.now_s, message.run, message.segment))
+    def launched(sender: Address, to: Address, message: Launch | GangOrder) -> None:
+        launch = message.order if isinstance(message, GangOrder) else message
+        if isinstance(launch, Launch) and launch.segment != CANCELLED:
+            cluster.launched.append((world.now_s, launch.run, launch.segment))
 
     if world.profile.timelines:
         world.watch_sent(Launch, launched)
+        world.watch_sent(GangOrder, launched)
 
 
 def record(user: Life) -> None:

@@ -105,8 +105,10 @@ def reorder(share: float) -> Install:
             first = held.pop(to.node, None)
             if first is not None:
                 numbers = message.sequence, first.sequence
+                if message.sequence != first.sequence + 1 or message.run == first.run:
+                    return [first, message]
                 return [replace(message, sequence=numbers[1]), replace(first, sequence=numbers[0])]
-            if message.arguments is None or not message.last or random.random() >= share:
+            if message.arguments is None or random.random() >= share:
                 return None
             held[to.node] = message
             return []
@@ -122,7 +124,7 @@ def double(share: float) -> Install:
     def make(random: Random) -> Callable[[Address, Any], Any]:
         shift: dict[tuple[str, int], int] = {}
 
-        def change(to: Address, message: m.Launch | m.Discard) -> Any:
+        def change(to: Address, message: m.Install | m.Launch | m.Discard) -> Any:
             key = (to.node, message.epoch)
             moved = replace(message, sequence=message.sequence + shift.get(key, 0))
             if not isinstance(message, m.Launch) or key in shift or random.random() >= share:
@@ -132,7 +134,7 @@ def double(share: float) -> Install:
 
         return change
 
-    return on_the_way(m.Launch | m.Discard, make)
+    return on_the_way(m.Install | m.Launch | m.Discard, make)
 
 
 def replay(cluster: SimCluster) -> None:

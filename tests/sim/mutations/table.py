@@ -111,10 +111,37 @@ row(
         replay,
         wrap(
             "host.executor.order.take",
-            lambda take, epoch, *rest: take(take.__self__.epoch, *rest),
+            lambda take, order, *rest: take(replace(order, epoch=take.__self__.epoch), *rest),
         ),
     ),
     seen("crashes", 16, "epochs"),
+)
+# A host does not pass an order on to the hosts below it.
+row(
+    "pass-nothing-on",
+    forget("host.executor.passing.pass_on"),
+    seen("calm", 18, "liveness", "epochs last", "G1"),
+)
+# A host passes an order on twice.
+row(
+    "pass-on-twice",
+    wrap(
+        "host.executor.passing.pass_on",
+        lambda pass_on, *order: (pass_on(*order), pass_on(*order)),
+    ),
+    seen("calm", 26, "epochs last"),
+)
+# A host does not keep orders that have come early.
+row(
+    "forget-early-orders",
+    forget("host.executor.order.next_early"),
+    seen("calm", 13, "epochs last", "liveness"),
+)
+# A host does not report that a link is lost, with what it has passed on, and another one does not miss that.
+row(
+    "lose-what-was-passed-on",
+    together(forget("host.executor.order.link_lost"), forget("host.executor.order.look_for_gap")),
+    seen("network", 11, "liveness", "G1"),
 )
 # A gang of one client passes another's that waits for an input on this host.
 row(
