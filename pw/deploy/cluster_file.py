@@ -187,7 +187,7 @@ def read(path: Path, worker: Collection[str] = (), controller: Collection[str] =
             f"{path} cannot be read: {error.strerror}; docs/deploy.md shows a cluster file"
         ) from error
     try:
-        file = msgspec.yaml.decode(text, type=ClusterFile)
+        file = msgspec.convert(msgspec.yaml.decode(text), ClusterFile)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Error(f"{path}: {' '.join(str(error).split())}") from error
     objections = [*_objections(file), *_unknown("controller", file.controller.options, controller)]

@@ -223,6 +223,9 @@ def _cgroup_bytes() -> int | None:
     return None
 
 
+_read = msgspec.json.Decoder(Report).decode
+
+
 def examine_cluster(file: ClusterFile) -> list[tuple[str, Finding]]:
     """Check all machines of a cluster file at the same time, over ssh, and compare them.
 
@@ -237,7 +240,7 @@ def examine_cluster(file: ClusterFile) -> list[tuple[str, Finding]]:
         done = ssh.run(machine, _question(file, group))
         ended_s = time.time()
         try:
-            report = msgspec.json.decode(done.stdout, type=Report)
+            report = _read(done.stdout)
         except (msgspec.MsgspecError, ValueError):
             lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
             version = installed.version(installed.DISTRIBUTION)

@@ -201,7 +201,7 @@ row(
 row(
     "discard-before-leased-launches",
     alter(m.Discard, lambda it: replace(it, after=0)),
-    seen("leases", 59, "oracle", MADE, "epochs last"),
+    seen("leases", 46, "oracle", MADE, "epochs last"),
 )
 # --- data ----------------------------------------------------------------------------------------
 
