@@ -146,6 +146,7 @@ class Cluster:
             at = self.random.randrange(2)
             self.workers[at].kill()
             self.workers[at] = self.worker(at)
+            self.until_checkpoints()  # a slice waits for devices for a while only
         elif what == "controller":
             self.controller.kill()
             self.controller = start_module(
