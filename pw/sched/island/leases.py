@@ -62,7 +62,6 @@ class Lending(NamedTuple):
 
 
 LENDING = Lending()
-"""Nothing is lent outside of the simulator, until many more seeds and kills have been clean."""
 
 
 @dataclass(slots=True)
