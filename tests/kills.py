@@ -169,6 +169,10 @@ class Cluster:
         while time.monotonic() < until_s:
             for one in self.clients:
                 one.look()
+            for at, worker in enumerate(self.workers):
+                if worker.process.poll() is not None:
+                    self.workers[at] = self.worker(at)
+                    self.done["worker ended"] += 1
             time.sleep(0.05)
 
     def close(self) -> None:
