@@ -32,7 +32,7 @@ class Beside:
         """Return it if it is wanted. Raises Error if it could not connect."""
         if not (shows or metrics):
             return None
-        installed.check_extra("dashboard", "starlette", "uvicorn", "prometheus_client")
+        installed.check_extra("dashboard", *installed.DASHBOARD)
         if security.credentials is not None and not credentials:
             raise Error(
                 "--dashboard and --metrics need --dashboard-credentials in a cluster with credentials: those "

@@ -20,6 +20,7 @@ from pw.cli.process import (
     Daemon,
     Insecure,
     LogForm,
+    MetricsEndpoint,
     PrivateAddress,
     Revoked,
     Version,
@@ -99,12 +100,7 @@ def serve(
         bool,
         typer.Option("--dashboard", help="Show the cluster on a page, and print its link."),
     ] = False,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
-        ),
-    ] = "",
+    metrics: MetricsEndpoint = "",
     dashboard_credentials: Annotated[
         str,
         typer.Option(

@@ -19,6 +19,7 @@ from pw.cli.process import (
     Credentials,
     Daemon,
     Insecure,
+    MetricsEndpoint,
     check_bind,
     command,
     configure_logging,
@@ -112,12 +113,7 @@ def serve(
         str,
         typer.Option(help="Where browsers connect; port 0 takes a free one. `none` for no page."),
     ] = ANYWHERE,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://host:port."
-        ),
-    ] = "",
+    metrics: MetricsEndpoint = "",
     credentials: Credentials = "",
     insecure: Insecure = False,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,

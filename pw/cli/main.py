@@ -18,6 +18,7 @@ from pw.cli import deploy, keys
 from pw.cli.process import (
     Credentials,
     Insecure,
+    MetricsEndpoint,
     Version,
     configure_logging,
     run_app,
@@ -329,7 +330,7 @@ def run(
     use_tcp(credentials, insecure=insecure)
     address = address or ("" if any(shape) else address_in() or default_address())
     if dashboard:
-        installed.check_extra("dashboard", *DASHBOARD)
+        installed.check_extra("dashboard", *installed.DASHBOARD)
     if address and not any(shape):
         with _page_of(address) if dashboard else nullcontext():
             raise SystemExit(run_script(command, address, environment))
@@ -369,8 +370,6 @@ def _page_of(address: str) -> Iterator[None]:
         page.stop()
 
 
-DASHBOARD = ("starlette", "uvicorn", "prometheus_client")
-"""The modules of the extra `dashboard`."""
 DEVICES = 8
 """As in an embedded cluster, so that a script finds the same devices either way."""
 
@@ -486,12 +485,7 @@ def dashboard(
         str,
         typer.Option(help="Where browsers connect: tcp://host:port; `none` for no page."),
     ] = "tcp://127.0.0.1:8265-8365",
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
-        ),
-    ] = "",
+    metrics: MetricsEndpoint = "",
 ) -> None:
     """Show a cluster on a page in a browser, until Ctrl-C; it prints the link, which has a token.
 
@@ -499,7 +493,7 @@ def dashboard(
 
     Exit codes: 0 after SIGTERM or Ctrl-C; 1, with one line on standard error, after an error.
     """
-    installed.check_extra("dashboard", *DASHBOARD)
+    installed.check_extra("dashboard", *installed.DASHBOARD)
     from pw.cli.dashboard import serve
 
     serve(_known(address, credentials, insecure), bind, metrics, credentials, insecure)

@@ -66,6 +66,12 @@ PRIVATE_HELP = (
 PrivateAddress = Annotated[str, typer.Option(metavar="ADDRESS", help=PRIVATE_HELP)]
 Credentials = Annotated[str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP)]
 Revoked = Annotated[str, typer.Option(metavar="FILE", help=REVOKED_HELP)]
+MetricsEndpoint = Annotated[
+    str,
+    typer.Option(
+        metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
+    ),
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help=INSECURE_HELP)]
 
 

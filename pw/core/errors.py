@@ -365,7 +365,7 @@ class TransferFailed(Error):
         at its `--advertise` address.
 
     What to do:
-        The runtime repeats transfers between hosts by itself. If it comes again, try the address in the
+        The runtime repeats transfers between hosts. If it comes again, try the address in the
         message from the other machine; open the port, or correct `--bind` and `--advertise`.
     """
 

@@ -64,6 +64,10 @@ def check() -> None:
         )
 
 
+DASHBOARD = ("starlette", "uvicorn", "prometheus_client")
+"""The modules of the extra `dashboard`."""
+
+
 def check_extra(extra: str, *modules: str) -> None:
     """Raise Error unless these modules of an optional extra are installed; says what to install."""
     for module in modules:

@@ -26,7 +26,7 @@ from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html, is_notebook, link_to
 from pw.core.actors.watchdog import STALL_S
-from pw.core.installed import check_extra, is_installed
+from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
 from pw.transport.access.private import PrivateFolder
@@ -146,9 +146,9 @@ class LocalCluster:
         self._children: list[LocalDaemon] = []
         self._folder = PrivateFolder.make()
         if dashboard is None:
-            dashboard = is_notebook() and is_installed("starlette", "uvicorn", "prometheus_client")
+            dashboard = is_notebook() and is_installed(*DASHBOARD)
         elif dashboard:
-            check_extra("dashboard", "starlette", "uvicorn", "prometheus_client")
+            check_extra("dashboard", *DASHBOARD)
         self.dashboard = ""
         """The link of the page that shows the cluster; empty if there is none."""
         self._page: LocalDaemon | None = None

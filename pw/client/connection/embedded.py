@@ -25,7 +25,7 @@ from pw.client.session.thread_messages import Close
 from pw.client.show.tables import is_notebook
 from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
-from pw.core.installed import is_installed
+from pw.core.installed import DASHBOARD, is_installed
 from pw.core.sizes import parse_size
 from pw.transport.access.private import PrivateFolder
 from pw.transport.bulk.plane import BulkPlane
@@ -37,8 +37,6 @@ from pw.transport.links.node import Node
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime
 
-EXTRA = ("starlette", "uvicorn", "prometheus_client")
-"""The modules of the dashboard, which a cluster has in a notebook."""
 ISLAND = "embedded"
 HOST = "embedded-0"
 HEARTBEAT_S = 3.0
@@ -160,7 +158,7 @@ def _with_worker(
         bulk = BulkPlane(thread.loop, folder=folder.path)
         session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
         session.endpoint = folder.controller
-        if is_notebook() and is_installed(*EXTRA):
+        if is_notebook() and is_installed(*DASHBOARD):
             session.page = LocalDaemon("pw.cli.dashboard", options(address=folder.controller))
         session.worker, worker.given_up = worker, session.worker_ended
         return session

@@ -56,7 +56,7 @@ class Lending(NamedTuple):
     """When hosts are lent."""
 
     after: int = 8
-    """So many runs of a client, one after the other, come before its lease; 0 lends nothing."""
+    """So many runs of a client, one after the other, come before its lease."""
     alone_s: float = AROUND_S
     """How long no other client has wanted its hosts."""
 
@@ -107,8 +107,6 @@ class Leases(Part):
     @handles(msg.Submit)
     def _submitted(self, sender: Address, message: msg.Submit) -> None:
         """Handled before it is queued: close the leases that are in its way, and note what the client does."""
-        if not self.lending.after:
-            return
         client = client_of(message.run)
         for hosts in message.hosts:
             self.close_on(hosts)

@@ -23,6 +23,9 @@ from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_host
 
+EARLY_LOSSES = 1 << 16
+"""The most results that hosts may report as lost before their client has told of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proceed:
@@ -95,7 +98,8 @@ class Losses(ControlPart):
         """A host says that it has not got an array, which may be known."""
         array = client.arrays.get(number)
         if array is None:
-            if number > client.last_run and not is_repeat(number):
+            is_known = number <= client.last_run or is_repeat(number)
+            if not is_known and len(client.early_losses) < EARLY_LOSSES:
                 client.early_losses.setdefault(number, host)
             return
         if array.error is not None:
