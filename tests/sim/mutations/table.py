@@ -173,11 +173,13 @@ row(
 )
 # The scheduler does not take back what it has lent.
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
+# A holder that is cut off from a host keeps its lease there.
+row("cut-off-holders-go-on", drop(m.HolderCutOff), seen("network", 2000667, "liveness"))
 # A host takes launches of a client after it has said what it has taken.
 row(
     "take-after-the-answer",
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
-    seen("leases-lost", 34, "leases", "liveness", "epochs last", "once"),
+    seen("leases-lost", 256, "leases", "liveness", "epochs last", "once"),
 )
 # What some hosts have taken of a lease does not reach the others.
 row(
