@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import uvloop
-
 from pw.client.connection.driving import BorrowedLoop, Driver
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import AwaitHosts, Close
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DRIVES = False
-"""Threads that wait do the session's work: off until tests interrupt them at every step."""
 TICK_S = 0.1
 """How often to delete the arrays of released handles, if no call does it first."""
 CALL_S = 30.0
@@ -67,7 +63,7 @@ class LoopThread:
             LoopThread._usual_interval_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._living.add(self)
-        self.loop: asyncio.AbstractEventLoop = BorrowedLoop() if DRIVES else uvloop.new_event_loop()
+        self.loop = BorrowedLoop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -307,9 +303,7 @@ def remote(
                 endpoint="",
             )
             certificate = "" if credentials is None else credentials.own.user
-            driver = None
-            if beside is None and isinstance(thread.loop, BorrowedLoop):
-                driver = Driver(thread.loop, node, network)
+            driver = Driver(thread.loop, node, network) if beside is None else None
             return SessionOnNode(
                 thread,
                 node,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +18,17 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 """A timeout shorter than this is a poll: its error comes at once, without an explanation."""
+
+
+class _Condition(threading.Condition):
+    """A condition that a signal's handler cannot leave locked.
+
+    The handler may raise between any two steps of Python, so also in `Condition.__enter__`, when the lock is
+    taken and no `with` knows of it. Here a `with` calls the lock's own methods, which are no steps of Python.
+    """
+
+    __enter__: Any = property(attrgetter("_lock.__enter__"))
+    __exit__: Any = property(attrgetter("_lock.__exit__"))
 
 
 class Waiting(Future[T]):
@@ -36,6 +49,7 @@ class Waiting(Future[T]):
         drive: Callable[[Future[Any]], None] | None = None,
     ) -> None:
         super().__init__()
+        self._condition = _Condition()
         self._explain = explain
         self.about = about
         self._before = before

@@ -1,0 +1,133 @@
+"""Threads that wait do the session's work themselves, and a signal may interrupt them at any time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pw
+from pw.client.connection.driving import Driver
+from pw.client.connection.waiting import Waiting
+
+
+class Interrupt(BaseException):
+    """What the handler of a signal raises here."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupt
+
+
+@pytest.fixture(scope="module")
+def add_one() -> Iterator[Callable[[int], int]]:
+    """A call that waits for its result, on a cluster of other processes."""
+    with pw.LocalCluster():
+        add = pw.jit(lambda x: x + 1)
+        yield lambda value: int(np.asarray(add(np.int32(value))))
+
+
+@pytest.fixture
+def borrows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The name of each thread that has borrowed a loop, once for each time."""
+    names: list[str] = []
+    borrow = Driver._borrow
+
+    def noted(driver: Driver, now_s: float) -> bool:
+        has = borrow(driver, now_s)
+        if has:
+            names.append(threading.current_thread().name)
+        return has
+
+    monkeypatch.setattr(Driver, "_borrow", noted)
+    return names
+
+
+def interrupted(act: Callable[[], object], at: int) -> bool:
+    """Interrupt `act` at its call or return with this number; return whether it has so many."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if event in ("call", "return"):
+            seen += 1
+            if seen == at:
+                raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except (Interrupt, RuntimeError):  # that of `threading.Condition.wait`
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("act", [Waiting.done, lambda waiting: waiting.settles(0.001)])
+def test_an_interrupt_leaves_no_future_locked(act: Callable[[Waiting[int]], object]) -> None:
+    for at in itertools.count(1):
+        waiting = Waiting[int]()
+        was_interrupted = interrupted(lambda waiting=waiting: act(waiting), at)  # type: ignore[misc]
+        other = threading.Thread(target=waiting.set_result, args=(5,), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), f"locked after an interrupt at event {at}"
+        if not was_interrupted:
+            break
+    assert at > 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in `__del__`
+def test_interrupts_at_any_time_lose_nothing(
+    add_one: Callable[[int], int], borrows: list[str]
+) -> None:
+    assert add_one(1) == 2  # compiled
+    when, hits = random.Random(3), 0
+    usual = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for value in range(400):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, when.uniform(1e-6, 2e-3))
+                assert add_one(value) == value + 1
+                assert add_one(-value) == 1 - value
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except (Interrupt, RuntimeError):
+                hits += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+    assert add_one(7) == 8
+    assert hits
+    assert borrows
+
+
+def test_threads_take_turns_with_the_loop(
+    add_one: Callable[[int], int], borrows: list[str]
+) -> None:
+    wrong: list[tuple[int, int]] = []
+
+    def call(first: int) -> None:
+        for value in range(first, first + 100):
+            if (found := add_one(value)) != value + 1:
+                wrong.append((value, found))
+
+    call(0)
+    assert set(borrows) == {threading.current_thread().name}
+    threads = [threading.Thread(target=call, args=(1000 * k,), name=str(k)) for k in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert set(borrows) > {threading.current_thread().name}
