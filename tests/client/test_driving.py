@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.connection.driving import Driver
 from pw.client.connection.waiting import Waiting
+from pw.transport.links.node import Node
 
 
 class Interrupt(BaseException):
@@ -36,18 +36,16 @@ def add_one() -> Iterator[Callable[[int], int]]:
 
 
 @pytest.fixture
-def borrows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The name of each thread that has borrowed a loop, once for each time."""
-    names: list[str] = []
-    borrow = Driver._borrow
+def borrows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the threads that have done a session's work."""
+    names: set[str] = set()
+    turn_of = Node.turn_of
 
-    def noted(driver: Driver, now_s: float) -> bool:
-        has = borrow(driver, now_s)
-        if has:
-            names.append(threading.current_thread().name)
-        return has
+    def noted(node: Node, act: Callable[[], object]) -> None:
+        names.add(threading.current_thread().name)
+        turn_of(node, act)
 
-    monkeypatch.setattr(Driver, "_borrow", noted)
+    monkeypatch.setattr(Node, "turn_of", noted)
     return names
 
 
@@ -89,7 +87,7 @@ def test_an_interrupt_leaves_no_future_locked(act: Callable[[Waiting[int]], obje
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in `__del__`
 def test_interrupts_at_any_time_lose_nothing(
-    add_one: Callable[[int], int], borrows: list[str]
+    add_one: Callable[[int], int], borrows: set[str]
 ) -> None:
     assert add_one(1) == 2  # compiled
     when, hits = random.Random(3), 0
@@ -108,12 +106,10 @@ def test_interrupts_at_any_time_lose_nothing(
         signal.signal(signal.SIGALRM, usual)
     assert add_one(7) == 8
     assert hits
-    assert borrows
+    assert threading.current_thread().name in borrows
 
 
-def test_threads_take_turns_with_the_loop(
-    add_one: Callable[[int], int], borrows: list[str]
-) -> None:
+def test_threads_take_turns_with_the_loop(add_one: Callable[[int], int], borrows: set[str]) -> None:
     wrong: list[tuple[int, int]] = []
 
     def call(first: int) -> None:
@@ -122,7 +118,7 @@ def test_threads_take_turns_with_the_loop(
                 wrong.append((value, found))
 
     call(0)
-    assert set(borrows) == {threading.current_thread().name}
+    assert threading.current_thread().name in borrows
     threads = [threading.Thread(target=call, args=(1000 * k,), name=str(k)) for k in range(1, 4)]
     for thread in threads:
         thread.start()
@@ -130,4 +126,4 @@ def test_threads_take_turns_with_the_loop(
         thread.join(60)
         assert not thread.is_alive()
     assert wrong == []
-    assert set(borrows) > {threading.current_thread().name}
+    assert borrows & {"1", "2", "3"}

@@ -96,13 +96,20 @@ class Program:
         return marked(self.marker)
 
     def until_alone(self, *spared: int, bound_s: float = 5.0) -> None:
-        """Wait until nothing of the program is left but `spared`."""
-        until(
-            lambda: self.family() <= set(spared),
-            f"end of {[command_line(pid) for pid in self.family() - set(spared)]}",
-            bound_s,
-        )
-        assert list(self.temporary.iterdir()) == []
+        """Wait until nothing of the program is left but `spared`, neither a process nor a file."""
+        try:
+            until(
+                lambda: self.family() <= set(spared) and not self.files(),
+                "the end of it all",
+                bound_s,
+            )
+        except AssertionError as late:
+            left = [command_line(pid) for pid in self.family() - set(spared)]
+            raise AssertionError(f"left: {left}, {self.files()}: {self.err}") from late
+
+    def files(self) -> list[str]:
+        """What lies in the folder of its temporary files."""
+        return sorted(path.name for path in self.temporary.iterdir())
 
     def kill(self) -> None:
         """End it and all that comes from it, whatever happened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_the_last_to_leave_removes_it(base: Path) -> None:
     assert made.path.exists()
     made.leave()
     worker.leave()
+    assert not made.path.exists()
+
+
+def test_the_last_to_leave_may_wait_for_one_that_was_killed(base: Path) -> None:
+    made = PrivateFolder.make()
+    killed = PrivateFolder.of(made.controller)
+    assert killed is not None
+    threading.Timer(0.1, killed.let_go).start()
+    made.leave(patience_s=30.0)
     assert not made.path.exists()
 
 

@@ -27,6 +27,8 @@ LONGEST_NAME = 20
 """Bytes of the longest name of a socket in the directory."""
 STALE_S = 60.0
 """A younger directory without a lock may belong to a cluster that is starting."""
+LOOK_S = 0.02
+"""How often to look whether others have left."""
 
 
 def is_private(folder: str | Path) -> bool:
@@ -104,12 +106,19 @@ class PrivateFolder:
         """The endpoint of the cluster's controller."""
         return f"ipc://{self.path}/{CONTROLLER}"
 
-    def leave(self) -> None:
-        """Leave; the last process removes a directory that was made by `make`. Idempotent."""
+    def leave(self, patience_s: float = 0.0) -> None:
+        """Leave; the last process removes a directory that was made by `make`. Idempotent.
+
+        Args:
+            patience_s: how long to wait for the others. A process that was killed ends its channels a moment
+                before its locks, so those who see its end would all find the directory in use.
+        """
         if self._descriptor < 0:
             return
         if self.path.name.startswith(PREFIX):
-            _remove_unused(self.path, self._descriptor)
+            until_s = time.monotonic() + patience_s
+            while not _remove_unused(self.path, self._descriptor) and time.monotonic() < until_s:
+                time.sleep(LOOK_S)
         self.let_go()
 
     def let_go(self) -> None:
@@ -171,10 +180,11 @@ def _remove_stale(base: str) -> None:
                             os.close(descriptor)
 
 
-def _remove_unused(folder: Path, descriptor: int) -> None:
-    """Remove a directory unless another process has a lock on it."""
+def _remove_unused(folder: Path, descriptor: int) -> bool:
+    """Remove a directory unless another process has a lock on it; return whether none has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return
+        return False
     shutil.rmtree(folder, ignore_errors=True)
+    return True
