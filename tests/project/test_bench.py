@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import measure, paper, pictures, report
+from bench import bars, measure, paper, pictures, report
 from bench.__main__ import main
 from bench.baselines.peer import Peer
 from bench.clients import sizes_to
@@ -291,3 +291,20 @@ def test_an_option_of_one_benchmark_is_refused_with_others() -> None:
     for names in ([], ["latency"], ["concurrent", "latency"]):
         with pytest.raises(SystemExit):
             main([*names, "--clients", "2"])
+
+
+def test_bars_of_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    for run, rate in (("first", 0.5), ("second", 2.0)):
+        result = report.Result("latency", "what it measures")
+        result.at_least(1.3, rate, "calls, to those of xoscar")
+        result.at_most(3.0, rate, "hops")
+        load = {"load_before": (rate, 0, 0), "load_after": (rate + 1, 0, 0)}
+        report.write(result, load, tmp_path / run)
+    found, loads = bars.read([tmp_path / "first", tmp_path / "second"])
+    assert loads == ["0.5 to 1.5", "2.0 to 3.0"]
+    assert bars.table(found)[2:] == [
+        "| latency | calls, to those of xoscar | ≥ 1.3 | 0.5, 2 | 1 of 2 |",
+        "| latency | hops | ≤ 3 | 0.5, 2 | yes |",
+    ]
+    with pytest.raises(FileNotFoundError, match="--out"):
+        bars.read([tmp_path / "third"])
