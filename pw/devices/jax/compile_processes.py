@@ -1,18 +1,19 @@
 """Has processes beside the host parse, vet and compile what clients have sent.
 
 A process that crashes, takes too much memory or too long is ended, and only the artifact that it held
-fails. Each client has one task at a time, and clients take turns, so a client waits for at most one
-task of each other client. If a task takes long while another client waits, one more process is
-started, up to `PROCESSES`.
+fails. Clients take turns. A client has one task at a time, and a second one only in one of the processes
+that are there for this (`SECOND`), so a client waits for at most one task of each other client. If a task
+takes long while another client waits, one more process is started, up to `PROCESSES`.
 
 An artifact that has ended a process `STRIKES` times is refused from then on.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from pw.core.errors import CompileError, ErrorReport
@@ -31,7 +32,10 @@ from pw.devices.jax.making import Order
 from pw.processes.fork_server import ForkServer
 
 PROCESSES = 4
-"""Processes at a time."""
+"""Processes at a time, beside those for second tasks."""
+
+SECOND = max(1, min(3, (os.cpu_count() or 1) // 2))
+"""Processes for tasks of clients that have one in work already: small functions come many at a time."""
 
 LONG_S = 0.3
 """A task that takes longer does not hold up other clients: they get another process."""
@@ -95,7 +99,8 @@ class CompileProcesses:
             return job
         with self._changed:
             self._waiting.setdefault(client, deque()).append(job)
-            if not self._threads:
+            is_full = len(self._running) == len(self._threads) <= SECOND
+            if is_full and self._turn() is not None:
                 self._start_thread()
             self._changed.notify()
         return job
@@ -185,20 +190,26 @@ class CompileProcesses:
         deadline_s = time.monotonic() + IDLE_S
         with self._changed:
             while not self._closed:
-                busy = {job.client for job, _ in self._running.values()}
-                for client, jobs in self._waiting.items():
-                    if client not in busy:
-                        job = jobs.popleft()
-                        del self._waiting[client]
-                        if jobs:
-                            self._waiting[client] = jobs  # behind the other clients
-                        self._running[me] = (job, time.monotonic())
-                        return job
+                client = self._turn()
+                if client is not None:
+                    jobs = self._waiting.pop(client)
+                    job = jobs.popleft()
+                    if jobs:
+                        self._waiting[client] = jobs  # behind the other clients
+                    self._running[me] = (job, time.monotonic())
+                    return job
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 and len(self._threads) > 1:
                     return None
                 self._changed.wait(left_s if left_s > 0 else None)
         return None
+
+    def _turn(self) -> int | None:
+        """The client whose task is next, if one may begin now."""
+        tasks = Counter(job.client for job, _ in self._running.values())
+        second = tasks.total() - len(tasks)
+        idle = (client for client in self._waiting if client not in tasks)
+        return next(idle, None if second >= SECOND else next(iter(self._waiting), None))
 
     def _help(self) -> None:
         """Start another process if a client waits, and all processes are busy with long tasks."""
@@ -207,7 +218,7 @@ class CompileProcesses:
             long_s = time.monotonic() - LONG_S
             if (
                 not self._closed
-                and len(self._threads) < PROCESSES
+                and len(self._threads) < PROCESSES + SECOND
                 and len(self._running) == len(self._threads)
                 and all(since_s < long_s for _, since_s in self._running.values())
                 and any(client not in busy for client in self._waiting)
