@@ -102,9 +102,19 @@ def describe(
     code: Stablehlo,
     facts: Facts,
     *,
-    has_completion: bool,
+    has_completion: bool = False,
+    source: Stablehlo | None = None,
 ) -> GatewayExecutable:
-    """Return an executable on one island, whose shapes and shardings are the compiler's."""
+    """Return an executable on one island, whose shapes and shardings are the compiler's.
+
+    Args:
+        devices: JAX's numbers.
+        placement: of these devices.
+        code: what runs.
+        facts: the compiler's.
+        has_completion: see `GatewayExecutable`.
+        source: the code that questions about it are asked of; None if that is `code`.
+    """
     is_divided = _is_divided(code, len(devices))
     replicated = partial(_is_replicated, devices=len(devices), is_divided=is_divided)
     inputs = tuple(_spec(placement, one, is_replicated=replicated(one)) for one in facts.inputs)
@@ -132,7 +142,7 @@ def describe(
         facts.name,
         devices,
         facts,
-        (Source(code, placement),),
+        (Source(source or code, placement),),
         graph,
         {digest: artifact},
         inputs,

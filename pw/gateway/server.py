@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -193,7 +194,8 @@ class Server:
             return
         path = self._files / f"lt_{metadata.handle}"
         try:
-            data = np.memmap(path, np.uint8, "r", shape=(metadata.buffer_size,))
+            with open(path, "rb") as file:
+                data = mmap.mmap(file.fileno(), metadata.buffer_size, prot=mmap.PROT_READ)
             path.unlink()  # the memory stays until nothing refers to it
         except (OSError, ValueError) as error:
             client.buffers.fail(metadata.handle, error)
