@@ -5,6 +5,9 @@ each way, in processes of their own, with a cluster of one device beside each. T
 
 *Dispatch* is the time of a call that returns before its result is there. A *chain* calls a function with
 the result of the last call and waits for the last one. *Blocking* calls wait for every result.
+
+A script of eager operations, small transfers and functions that are new runs beside plain JAX. Its bars in
+seconds are for a quiet machine.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import pw
-from bench.baselines import two_ways
+from bench.baselines import eager, two_ways
 from bench.baselines.one_process import GATEWAY as PLATFORM
 from bench.baselines.one_process import PlainJax
 from bench.baselines.two_ways import BLOCKING, CHAIN, DISPATCH, GATEWAY, JIT, THERE_AND_BACK
@@ -28,6 +32,34 @@ MIB = 1 << 20
 LARGE_MIB = two_ways.LARGE_BYTES / MIB
 DISPATCH_US, CHAIN_RATIO, BLOCKING_RATIO = 60.0, 1.3, 1.5
 TRAINING_RATIO, TRANSFER_RATIO = 0.97, 0.5
+
+
+class Everyday(NamedTuple):
+    """What a script of plain JAX does, and the bar of the gateway."""
+
+    times: int
+    """In one reading."""
+    unit: str
+    units: float
+    """In a second."""
+    most: float | None
+    """The longest time, in the unit; None for a bar of `ratio` alone."""
+    ratio: float | None
+    """The longest time, to that of plain JAX."""
+
+
+EVERYDAY: Mapping[str, Everyday] = {
+    eager.CHAIN: Everyday(400, "µs", 1e6, 100.0, None),
+    eager.BLOCKING: Everyday(100, "µs", 1e6, 600.0, None),
+    eager.STEP: Everyday(50, "ms", 1e3, None, 1.1),
+    eager.STEP_AND_LOSS: Everyday(50, "ms", 1e3, None, 1.3),
+    eager.PUT: Everyday(30, "ms", 1e3, 1.5, None),
+    eager.READ: Everyday(5, "ms", 1e3, 25.0, None),
+    eager.SCALARS: Everyday(1000, "µs", 1e6, 100.0, None),
+    eager.GOTTEN: Everyday(1000, "µs", 1e6, 100.0, None),
+    eager.NEW: Everyday(160, "ms", 1e3, None, 1.5),
+    eager.LAYER: Everyday(10, "ms", 1e3, None, 1.5),
+}
 READING_S, TRAINING_S = 0.25, 1.2
 LEAST_STEPS = 6
 TRAINED: Mapping[int, tuple[str, ...]] = {
@@ -45,6 +77,7 @@ def run(quick: bool) -> Result:
     """Measure calls, transfers, training steps, and that deleted things leave nothing."""
     result = Result("gateway", "plain JAX on the gateway, beside pw.jit and plain JAX")
     _calls(result, quick)
+    _everyday(result, quick)
     for devices, names in {1: ("lm-tiny",)}.items() if quick else TRAINED.items():
         for name in names:
             _training(result, name, devices, quick)
@@ -91,6 +124,34 @@ def _calls(result: Result, quick: bool) -> None:
 
 def _microseconds(rates: Sample) -> Sample:
     return Sample(tuple(1e6 / rate for rate in rates.values))
+
+
+# --- eager operations ------------------------------------------------------------------------------
+
+
+def _everyday(result: Result, quick: bool) -> None:
+    """Run a script on the gateway and in plain JAX, in turns, and add the rows."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(eager.start(way)) for way in (eager.PLAIN, eager.GATEWAY)]
+        for name, one in EVERYDAY.items():
+            count = max(1, one.times // 10) if quick else one.times
+            cases = {
+                peer.name: lambda peer=peer, name=name, count=count, one=one: (
+                    peer.seconds(name, count) / count * one.units
+                )
+                for peer in peers
+            }
+            rounds, warm_up = (1, 0) if quick else (5, 1)
+            samples = alternate(cases, rounds=rounds, warm_up=warm_up, notes=result.notes)
+            if len(samples) < len(peers):
+                continue
+            plain, ours = samples[eager.PLAIN], samples[eager.GATEWAY]
+            result.add(f"{name}, {eager.PLAIN}", {}, plain, one.unit)
+            result.add(f"{name}, {eager.GATEWAY}", {}, ours, one.unit, eager.PLAIN, plain)
+            if one.most is not None:
+                result.at_most(one.most, ours.median, f"{name}, {one.unit}")
+            if one.ratio is not None:
+                result.at_most(one.ratio, ours.over(plain).median, f"{name}, to plain JAX")
 
 
 # --- training --------------------------------------------------------------------------------------
