@@ -32,7 +32,7 @@ SCALARS, GOTTEN = "float of each of many results", "jax.device_get of many resul
 NEW, LAYER = "new eager operation", "new layer"
 
 PUT_BYTES, READ_BYTES = 1 << 20, 25_000_000
-WIDTH, ROWS, LAYERS = 192, 256, 4
+WIDTH, ROWS, LAYERS = 192, 512, 4
 """Of a model whose step takes some 4 ms on one core."""
 
 Case = Callable[[int], object]

@@ -541,6 +541,23 @@ def compiling_ahead_of_time(devices: Devices) -> Any:
 
 
 @case
+def compiling_a_small_function_ahead_of_time(devices: Devices) -> Any:
+    one = SingleDeviceSharding(devices[1])
+    like = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one)
+    compiled = jax.jit(lambda x: (jnp.sin(x) + 1, x > 2)).lower(like).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    x = jax.device_put(numbers(8, 8), one)
+    return (
+        compiled(x),
+        compiled.cost_analysis()["flops"],
+        [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes],
+        "gateway_cases.py" in text,
+        text.count("sine("),
+        refusal(lambda: compiled(x[:2]))[0],
+    )
+
+
+@case
 def memories_of_devices(devices: Devices) -> Any:
     pinned = over(devices[:4], "x", memory_kind="pinned_host")
     x = jax.device_put(numbers(8), pinned)
