@@ -216,9 +216,8 @@ class Reader:
         elif turn % 5 == 3:
             self.known.memory = session.ask.memory(ANSWER_S)
         elif turn % 5 == 4:
-            with contextlib.suppress(Error):  # a host was lost meanwhile
-                for node, counters in session.ask.stats(ANSWER_S).items():
-                    self._count(node, counters)
+            for node, counters in session.ask.stats(ANSWER_S).items():
+                self._count(node, counters)
         else:
             self._look(session.ask.status(ANSWER_S))
         if self._events is not None:
@@ -270,7 +269,7 @@ class Reader:
         self._answered.set()
 
     def _count(self, node: str, counters: Mapping[str, int]) -> None:
-        if node != "client":
+        if node != "client" and "lost" not in counters:
             group = "controller" if node == CONTROLLER else "hosts"
             self.totals.take(node, group, counters)
 
