@@ -21,7 +21,7 @@ from msgspec import to_builtins
 from prometheus_client.parser import text_string_to_metric_families
 
 import pw
-from pw.client.connection.children import LocalDaemon, options
+from pw.client.connection.children import LocalDaemon, options, start_dashboard
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.timeline.timeline import Computation, Timeline
@@ -70,7 +70,7 @@ def reader(cluster: pw.LocalCluster) -> Iterator[Reader]:
 @pytest.fixture(scope="module")
 def link(cluster: pw.LocalCluster) -> Iterator[str]:
     variables = {"PW_DASHBOARD_TOKEN": TOKEN}
-    daemon = LocalDaemon("pw.cli.dashboard", options(address=cluster.address), variables)
+    daemon = start_dashboard(cluster.address, variables)
     yield daemon.address(START_S)
     daemon.terminate()
     daemon.stop()
@@ -196,8 +196,7 @@ def test_the_stream_moves_when_a_run_starts(link: str) -> None:
 
 
 def test_it_listens_for_others_only_with_credentials(cluster: pw.LocalCluster) -> None:
-    arguments = options(address=cluster.address, bind="tcp://0.0.0.0:0")
-    daemon = LocalDaemon("pw.cli.dashboard", arguments)
+    daemon = start_dashboard(cluster.address, bind="tcp://0.0.0.0:0")
     with pytest.raises(ConnectionFailed):
         daemon.address(START_S)
     daemon.stop()
@@ -224,7 +223,7 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
         found = {}
         for name in ("ann", "eve"):
             variables = {"PW_CREDENTIALS": str(tmp_path / f"{name}.pem")}
-            page = LocalDaemon("pw.cli.dashboard", options(address=address), variables)
+            page = start_dashboard(address, variables)
             daemons.append(page)
             link = page.address(START_S)
             assert link.startswith("https://127.0.0.1:")
