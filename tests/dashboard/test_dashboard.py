@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import ssl
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -242,11 +244,37 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
             daemon.terminate()
             daemon.stop()
     ann, eve = found["ann"], found["eve"]
+    assert ann["lines"] == []
     assert ann["tenant"] == "research"
     assert {client["tenant"] for client in ann["clients"]} == {"research"}
     assert "bob" not in json.dumps(ann)
     assert ann["hidden_clients"] == 2
     assert {client["tenant"] for client in eve["clients"]} >= {"research", "rivals"}
+
+
+@pw.jit(timeout=0.3)
+def never_ends(x: Any) -> Any:
+    return jax.lax.while_loop(lambda x: x[0] < 2, lambda x: jnp.cos(x), x)
+
+
+def test_warnings_and_device_time_come_to_the_page(cluster: pw.LocalCluster) -> None:
+    with closing(Reader(cluster.address, period_s=0.1)) as reader:
+        reader.start(START_S)
+
+        def device_time() -> float:
+            work(0.05)
+            pieces = [one.work for one in list(reader.history) if one.work is not None]
+            assert all(a.until_s == b.from_s for a, b in itertools.pairwise(pieces))
+            return sum(seconds for piece in pieces for _, seconds in piece.device_s)
+
+        until(lambda: device_time() > 0.0, "device time of clients")
+        with pytest.raises(pw.ComputationTimeout):
+            never_ends(jnp.ones(4)).block_until_ready()
+        now = seen(reader, lambda s: any("run timed out" in one.text for one in s.lines), "a line")
+    line = next(one for one in now.lines if "run timed out" in one.text)
+    assert (line.process, line.level) == ("controller", "warning")
+    assert "program=never_ends" in line.text
+    assert abs(line.time_s - time.time()) < START_S
 
 
 NOTEBOOK = """

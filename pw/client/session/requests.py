@@ -284,7 +284,7 @@ class Requests(Part):
         if request is None:
             return
         if isinstance(message, msg.Stats):
-            request.of.result[message.node] = message.counters
+            request.of.result[message.node] = message
         elif not isinstance(message, msg.Ready):
             request.of.result = message
         self._settle(request.of)
@@ -327,7 +327,7 @@ class Requests(Part):
         if may_pass and isinstance(
             request.of.result, dict
         ):  # counters: the other hosts have theirs
-            request.of.result[request.node] = {"lost": 1}
+            request.of.result[request.node] = msg.Stats(number, request.node, {"lost": 1})
             self._settle(request.of)
             return
         if request.of.ask is None or not may_pass:
