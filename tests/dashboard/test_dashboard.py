@@ -141,7 +141,15 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
         lambda s: bool(s.counters.get("computations") and s.hosts[0].used_bytes is not None),
         "all counters",
     )
-    text = reader.metrics.text().decode()  # type: ignore[attr-defined]
+
+    def metrics() -> str:
+        work(0.02)
+        return str(reader.metrics.text().decode())  # type: ignore[attr-defined]
+
+    until(
+        lambda: "pw_launch_wait_seconds_bucket" in metrics(), "a sample with launches that waited"
+    )
+    text = metrics()
     families = list(text_string_to_metric_families(text))
     names = {sample.name for family in families for sample in family.samples}
     values = {
