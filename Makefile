@@ -92,7 +92,7 @@ define CHECK_PYTHON
 	exit 1; }
 endef
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml setup.py requirements.lock
 	$(CHECK_PYTHON)
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }

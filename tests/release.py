@@ -7,11 +7,12 @@ commands and the quickstart. Nothing is uploaded.
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,14 +31,16 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def version() -> str:
-    """Return the version in pyproject.toml. Raises SystemExit unless HEAD has its tag."""
-    written: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    tags = run("git", "tag", "--points-at", "HEAD").split()
-    if f"v{written}" not in tags:
+    """Return the version of HEAD. Raises SystemExit unless it has the tag of a release."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    found: str = setup["version"](ROOT)
+    if not re.fullmatch(r"\d+\.\d+\.\d+", found):
         raise SystemExit(
-            f"error: HEAD has no tag of the version in pyproject.toml; run: git tag v{written}"
+            f"error: HEAD is {found}, no release; run: git tag v{found.split('.dev')[0]}"
         )
-    return written
+    if found.split(".")[:2] != setup["FIRST"].split(".")[:2]:
+        raise SystemExit(f"error: FIRST in setup.py is {setup['FIRST']}, but the tag is v{found}")
+    return found
 
 
 def interpreters() -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
 from pw.transport.links.node import Node
+from pw.transport.log import recent
 
 if TYPE_CHECKING:
     from pw.devices.host.backend import Backend
@@ -164,6 +165,7 @@ def add_controller(
             claims=claims,
             rules=rules,
             uses=uses,
+            lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
     )
@@ -200,7 +202,9 @@ def add_host(
     store = node.add(
         "store",
         lambda env: ObjectStore(
-            env, backend, bulk, counters, replicas, aside, keep, output, checkpoint_root
+            env,
+            *(backend, bulk, counters, replicas, aside, keep, output, checkpoint_root),
+            lambda: recent.of(node.name),
         ),
     )
     if output is not None:

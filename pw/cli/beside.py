@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import typer
 
-from pw.client.connection.children import LocalDaemon, options
+from pw.client.connection.children import ANYWHERE, LocalDaemon, start_dashboard
 from pw.core import installed
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
@@ -47,15 +47,12 @@ class Beside:
 
     def start(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
         """Start it; its link is printed when it is ready."""
-        page = self._page = LocalDaemon(
-            "pw.cli.dashboard",
-            options(
-                address=address,
-                bind=None if self._shows else "none",
-                metrics=self._metrics or None,
-                credentials=self._credentials or None,
-                insecure=self._insecure,
-            ),
+        page = self._page = start_dashboard(
+            address,
+            metrics=self._metrics or None,
+            credentials=self._credentials or None,
+            insecure=self._insecure,
+            bind=ANYWHERE if self._shows else "none",
         )
 
         def ready() -> None:

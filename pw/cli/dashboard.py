@@ -1,179 +1,39 @@
-"""`pw dashboard`: the process beside a controller that serves the page and metrics."""
+"""`pw dashboard`, by itself and as the process that daemons and clusters start."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import secrets
-import ssl
-import sys
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-import uvicorn
-import uvloop
 
-from pw.cli.process import (
-    Credentials,
-    Daemon,
-    Insecure,
-    MetricsEndpoint,
-    check_bind,
-    command,
-    configure_logging,
-)
-from pw.core.errors import Error
-from pw.core.installed import is_installed
-from pw.dashboard.metrics import Metrics
-from pw.dashboard.reader import Reader
-from pw.dashboard.server import Page, metrics_application
-from pw.processes.child import Announcement
-from pw.transport.access.joined import default_address
-from pw.transport.access.security import Security, address_in, use_tcp
-from pw.transport.endpoints import listen, reachable_endpoint
-
-TOKEN = "PW_DASHBOARD_TOKEN"
-OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""Where OpenTelemetry wants spans."""
-ANYWHERE = "tcp://127.0.0.1:0"
-ENDING_S = 1
-START_S = 30.0
-
-
-class _Server(uvicorn.Server):
-    """A server on the loop of a daemon, which handles the signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the daemon."""
-        yield
-
-
-class _Listening:
-    """A server on a socket of its own."""
-
-    def __init__(self, endpoint: str, security: Security) -> None:
-        check_bind(endpoint, security)
-        if not endpoint.startswith("tcp://"):
-            raise typer.BadParameter(f"a browser cannot reach {endpoint!r}; give tcp://host:port")
-        self._socket = listen(endpoint)
-        self.credentials = security.credentials
-        self._server: _Server | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._socket.getsockname()[1])
-
-    @property
-    def url(self) -> str:
-        """The address for browsers, without a path."""
-        scheme = "http" if self.credentials is None else "https"
-        return reachable_endpoint(self._socket, None).replace("tcp", scheme, 1)
-
-    def serve(self, application: object, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to serve an ASGI application."""
-        credentials, plain = self.credentials, None
-
-        def context(*_: object) -> ssl.SSLContext:
-            assert credentials is not None
-            return credentials.for_browsers()
-
-        config = uvicorn.Config(
-            application,  # type: ignore[arg-type]  # any ASGI application
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=ENDING_S,
-            ssl_context_factory=plain if credentials is None else context,
-        )
-        self._server = _Server(config)
-        self._task = loop.create_task(self._server.serve([self._socket]))
-
-    async def close(self) -> None:
-        """End all connections."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._task], timeout=3 * ENDING_S)
+from pw.cli.process import Credentials, Insecure, MetricsEndpoint, command, configure_logging
+from pw.cli.target import Address, address_of
+from pw.core import installed
 
 
 def serve(
-    address: Annotated[
-        str, typer.Option(envvar="PW_ADDRESS", help="The controller's address.")
-    ] = "",
-    bind: Annotated[
-        str,
-        typer.Option(help="Where browsers connect; port 0 takes a free one. `none` for no page."),
-    ] = ANYWHERE,
-    metrics: MetricsEndpoint = "",
+    address: Address = "",
     credentials: Credentials = "",
     insecure: Insecure = False,
+    bind: Annotated[
+        str,
+        typer.Option(help="Where browsers connect: tcp://host:port; `none` for no page."),
+    ] = "tcp://127.0.0.1:8265-8365",
+    metrics: MetricsEndpoint = "",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Serve a page that shows the cluster, and metrics, until Ctrl-C.
+    """Show a cluster on a page in a browser, until Ctrl-C; it prints the link, which has a token.
 
-    It prints a link with a token (PW_DASHBOARD_TOKEN, else a new one), and shows what its credentials may see.
+    The token is that of PW_DASHBOARD_TOKEN, else a new one. The page shows what the credentials may see. Off
+    the loopback it needs them (TLS), or --insecure.
 
     Exit codes: 0 after SIGTERM or Ctrl-C; 1, with one line on standard error, after an error.
     """
+    installed.check_extra("dashboard", *installed.DASHBOARD)
+    from pw.cli import page
+
     configure_logging("warning")
-    use_tcp(credentials, insecure=insecure)
-    address = address or address_in() or default_address()
-    if not address:
-        raise Error(
-            "which cluster? Give its --address, or set PW_ADDRESS, or join one with `pw join`"
-        )
-    token = os.environ.get(TOKEN, "")
-    security = Security.of("tcp://", warns=False)
-    page = None if bind == "none" else _Listening(bind, security)
-    scraped = _Listening(metrics, security) if metrics else None
-    if page is None and scraped is None:
-        raise Error("there is nothing to serve: give --bind or --metrics")
-    has_spans = OTLP in os.environ and is_installed("opentelemetry.sdk.trace")
-    reader = Reader(address, wants_runs=bool(metrics) or has_spans)
-    if has_spans:
-        from pw.dashboard.spans import Spans
-
-        reader.runs.append(Spans().ended)
-    loop = uvloop.new_event_loop()
-    asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, parent_fd)
-    link, shown = "", None
-    if scraped is not None:
-        scraped.serve(metrics_application(Metrics(reader), token), loop)
-    if page is not None:
-        own = token or secrets.token_urlsafe(24)
-        cookie = f"pw-dashboard-{page.port}"
-        shown = Page(reader, loop)
-        page.serve(shown.application(own, cookie), loop)
-        link = f"{page.url}/?token={own}"
-    else:
-        reader.is_watched = lambda: False
-    reader.start(START_S)
-    if not daemon.announce(Announcement(link or f"{scraped.url}/metrics" if scraped else link)):
-        if link:
-            typer.echo(f"pw dashboard: {link}")
-        if scraped is not None:
-            typer.echo(f"metrics: {scraped.url}/metrics")
-        sys.stdout.flush()
-
-    def teardown() -> None:
-        if shown is not None:
-            shown.close()
-        for one in (page, scraped):
-            if one is not None:
-                loop.run_until_complete(one.close())
-        reader.close()
-
-    raise SystemExit(daemon.run(teardown))
+    page.serve(address_of(address, credentials, insecure), bind, metrics, parent_fd)
 
 
 def main() -> None:

@@ -39,7 +39,10 @@ class HostOptions:
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1
     platform: Annotated[
-        str, typer.Option(help=f"What the devices are: {', '.join(PLATFORMS)}.")
+        str,
+        typer.Option(
+            help=f"What the devices are: {', '.join(PLATFORMS)}, or what another package adds."
+        ),
     ] = "cpu"
     device_memory: Annotated[
         str,

@@ -24,7 +24,7 @@ from pw.processes.channel import Channel
 from pw.processes.child import Announcement
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
-from pw.transport.log import FIELDS
+from pw.transport.log import FIELDS, recent
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -246,9 +246,13 @@ def configure_logging(level: str, form: str = "") -> None:
         level=level.upper(),
         format=LOG_FORMAT,
     )
-    if form == "json":
-        for handler in logging.getLogger().handlers:
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.setLevel(max(handler.level, root.level))
+        if form == "json":
             handler.setFormatter(_JsonLines())
+    root.setLevel(min(root.level, recent.level))
+    root.addHandler(recent)
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 

@@ -24,7 +24,7 @@ from pw.cli.supervisor import Supervisor
 from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.roles import Role
-from pw.core.platforms import PLATFORMS
+from pw.core.platforms import installed_platform, platform_names
 from pw.transport.access.private import PrivateFolder, free_endpoint
 from pw.transport.access.security import Security
 from pw.transport.links.admission import not_the_name
@@ -43,9 +43,9 @@ def serve(**values: Any) -> None:
             "workers run on Linux only; on this system, call pw.connect() without an address, which starts "
             "a cluster beside the script"
         )
-    if options.platform not in PLATFORMS:
+    if installed_platform(options.platform) is None:
         raise typer.BadParameter(
-            f"no platform {options.platform!r}; there are {', '.join(PLATFORMS)}"
+            f"no platform {options.platform!r}; there are {', '.join(platform_names())}"
         )
     if not island and not options.spare:
         raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")

@@ -1,13 +1,25 @@
-"""The platforms of devices, and how each differs from the others: a new one is an entry of `PLATFORMS`.
+"""The platforms of devices, and how each differs from the others.
 
-What a worker configures in JAX before it opens its devices is in `pw.devices.jax.group`.
+A platform is a `Platform`: those of this package are in `PLATFORMS`, and other packages add theirs as entry
+points of the group `pw.platforms`, with the name that `pw-worker --platform` takes.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import NamedTuple
 
 from pw.core.costs import ACCELERATOR, CPU, SIMULATED, Costs
+from pw.core.errors import Error
+
+GROUP = "pw.platforms"
+"""The group of entry points."""
+
+
+def _no_settings(devices: int) -> Mapping[str, object]:
+    return {}
 
 
 class Platform(NamedTuple):
@@ -23,23 +35,78 @@ class Platform(NamedTuple):
     """The number that JAX's remote protocol has for it; 0 if none."""
     visible: str = ""
     """The environment variable that names the devices which a process may use; empty if there is none."""
+    jax: str = ""
+    """The platform of JAX (`jax_platforms`) that has the devices; empty if it has the same name."""
+    settings: Callable[[int], Mapping[str, object]] = _no_settings
+    """Returns what a worker configures in JAX before it opens the devices, for so many of them."""
+
+
+def _of_cpu(devices: int) -> Mapping[str, object]:
+    return {
+        "jax_num_cpu_devices": devices,
+        "jax_cpu_collectives_implementation": "gloo",
+        # The smallest bound on waiting for a host that died right after the roll-call.
+        "jax_cpu_get_local_topology_timeout_minutes": 1,
+        "jax_cpu_get_global_topology_timeout_minutes": 1,
+    }
 
 
 _MEMORIES = ("device", "pinned_host", "unpinned_host")
 
 PLATFORMS = {
-    "cpu": Platform(CPU, is_host=True, memories=_MEMORIES, number=0x8B5DFB7AB2A84F91),
+    "cpu": Platform(
+        CPU, is_host=True, memories=_MEMORIES, number=0x8B5DFB7AB2A84F91, settings=_of_cpu
+    ),
     "cuda": Platform(visible="CUDA_VISIBLE_DEVICES"),
     "tpu": Platform(memories=_MEMORIES),
 }
-"""The platforms by their names for `pw-worker --platform` and `jax.export`."""
+"""The platforms of this package by their names; those that all clusters have."""
 
-_OTHERS = {"": Platform(CPU), "sim": Platform(SIMULATED)}
+_UNNAMED = {"": Platform(CPU), "sim": Platform(SIMULATED)}
 """Where no JAX is, in simulations."""
 
 _ACCELERATOR = Platform()
 
 
+def installed_platform(name: str) -> Platform | None:
+    """Return the platform of a name that this package or another one has; None if there is none.
+
+    Raises:
+        Error: the entry point cannot be loaded, or is no `Platform`.
+    """
+    return PLATFORMS.get(name) or _of_another_package(name)
+
+
+@functools.cache
+def _of_another_package(name: str) -> Platform | None:
+    for entry in metadata.entry_points(group=GROUP, name=name):
+        try:
+            platform = entry.load()
+        except Exception as error:
+            raise Error(
+                f"{_place(entry)} cannot be loaded: {error!r}; mend that package"
+            ) from error
+        if not isinstance(platform, Platform):
+            raise Error(f"{_place(entry)} is no pw.core.platforms.Platform: {platform!r}")
+        return platform
+    return None
+
+
+def _place(entry: metadata.EntryPoint) -> str:
+    package = f" of the package {entry.dist.name}" if entry.dist is not None else ""
+    return f"the platform {entry.name!r} ({entry.value}){package}"
+
+
+def platform_names() -> tuple[str, ...]:
+    """Return the names of all platforms, for people."""
+    return (*PLATFORMS, *sorted(metadata.entry_points(group=GROUP).names - PLATFORMS.keys()))
+
+
 def platform_of(name: str) -> Platform:
     """Return a platform by its name, or by that of its devices; one that is not known is an accelerator."""
-    return PLATFORMS.get(name) or _OTHERS.get(name, _ACCELERATOR)
+    return _UNNAMED.get(name) or installed_platform(name) or _ACCELERATOR
+
+
+def jax_platform(name: str) -> str:
+    """Return the name that JAX has for a platform."""
+    return platform_of(name).jax or name

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
@@ -29,11 +30,11 @@ from pw.client.timeline.resolve import resolved
 from pw.client.timeline.timeline import Timeline
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import CONTROLLER
-from pw.core.messages import Status
+from pw.core.messages import LogLine, Status
 from pw.core.tenants import OPERATOR
 from pw.dashboard.happenings import EventThread, changes, words_of
 from pw.dashboard.sampling import Picture, Sample, Stragglers, pictured, summed
-from pw.dashboard.snapshot import Happening, Known, Rates, Snapshot, snapshot
+from pw.dashboard.snapshot import Happening, Known, ProcessLine, Rates, Snapshot, Work, snapshot
 
 PERIOD_S = 1.0
 ANSWER_S = 5.0
@@ -49,6 +50,10 @@ SAMPLES_KEPT = 20
 """For the matrix of transfers: about a minute."""
 HISTORY = 300
 HAPPENINGS = 60
+LINES = 60
+CLIENTS_DRAWN = 8
+"""Clients with a colour of their own in the strip of the last minute."""
+LEAST_S = 1e-3
 CLICKS = 8
 """Questions of people that may wait; more are refused."""
 TRACE_S = 10.0
@@ -119,6 +124,11 @@ class Reader:
         self._worked = (0, 0.0)
         self._counted: tuple[float, dict[str, int]] | None = None
         self._happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
+        self._lines: dict[tuple[str, LogLine], None] = {}
+        """Of processes, also of those that are gone."""
+        self._looked_s = 0.0
+        self._work: Work | None = None
+        """Until it is published."""
         self._recovering: Counter[int] = Counter()
         self._answered = threading.Event()
         self._trouble = ""
@@ -216,9 +226,10 @@ class Reader:
         elif turn % 5 == 3:
             self.known.memory = session.ask.memory(ANSWER_S)
         elif turn % 5 == 4:
-            with contextlib.suppress(Error):  # a host was lost meanwhile
-                for node, counters in session.ask.stats(ANSWER_S).items():
-                    self._count(node, counters)
+            for node, told in session.ask.stats(ANSWER_S).items():
+                self._count(node, told.counters)
+                for line in told.lines:
+                    self._lines.setdefault((node, line))
         else:
             self._look(session.ask.status(ANSWER_S))
         if self._events is not None:
@@ -245,6 +256,10 @@ class Reader:
 
     def _look(self, status: Status) -> None:
         before, self._status = self._status, status
+        now_s = time.time()
+        if before is not None:
+            self._work = Work(self._looked_s, now_s, _work_between(before, status))
+        self._looked_s = now_s
         mine = next((client.tenant for client in status.clients if client.is_me), OPERATOR)
         self._tenant = "" if mine == OPERATOR else mine
         for client in status.clients:
@@ -266,11 +281,11 @@ class Reader:
             self._events = EventThread(status.events, self.wants_runs)
             self.known.has_events = True
         if self._events is None and before is not None:
-            self._happenings.extend(changes(before, status, time.time()))
+            self._happenings.extend(changes(before, status, now_s))
         self._answered.set()
 
     def _count(self, node: str, counters: Mapping[str, int]) -> None:
-        if node != "client":
+        if "lost" not in counters:
             group = "controller" if node == CONTROLLER else "hosts"
             self.totals.take(node, group, counters)
 
@@ -349,6 +364,11 @@ class Reader:
             f"controller_{name}": int(value) for name, value in controller.items()
         }
         known.happenings = tuple(self._happenings)
+        newest = sorted(self._lines, key=lambda one: one[1].time_s)[-LINES:]
+        self._lines = dict.fromkeys(newest)
+        known.lines = tuple(
+            ProcessLine(node, *msgspec.structs.astuple(one)) for node, one in newest
+        )
         known.recoveries = sum(self._recovering.values())
         known.rates = self._rates(status, now_s)
         made = snapshot(
@@ -378,7 +398,15 @@ class Reader:
         sample = self.known.sample
         devices = max(1, sum(island.devices for island in status.islands))
         use = None if sample is None else sum(sample.busy.values()) / devices
-        rates = replace(rates, time_s=now_s, queued=queued, in_flight=in_flight, use=use)
+        work, self._work = self._work, None
+        rates = replace(
+            rates,
+            time_s=now_s,
+            queued=queued,
+            in_flight=in_flight,
+            use=use,
+            work=work,
+        )
         if before is not None and seen == before[1] and now_s - before[0] < 6 * self.period_s:
             return rates
         self._counted = now_s, seen
@@ -390,6 +418,18 @@ class Reader:
 
 
 NAME = "pw dashboard"
+
+
+def _work_between(before: Status, now: Status) -> tuple[tuple[int, float], ...]:
+    """Return the device seconds of clients from one status to the next; one sum for all others."""
+    former = {client.number: client.use.device_s for client in before.clients}
+    spent = {c.number: c.use.device_s - former.get(c.number, 0.0) for c in now.clients}
+    most = sorted(spent.items(), key=lambda one: -one[1])[:CLIENTS_DRAWN]
+    drawn = [(number, seconds) for number, seconds in most if seconds > 0.0]
+    islands = {island.name: island.device_s for island in before.islands}
+    all_s = sum(max(0.0, island.device_s - islands.get(island.name, 0.0)) for island in now.islands)
+    others_s = all_s - sum(seconds for _, seconds in drawn)
+    return (*sorted(drawn), *([(0, others_s)] if others_s > LEAST_S else ()))
 
 
 def _rates(

@@ -128,6 +128,24 @@ class Happening(msgspec.Struct, frozen=True):
     words: str
 
 
+class ProcessLine(msgspec.Struct, frozen=True):
+    """A warning or an error that the controller or a host has logged."""
+
+    process: str
+    time_s: float
+    level: str
+    text: str
+
+
+class Work(msgspec.Struct, frozen=True):
+    """The device time that clients had between two looks at the cluster."""
+
+    from_s: float
+    until_s: float
+    device_s: tuple[tuple[int, float], ...]
+    """Clients, and the seconds of each; those of all others have the number 0."""
+
+
 class Rates(msgspec.Struct, frozen=True):
     """How much the cluster does in a second; of the last seconds."""
 
@@ -138,6 +156,8 @@ class Rates(msgspec.Struct, frozen=True):
     queued: int
     in_flight: int
     use: float | None
+    work: Work | None = None
+    """None if nothing new is known of it."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -164,6 +184,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """From, to, and bytes a second."""
     slow: tuple[SlowHost, ...]
     happenings: tuple[Happening, ...]
+    lines: tuple[ProcessLine, ...]
     rates: Rates
     sample: int
     """Number of the newest sample; 0 before the first."""
@@ -194,6 +215,7 @@ class Known(msgspec.Struct):
     slow: tuple[SlowHost, ...] = ()
     behind: Mapping[str, float] = {}
     happenings: tuple[Happening, ...] = ()
+    lines: tuple[ProcessLine, ...] = ()
     recoveries: int = 0
     has_events: bool = False
     rates: Rates = Rates(0.0, 0.0, 0.0, 0.0, 0, 0, None)
@@ -341,6 +363,7 @@ def snapshot(
         known.transfers,
         known.slow,
         known.happenings,
+        known.lines,
         known.rates,
         known.samples,
         known.sampled_s,

@@ -12,7 +12,7 @@ import msgspec
 
 from pw.core.errors import Error
 from pw.core.installed import check_extra
-from pw.core.platforms import PLATFORMS
+from pw.core.platforms import installed_platform, platform_names
 from pw.transport.access.joined import config_folder
 
 Value = str | int | float | bool
@@ -220,8 +220,8 @@ def _objections(file: ClusterFile) -> Iterator[str]:
             yield (
                 f"island {name} needs at least one host and one device; name its machines, or give hosts: 1"
             )
-        if island.platform not in PLATFORMS:
-            yield f"island {name}: no platform {island.platform!r}; there are {', '.join(PLATFORMS)}"
+        if installed_platform(island.platform) is None:
+            yield f"island {name}: no platform {island.platform!r}; there are {', '.join(platform_names())}"
         if not re.fullmatch(r"\d{1,5}(-\d{1,5})?", island.ports):
             yield f"island {name}: ports {island.ports!r} is neither a port nor a range as in 7000-7100"
     for variable in {"PW_CREDENTIALS", "PW_INSECURE", "PW_ADDRESS"} & set(file.environment):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+
+from pw.core.messages import LogLine
 
 logger = logging.getLogger("pw")
 _audit = logging.getLogger("pw.audit")
@@ -15,6 +18,10 @@ _REMEMBERED = 1000
 
 FIELD_CHARACTERS = 1024
 """Longer values of fields are cut: peers choose some of them."""
+
+LINES_KEPT = 12
+LINE_CHARACTERS = 300
+"""What is kept for those who look at the cluster from elsewhere."""
 
 TRACEBACK_CHARACTERS = 1 << 15
 """The same for tracebacks, of which the end matters most."""
@@ -47,6 +54,28 @@ def audit(event: str, /, **fields: object) -> None:
     """
     if _audit.isEnabledFor(logging.INFO):
         _audit.info("%s %s", event, _pairs(fields), extra=_extra(event, fields))
+
+
+class Recent(logging.Handler):
+    """Keeps the newest warnings and errors of this process, of whatever logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[tuple[str, LogLine]] = deque(maxlen=LINES_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        text = record.getMessage()[:LINE_CHARACTERS]
+        node = str(getattr(record, FIELDS, {}).get("node", ""))
+        self._lines.append((node, LogLine(record.created, record.levelname.lower(), text)))
+
+    def of(self, node: str) -> tuple[LogLine, ...]:
+        """Return the lines of a node, and those that name none, the oldest first."""
+        return tuple(line for named, line in list(self._lines) if named in ("", node))
+
+
+recent = Recent()
+"""Handles the records of all loggers in daemons (`pw.cli.process.configure_logging`)."""
 
 
 class Warnings:

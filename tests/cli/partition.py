@@ -14,34 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from tests.stages.machines import build, run
+
 BRIDGE = "10.9.0.1"
 HOSTS = {"one": "10.9.0.2", "two": "10.9.0.3"}
 NOWHERE = "02:00:00:00:00:99"
 LOST_S = 4.5
 """How long packets get lost: longer than it takes to notice."""
-
-
-def run(*command: str, needed: bool = True) -> bool:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and needed:
-        print(f"cannot be done here: {' '.join(command)}: {done.stderr.strip()}", flush=True)
-        sys.exit(77)
-    return not done.returncode
-
-
-def build() -> None:
-    run("mount", "-t", "tmpfs", "none", "/run")
-    run("ip", "link", "set", "lo", "up")
-    run("ip", "link", "add", "bridge", "type", "bridge")
-    run("ip", "addr", "add", f"{BRIDGE}/24", "dev", "bridge")
-    run("ip", "link", "set", "bridge", "up")
-    for name, address in HOSTS.items():
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-        run("ip", "link", "set", name, "master", "bridge", "up")
-        run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", name, "link", "set", "eth0", "up")
 
 
 def lose(source: str, address: str) -> None:
@@ -73,7 +52,7 @@ def fetch_from(island: str) -> None:
 
 
 def main() -> None:
-    build()
+    build(HOSTS, BRIDGE)
     import pw
     from pw.client.connection.children import LocalDaemon
     from pw.core.messages.roles import Role

@@ -6,7 +6,6 @@ flight, and has one line about failures: the checkpoint. What it should compute 
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections import deque
@@ -22,6 +21,7 @@ import pw
 from pw.client.connection import current
 from pw.core.messages import Status
 from tests.stages.daemons import Program, send, start_module, until
+from tests.stages.machines import run_inside
 
 pytestmark = [
     pytest.mark.processes,
@@ -401,16 +401,5 @@ def test_the_example_reaches_the_same_losses(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_packets_that_get_lost_between_hosts_cost_time_only(tmp_path: Path) -> None:
     """One way between two hosts, and from a host to the controller, in network namespaces."""
-    if shutil.which("unshare") is None or shutil.which("ip") is None:
-        pytest.skip("needs the commands unshare and ip")
-    body = "import os, sys; os.execvp('unshare', ['unshare', '-Urnm', sys.executable, '-m', 'tests.cli.partition'])"  # noqa: E501
-    program = Program(tmp_path, ["-c", body])
-    try:
-        code = program.end(110)
-        if code and ("cannot be done here" in program.out or "unshare" in program.err):
-            pytest.skip(f"no network namespaces here: {program.out} {program.err}")
-        assert code == 0, program.out + program.err
-        assert program.out.endswith("all as expected\n")
-        program.until_alone()
-    finally:
-        program.kill()
+    said = run_inside("tests.cli.partition", folder=tmp_path)
+    assert said.endswith("all as expected\n")

@@ -42,6 +42,7 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     HostLost,
+    InternalError,
     TransferFailed,
     VersionMismatch,
 )
@@ -727,14 +728,30 @@ def test_a_drain_ends_with_its_answer(bench: Bench) -> None:
     assert future.result(0) is None
 
 
+def counters(answer: Future[Any]) -> dict[str, dict[str, int]]:
+    return {node: one.counters for node, one in answer.result(0).items()}
+
+
 def test_counters_are_those_of_every_process(bench: Bench) -> None:
     future: Future[Any] = Future()
     bench.note(Ask(msg.GetStats, future))
     for where in (CONTROLLER, "a", "b"):
         (request,) = bench.asked(where, msg.GetStats)
         bench.tell(msg.Stats(request.request, where, {"n": 1}))
-    assert future.result(0) == {where: {"n": 1} for where in (CONTROLLER, "a", "b")}
-    lost: Future[Any] = Future()
-    bench.note(Ask(msg.GetStats, lost))
+    assert counters(future) == {where: {"n": 1} for where in (CONTROLLER, "a", "b")}
+
+
+def test_counters_of_a_host_that_is_lost_do_not_take_those_of_others_along(bench: Bench) -> None:
+    future: Future[Any] = Future()
+    bench.note(Ask(msg.GetStats, future))
     bench.lose("a")
-    assert isinstance(lost.exception(0), HostLost)
+    for where in (CONTROLLER, "b"):
+        (request,) = bench.asked(where, msg.GetStats)
+        assert not future.done()
+        bench.tell(msg.Stats(request.request, where, {"n": 1}))
+    assert counters(future) == {CONTROLLER: {"n": 1}, "b": {"n": 1}, "a": {"lost": 1}}
+    failed: Future[Any] = Future()
+    bench.note(Ask(msg.GetStats, failed))
+    (request,) = bench.asked(CONTROLLER, msg.GetStats)
+    bench.tell(msg.RequestFailed(request.request, ErrorReport.of(InternalError("no"))))
+    assert isinstance(failed.exception(0), InternalError)

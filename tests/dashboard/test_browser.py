@@ -27,6 +27,7 @@ BROWSER = next(
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.long,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not BROWSER, reason="there is no Chromium: apt-get install chromium"),
     pytest.mark.skipif("CI" in os.environ, reason="CI has no browser"),
 ]
@@ -144,6 +145,9 @@ def test_a_run_starts_and_a_host_is_killed(
     wait_for(page, "now.happenings.some(one => one.what === 'lost')")
     wait_for(page, "now.islands.every(one => one.state === 'ready') && now.islands[0].formed > 1")
     assert "island-0" in text(page, "#happenings")
+    wait_for(page, "now.lines.some(one => one.process === 'controller')")
+    assert "island left its epoch" in text(page, "#log")
+    assert page.evaluate("$('#strip canvas').spots.length") > 10
     wait_for(page, "now.rates.launches > 5")
     keep(page, "dashboard-recovered", whole=True)
     page.set_viewport_size(NARROW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import ssl
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from msgspec import to_builtins
 from prometheus_client.parser import text_string_to_metric_families
 
 import pw
-from pw.client.connection.children import LocalDaemon, options
+from pw.client.connection.children import LocalDaemon, options, start_dashboard
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.timeline.timeline import Computation, Timeline
@@ -70,7 +72,7 @@ def reader(cluster: pw.LocalCluster) -> Iterator[Reader]:
 @pytest.fixture(scope="module")
 def link(cluster: pw.LocalCluster) -> Iterator[str]:
     variables = {"PW_DASHBOARD_TOKEN": TOKEN}
-    daemon = LocalDaemon("pw.cli.dashboard", options(address=cluster.address), variables)
+    daemon = start_dashboard(cluster.address, variables)
     yield daemon.address(START_S)
     daemon.terminate()
     daemon.stop()
@@ -139,7 +141,15 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
         lambda s: bool(s.counters.get("computations") and s.hosts[0].used_bytes is not None),
         "all counters",
     )
-    text = reader.metrics.text().decode()  # type: ignore[attr-defined]
+
+    def metrics() -> str:
+        work(0.02)
+        return str(reader.metrics.text().decode())  # type: ignore[attr-defined]
+
+    until(
+        lambda: "pw_launch_wait_seconds_bucket" in metrics(), "a sample with launches that waited"
+    )
+    text = metrics()
     families = list(text_string_to_metric_families(text))
     names = {sample.name for family in families for sample in family.samples}
     values = {
@@ -196,8 +206,7 @@ def test_the_stream_moves_when_a_run_starts(link: str) -> None:
 
 
 def test_it_listens_for_others_only_with_credentials(cluster: pw.LocalCluster) -> None:
-    arguments = options(address=cluster.address, bind="tcp://0.0.0.0:0")
-    daemon = LocalDaemon("pw.cli.dashboard", arguments)
+    daemon = start_dashboard(cluster.address, bind="tcp://0.0.0.0:0")
     with pytest.raises(ConnectionFailed):
         daemon.address(START_S)
     daemon.stop()
@@ -224,7 +233,7 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
         found = {}
         for name in ("ann", "eve"):
             variables = {"PW_CREDENTIALS": str(tmp_path / f"{name}.pem")}
-            page = LocalDaemon("pw.cli.dashboard", options(address=address), variables)
+            page = start_dashboard(address, variables)
             daemons.append(page)
             link = page.address(START_S)
             assert link.startswith("https://127.0.0.1:")
@@ -243,11 +252,37 @@ def test_a_tenant_sees_its_own_over_tls(tmp_path: Path) -> None:
             daemon.terminate()
             daemon.stop()
     ann, eve = found["ann"], found["eve"]
+    assert ann["lines"] == []
     assert ann["tenant"] == "research"
     assert {client["tenant"] for client in ann["clients"]} == {"research"}
     assert "bob" not in json.dumps(ann)
     assert ann["hidden_clients"] == 2
     assert {client["tenant"] for client in eve["clients"]} >= {"research", "rivals"}
+
+
+@pw.jit(timeout=0.3)
+def never_ends(x: Any) -> Any:
+    return jax.lax.while_loop(lambda x: x[0] < 2, lambda x: jnp.cos(x), x)
+
+
+def test_warnings_and_device_time_come_to_the_page(cluster: pw.LocalCluster) -> None:
+    with closing(Reader(cluster.address, period_s=0.1)) as reader:
+        reader.start(START_S)
+
+        def device_time() -> float:
+            work(0.05)
+            pieces = [one.work for one in list(reader.history) if one.work is not None]
+            assert all(a.until_s == b.from_s for a, b in itertools.pairwise(pieces))
+            return sum(seconds for piece in pieces for _, seconds in piece.device_s)
+
+        until(lambda: device_time() > 0.0, "device time of clients")
+        with pytest.raises(pw.ComputationTimeout):
+            never_ends(jnp.ones(4)).block_until_ready()
+        now = seen(reader, lambda s: any("run timed out" in one.text for one in s.lines), "a line")
+    line = next(one for one in now.lines if "run timed out" in one.text)
+    assert (line.process, line.level) == ("controller", "warning")
+    assert "program=never_ends" in line.text
+    assert abs(line.time_s - time.time()) < START_S
 
 
 NOTEBOOK = """

@@ -275,7 +275,8 @@ def live(stage: Stage) -> dict[str, int]:
     found = {}
     # JAX's client tells of what it has released with its next request. So small a value stays here.
     jax.block_until_ready(jax.device_put(numbers(1), stage.neighbour()[0]))
-    for node, counters in current.runtime().ask.stats(20.0).items():
+    told = current.runtime().ask.stats(20.0)
+    for node, counters in ((node, one.counters) for node, one in told.items()):
         for name in LIVE:
             if name in counters:
                 found[f"{node} {name}"] = counters[name]

@@ -5,6 +5,7 @@ before a block says otherwise:
 
     <!-- runs: PW_DEVICES=8 -->            a new process begins here, with these variables; before a
                                            console, its commands run in the folder of the page's files
+    <!-- runs: until it shows this -->     its commands are typed again until they print what stands there
     <!-- file: script.py -->               a file that the reader saves, for commands below
     <!-- runs in tests/sched/test_x.py --> another test runs it
     <!-- does not run: REASON -->          nothing runs it
@@ -16,6 +17,7 @@ before a block says otherwise:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,8 @@ _PART = re.compile(
     r"|^(?P<fence>```+)(?P<language>\S*)[^\n]*\n(?P<code>.*?)^(?P=fence)$",
     re.M | re.S,
 )
+UNTIL = "until it shows this"
+_PROMPT = re.compile(r"^([a-z]*)\$ ", re.M)
 _SHOWN = re.compile(r"^print\(.*\)(?:  #.*)?\n((?:# .*\n)+)", re.M)
 
 
@@ -51,6 +55,10 @@ class Command:
     line: str
     output: list[str]
     """Lines that it prints, in this order; `...` ends a beginning."""
+    machine: str = ""
+    """The machine on which it is typed, where the prompt is `MACHINE$`."""
+    is_repeated: bool = False
+    """Whether it is typed again until it prints these lines."""
 
 
 @dataclass
@@ -122,10 +130,28 @@ def files(path: Path) -> dict[str, str]:
 
 def commands(path: Path) -> list[Command]:
     """Return the commands of a document that run, with what they print."""
-    found = []
-    for block in blocks(path):
-        if block.language == "console" and "runs" in block.marks:
-            for part in re.split(r"^\$ ", block.code, flags=re.M)[1:]:
-                line, *output = part.splitlines()
-                found.append(Command(line, output))
-    return found
+    return [
+        Command(line, output, machine, block.marks["runs"].strip() == UNTIL)
+        for block in blocks(path)
+        if block.language == "console" and "runs" in block.marks
+        for machine, line, output in typed(block)
+    ]
+
+
+def typed(block: Block) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the commands of a block of a console: the machine, the whole line, and the lines that it prints."""
+    text = re.sub(r"\\\n\s*", "", block.code)
+    _, *parts = _PROMPT.split(text)
+    for machine, part in zip(parts[::2], parts[1::2], strict=True):
+        line, *output = part.splitlines()
+        yield machine, line, output
+
+
+def missing(printed: str, shown: Sequence[str]) -> str | None:
+    """Return the first of the lines that a program does not print in their order; None if it prints all."""
+    lines = (line.rstrip() for line in printed.splitlines())
+    for line in shown:
+        start, dots, _ = line.partition("...")
+        if not any(one.startswith(start) if dots else one == line for one in lines):
+            return line
+    return None

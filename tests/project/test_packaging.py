@@ -66,7 +66,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "source"
     )  # a build leaves files behind, and takes what an earlier one has left
     shutil.copytree(ROOT / "pw", source / "pw", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     run(*PIP, "wheel", *build, cwd=folder)
@@ -101,7 +101,9 @@ def test_the_quickstart_runs_where_the_wheel_is_installed(python: Path, tmp_path
 
 def test_the_commands_are_installed(python: Path, tmp_path: Path) -> None:
     said = run(python.parent / "pw", "version", cwd=tmp_path).stdout
-    assert said.startswith(f"pw {metadata.version('openpathways')} with jax ")
+    asks = "from importlib.metadata import version; print(version('openpathways'))"
+    version = run(python, "-c", asks, cwd=tmp_path).stdout.strip()
+    assert said.startswith(f"pw {version} with jax ")
     for command in ("pw-controller", "pw-worker"):
         assert "--help" in run(python.parent / command, "--help", cwd=tmp_path).stdout
 

@@ -14,6 +14,7 @@ from tests.project import blocks as pages
 from tests.project.blocks import LANGUAGES, PYTHON, Command, Process, blocks, processes
 from tests.project.generated import programs
 from tests.project.test_documents import DOCUMENTS, named
+from tests.stages import machines
 from tests.stages.programs import ROOT, run_python, without_address
 
 RUNS = [(page, process) for page in DOCUMENTS for process in processes(page)]
@@ -57,15 +58,19 @@ def test_the_python_of_a_page_runs(page: Path, process: Process, tmp_path: Path)
 
 def check(printed: str, shown: list[str]) -> None:
     """Check that a program prints the lines that a page shows."""
-    lines = (line.rstrip() for line in printed.splitlines())
-    for line in shown:
-        start, dots, _ = line.partition("...")
-        found = any(one.startswith(start) if dots else one == line for one in lines)
-        assert found, f"{line!r} is not in\n{printed}"
+    missing = pages.missing(printed, shown)
+    assert missing is None, f"{missing!r} is not in\n{printed}"
+
+
+def is_on_machines(page: Path) -> bool:
+    return any(command.machine for command in pages.commands(page))
+
+
+COMMANDS = [page for page in DOCUMENTS if pages.commands(page)]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if pages.commands(page)], ids=named)
+@pytest.mark.parametrize("page", [page for page in COMMANDS if not is_on_machines(page)], ids=named)
 def test_a_reader_who_types_the_commands_of_a_page_gets_what_it_shows(
     page: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +80,18 @@ def test_a_reader_who_types_the_commands_of_a_page_gets_what_it_shows(
         done = typed(command, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         check(done.stdout, command.output)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(310)
+@pytest.mark.parametrize("page", [page for page in COMMANDS if is_on_machines(page)], ids=named)
+def test_a_reader_with_several_machines_gets_what_a_page_shows(page: Path, tmp_path: Path) -> None:
+    if machines.SSHD is None:
+        pytest.skip("needs sshd: apt-get install openssh-server")
+    said = machines.run_inside("tests.project.on_machines", str(page), folder=tmp_path, bound_s=300)
+    assert said.endswith(f"all as on the page: {len(pages.commands(page))} commands\n")
+    print(said)
 
 
 def typed(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -98,11 +115,12 @@ def commands() -> list[tuple[str, list[str]]]:
         for block in blocks(page):
             if block.language not in SHELL or "does not run" in block.marks:
                 continue
-            text = re.sub(r"\\\n\s*", "", block.code)
-            for line in text.splitlines():
-                if block.language == "console" and not line.startswith("$ "):
-                    continue
-                words = shlex.split(line.removeprefix("$ "), comments=True)
+            if block.language == "console":
+                lines = [line for _, line, _ in pages.typed(block)]
+            else:
+                lines = re.sub(r"\\\n\s*", "", block.code).splitlines()
+            for line in lines:
+                words = shlex.split(line.partition(" > ")[0], comments=True)
                 while words and re.match(r"\w+=|export$", words[0]):
                     del words[0]
                 if words and words[0].rpartition("/")[2] in programs():

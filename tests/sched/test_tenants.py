@@ -361,6 +361,13 @@ def test_reports_of_schedulers_lose_the_work_of_others() -> None:
     assert (left.launched, left.queued) == (2, 2)
 
 
+def test_reports_of_hosts_lose_the_threads_that_work_for_others() -> None:
+    threads = tuple(msg.ThreadReport("pw-python", f"f{n}", 1.0, ("f.py:1",), n) for n in range(3))
+    report = msg.HostReport(0, "h", "", 0.0, 0, (), (), threads)
+    assert visible(report, lambda number: number == 1).threads == (threads[1],)
+    assert visible(report, lambda number: True).threads == threads
+
+
 def structs_in(kind: object) -> Iterator[type[msgspec.Struct]]:
     """A type, and the types of its fields, if they are structs."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -380,4 +387,4 @@ def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() ->
                 owned.add(kind)
         named = typing.get_type_hints(kind).items() & {("run", int), ("client", int)}
         assert kind in owned or not named, f"{kind.__name__} may show what other tenants do"
-    assert len(owned) == 6
+    assert len(owned) == 7

@@ -28,6 +28,7 @@ from pw.core.messages import Detail, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
+from pw.devices.host.program import owner_of
 from pw.devices.host.value import Value
 from pw.testing.sim.digests import examined
 
@@ -169,7 +170,8 @@ class FakeBackend:
         if not isinstance(head, ops.Execute):
             return ()
         name = self.installed[head.key][0].name
-        return (ThreadReport("pw-execute", f"the computation {name!r}", 0.0, ("fake.py:1",)),)
+        stack, client = ("fake.py:1",), owner_of(head.key)
+        return (ThreadReport("pw-execute", f"the computation {name!r}", 0.0, stack, client),)
 
     def close(self) -> None:
         self.queue.clear()

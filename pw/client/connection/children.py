@@ -24,6 +24,8 @@ LOOK_S = 0.1
 MOST_RESTARTS = 10
 EXIT_ERROR = 1
 """The worker has written a line that says why, and starting it again would not help."""
+ANYWHERE = "tcp://127.0.0.1:0"
+"""A free port of the loopback."""
 _OWN_SETTINGS = (
     *("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC"),
     "PW_ADDRESS",
@@ -127,6 +129,24 @@ class LocalDaemon(Child[Any]):
         if announcement.error:
             raise ConnectionFailed(announcement.error)
         return announcement.address
+
+
+def start_dashboard(
+    address: str,
+    environment: Mapping[str, str] | None = None,
+    bind: str = ANYWHERE,
+    **others: object,
+) -> LocalDaemon:
+    """Start the process that shows a cluster on a page; its address is the link.
+
+    Args:
+        address: of the controller.
+        environment: variables that differ from this process's.
+        bind: where the page listens; `none` for no page.
+        others: further options of `pw dashboard`.
+    """
+    arguments = options(address=address, bind=bind, **others)
+    return LocalDaemon("pw.cli.dashboard", arguments, environment)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from pw.client.connection import current
-from pw.client.connection.children import LocalDaemon, options, start_fork_server
+from pw.client.connection.children import LocalDaemon, options, start_dashboard, start_fork_server
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
@@ -185,7 +185,7 @@ class LocalCluster:
             for host in range(spare_hosts):
                 self._start_worker(f"spare-{host}", ["--spare", *common])
             if dashboard:
-                self._page = LocalDaemon("pw.cli.dashboard", options(address=self.address))
+                self._page = start_dashboard(self.address)
             self._wait(islands * hosts_per_island, connect)
             if self._page is not None:
                 self.dashboard = self._page.address(START_S)

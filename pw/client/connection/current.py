@@ -188,11 +188,11 @@ def stats() -> dict[str, dict[str, int]]:
 
     `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the
     controller has none), `launches`, `computations` and `compilations` the work of hosts,
-    `live_arrays` and `live_bytes` their arrays.
+    `live_arrays` and `live_bytes` their arrays. A host that is lost while it is asked has the only
+    counter `lost`.
 
     Raises:
-        HostLost: a host was lost while it was asked.
-        ConnectionFailed: the controller was.
+        ConnectionFailed: the controller was lost while it was asked.
     """
     return runtime().stats()
 

@@ -19,7 +19,7 @@ from glob import glob
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pw.client.connection.children import KeptWorker, LocalDaemon, options
+from pw.client.connection.children import KeptWorker, LocalDaemon, options, start_dashboard
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
 from pw.client.show.tables import is_notebook
@@ -159,7 +159,7 @@ def _with_worker(
         session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
         session.endpoint = folder.controller
         if is_notebook() and is_installed(*DASHBOARD):
-            session.page = LocalDaemon("pw.cli.dashboard", options(address=folder.controller))
+            session.page = start_dashboard(folder.controller)
         session.worker, worker.given_up = worker, session.worker_ended
         return session
 

@@ -81,8 +81,8 @@ class Questions:
         request = partial(msg.GetPlan, name=name, program=program)
         return self._answered(self._ask(request, Future[msg.ProgramPlan]()), timeout_s)
 
-    def stats(self, timeout_s: float) -> dict[str, dict[str, int]]:
-        """Return the counters of the controller and of each host."""
+    def stats(self, timeout_s: float) -> dict[str, msg.Stats]:
+        """Return what the controller and each host say of themselves."""
         answer = self._ask(msg.GetStats, self.waiting("the counters of all hosts"))
         return dict(answer.result(timeout_s))
 

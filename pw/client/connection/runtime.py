@@ -238,7 +238,10 @@ class Runtime:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""
-        return self.ask.stats(self._patience_s) | {"client": self.thread.counters()}
+        told = self.ask.stats(self._patience_s)
+        return {node: one.counters for node, one in told.items()} | {
+            "client": self.thread.counters()
+        }
 
     def _id(self) -> int:
         return self._ids(1)[0]

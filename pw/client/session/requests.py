@@ -284,7 +284,7 @@ class Requests(Part):
         if request is None:
             return
         if isinstance(message, msg.Stats):
-            request.of.result[message.node] = message.counters
+            request.of.result[message.node] = message
         elif not isinstance(message, msg.Ready):
             request.of.result = message
         self._settle(request.of)
@@ -323,7 +323,14 @@ class Requests(Part):
             return
         if request.transfer is not None:
             self._bulk.cancel(request.transfer)
-        if request.of.ask is None or request.node == CONTROLLER or error.kind not in _MAY_PASS:
+        may_pass = request.node != CONTROLLER and error.kind in _MAY_PASS
+        if may_pass and isinstance(
+            request.of.result, dict
+        ):  # counters: the other hosts have theirs
+            request.of.result[request.node] = msg.Stats(number, request.node, {"lost": 1})
+            self._settle(request.of)
+            return
+        if request.of.ask is None or not may_pass:
             self._fail(request.of, error)
             return
         if error.kind == Disconnected.__name__:

@@ -41,6 +41,7 @@ from pw.client.trace.exported import Alike, Made, made_once
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.stablehlo import artifact_of, result_specs
 from pw.core.errors import TracingError
+from pw.core.platforms import jax_platform
 from pw.core.programs.program import Computation
 
 BAKED_BYTES = 1024
@@ -236,10 +237,11 @@ def _exported(
         keep_unused=True,
     )
     avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
+    platform = jax_platform(mesh.slice.platform)
     try:
         # Pieces of a function over islands get their lines removed when it is cut: errors name them.
         with contextlib.nullcontext() if mesh.parts else traceback_in_locations_limit(0):
-            exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
+            exported = jax.export.export(compiled, platforms=[platform])(*avals)
         return bytes(exported.mlir_module_serialized)
     except Exception as error:
         raise TracingError(

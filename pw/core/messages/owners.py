@@ -35,8 +35,6 @@ ClientNumber = Annotated[int, Owner(int)]
 """The number of the client that a part belongs to."""
 ClientId = Annotated[int, Owner(client_of)]
 """A run or a program of the client that a part belongs to."""
-OfNoClient = Annotated[str, Owner(lambda _: 0)]
-"""A field of a part that may show the work of any client."""
 
 
 @cache

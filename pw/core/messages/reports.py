@@ -12,7 +12,7 @@ from pw.core.messages.base import (
     Local,
 )
 from pw.core.messages.bounds import Hosts
-from pw.core.messages.owners import ClientId, ClientNumber, OfNoClient
+from pw.core.messages.owners import ClientId, ClientNumber
 from pw.core.messages.status import IslandInfo
 
 
@@ -84,11 +84,13 @@ class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
 class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
     """A busy thread, its work, and where in the code it is."""
 
-    thread: OfNoClient
+    thread: str
     doing: str
     busy_s: float
     stack: tuple[str, ...]
     """The innermost call last."""
+    client: ClientNumber = 0
+    """The client that it works for; 0 for none, or if the host does not say so."""
 
 
 class ClientReport(msgspec.Struct, frozen=True, array_like=True):

@@ -150,9 +150,20 @@ class GetStats(ClientToController, ClientToStore, frozen=True, tag=49):
     request: int
 
 
+class LogLine(msgspec.Struct, frozen=True, array_like=True):
+    """A warning or an error that a process has logged."""
+
+    time_s: float
+    """When, in seconds since 1970 on its machine's clock."""
+    level: str
+    text: str
+
+
 class Stats(ControllerToSession, HostToSession, frozen=True, tag=50):
     """Controller or ObjectStore to ClientSession: the counters of this process."""
 
     request: int
     node: str
     counters: dict[str, int]
+    lines: tuple[LogLine, ...] = ()
+    """Its newest warnings and errors; only for operators, because they name what others have."""

@@ -1,9 +1,9 @@
 "use strict";
 // Draws the snapshots that the server sends. All text goes through textContent: names come from clients.
 
-const MOST_HOSTS_IN_MATRIX = 32, MOST_RUNS = 60, KEPT = 300;
-const KEYS = [["1 … 6", "go to a section"], ["w", "why does it wait?"], ["t", "record a trace"], ["d", "dark or light"], ["?", "these keys"], ["Esc", "close"]];
-const SECTIONS = ["islands", "timeline", "tenants", "runs", "transfers", "happenings"];
+const MOST_HOSTS_IN_MATRIX = 32, MOST_RUNS = 60, KEPT = 300, STRIP_S = 60;
+const KEYS = [["1 … 8", "go to a section"], ["w", "why does it wait?"], ["t", "record a trace"], ["d", "dark or light"], ["?", "these keys"], ["Esc", "close"]];
+const SECTIONS = ["islands", "strip", "timeline", "tenants", "runs", "transfers", "happenings", "log"];
 const $ = (selector, from = document) => from.querySelector(selector);
 let now = null, history = [], picture = null, openIsland = null, heard = 0;
 
@@ -137,6 +137,12 @@ function happenings() {
   fill($("#happenings .body"), ...(lines.length ? lines : [empty("Nothing yet.")]));
 }
 
+function log() {
+  note("log", now.tenant ? "for operators only" : "of the controller and the hosts, the newest first; the logs of the daemons have more");
+  const lines = [...now.lines].reverse().map(one => h("p", {class: one.level}, h("span", {class: "faint"}, `${new Date(one.time_s * 1000).toLocaleTimeString()}  `), `${one.process}  ${one.level}: ${one.text}`));
+  fill($("#log .body"), ...(lines.length ? lines : [empty(now.tenant ? "–" : "None.")]));
+}
+
 function notices() {
   const found = [];
   if (now.trouble) found.push(h("div", {class: "notice bad"}, `This picture is old: ${now.trouble}`));
@@ -154,6 +160,27 @@ function canvasOf(section, height) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle"; canvas.spots = [];
   return [canvas, pen, width];
+}
+
+function drawStrip() {
+  // Each piece has the device time of one look at the cluster, so nothing between two looks is left out.
+  const devices = Math.max(1, now.islands.reduce((sum, one) => sum + one.devices, 0)), tall = 64;
+  const [canvas, pen, width] = canvasOf("strip", tall + 18), pieces = history.map(one => one.work).filter(one => one && one.until_s > now.time_s - STRIP_S);
+  const place = time => width * (1 + (time - now.time_s) / STRIP_S);
+  note("strip", `the last ${STRIP_S} s, by client, of ${many(devices, "device")}`);
+  pen.fillStyle = css("--track"); pen.fillRect(0, 0, width, tall);
+  for (const one of pieces) {
+    // A computation counts when it ends: one that is longer than the piece began before it.
+    const all = one.device_s.reduce((sum, [, spent]) => sum + spent, 0), long = Math.max(one.until_s - one.from_s, all / devices, .01);
+    const x = Math.max(0, place(one.until_s - long)), wide = place(one.until_s) - x; let top = tall;
+    for (const [client, spent] of one.device_s) {
+      const high = tall * spent / (long * devices);
+      top -= high; pen.fillStyle = client ? color(client) : css("--faint"); pen.fillRect(x, top, Math.max(1, wide + .5), high);
+      canvas.spots.push([x, top, wide, high, `${now.clients.find(own => own.number === client)?.name ?? (client ? `client ${client}, which has left` : "others")}\n${percent(spent / (long * devices))} of all devices`]);
+    }
+  }
+  pen.fillStyle = css("--faint");
+  for (let part = 0; part <= 4; part++) { pen.textAlign = part === 4 ? "right" : part ? "center" : "left"; pen.fillText(part === 4 ? "now" : `${STRIP_S * (4 - part) / 4} s ago`, width * part / 4, tall + 10); }
 }
 
 function drawTimeline() {
@@ -260,7 +287,7 @@ async function recordTrace() {
 function draw() {
   if (!now) return;
   $("#where").textContent = `${now.address}  ·  pw ${now.pw_version}, jax ${now.jax_version}` + (now.tenant ? `  ·  tenant ${now.tenant}` : "");
-  notices(); tiles(); islands(); tenants(); runs(); happenings(); drawTimeline(); drawTransfers();
+  notices(); tiles(); islands(); tenants(); runs(); happenings(); log(); drawStrip(); drawTimeline(); drawTransfers();
   if (openIsland && $("#dialog").open) showIsland(openIsland);
 }
 
@@ -279,7 +306,7 @@ stream.addEventListener("message", async event => {
 });
 stream.addEventListener("error", live);
 setInterval(live, 1000);
-addEventListener("resize", () => { drawTimeline(); drawTransfers(); });
+addEventListener("resize", () => { if (now) { drawStrip(); drawTimeline(); drawTransfers(); } });
 
 function theme(name) { document.documentElement.dataset.theme = name; localStorage.setItem("pw-theme", name); draw(); }
 theme(localStorage.getItem("pw-theme") ?? (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark"));

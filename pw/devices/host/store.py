@@ -13,7 +13,8 @@ from itertools import chain
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
-from pw.core.messages import DropUploads, GetStats, PeerLost, RequestFailed, Stats
+from pw.core.messages import DropUploads, GetStats, LogLine, PeerLost, RequestFailed, Stats
+from pw.core.tenants import OPERATOR
 from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend
@@ -44,8 +45,10 @@ class ObjectStore(Actor):
         keep: Keeping | None = None,
         output: Lines | None = None,
         checkpoint_root: str = "",
+        lines: Callable[[], tuple[LogLine, ...]] = tuple,
     ) -> None:
         super().__init__(env)
+        self._lines = lines
         self._backend = backend
         self._counters = counters
         self._gone_clients: set[int] = set()
@@ -165,4 +168,5 @@ class ObjectStore(Actor):
             self.env.send(sender, RequestFailed(message.request, self.clients.refusal()))
             return
         counters = self._backend.counters() | self.census() | self._counters()
-        self.env.send(sender, Stats(message.request, self.env.address.node, counters))
+        lines = self._lines() if self.env.tenant_of(sender.node) == OPERATOR else ()
+        self.env.send(sender, Stats(message.request, self.env.address.node, counters, lines))

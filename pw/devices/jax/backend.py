@@ -53,6 +53,7 @@ from pw.devices.host.backend import (
     Watch,
 )
 from pw.devices.host.output import Output
+from pw.devices.host.program import owner_of
 from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers, in_host_memory
 from pw.devices.jax.arrays_from_bytes import Builds
@@ -248,8 +249,10 @@ class JaxBackend:
 
     def whereabouts(self) -> tuple[ThreadReport, ...]:
         """What the threads do that may hold up others, and where in the code."""
+        op = self.execution.doing
+        client = owner_of(op.key) if isinstance(op, Execute) else 0
         return (
-            *self.execution.thread.whereabouts(self.enqueuer.described(self.execution.doing)),
+            *self.execution.thread.whereabouts(self.enqueuer.described(op), client),
             *self._python.whereabouts(),
             *self._builds.thread.whereabouts("bytes that become an array"),
             *self.compiler.thread.whereabouts("a compilation"),

@@ -135,7 +135,9 @@ class CompileProcesses:
         with self._changed:
             running = list(self._running.items())
         return [
-            ThreadReport(thread.name, f"the compilation of {job.name!r}", now_s - since_s, ())
+            ThreadReport(
+                thread.name, f"the compilation of {job.name!r}", now_s - since_s, (), job.client
+            )
             for thread, (job, since_s) in running
         ]
 

@@ -30,7 +30,7 @@ import jax.extend.backend
 from jax._src import distributed, xla_bridge
 
 from pw.core.errors import Error
-from pw.core.platforms import platform_of
+from pw.core.platforms import jax_platform, platform_of
 from pw.devices.jax.coordination import private_runtime
 
 # XLA sizes its CPU pool from these. With too few threads, collectives that are enqueued back to back
@@ -53,7 +53,7 @@ def prepare(platform: str, local_devices: int) -> None:
     """Configure JAX for a worker; call it before the process uses JAX for the first time.
 
     Args:
-        platform: the platform of the island's devices: "cpu", "cuda", "tpu".
+        platform: the platform of the island's devices (`pw.core.platforms`).
         local_devices: how many devices this host has; on CPU, how many to make.
 
     Raises:
@@ -66,15 +66,11 @@ def prepare(platform: str, local_devices: int) -> None:
         os.environ[variable] = pool
     # A worker must not narrow the types that a client has traced.
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_platforms", platform)
+    jax.config.update("jax_platforms", jax_platform(platform))
     # It would catch SIGTERM, with which the supervisor ends a worker.
     jax.config.update("jax_enable_preemption_service", False)
-    if platform_of(platform).is_host:
-        jax.config.update("jax_num_cpu_devices", local_devices)
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # The smallest bound on waiting for a host that died right after the roll-call.
-        jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 1)
-        jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 1)
+    for setting, value in platform_of(platform).settings(local_devices).items():
+        jax.config.update(setting, value)
 
 
 def join(

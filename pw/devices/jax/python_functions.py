@@ -38,8 +38,9 @@ from pw.devices.python.wire import Load
 
 @dataclass(eq=False)
 class _Worker:
-    """A Python process, the thread that waits for it, and the keys of its functions."""
+    """A Python process of a client, the thread that waits for it, and the keys of its functions."""
 
+    client: int
     process: PythonProcess
     thread: QueueThread[Callable[[], None]]
     keys: set[bytes] = field(default_factory=set)
@@ -99,6 +100,7 @@ class PythonFunctions:
             worker = self._workers.get(name)
             if worker is None:
                 worker = self._workers[name] = _Worker(
+                    owner,
                     PythonProcess(_environment, aligned_empty, self._bounds),
                     QueueThread("pw-python", lambda job: job(), self._failed),
                 )
@@ -136,7 +138,7 @@ class PythonFunctions:
         reports = []
         for worker in workers:
             what = f"the Python function {worker.calling!r}"
-            for report in worker.thread.whereabouts(what):
+            for report in worker.thread.whereabouts(what, worker.client):
                 stack = worker.process.stack() or report.stack
                 reports.append(msgspec.structs.replace(report, stack=stack))
         return reports

@@ -159,8 +159,13 @@ class QueueThread(Generic[Item]):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def whereabouts(self, doing: str) -> list[ThreadReport]:
-        """Where the thread is in the code, and for how long with one item; empty if it has none."""
+    def whereabouts(self, doing: str, client: int = 0) -> list[ThreadReport]:
+        """Return where in the code the thread is, and for how long with one item; empty if it has none.
+
+        Args:
+            doing: the item in words.
+            client: the client that the item belongs to; 0 for none.
+        """
         since_s, ident = self._busy_since_s, self._thread.ident
         frame = sys._current_frames().get(ident) if since_s and ident is not None else None
         if frame is None:
@@ -173,7 +178,7 @@ class QueueThread(Generic[Item]):
             for call in stack
         ]
         busy_s = time.monotonic() - since_s
-        return [ThreadReport(self._thread.name, doing, busy_s, tuple(lines))]
+        return [ThreadReport(self._thread.name, doing, busy_s, tuple(lines), client)]
 
     def _run(self) -> None:
         with jax.enable_x64(True):

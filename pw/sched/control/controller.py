@@ -68,6 +68,7 @@ class Controller(Actor):
         claims: Claims = NO_SECRET,
         rules: ShareRules = NO_RULES,
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
+        lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -77,6 +78,7 @@ class Controller(Actor):
         self._waiting_hosts = waiting_hosts
         self._counters = counters
         self._uses = uses
+        self._lines = lines
         self._rules = rules
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
@@ -297,4 +299,5 @@ class Controller(Actor):
         counters["programs"] = sum(len(client.programs) for client in self.sessions.clients)
         counters["runs_in_flight"] = len(self.runs.in_flight)
         counters["offers"] = len(self.shares)
-        self.env.send(sender, msg.Stats(message.request, CONTROLLER, counters))
+        lines = self._lines() if self.env.tenant_of(sender.node) == OPERATOR else ()
+        self.env.send(sender, msg.Stats(message.request, CONTROLLER, counters, lines))

@@ -1,0 +1,215 @@
+"""The commands of `pw` that ask a running cluster, or have its controller do something."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pw.cli.process import Credentials, Insecure
+from pw.cli.target import Address, Timeout, address_of
+
+
+def status(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of tables.")
+    ] = False,
+    slow: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=60.0,
+            help="Compare the hosts of gangs for so many seconds, and name slow ones.",
+        ),
+    ] = 0.0,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Show the islands, hosts, clients and runs of a cluster.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli import requests
+
+    requests.status(address_of(address, credentials, insecure), timeout, slow).show(as_json=as_json)
+
+
+def memory(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of tables; sizes in bytes.")
+    ] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Show the memory of each device: what lies there, whose it is, what is reserved, the largest arrays.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli import requests
+
+    requests.memory(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
+
+
+def events(
+    topics: Annotated[
+        list[str] | None, typer.Argument(help="Topics, as run or host. By default all.")
+    ] = None,
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="End after so many events. By default never.")
+    ] = None,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Print what happens in a cluster, while it happens, until Ctrl-C.
+
+    The controller must publish events (pw-controller --events). A line with "lost" says that this command was
+    too slow, and how many events it has not got.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address, no controller answers, or it
+    publishes no events.
+    """
+    from pw.cli import events as reader
+
+    reader.check_topics(topics or ())
+    endpoint = reader.endpoint_of(address_of(address, credentials, insecure), timeout)
+    reader.show(endpoint, topics or (), as_json=as_json, limit=limit)
+
+
+def why(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document with all reports.")
+    ] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Explain what holds up the cluster: the most likely cause first, then the report of every host.
+
+    It names the run, the computation, the host that others wait for, since when, and where its threads are in
+    the code.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli import requests
+
+    requests.explanation(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
+
+
+def plan(
+    program: Annotated[
+        str,
+        typer.Argument(help="A program's name, or a run in flight as `pw status` shows it."),
+    ],
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON document; sizes in bytes, estimates in seconds."),
+    ] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Show the plan of a program: its segments on each island, its edges, and the way of each edge.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no such program, no address or no controller
+    answers.
+    """
+    from pw.cli import requests
+
+    requests.plan(address_of(address, credentials, insecure), program, timeout).show(
+        as_json=as_json
+    )
+
+
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.01, max=600.0, help="How long to record.")] = 5.0,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The file, for https://ui.perfetto.dev.")
+    ] = "trace.json",
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Record what all devices, transfers and schedulers do, and write it for Perfetto.
+
+    It prints the file, how exact its times are, and what is missing. docs/tracing.md says what each row means.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address, no controller answers, or the
+    file cannot be written.
+    """
+    from pw.cli import requests
+
+    for line in requests.trace(
+        address_of(address, credentials, insecure), output, seconds, timeout
+    ):
+        typer.echo(line)
+
+
+def top(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Show islands, hosts, tenants and runs in the terminal, once a second, until Ctrl-C.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli.top import show
+
+    show(address_of(address, credentials, insecure), timeout)
+
+
+def cancel(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="Runs, as `pw status` shows them (client.number), or clients: all theirs."
+        ),
+    ],
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Cancel runs: their results, and all that needs them, fail with `Cancelled`.
+
+    Only an operator may cancel runs of other tenants.
+
+    Queued runs never start. Started runs have a second to end; then their island is formed again, and other
+    clients keep their arrays there.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no such run, or no controller answers.
+    """
+    from pw.cli import requests
+
+    requests.cancel(address_of(address, credentials, insecure), what, timeout)
+
+
+def drain(
+    host: Annotated[str, typer.Argument(help="The host's name, as in pw status.")],
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait; the drain goes on afterwards.")
+    ] = 120.0,
+) -> None:
+    """Move all work and data off a host, and end its worker; its island pauses for a moment.
+
+    Exit codes: 0 when the host holds nothing any more; 1, with one line on standard error, if there is no such
+    host, no other host can take its place, or it took longer.
+    """
+    from pw.cli import requests
+
+    requests.drain(address_of(address, credentials, insecure), host, timeout)
+    typer.echo(f"{host} is drained, and its worker ends")
