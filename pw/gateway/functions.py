@@ -27,7 +27,7 @@ import numpy as np
 
 from pw.client.connection.calls import Calls
 from pw.client.session.thread_messages import Called
-from pw.client.show.live import Screen, screen_here
+from pw.display.live import Screen, screen_here
 from pw.processes.channel import Channel
 
 
@@ -48,6 +48,8 @@ class Line(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway has a line shown; none if it is empty."""
 
     line: str
+    part: float | None = None
+    """The part of the wait that is over, from 0 to 1, if that is known."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -88,7 +90,7 @@ class Functions:
             if isinstance(message, Forget):
                 self._known.pop(message.function, None)
             elif isinstance(message, Line):
-                screen.show(message.line)
+                screen.show(message.line, message.part)
             else:
                 screen.show("")  # the function may print
                 thread = threading.Thread(
@@ -158,14 +160,14 @@ class _Screen:
         self._screen: Screen | None = None
         self._is_shown = False
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         """Show a line, or none if it is empty."""
         if not line and not self._is_shown:
             return
         try:
             self._screen = self._screen or screen_here()
             if self._screen is not None:
-                self._screen.show(line) if line else self._screen.clear()
+                self._screen.show(line, part) if line else self._screen.clear()
         except (OSError, ValueError):  # the screen is gone
             pass
         self._is_shown = bool(line)

@@ -25,7 +25,6 @@ from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.show.tables import facts, is_notebook
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -36,6 +35,7 @@ from pw.core.errors import (
     NotOwner,
     TransferFailed,
 )
+from pw.display.tables import facts, is_notebook
 
 SHOWN_ELEMENTS = 1000
 """A notebook shows values up to this size: numpy prints as many elements without an ellipsis."""

@@ -20,9 +20,9 @@ from pw.client.arrays import jaxtype
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
-from pw.client.show.tables import facts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement
+from pw.display.tables import facts
 
 
 class Mesh:

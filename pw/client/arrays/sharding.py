@@ -12,9 +12,9 @@ from pw.client.arrays import jaxtype
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.transformed import traces_for_hosts
-from pw.client.show.tables import facts
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
+from pw.display.tables import facts
 
 __all__ = ["NamedSharding", "PartitionSpec"]
 

@@ -41,15 +41,15 @@ from pw.client.session.thread_messages import (
     Tell,
 )
 from pw.client.session.uploads import KEEP_BYTES
-from pw.client.show.live import About, patiently
-from pw.client.show.tables import html, link_to
-from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
+from pw.display.live import About, patiently
+from pw.display.tables import html, link_to
+from pw.display.worker_output import WorkerOutput, is_wanted
 
 PARTS_COUNTED = 256
 """The line of a wait for more arrays does not count the ready ones."""

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pw.client.session.thread_messages import Part
-from pw.client.show.live import QUIET_S, About, patiently
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
+from pw.display.live import QUIET_S, About, patiently
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class _Condition(threading.Condition):
 
 
 class Waiting(Future[T]):
-    """A future whose long wait shows a line (see `pw.client.show.live`).
+    """A future whose long wait shows a line (see `pw.display.live`).
 
     Args:
         explain: returns in about a second why the cluster does not go on; empty if it cannot tell.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # it loads slowly, and most scripts do not need it
     from rich.console import Console, Group
 
 WIDTH_WITHOUT_TERMINAL = 160
+BAR = 12
+"""Characters of a bar."""
 
 _TABLE = "border-collapse:collapse;margin:0.2em 0 0.8em 0"
 _CELL = "border:1px solid #8886;padding:0.15em 0.6em;vertical-align:top;text-align:"
@@ -40,6 +42,12 @@ class Table:
     def is_number(self, column: int) -> bool:
         """Whether a column has only numbers."""
         return all(isinstance(row[column], (int, float)) for row in self.rows)
+
+
+def bar(part: float | None) -> str:
+    """Return a bar of `BAR` characters, of which a part (0 to 1) is full."""
+    full = round(BAR * min(1.0, part or 0.0))
+    return "█" * full + "░" * (BAR - full)
 
 
 def _text(cell: Any) -> str:
