@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
     from pw.client.plan import plan
+    from pw.client.show import show
     from pw.client.status import status
     from pw.client.timeline.tracing import trace
     from pw.client.trace.cond import cond
@@ -124,6 +125,7 @@ _LAZY = {
     "drain": "pw.client.checkpoint",
     "memory": "pw.client.memory",
     "plan": "pw.client.plan",
+    "show": "pw.client.show",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
     "trace": "pw.client.timeline.tracing",
@@ -169,6 +171,7 @@ __all__ = [
     "drain",
     "memory",
     "plan",
+    "show",
     "stats",
     "status",
     "trace",

@@ -111,16 +111,21 @@ def renderable(head: str, tables: Iterable[Table]) -> Group:
     return Group(Text(head), *spaced)
 
 
-def show(shown: Shown) -> None:
-    """Print to standard output."""
+def show(shown: Any) -> None:
+    """Print what rich prints of a value to standard output."""
     _console().print(shown)
 
 
 def plain(head: str, tables: Iterable[Table]) -> str:
     """Return a line and tables as text without colours, as wide as the terminal if there is one."""
+    return terminal_text(renderable(head, tables))
+
+
+def terminal_text(shown: Any) -> str:
+    """Return what rich prints of a value, without colours, as wide as the terminal if there is one."""
     console = _console(color_system=None)
     with console.capture() as printed:
-        console.print(renderable(head, tables))
+        console.print(shown)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 

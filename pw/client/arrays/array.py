@@ -35,6 +35,7 @@ from pw.core.errors import (
     NotOwner,
     TransferFailed,
 )
+from pw.display.grid import Grid
 from pw.display.tables import facts, is_notebook
 
 SHOWN_ELEMENTS = 1000
@@ -287,7 +288,15 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return f"array({text}, dtype={self.dtype}{weak})"
 
     def _repr_html_(self) -> str:
-        return facts("pw.Array", self._facts())
+        return self._html(self._facts())
+
+    def _html(self, known: list[tuple[str, Any]]) -> str:
+        drawn = self._drawing()._repr_html_() if self.sharding.mesh.size > 1 else ""
+        return facts("pw.Array", known) + drawn
+
+    def _drawing(self) -> Grid:
+        """Return the shards by device; waits for nothing."""
+        return self.sharding._drawing(self._type.aval.str_short(), self.shape)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         # A notebook also asks for the text, which elsewhere is the value: it may take long to come.
@@ -295,7 +304,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
             return {}
         known = self._facts()
         text = ", ".join(f"{name}={value}" for name, value in known if name != "value")
-        return {"text/plain": f"<pw.Array: {text}>", "text/html": facts("pw.Array", known)}
+        return {"text/plain": f"<pw.Array: {text}>", "text/html": self._html(known)}
 
     def _facts(self) -> list[tuple[str, Any]]:
         """Return the rows that a notebook shows."""

@@ -22,7 +22,7 @@ class Programs:
         self.artifacts: Counter[bytes] = Counter()
         """How many programs need each artifact; the controller keeps an artifact as long."""
         self._needs: dict[int, tuple[bytes, ...]] = {}
-        self._names: dict[int, str] = {}
+        self._known: dict[int, Program] = {}
         self._with_effects: set[int] = set()
         self._released: deque[int] = deque()
         self.release = self._released.append
@@ -33,7 +33,12 @@ class Programs:
 
     def name(self, program: int) -> str:
         """Return a program's name."""
-        return self._names.get(program, "")
+        known = self._known.get(program)
+        return "" if known is None else known.name
+
+    def of(self, number: int) -> Program:
+        """Return a registered program."""
+        return self._known[number]
 
     def has_effects(self, program: int) -> bool:
         """Whether a program calls Python functions on hosts."""
@@ -49,13 +54,13 @@ class Programs:
             self._with_effects.add(number)
         self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)
-        self._names[number] = program.name
+        self._known[number] = program
 
     def forget_released(self) -> Iterator[int]:
         """Forget the released programs, and yield their numbers."""
         while self._released:
             program = self._released.popleft()
-            self._names.pop(program, None)
+            self._known.pop(program, None)
             self._with_effects.discard(program)
             for digest in self._needs.pop(program, ()):
                 self.artifacts[digest] -= 1
