@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.functions.parts import ResultPart
     from pw.deploy.on_ray import on_ray
+    from pw.display.advice import PerformanceWarning
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -130,6 +131,7 @@ _LAZY = {
     "status": "pw.client.status",
     "trace": "pw.client.timeline.tracing",
     "why": "pw.client.connection.current",
+    "PerformanceWarning": "pw.display.advice",
 }
 
 __all__ = [
@@ -176,6 +178,7 @@ __all__ = [
     "status",
     "trace",
     "why",
+    "PerformanceWarning",
     "Error",
     "AccessRefused",
     "ArgumentError",
