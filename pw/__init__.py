@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from pw.core.functions.parts import ResultPart
     from pw.deploy.on_ray import on_ray
     from pw.display.advice import PerformanceWarning
+    from pw.profiling.profile import load_ipython_extension as load_ipython_extension
+    from pw.profiling.profile import profile
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -126,12 +128,14 @@ _LAZY = {
     "drain": "pw.client.checkpoint",
     "memory": "pw.client.memory",
     "plan": "pw.client.plan",
+    "profile": "pw.profiling.profile",
     "show": "pw.client.show",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
     "trace": "pw.client.timeline.tracing",
     "why": "pw.client.connection.current",
     "PerformanceWarning": "pw.display.advice",
+    "load_ipython_extension": "pw.profiling.profile",
 }
 
 __all__ = [
@@ -173,6 +177,7 @@ __all__ = [
     "drain",
     "memory",
     "plan",
+    "profile",
     "show",
     "stats",
     "status",

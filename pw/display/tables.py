@@ -68,21 +68,26 @@ class Shown:
     def tables(self) -> tuple[Table, ...]:
         """Return the tables below it."""
 
+    def foot(self) -> tuple[str, ...]:
+        """Return lines below the tables."""
+        return ()
+
     def __repr__(self) -> str:
-        return plain(self.head, self.tables())
+        return terminal_text(self.__rich__())
 
     def __rich__(self) -> Group:
-        return renderable(self.head, self.tables())
+        return renderable(self.head, self.tables(), self.foot())
 
     def _repr_html_(self) -> str:
-        return html(self.head, self.tables())
+        foot = "".join(f"<div>{escape(line)}</div>" for line in self.foot())
+        return html(self.head, self.tables()) + foot
 
 
 # --- terminals ---------------------------------------------------------------------------------------
 
 
-def renderable(head: str, tables: Iterable[Table]) -> Group:
-    """Return a line and tables for rich; a table without rows is a sentence."""
+def renderable(head: str, tables: Iterable[Table], foot: Sequence[str] = ()) -> Group:
+    """Return a line, tables and lines for rich; a table without rows is a sentence."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -108,7 +113,8 @@ def renderable(head: str, tables: Iterable[Table]) -> Group:
         return made
 
     spaced = (part for table in tables for part in (Text(), shown(table)))
-    return Group(Text(head), *spaced)
+    below = [Text(), *map(Text, foot)] if foot else []
+    return Group(Text(head), *spaced, *below)
 
 
 def show(shown: Any) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -90,6 +91,8 @@ class Runtime:
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
         self.handovers = Handovers(self._lock, self._ids, self._tell)
+        self.noted_in: tuple[dict[int, float], ...] = ()
+        """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
         self._habits = Habits()
         self._waits = 0
         self._released: deque[int] = deque()
@@ -328,6 +331,8 @@ class Runtime:
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             self._run_credits.started(run, results, name, has_effects)
+            for sent_s in self.noted_in:
+                sent_s[run] = time.monotonic()
             return made
 
     def has_credit(self) -> bool:
