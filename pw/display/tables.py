@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # it loads slowly, and most scripts do not need it
     from rich.console import Console, Group
 
 WIDTH_WITHOUT_TERMINAL = 160
+SHORT = 16
+"""Cells of a notebook with no more characters have one line."""
 BAR = 12
 """Characters of a bar."""
 
@@ -189,8 +191,9 @@ def facts(title: str, known: Sequence[tuple[str, Any]]) -> str:
 
 
 def _row(tag: str, cells: Iterable[Any], aligned: Sequence[str]) -> str:
-    inside = "".join(
-        f'<{tag} style="{_CELL}{side}">{escape(_text(cell))}</{tag}>'
-        for cell, side in zip(cells, aligned, strict=True)
-    )
+    inside = ""
+    for cell, side in zip(cells, aligned, strict=True):
+        text = _text(cell)
+        style = f"{side};white-space:nowrap" if len(text) <= SHORT else side
+        inside += f'<{tag} style="{_CELL}{style}">{escape(text)}</{tag}>'
     return f"<tr>{inside}</tr>"

@@ -291,7 +291,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return self._html(self._facts())
 
     def _html(self, known: list[tuple[str, Any]]) -> str:
-        drawn = self._drawing()._repr_html_() if self.sharding.mesh.size > 1 else ""
+        drawn = "" if self.is_fully_replicated else self._drawing()._repr_html_()
         return facts("pw.Array", known) + drawn
 
     def _drawing(self) -> Grid:
