@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs/_build/html/notebooks/looking.html"
 WORKLOAD = ROOT / "tests/dashboard/workload.py"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT = 1500, 2440
+WIDTH, HEIGHT = 1500, 2500
 ALONE = """<style>
 .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article, .header-article, footer, .prev-next-footer
 { display: none !important }
