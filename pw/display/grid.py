@@ -30,6 +30,8 @@ ROWS, COLUMNS = 16, 8
 """A larger grid is drawn in part."""
 
 
+_INK = "color:#222;background:"
+
 Device = tuple[str, int]
 """The island of a virtual device, and its number in its slice."""
 
@@ -67,16 +69,12 @@ class Grid:
         return Group(Text(self.head), table, *([legend] if self.legend else []))
 
     def _repr_html_(self) -> str:
-        style = (
-            "border:1px solid #8889;padding:0.35em 0.8em;text-align:center;color:#222;background:"
-        )
+        style = "border:1px solid #8889;padding:0.35em 0.8em;text-align:center;white-space:pre;color:#222;background:"
         rows = "".join(
             "<tr>" + "".join(_html("td", style, cell) for cell in row) + "</tr>"
             for row in self._drawn()
         )
-        legend = " ".join(
-            _html("span", "padding:0.1em 0.5em;color:#222;background:", one) for one in self.legend
-        )
+        legend = " ".join(_html("span", f"padding:0.1em 0.5em;{_INK}", one) for one in self.legend)
         return (
             f"<div>{escape(self.head)}</div>"
             f'<table style="border-collapse:collapse;margin:0.3em 0">{rows}</table>'

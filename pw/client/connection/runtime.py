@@ -300,7 +300,7 @@ class Runtime:
             self.thread.post(Tell(msg.RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self.thread.post(Listen(tuple(python)))
-            self.programs.add(number, program, artifacts)
+            self.programs.add(number, body, artifacts)
         return number
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
