@@ -69,7 +69,9 @@ class Grid:
         return Group(Text(self.head), table, *([legend] if self.legend else []))
 
     def _repr_html_(self) -> str:
-        style = "border:1px solid #8889;padding:0.35em 0.8em;text-align:center;white-space:pre;color:#222;background:"
+        style = (
+            f"border:1px solid #8889;padding:0.35em 0.8em;text-align:center;white-space:pre;{_INK}"
+        )
         rows = "".join(
             "<tr>" + "".join(_html("td", style, cell) for cell in row) + "</tr>"
             for row in self._drawn()
