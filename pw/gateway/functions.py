@@ -15,6 +15,7 @@ The script's process runs each call in a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import threading
@@ -72,6 +73,10 @@ class Functions:
         self._gateway = gateway
         self._known: dict[int, Callable[..., Any]] = {}
         self._numbers = itertools.count(1)
+        self._screen = _Screen()
+        atexit.register(
+            self._screen.show, ""
+        )  # the end of a wait may come later than that of the script
         threading.Thread(target=self._serve, name="pw-functions", daemon=True).start()
 
     def add(self, function: Callable[..., Any]) -> int:
@@ -81,7 +86,6 @@ class Functions:
         return number
 
     def _serve(self) -> None:
-        screen = _Screen()
         while True:
             try:
                 message, operands, _ = self._gateway.receive()
@@ -90,9 +94,9 @@ class Functions:
             if isinstance(message, Forget):
                 self._known.pop(message.function, None)
             elif isinstance(message, Line):
-                screen.show(message.line, message.part)
+                self._screen.show(message.line, message.part)
             else:
-                screen.show("")  # the function may print
+                self._screen.show("")  # the function may print
                 thread = threading.Thread(
                     target=self._run, args=(message, operands), name="pw-callback", daemon=True
                 )
