@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
     from pw.client.plan import plan
+    from pw.client.show import show
     from pw.client.status import status
     from pw.client.timeline.tracing import trace
     from pw.client.trace.cond import cond
@@ -82,6 +83,9 @@ if TYPE_CHECKING:
     from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.functions.parts import ResultPart
     from pw.deploy.on_ray import on_ray
+    from pw.display.advice import PerformanceWarning
+    from pw.profiling.profile import load_ipython_extension as load_ipython_extension
+    from pw.profiling.profile import profile
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -124,10 +128,14 @@ _LAZY = {
     "drain": "pw.client.checkpoint",
     "memory": "pw.client.memory",
     "plan": "pw.client.plan",
+    "profile": "pw.profiling.profile",
+    "show": "pw.client.show",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
     "trace": "pw.client.timeline.tracing",
     "why": "pw.client.connection.current",
+    "PerformanceWarning": "pw.display.advice",
+    "load_ipython_extension": "pw.profiling.profile",
 }
 
 __all__ = [
@@ -169,10 +177,13 @@ __all__ = [
     "drain",
     "memory",
     "plan",
+    "profile",
+    "show",
     "stats",
     "status",
     "trace",
     "why",
+    "PerformanceWarning",
     "Error",
     "AccessRefused",
     "ArgumentError",

@@ -37,6 +37,7 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PW_ADVICE", "0")  # tests wait for each result
 os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("PJRT_NPROC", "64")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -116,7 +116,7 @@ def show(
     if file is not None:
         _show_file(file, _folder(keys).revocations())
         return
-    from pw.client.show.tables import Table, plain
+    from pw.display.tables import Table, plain
 
     folder = _folder(keys)
     authority, revoked = folder.authority(), folder.revocations()

@@ -14,10 +14,10 @@ from rich.text import Text
 from pw.core.sizes import size_in_words
 from pw.dashboard.reader import Reader
 from pw.dashboard.snapshot import Snapshot
+from pw.display.tables import bar
 
 RUNS = 12
 EVENTS = 6
-BAR = 12
 
 
 def show(address: str, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ def drawn(now: Snapshot) -> RenderableType:
                     one.state,
                     f"{len(one.hosts)}/{one.expected_hosts}",
                     _percent(one.use),
-                    _bar(one.use),
+                    bar(one.use),
                     _bytes(one.used_bytes),
                     str(one.launched),
                     str(one.queued),
@@ -80,7 +80,7 @@ def drawn(now: Snapshot) -> RenderableType:
                     one.tenant,
                     f"{one.share:g}",
                     _percent(one.use),
-                    _bar(one.use),
+                    bar(one.use),
                     str(one.runs),
                     str(one.queued),
                     f"{one.waited_s / one.launches * 1e3:.1f} ms" if one.launches else "–",
@@ -108,11 +108,6 @@ def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
 
 def _percent(part: float | None) -> str:
     return "–" if part is None else f"{part:.0%}"
-
-
-def _bar(part: float | None) -> str:
-    full = round(BAR * min(1.0, part or 0.0))
-    return "█" * full + "░" * (BAR - full)
 
 
 def _bytes(size: int | None) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.connection import current
-from pw.client.show.tables import Shown, Table
 from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory
 from pw.core.sizes import size_in_words
+from pw.display.tables import Shown, Table
 
 __all__ = ["ArrayMemory", "ClusterMemory", "DeviceUse", "OwnerMemory", "memory"]
 

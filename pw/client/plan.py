@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.connection import current
-from pw.client.show.tables import Shown, Table
 from pw.core.errors import ArgumentError
 from pw.core.messages import PlannedBranch, PlannedEdge, PlannedSegment, ProgramPlan
 from pw.core.sizes import size_in_words
+from pw.display.tables import Shown, Table
 
 __all__ = ["Plan", "PlannedBranch", "PlannedEdge", "PlannedSegment", "plan"]
 

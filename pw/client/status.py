@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pw.client.connection import current
-from pw.client.show.tables import Shown, Table
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
+from pw.display.tables import Shown, Table
 
 __all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "status"]
 

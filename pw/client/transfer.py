@@ -19,7 +19,6 @@ from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
-from pw.client.show.live import Together
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import program_trace
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
@@ -29,6 +28,7 @@ from pw.client.trace.recorder import ProgramRecorder
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
+from pw.display.live import Together
 
 UPLOADED_ONCE_BYTES = 1 << 20
 """A value from this size on that more than two islands take whole is uploaded to one, and moved from there."""

@@ -34,11 +34,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pw.client.plan import Plan
-from pw.client.show.tables import Shown
 from pw.core.errors import Error
 from pw.dashboard.metrics import Metrics
 from pw.dashboard.reader import Busy, Reader
 from pw.dashboard.snapshot import Snapshot, devices_of
+from pw.display.tables import Shown
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"": "index.html", "page.js": "page.js", "page.css": "page.css"}

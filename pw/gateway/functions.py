@@ -15,6 +15,7 @@ The script's process runs each call in a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import threading
@@ -27,7 +28,7 @@ import numpy as np
 
 from pw.client.connection.calls import Calls
 from pw.client.session.thread_messages import Called
-from pw.client.show.live import Screen, screen_here
+from pw.display.live import Screen, screen_here
 from pw.processes.channel import Channel
 
 
@@ -48,6 +49,8 @@ class Line(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway has a line shown; none if it is empty."""
 
     line: str
+    part: float | None = None
+    """The part of the wait that is over, from 0 to 1, if that is known."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +73,10 @@ class Functions:
         self._gateway = gateway
         self._known: dict[int, Callable[..., Any]] = {}
         self._numbers = itertools.count(1)
+        self._screen = _Screen()
+        atexit.register(
+            self._screen.show, ""
+        )  # the end of a wait may come later than that of the script
         threading.Thread(target=self._serve, name="pw-functions", daemon=True).start()
 
     def add(self, function: Callable[..., Any]) -> int:
@@ -79,7 +86,6 @@ class Functions:
         return number
 
     def _serve(self) -> None:
-        screen = _Screen()
         while True:
             try:
                 message, operands, _ = self._gateway.receive()
@@ -88,9 +94,9 @@ class Functions:
             if isinstance(message, Forget):
                 self._known.pop(message.function, None)
             elif isinstance(message, Line):
-                screen.show(message.line)
+                self._screen.show(message.line, message.part)
             else:
-                screen.show("")  # the function may print
+                self._screen.show("")  # the function may print
                 thread = threading.Thread(
                     target=self._run, args=(message, operands), name="pw-callback", daemon=True
                 )
@@ -158,14 +164,14 @@ class _Screen:
         self._screen: Screen | None = None
         self._is_shown = False
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         """Show a line, or none if it is empty."""
         if not line and not self._is_shown:
             return
         try:
             self._screen = self._screen or screen_here()
             if self._screen is not None:
-                self._screen.show(line) if line else self._screen.clear()
+                self._screen.show(line, part) if line else self._screen.clear()
         except (OSError, ValueError):  # the screen is gone
             pass
         self._is_shown = bool(line)

@@ -94,7 +94,7 @@ class GatewayClient:
         self.arrays = ProxyArrays()
         self._devices = devices
         self._caller = Caller(script, runtime.calls)
-        tell = None if script is None else lambda line: script.send(Line(line))
+        tell = None if script is None else lambda *line: script.send(Line(*line))
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         self._constants = Constants(self._loop)

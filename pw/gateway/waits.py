@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pw.client.connection.waiting import Waiting
-from pw.client.show.live import QUIET_S, Screen, patiently
+from pw.display.live import QUIET_S, Screen, patiently
 
 
 class Waits:
@@ -17,14 +17,17 @@ class Waits:
 
     Args:
         loop: the gateway's loop, on which it lives.
-        tell: sends a line to the script, or "" to remove it; None if the script does not listen.
+        tell: sends a line to the script, and the part of the wait that is over, or "" to remove the line. None
+            if the script does not listen.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None] | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self._loop = loop
-        self._screen = _Script(lambda line: loop.call_soon_threadsafe(tell, line)) if tell else None
+        self._screen = None if tell is None else _Script(loop, tell)
         self._thread = ThreadPoolExecutor(1, "pw-waits")
 
     def begin(self, future: Future[Any]) -> Callable[[], None]:
@@ -50,11 +53,14 @@ def _show(future: Waiting[Any], began_s: float, screen: Screen | None) -> None:
 class _Script:
     """Its terminal, or the notebook's cell."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tell: Callable[[str, float | None], object]
+    ) -> None:
+        self._loop = loop
         self._tell = tell
 
-    def show(self, line: str) -> None:
-        self._tell(line)
+    def show(self, line: str, part: float | None = None) -> None:
+        self._loop.call_soon_threadsafe(self._tell, line, part)
 
     def clear(self) -> None:
-        self._tell("")
+        self.show("")

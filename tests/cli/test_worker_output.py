@@ -16,8 +16,6 @@ from pw.cli import streams
 from pw.client.connection import current
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import Listen, Open
-from pw.client.show import live, worker_output
-from pw.client.show.worker_output import WorkerOutput
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.sharding import DeviceAddress
@@ -25,6 +23,8 @@ from pw.devices.host.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
 from pw.devices.host.printing import EARLY_LINES, TOGETHER_S, Written
 from pw.devices.host.program import owner_of
 from pw.devices.host.store import ObjectStore
+from pw.display import live, worker_output
+from pw.display.worker_output import WorkerOutput
 from tests.devices.test_store import Bench as StoreBench
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk

@@ -19,10 +19,10 @@ import pytest
 import pw
 from pw.client.connection import threads
 from pw.client.connection.waiting import Waiting
-from pw.client.show import live
-from pw.client.show.live import ASK_S, QUIET_S, TICK_S, About, Together, patiently
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
+from pw.display import live
+from pw.display.live import ASK_S, QUIET_S, TICK_S, About, Count, Together, patiently
 from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
 from tests.stages.programs import ROOT, start
@@ -61,11 +61,13 @@ class Shown:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.parts: list[float | None] = []
         self.cleared = 0
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         assert not self.cleared
         self.lines.append(line)
+        self.parts.append(part)
 
     def clear(self) -> None:
         self.cleared += 1
@@ -118,7 +120,7 @@ def test_how_many_are_ready() -> None:
     clock.at(5, lambda: parts[3].set_exception(ValueError()))
     wait(clock, About("8 arrays", parts=parts), shown)
     assert shown.lines[0] == "waiting 3 s for 8 arrays: 3 of 8 are ready"
-    assert shown.lines[-1].endswith("4 of 8 are ready")
+    assert shown.lines[-1].endswith("4 of 8 are ready, about 13 s left")
 
 
 def test_arrays_that_are_waited_for_in_turn_are_counted_together() -> None:
@@ -129,7 +131,7 @@ def test_arrays_that_are_waited_for_in_turn_are_counted_together() -> None:
         wait(clock, About("float32[4]"), shown)
     assert shown.lines == ["waiting 3 s for float32[4]: 1 of 2 are ready"]
     clock, shown = Clock(3.1), Shown()
-    wait(clock, About("float32[4]", progress=lambda: "1 of 2 are here"), shown)
+    wait(clock, About("float32[4]", progress=lambda: Count(1, 2, "are here")), shown)
     assert shown.lines == ["waiting 3 s for float32[4]: 1 of 2 are here"]
 
 
@@ -142,7 +144,7 @@ def test_the_controller_is_asked_why_again_and_again_and_never_waited_for() -> N
         return asked[-1]
 
     def answer(text: str) -> Callable[[], None]:
-        return lambda: asked[-1].set_result(types.SimpleNamespace(text=text))
+        return lambda: asked[-1].set_result(types.SimpleNamespace(text=text, left=()))
 
     clock.at(5, answer("east-1 has not finished 'step': it computes. That is why\nand more"))
     clock.at(5 + ASK_S + 2, lambda: asked[-1].set_exception(ConnectionFailed("gone")))
@@ -152,10 +154,41 @@ def test_the_controller_is_asked_why_again_and_again_and_never_waited_for() -> N
     assert len(asked) == 3
 
 
+def test_what_is_left_is_counted_and_how_long_it_takes() -> None:
+    clock, shown = Clock(23.2), Shown()
+    asked: list[Future[Any]] = []
+
+    def ask() -> Future[Any]:
+        asked.append(Future())
+        left = {1: (("compilations are done", 2),), 2: (("replicas are made", 8),)}.get(
+            len(asked), (("replicas are made", 2),)
+        )
+        asked[-1].set_result(types.SimpleNamespace(text="", left=left if len(asked) < 4 else ()))
+        return asked[-1]
+
+    wait(clock, About("a checkpoint", ask), shown)
+    assert "waiting 8 s for a checkpoint: 0 of 2 compilations are done" in shown.lines
+    assert "waiting 13 s for a checkpoint: 0 of 8 replicas are made" in shown.lines
+    assert (
+        "waiting 16 s for a checkpoint: 6 of 8 replicas are made, about 2 s left" in shown.lines
+    ), shown.lines
+    assert (
+        shown.parts[shown.lines.index("waiting 8 s for a checkpoint: 0 of 2 compilations are done")]
+        == 0
+    )
+    assert 0.75 in shown.parts
+    assert shown.parts[-1] is None
+    clock, shown = Clock(6.5), Shown()
+    parts: list[Future[None]] = [Future() for _ in range(8)]
+    clock.at(5, lambda: [part.set_result(None) for part in parts[:4]])
+    wait(clock, About("8 arrays", parts=parts), shown)
+    assert shown.lines[-1] == "waiting 6 s for 8 arrays: 4 of 8 are ready, about 3 s left"
+
+
 def test_that_nothing_is_under_way_is_no_reason_to_wait() -> None:
     clock, shown = Clock(5), Shown()
     idle: Future[Any] = Future()
-    idle.set_result(types.SimpleNamespace(text=live.IDLE))
+    idle.set_result(types.SimpleNamespace(text=live.IDLE, left=()))
     wait(clock, About("the hosts", lambda: idle), shown)
     assert shown.lines[-1] == "waiting 5 s for the hosts"
     facts = Explanation(1, "", (), (), (), (), ())
@@ -178,7 +211,7 @@ def test_a_session_that_has_ended_does_not_end_the_wait() -> None:
 
 def test_a_screen_that_breaks_does_not_end_the_wait() -> None:
     class Broken(Shown):
-        def show(self, line: str) -> None:
+        def show(self, line: str, part: float | None = None) -> None:
             raise BrokenPipeError
 
     clock = Clock(20)
@@ -208,7 +241,7 @@ def test_the_line_is_out_of_the_way_while_something_else_is_written() -> None:
     told: list[str] = []
 
     class Screen:
-        def show(self, line: str) -> None:
+        def show(self, line: str, part: float | None = None) -> None:
             told.append(line)
 
         def clear(self) -> None:
@@ -243,7 +276,7 @@ def test_the_line_is_out_of_the_way_while_something_else_is_written() -> None:
 
 
 def test_a_future_that_waits_is_still_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pw.client.show.live", "pw.client.connection.waiting"):
+    for module in ("pw.display.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     shown = Shown()
@@ -285,6 +318,8 @@ def test_a_terminal_shows_one_line_cut_at_its_edge() -> None:
     assert out.getvalue() == "\r\x1b[2Kwaiting 3 s for fl…"
     terminal.clear()
     assert out.getvalue().endswith("\r\x1b[2K")
+    terminal.show("waiting 3 s for it", 0.5)
+    assert out.getvalue().endswith("\r\x1b[2K██████░░░░░░ waiti…")
     assert "\n" not in out.getvalue()
 
 
@@ -293,10 +328,10 @@ def test_a_cell_is_changed_in_place_and_left_empty(monkeypatch: pytest.MonkeyPat
 
     class Handle:
         def update(self, shown: Any, raw: bool) -> None:
-            told.append(shown["text/plain"])
+            told.append((shown["text/plain"], shown["text/html"]))
 
     def display(shown: Any, raw: bool, display_id: bool) -> Handle:
-        told.append(("new", shown["text/plain"]))
+        told.append(("new", shown["text/plain"], shown["text/html"]))
         return Handle()
 
     ipython: Any = types.ModuleType("IPython")
@@ -308,9 +343,13 @@ def test_a_cell_is_changed_in_place_and_left_empty(monkeypatch: pytest.MonkeyPat
     screen = live.screen_here()
     assert screen is not None
     screen.show("one")
-    screen.show("two")
+    screen.show("<two>", 0.25)
     screen.clear()
-    assert told == [("new", "one"), "two", ""]
+    assert told == [
+        ("new", "one", "<div>one</div>"),
+        ("<two>", '<div><progress value="0.250" max="1"></progress> &lt;two&gt;</div>'),
+        ("", ""),
+    ]
     monkeypatch.setenv("PW_PROGRESS", "0")
     assert live.screen_here() is None
 
@@ -334,7 +373,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Shown:
         shown.cleared = 0
         return shown
 
-    for module in ("pw.client.show.live", "pw.client.connection.waiting"):
+    for module in ("pw.display.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     monkeypatch.setattr(live, "screen_here", anew)
@@ -347,7 +386,7 @@ def during(cluster: InProcessCluster, seen: Shown, call: Callable[[], Any], word
     class Told(Exception):
         pass
 
-    def told(line: str) -> None:
+    def told(line: str, part: float | None = None) -> None:
         seen.lines.append(line)
         if words in line:
             raise Told

@@ -21,9 +21,9 @@ import pw
 from pw.cli.requests import status_document
 from pw.client.connection import current
 from pw.client.connection.script import process_name, script_name
-from pw.client.show import tables
 from pw.client.status import ClusterStatus
 from pw.core import messages as msg
+from pw.display import tables
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 from tests.stages.inside import is_fetched
@@ -78,7 +78,7 @@ class Tables(HTMLParser):
         assert not self._open
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        assert tag in ("div", "table", "tr", "th", "td")
+        assert tag in ("div", "table", "tr", "th", "td", "span")
         self._open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -292,7 +292,7 @@ def test_devices_and_what_they_are_arranged_in(cluster: InProcessCluster) -> Non
     devices = pw.make_virtual_device_set()
     part = devices.add_slice(devices=2, island="island-1")
     mesh = pw.Mesh(part.devices, ("<b>",))
-    assert "<b>=2" in html_of(mesh)
+    assert "Mesh(<b>=2) on 2 devices of island island-1 (cpu)" in html_of(mesh)
     assert "<b>=2" in html_of(pw.NamedSharding(mesh, P("<b>")))
     assert f"{P()}: replicated" in html_of(pw.NamedSharding(mesh, P()))
     assert html_of(part)[:4] == ["Slice", "island", "island-1", "devices"]

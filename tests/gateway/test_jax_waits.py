@@ -66,7 +66,7 @@ class Shown:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         self.lines.append(line)
 
     def clear(self) -> None:

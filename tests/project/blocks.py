@@ -94,14 +94,14 @@ def blocks(path: Path) -> list[Block]:
             marks[part["mark"].rstrip(":")] = part["said"].strip("\n")
         else:
             line = text.count("\n", 0, part.start("code")) + 1
-            code = re.sub(r"^---\n.*?^---\n|^:.*\n", _blank, part["code"], flags=re.M | re.S)
+            code = re.sub(r"^---\n.*?^---\n|^[:%].*\n", _blank, part["code"], flags=re.M | re.S)
             found.append(Block(part["language"], code, line, marks))
             marks = {}
     return found
 
 
 def _blank(options: re.Match[str]) -> str:
-    """Options of a cell of a notebook are no code."""
+    """Options and magics of a cell of a notebook are no Python."""
     return "\n" * options[0].count("\n")
 
 

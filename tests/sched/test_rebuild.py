@@ -74,12 +74,16 @@ class Survivor(Client):
 
     def why(self) -> str:
         """The verdict of `pw why`."""
+        return self.explanation().text.splitlines()[0]
+
+    def explanation(self) -> msg.Explanation:
+        """All of `pw why`."""
         number = self.id()
         self.tell(msg.Explain(number))
         self.env.world.settle()
         self.env.world.wait(1)
         (answer,) = [m for m in self.of(msg.Explanation) if m.request == number]
-        return answer.text.splitlines()[0]
+        return answer
 
     def value(self, array: int) -> Any:
         for _ in range(20):
@@ -470,6 +474,7 @@ def test_what_is_asked_for_while_an_island_is_away_waits_for_it() -> None:
         world.settle()
         cluster.hosts["a0"].die()
         world.settle()
+        assert client.explanation().left == (("steps of the recovery are done", 1),)
         unbound = client.program(chain([cluster.a] * 2))
         late = client.announce(X, cluster.a)
         (one,), (two,) = client.run(unbound, X), client.run(known, late)

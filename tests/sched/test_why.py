@@ -107,6 +107,22 @@ class Cluster:
         return self.world.counters["stalls"]
 
 
+def test_what_a_client_s_long_work_still_has_to_do_is_counted() -> None:
+    cluster = Cluster()
+    result = cluster.run()
+    assert cluster.why().left == ()
+    for host in ("a0", "a1", "b0", "b1"):
+        cluster.swallow(msg.OfferReplica, host, first=100)
+    cluster.client.tell(msg.Checkpoint(cluster.client.id(), (result,)))
+    assert cluster.why().left == (("replicas are made", 4),)
+    cluster = Cluster()
+    for scheduler in ("a", "b"):
+        for rank in range(2):
+            cluster.swallow(msg.Install, f"{scheduler}{rank}", first=100)
+    cluster.client.program(chain(cluster.specs))
+    assert cluster.why().left == (("compilations are done", 4),)
+
+
 def test_where_nothing_is_under_way_that_is_said() -> None:
     cluster = Cluster()
     assert cluster.why().text == "Nothing is under way"

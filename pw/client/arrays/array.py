@@ -25,7 +25,6 @@ from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.show.tables import facts, is_notebook
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -36,6 +35,8 @@ from pw.core.errors import (
     NotOwner,
     TransferFailed,
 )
+from pw.display.grid import Grid
+from pw.display.tables import facts, is_notebook
 
 SHOWN_ELEMENTS = 1000
 """A notebook shows values up to this size: numpy prints as many elements without an ellipsis."""
@@ -287,7 +288,15 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return f"array({text}, dtype={self.dtype}{weak})"
 
     def _repr_html_(self) -> str:
-        return facts("pw.Array", self._facts())
+        return self._html(self._facts())
+
+    def _html(self, known: list[tuple[str, Any]]) -> str:
+        drawn = "" if self.is_fully_replicated else self._drawing()._repr_html_()
+        return facts("pw.Array", known) + drawn
+
+    def _drawing(self) -> Grid:
+        """Return the shards by device; waits for nothing."""
+        return self.sharding._drawing(self._type.aval.str_short(), self.shape)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         # A notebook also asks for the text, which elsewhere is the value: it may take long to come.
@@ -295,7 +304,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
             return {}
         known = self._facts()
         text = ", ".join(f"{name}={value}" for name, value in known if name != "value")
-        return {"text/plain": f"<pw.Array: {text}>", "text/html": facts("pw.Array", known)}
+        return {"text/plain": f"<pw.Array: {text}>", "text/html": self._html(known)}
 
     def _facts(self) -> list[tuple[str, Any]]:
         """Return the rows that a notebook shows."""

@@ -9,9 +9,9 @@ from typing import Any, NoReturn, overload
 
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
-from pw.client.show.tables import Table, facts, html
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.messages import SliceBound
+from pw.display.tables import Table, facts, html
 
 
 class Slice:

@@ -20,9 +20,9 @@ from pw.client.arrays import jaxtype
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
-from pw.client.show.tables import facts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement
+from pw.display.grid import Grid, of_mesh
 
 
 class Mesh:
@@ -181,7 +181,17 @@ class Mesh:
         return ", ".join(f"{name}={size}" for name, size in self.shape.items())
 
     def _repr_html_(self) -> str:
-        return facts("pw.Mesh", [("axes", self._axes), ("devices", self.size), ("on", self._where)])
+        return self._drawing()._repr_html_()
+
+    @property
+    def _named_devices(self) -> list[tuple[str, int]]:
+        """The island and the number of the device at each position."""
+        islands = {one: one.island for one in {device.slice for device in self._devices}}
+        return [(islands[device.slice], device.index) for device in self._devices]
+
+    def _drawing(self) -> Grid:
+        """Return the devices by island."""
+        return of_mesh(f"Mesh({self._axes}) on {self._where}", self._extent, self._named_devices)
 
 
 _defaults: dict[tuple[Any, int], Mesh] = {}

@@ -12,9 +12,10 @@ from pw.client.arrays import jaxtype
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.transformed import traces_for_hosts
-from pw.client.show.tables import facts
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
+from pw.display.grid import Grid, of_shards
+from pw.display.tables import facts
 
 __all__ = ["NamedSharding", "PartitionSpec"]
 
@@ -136,7 +137,17 @@ class NamedSharding(jax.sharding.Sharding):
 
     def _repr_html_(self) -> str:
         known = [("spec", self._words), ("mesh", self.mesh._axes), ("on", self.mesh._where)]
-        return facts("pw.NamedSharding", known)
+        return facts("pw.NamedSharding", known) + self._drawing()._repr_html_()
+
+    def _drawing(self, what: str = "an array", shape: tuple[int, ...] | None = None) -> Grid:
+        """Return the shards by device, of an array of a shape or of the smallest one."""
+        whole = self.core.partitions(len(self.core.spec)) if shape is None else shape
+        count = math.prod(self.core.partitions(len(whole)))
+        each = "" if shape is None else f" of shape {self.core.shard_shape(shape)}"
+        copies = f", each on {self.mesh.size // count} devices" if self.mesh.size > count else ""
+        shards = f"{count} shard{'' if count == 1 else 's'}{each}{copies}"
+        head = f"{what} as {self._words}: {shards}; on {self.mesh._where}"
+        return of_shards(head, self.core, whole, self.mesh._named_devices)
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -24,11 +24,11 @@ from pw.client.connection.children import LocalDaemon, options, start_dashboard,
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
-from pw.client.show.tables import Table, html, is_notebook, link_to
 from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
+from pw.display.tables import Table, html, is_notebook, link_to
 from pw.transport.access.private import PrivateFolder
 
 START_S = 30.0

@@ -11,9 +11,9 @@ from typing import Any
 from pw.client.connection import embedded, jax_backend, threads
 from pw.client.connection.runtime import RECONNECT_S, Runtime
 from pw.client.session.uploads import KEEP_BYTES
-from pw.client.show.worker_output import is_wanted
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
+from pw.display.worker_output import is_wanted
 from pw.transport.access.credentials import CREDENTIALS
 from pw.transport.access.joined import default_address
 from pw.transport.access.security import Security, address_in

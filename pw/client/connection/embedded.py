@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 from pw.client.connection.children import KeptWorker, LocalDaemon, options, start_dashboard
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
-from pw.client.show.tables import is_notebook
 from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.installed import DASHBOARD, is_installed
 from pw.core.sizes import parse_size
+from pw.display.tables import is_notebook
 from pw.transport.access.private import PrivateFolder
 from pw.transport.bulk.plane import BulkPlane
 from pw.transport.links.link import incarnation

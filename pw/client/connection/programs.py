@@ -22,7 +22,7 @@ class Programs:
         self.artifacts: Counter[bytes] = Counter()
         """How many programs need each artifact; the controller keeps an artifact as long."""
         self._needs: dict[int, tuple[bytes, ...]] = {}
-        self._names: dict[int, str] = {}
+        self._bodies: dict[int, Compact[Program]] = {}
         self._with_effects: set[int] = set()
         self._released: deque[int] = deque()
         self.release = self._released.append
@@ -33,7 +33,12 @@ class Programs:
 
     def name(self, program: int) -> str:
         """Return a program's name."""
-        return self._names.get(program, "")
+        body = self._bodies.get(program)
+        return "" if body is None else body.held.name
+
+    def of(self, number: int) -> Program:
+        """Return a registered program."""
+        return self._bodies[number].whole()
 
     def has_effects(self, program: int) -> bool:
         """Whether a program calls Python functions on hosts."""
@@ -43,19 +48,19 @@ class Programs:
         """Return the artifacts that the controller does not have."""
         return tuple(Artifact(d, blob) for d, blob in artifacts.items() if d not in self.artifacts)
 
-    def add(self, number: int, program: Program, artifacts: Mapping[bytes, bytes]) -> None:
+    def add(self, number: int, body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:
         """Count a program that was registered."""
-        if not all(one.traits.is_repeatable for one in program.computations):
+        if not all(one.traits.is_repeatable for one in body.held.computations):
             self._with_effects.add(number)
         self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)
-        self._names[number] = program.name
+        self._bodies[number] = body
 
     def forget_released(self) -> Iterator[int]:
         """Forget the released programs, and yield their numbers."""
         while self._released:
             program = self._released.popleft()
-            self._names.pop(program, None)
+            self._bodies.pop(program, None)
             self._with_effects.discard(program)
             for digest in self._needs.pop(program, ()):
                 self.artifacts[digest] -= 1

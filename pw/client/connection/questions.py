@@ -20,11 +20,11 @@ from pw.client.session.thread_messages import (
     StopTimeline,
 )
 from pw.client.session.timelines import RecordedProcess
-from pw.client.show.live import About, patiently
 from pw.core import messages as msg
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.display.live import About, patiently
 from pw.transport.links.codec import MAX_FRAME_BYTES
 
 T = TypeVar("T")

@@ -29,10 +29,11 @@ class RunCredits:
         self.closed = False
         """The session has ended: waits are over."""
         self._waiting: list[Callable[[], object]] = []
-        self._started = 0
+        self.sent = 0
+        """How many runs were sent."""
         self._ended = 0
         self._effects = 0
-        """The newest run that calls Python functions, counted as `_started`."""
+        """The newest run that calls Python functions, counted as `sent`."""
         self._inputs: deque[tuple[int, int]] = deque()
         """For each upload, the number of the run that needs it, and its size in bytes."""
         self.inputs_bytes = 0
@@ -41,9 +42,9 @@ class RunCredits:
 
     def started(self, run: int, results: int, name: str, has_effects: bool = False) -> None:
         """Count a run that was sent."""
-        self._started += 1
+        self.sent += 1
         if has_effects:
-            self._effects = self._started
+            self._effects = self.sent
         self._calls.append((run, results, name, has_effects))
 
     def ended(self, count: int) -> None:
@@ -72,11 +73,11 @@ class RunCredits:
 
     def has_credit(self) -> bool:
         """Whether another run may be sent."""
-        return self._started - self._ended < self.granted or self.closed
+        return self.sent - self._ended < self.granted or self.closed
 
     def uploaded(self, size_bytes: int) -> None:
         """Count an upload for the next run."""
-        self._inputs.append((self._started + 1, size_bytes))
+        self._inputs.append((self.sent + 1, size_bytes))
         self.inputs_bytes += size_bytes
 
     def has_no_effects(self) -> bool:
@@ -91,8 +92,13 @@ class RunCredits:
         """Whether another upload may be sent. Assumes that runs end in the order of their calls."""
         while self._inputs and self._inputs[0][0] <= self._ended:
             self.inputs_bytes -= self._inputs.popleft()[1]
-        is_idle = self._started <= self._ended or self.closed
+        is_idle = self.sent <= self._ended or self.closed
         return self.inputs_bytes < AHEAD_BYTES or is_idle
+
+    def is_newest(self, array: int) -> bool:
+        """Return whether the newest run makes this array."""
+        run, results, *_ = self._calls[-1] if self._calls else (0, 0)
+        return run - results <= array < run
 
     def makers(self, arrays: Set[int]) -> list[str]:
         """Return the names of the programs that make these arrays, if they are among the newest runs."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,15 +42,16 @@ from pw.client.session.thread_messages import (
     Tell,
 )
 from pw.client.session.uploads import KEEP_BYTES
-from pw.client.show.live import About, patiently
-from pw.client.show.tables import html, link_to
-from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
+from pw.display.advice import CALLS, LARGE_BYTES, WAITS, Habits
+from pw.display.live import About, patiently
+from pw.display.tables import html, link_to
+from pw.display.worker_output import WorkerOutput, is_wanted
 
 PARTS_COUNTED = 256
 """The line of a wait for more arrays does not count the ready ones."""
@@ -89,6 +91,10 @@ class Runtime:
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
         self.handovers = Handovers(self._lock, self._ids, self._tell)
+        self.noted_in: tuple[dict[int, float], ...] = ()
+        """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
+        self._habits = Habits()
+        self._waits = 0
         self._released: deque[int] = deque()
         self._released_bytes = 0  # approximate: several threads may change it at once
         self._closing: Error | None = None  # why no calls can be made any more
@@ -297,7 +303,7 @@ class Runtime:
             self.thread.post(Tell(msg.RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self.thread.post(Listen(tuple(python)))
-            self.programs.add(number, program, artifacts)
+            self.programs.add(number, body, artifacts)
         return number
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
@@ -307,6 +313,8 @@ class Runtime:
         ArgumentError if no message can hold the host values.
         """
         credits = self._run_credits
+        if credits.sent % CALLS == CALLS - 1:
+            self._habits.called()
         while (made := self.try_run(program, args, results)) is None:
             self._wait_until(credits.has_credit, f"one of {credits.granted} calls in flight to end")
         return made
@@ -326,6 +334,8 @@ class Runtime:
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             self._run_credits.started(run, results, name, has_effects)
+            for sent_s in self.noted_in:
+                sent_s[run] = time.monotonic()
             return made
 
     def has_credit(self) -> bool:
@@ -365,6 +375,8 @@ class Runtime:
         self._make_room()
         if for_run:
             self._count_upload(value.nbytes)
+        if value.nbytes >= LARGE_BYTES:
+            self._habits.uploading(value, spec)
         if _mutable(value):
             value = value.copy()
         array = self._id()
@@ -391,8 +403,9 @@ class Runtime:
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""
         about = partial(self._about_arrays, ((array, spec),))
-        drive = self.thread.drive if spec.size_bytes <= DRIVEN_BYTES else None
-        future = Fetching(spec, self.ask.in_the_way, about, self._show_output, drive)
+        drive = partial(self._drive, array) if spec.size_bytes <= DRIVEN_BYTES else None
+        came = self._habits.fetched if spec.size_bytes >= LARGE_BYTES else None
+        future = Fetching(spec, self.ask.in_the_way, about, self._show_output, drive, came)
         self._post(Get(array, spec, future))
         return future
 
@@ -406,10 +419,18 @@ class Runtime:
         """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
         about = partial(self._about_arrays, wanted)
-        drive = self.thread.drive
+        drive = partial(self._drive, wanted[-1][0]) if wanted else None
         future: Future[None] = Waiting(self.ask.in_the_way, about, self._show_output, drive)
         self._post(Await(wanted, future))
         return future
+
+    def _drive(self, array: int, future: Future[Any]) -> None:
+        """A thread begins to wait for an array."""
+        self._waits += 1
+        if not self._waits % WAITS:
+            is_newest = self._run_credits.is_newest(array) and not future.done()
+            self._habits.waited(self._run_credits.sent, is_newest)
+        self.thread.drive(future)
 
     def release(self, array: int, size_bytes: int) -> None:
         """Delete an array without handles later; callable from `__del__`, even in the garbage collector."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from pw.client.connection.driving import BorrowedLoop, Driver
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import AwaitHosts, Close
-from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
+from pw.display.live import About, Count, patiently
 from pw.transport.access.private import beside as private_folder
 from pw.transport.access.security import Security
 from pw.transport.bulk.plane import BulkPlane
@@ -157,8 +157,8 @@ class SessionOnNode:
                     return ready.done()
                 _check_running(children)
 
-        def progress() -> str:
-            return f"{self._session.hosts_ready} of {count} are ready"
+        def progress() -> Count:
+            return Count(self._session.hosts_ready, count)
 
         ask = self._runtime.ask
         about = partial(About, "the hosts of the cluster", ask.ask_why, progress=progress)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pw.client.session.thread_messages import Part
-from pw.client.show.live import QUIET_S, About, patiently
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
+from pw.display.live import QUIET_S, About, patiently
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class _Condition(threading.Condition):
 
 
 class Waiting(Future[T]):
-    """A future whose long wait shows a line (see `pw.client.show.live`).
+    """A future whose long wait shows a line (see `pw.display.live`).
 
     Args:
         explain: returns in about a second why the cluster does not go on; empty if it cannot tell.
@@ -97,7 +97,13 @@ class Waiting(Future[T]):
 
 
 class Fetching(Waiting[Any]):
-    """The future of a value; the first thread that asks for the result puts its parts together."""
+    """The future of a value; the first thread that asks for the result puts its parts together.
+
+    Args:
+        spec: of the value.
+        explain, about, before, drive: see `Waiting`.
+        came: called with the value when it was put together.
+    """
 
     def __init__(
         self,
@@ -106,9 +112,11 @@ class Fetching(Waiting[Any]):
         about: Callable[[], About] | None = None,
         before: Callable[[], None] = lambda: None,
         drive: Callable[[Future[Any]], None] | None = None,
+        came: Callable[[np.ndarray[Any, Any]], None] | None = None,
     ) -> None:
         super().__init__(explain, about, before, drive)
         self._spec = spec
+        self._came = came
         self._whole: np.ndarray[Any, Any] | None = None
         self._parts: list[Part] = []
 
@@ -124,6 +132,8 @@ class Fetching(Waiting[Any]):
         if self._whole is None:
             self._whole = _assembled(self._spec, parts)
             self._parts = []
+            if self._came is not None:
+                self._came(self._whole)
         return self._whole
 
 

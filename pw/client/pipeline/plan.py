@@ -10,9 +10,9 @@ from typing import Any
 from pw.client.pipeline.costs import cost_of_jaxpr
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.units import line_of
-from pw.client.show.tables import Shown, Table
 from pw.client.trace.graph import size_bytes
 from pw.core.sizes import size_in_words
+from pw.display.tables import Shown, Table
 
 
 @dataclass(frozen=True, slots=True)

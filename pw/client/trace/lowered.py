@@ -17,6 +17,7 @@ from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, TracingError
 from pw.core.programs.stablehlo import decode
 from pw.core.programs.text import text_of
+from pw.display.graph import Graph
 
 
 class Lowered:
@@ -71,6 +72,14 @@ class LoweredProgram:
         self._closed = closed
         self._name = recorder.name
         self._program = recorder.program(outputs, tree)
+        self._runtime = recorder.runtime
+
+    def _repr_html_(self) -> str:
+        return self._drawing()._repr_html_()
+
+    def _drawing(self) -> Graph:
+        """Return the computations by slice."""
+        return Graph.of(self._program, lambda slice: self._runtime.island(slice))
 
     def __repr__(self) -> str:
         return f"<program {self._name} lowered, {len(self._program.nodes)} computations>"

@@ -6,10 +6,13 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from html import escape
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from pw.client.arrays.signature import Statics
 from pw.client.trace.launch import Launch, Launches
+from pw.core.errors import ArgumentError
+from pw.display.graph import Graph
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -32,6 +35,18 @@ class Wrapped(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<{self._kind} {self._name}>"
+
+    def _repr_html_(self) -> str:
+        if self.newest_launch() is None:
+            return f"<div>{escape(repr(self))}: not called yet</div>"
+        return self._drawing()._repr_html_()
+
+    def _drawing(self) -> Graph:
+        """Return the graph of its newest kind of call. Raises ArgumentError if there was none."""
+        launch = self.newest_launch()
+        if launch is None or launch.program is None:
+            raise ArgumentError(f"{self!r} has no graph to show: call it once, and show it then")
+        return Graph.of(launch.runtime.programs.of(launch.program), launch.runtime.island)
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...

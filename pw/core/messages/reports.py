@@ -180,3 +180,5 @@ class Explanation(ControllerToSession, frozen=True, tag=126):
     hosts: tuple[HostReport, ...]
     silent: tuple[HostSilence, ...]
     clients: tuple[ClientReport, ...]
+    left: tuple[tuple[str, int], ...] = ()
+    """What the client's long work still has to do: words such as "replicas are made", and how many are not."""

@@ -99,7 +99,9 @@ class Controller(Actor):
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
         inquiries = Inquiries(sessions)
-        explainer = Explainer(sessions, inquiries, slices, runs, stream, island_status, heard_s)
+        explainer = Explainer(
+            *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
+        )
         measured = MemoryReports(sessions, inquiries, island_status)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)

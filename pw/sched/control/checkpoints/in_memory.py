@@ -69,6 +69,11 @@ class Checkpoints(ControlPart):
         """Return how many checkpoints of a client are under way."""
         return sum(copying.client is client for copying in self._under_way)
 
+    def left(self, client: Client) -> int:
+        """Return how many replicas its checkpoints still wait for."""
+        theirs = (copying for copying in self._under_way if copying.client is client)
+        return sum(len(missing) for copying in theirs for missing in copying.missing.values())
+
     def begin(self, client: Client, message: msg.Checkpoint) -> None:
         """Have arrays copied to host memory, after the client's earlier work."""
         copying = _Copying(client, message.request)

@@ -65,6 +65,10 @@ class Saves(ControlPart):
         """Return how many checkpoints of a client are being written."""
         return sum(save.client is client for save in self.under_way.values())
 
+    def left(self, client: Client) -> int:
+        """Return how many files its checkpoints still wait for."""
+        return sum(len(save.missing) for save in self.under_way.values() if save.client is client)
+
     def commits_at(self, path: str) -> bool:
         """Return whether a host is putting a checkpoint in its place at `path`.
 

@@ -20,10 +20,12 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.ids import Address, executor_of, run_name, scheduler_of, serial_of
+from pw.core.ids import Address, client_of, executor_of, run_name, scheduler_of, serial_of
 from pw.core.messages.owners import visible
+from pw.sched.control.checkpoints.in_memory import Checkpoints
+from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.client_order import ClientOrder
-from pw.sched.control.clients import Client
+from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.explain.inquiries import Inquiries, Inquiry
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
@@ -44,6 +46,8 @@ class Explainer(ControlPart):
     slices: Slices
     runs: Runs
     stream: ClientOrder
+    checkpoints: Checkpoints
+    saves: Saves
     island_status: Callable[[], tuple[msg.IslandInfo, ...]]
     heard_s: Callable[[str], float | None]
 
@@ -111,6 +115,7 @@ class Explainer(ControlPart):
             tuple(hosts[host] for host in sorted(hosts)),
             tuple(msg.HostSilence(host, self._silent_s(host)) for host in silent),
             tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
+            tuple(self._left(asker, work)),
         )
         sees = self.sessions.sight(asker) if asker else lambda number: True
         facts = visible(everything, sees)
@@ -140,6 +145,26 @@ class Explainer(ControlPart):
             len(client.backlog),
             tuple(self._waits_for(client)),
         )
+
+    def _left(self, asker: int, work: Sequence[msg.IslandReport]) -> Iterator[tuple[str, int]]:
+        """Yield what a client's long work still has to do, the work that all other waits for first."""
+        client = self.sessions.get(asker)
+        if client is None:
+            return
+        arriving = client.arrays.arriving(ARRAYS_LOOKED_AT)
+        again = sum(is_repeat(one) and client_of(one) == asker for one in self.runs.in_flight)
+        installing = [one for island in work for one in island.installing]
+        counts = {
+            "steps of the recovery are done": len(client.arrays.lost)
+            + again
+            + sum(array.restored for _, array in arriving),
+            "compilations are done": sum(
+                len(one.hosts) for one in installing if client_of(one.program) == asker
+            ),
+            "replicas are made": self.checkpoints.left(client),
+            "files are written": self.saves.left(client),
+        }
+        yield from ((what, count) for what, count in counts.items() if count)
 
     def _waits_for(self, client: Client) -> Iterator[str]:
         """What a client waits for at the controller."""

@@ -12,8 +12,8 @@ import sys
 import threading
 from collections import deque
 
-from pw.client.show.live import aside
 from pw.core.messages import Line
+from pw.display.live import aside
 
 KEPT = 10_000
 """The most lines that wait for a slow terminal; further ones are left out."""

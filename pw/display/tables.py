@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # it loads slowly, and most scripts do not need it
     from rich.console import Console, Group
 
 WIDTH_WITHOUT_TERMINAL = 160
+SHORT = 16
+"""Cells of a notebook with no more characters have one line."""
+BAR = 12
+"""Characters of a bar."""
 
 _TABLE = "border-collapse:collapse;margin:0.2em 0 0.8em 0"
 _CELL = "border:1px solid #8886;padding:0.15em 0.6em;vertical-align:top;text-align:"
@@ -42,6 +46,12 @@ class Table:
         return all(isinstance(row[column], (int, float)) for row in self.rows)
 
 
+def bar(part: float | None) -> str:
+    """Return a bar of `BAR` characters, of which a part (0 to 1) is full."""
+    full = round(BAR * min(1.0, part or 0.0))
+    return "█" * full + "░" * (BAR - full)
+
+
 def _text(cell: Any) -> str:
     return f"{cell:g}" if isinstance(cell, float) else str(cell)
 
@@ -60,21 +70,26 @@ class Shown:
     def tables(self) -> tuple[Table, ...]:
         """Return the tables below it."""
 
+    def foot(self) -> tuple[str, ...]:
+        """Return lines below the tables."""
+        return ()
+
     def __repr__(self) -> str:
-        return plain(self.head, self.tables())
+        return terminal_text(self.__rich__())
 
     def __rich__(self) -> Group:
-        return renderable(self.head, self.tables())
+        return renderable(self.head, self.tables(), self.foot())
 
     def _repr_html_(self) -> str:
-        return html(self.head, self.tables())
+        foot = "".join(f"<div>{escape(line)}</div>" for line in self.foot())
+        return html(self.head, self.tables()) + foot
 
 
 # --- terminals ---------------------------------------------------------------------------------------
 
 
-def renderable(head: str, tables: Iterable[Table]) -> Group:
-    """Return a line and tables for rich; a table without rows is a sentence."""
+def renderable(head: str, tables: Iterable[Table], foot: Sequence[str] = ()) -> Group:
+    """Return a line, tables and lines for rich; a table without rows is a sentence."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -100,19 +115,25 @@ def renderable(head: str, tables: Iterable[Table]) -> Group:
         return made
 
     spaced = (part for table in tables for part in (Text(), shown(table)))
-    return Group(Text(head), *spaced)
+    below = [Text(), *map(Text, foot)] if foot else []
+    return Group(Text(head), *spaced, *below)
 
 
-def show(shown: Shown) -> None:
-    """Print to standard output."""
+def show(shown: Any) -> None:
+    """Print what rich prints of a value to standard output."""
     _console().print(shown)
 
 
 def plain(head: str, tables: Iterable[Table]) -> str:
     """Return a line and tables as text without colours, as wide as the terminal if there is one."""
+    return terminal_text(renderable(head, tables))
+
+
+def terminal_text(shown: Any) -> str:
+    """Return what rich prints of a value, without colours, as wide as the terminal if there is one."""
     console = _console(color_system=None)
     with console.capture() as printed:
-        console.print(renderable(head, tables))
+        console.print(shown)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
@@ -170,8 +191,9 @@ def facts(title: str, known: Sequence[tuple[str, Any]]) -> str:
 
 
 def _row(tag: str, cells: Iterable[Any], aligned: Sequence[str]) -> str:
-    inside = "".join(
-        f'<{tag} style="{_CELL}{side}">{escape(_text(cell))}</{tag}>'
-        for cell, side in zip(cells, aligned, strict=True)
-    )
+    inside = ""
+    for cell, side in zip(cells, aligned, strict=True):
+        text = _text(cell)
+        style = f"{side};white-space:nowrap" if len(text) <= SHORT else side
+        inside += f'<{tag} style="{_CELL}{style}">{escape(text)}</{tag}>'
     return f"<tr>{inside}</tr>"

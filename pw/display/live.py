@@ -1,8 +1,10 @@
-"""The line of a long wait: its purpose, how long it takes, its progress, and what holds it up.
+"""The line of a long wait: its purpose, how long it takes, how much is left, and what holds it up.
 
-The line appears on standard error if that is a terminal, or in the cell of a notebook. The waiting thread
-writes it between two polls of its future, so a short wait costs nothing. If several threads wait, one of them
-has the line, and then the next. After other output the line is written again below.
+The line appears on standard error if that is a terminal, or in the cell of a notebook; elsewhere nothing does.
+Where something is counted there is a bar as well: of futures that are ready, or of what the controller counts
+for this client (`Explanation.left`), such as hosts that compile, replicas of a checkpoint and lost arrays.
+The waiting thread writes it between two polls of its future, so a short wait costs nothing. If several threads
+wait, one of them has the line, and then the next. After other output the line is written again below.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, NamedTuple, Protocol
 
-from pw.client.show.tables import is_notebook
 from pw.core.errors import Error
+from pw.display.tables import bar, is_notebook
 
 QUIET_S = 3.0
 """A shorter wait shows no line."""
@@ -34,7 +37,19 @@ ASK_S = 5.0
 IDLE = "Nothing is under way"
 """The controller's answer if no run is in flight; the line does not show it."""
 
+STEADY_S = 1.0
+"""How long progress is watched before the line says when it will end."""
+
 Parts = Sequence[Future[Any]]
+
+
+class Count(NamedTuple):
+    """How much of a wait is over."""
+
+    done: int
+    total: int
+    what: str = "are ready"
+    """What the counted ones are when they are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +62,15 @@ class About:
     """Asks the controller what holds up the wait; the answer has the text."""
     parts: Parts = ()
     """The futures of the parts, if there are several."""
-    progress: Callable[[], str] | None = None
-    """Returns the progress in words, if there are no parts to count."""
+    progress: Callable[[], Count] | None = None
+    """Counts what is ready, if there are no parts."""
 
 
 class Screen(Protocol):
     """A place that shows one line."""
 
-    def show(self, line: str) -> None:
-        """Replace the shown line."""
+    def show(self, line: str, part: float | None = None) -> None:
+        """Replace the shown line; `part` of the wait is over, from 0 to 1."""
 
     def clear(self) -> None:
         """Remove the line."""
@@ -75,17 +90,23 @@ class WaitLine:
     _asked: Future[Any] | None = None
     _ask_at_s: float = -math.inf
     _why: str = ""
-    _shown: str = ""
+    _left: Sequence[tuple[str, int]] = ()
+    """What is left by the controller's count."""
+    _most: dict[str, int] = field(default_factory=dict)
+    """The most of each that was left during this wait."""
+    _first: tuple[float, Count] | None = None
+    """The first count, and when it was made."""
+    _shown: tuple[str, float | None] = ("", None)
 
     def tick(self) -> None:
         """Update the line, and ask the controller from time to time."""
         self._look_why()
-        line = self.text()
-        if line != self._shown:
+        shown = self.content()
+        if shown != self._shown:
             with _writing:
                 _lines[:] = [self]
-                self._shown = line
-                self._screen.show(line)
+                self._shown = shown
+                self._screen.show(*shown)
 
     def hide(self) -> None:
         """Remove the line for other output."""
@@ -93,23 +114,45 @@ class WaitLine:
 
     def again(self) -> None:
         """Show the line again."""
-        self._screen.show(self._shown)
+        self._screen.show(*self._shown)
 
-    def text(self) -> str:
-        """The line as it is now."""
+    def content(self) -> tuple[str, float | None]:
+        """Return the line as it is now, and the part of the wait that is over if that is known."""
+        words = f"waiting {self._clock() - self._began_s:.0f} s for {self._about.what}"
+        count = self._count()
+        if count is not None:
+            words += f": {count.done} of {count.total} {count.what}{self._rest(count)}"
+        part = None if count is None or not count.total else count.done / count.total
+        return (f"{words}. {self._why}" if self._why else words), part
+
+    def _count(self) -> Count | None:
         about = self._about
-        words = f"waiting {self._clock() - self._began_s:.0f} s for {about.what}"
         if about.parts:
-            ready = sum(part.done() for part in about.parts)
-            words += f": {ready} of {len(about.parts)} are ready"
-        elif about.progress is not None:
-            words += f": {about.progress()}"
-        return f"{words}. {self._why}" if self._why else words
+            return Count(sum(part.done() for part in about.parts), len(about.parts))
+        if about.progress is not None:
+            return about.progress()
+        for what, left in self._left:
+            return Count(self._most[what] - left, self._most[what], what)
+        return None
+
+    def _rest(self, count: Count) -> str:
+        """Return in words how long the rest takes, if it goes on as it did during this wait."""
+        now_s = self._clock()
+        if self._first is None or self._first[1][1:] != count[1:]:
+            self._first = now_s, count
+        first_s, first = self._first
+        done, took_s = count.done - first.done, now_s - first_s
+        if done <= 0 or took_s < STEADY_S or count.done == count.total:
+            return ""
+        return f", about {(count.total - count.done) * took_s / done:.0f} s left"
 
     def _look_why(self) -> None:
         if self._asked is not None and self._asked.done():
             if not self._asked.cancelled() and self._asked.exception() is None:
-                self._why = _first_sentence(self._asked.result().text)
+                answer = self._asked.result()
+                self._why, self._left = _first_sentence(answer.text), answer.left
+                for what, left in self._left:
+                    self._most[what] = max(left, self._most.get(what, 0))
             self._asked = None
             self._ask_at_s = self._clock() + ASK_S
         if self._asked is None and self._about.ask is not None and self._clock() >= self._ask_at_s:
@@ -256,11 +299,13 @@ class Terminal:
         """Whether a line can be taken back."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         """Write over the line, cut at the edge."""
         from rich.text import Text
 
         text = Text(line, style="dim")
+        if part is not None and self._console.encoding.startswith("utf"):
+            text = Text.assemble((bar(part), "green"), " ", text)
         text.truncate(self._console.width - 1, overflow="ellipsis")
         with self._console:  # all of it in one go
             self.clear()
@@ -280,16 +325,19 @@ class Cell:
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, part: float | None = None) -> None:
         """Change the output, or make it."""
-        shown = {"text/plain": line}
+        drawn = "" if part is None else f'<progress value="{part:.3f}" max="1"></progress> '
+        self._put({"text/plain": line, "text/html": f"<div>{drawn}{escape(line)}</div>"})
+
+    def clear(self) -> None:
+        """Leave it empty."""
+        if self._handle is not None:
+            self._put({"text/plain": "", "text/html": ""})
+
+    def _put(self, shown: dict[str, str]) -> None:
         if self._handle is not None:
             self._handle.update(shown, raw=True)
             return
         ipython: Any = importlib.import_module("IPython.display")
         self._handle = ipython.display(shown, raw=True, display_id=True)
-
-    def clear(self) -> None:
-        """Leave it empty."""
-        if self._handle is not None:
-            self._handle.update({"text/plain": ""}, raw=True)
