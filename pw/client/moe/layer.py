@@ -34,6 +34,7 @@ from pw.client.trace.jit import jit
 from pw.client.trace.joined.islands import apart, together
 from pw.client.trace.program import program
 from pw.client.trace.shardings import sharding_of
+from pw.client.trace.stage_trace import outside_of_stage
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
@@ -176,8 +177,9 @@ class MixtureOfExperts:
     def __call__(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
         """Return `y` and `balance`: see `pw.moe`."""
         try:
-            if program_trace() is not None:
-                return self._recorded(params, x, logits)
+            with outside_of_stage() as stage:
+                if program_trace() is not None:
+                    return self._recorded(params, x, logits, stage)
             if under_jax_trace(tree_leaves((params, x, logits))):
                 raise ArgumentError(
                     f"{self!r} was called in a function that JAX traces, and it moves rows between the "
@@ -189,12 +191,15 @@ class MixtureOfExperts:
             leave_out_runtime(error)
             raise
 
-    def _recorded(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+    def _recorded(
+        self, params: Any, x: Any, logits: Any, stage: Mesh | None = None
+    ) -> tuple[Any, Any]:
+        """Record a call; in a pipeline, rows lie on the devices of the `stage`."""
         trees = self._trees(params)
         experts = self._experts_of(trees)
         self._check_rows(x, logits, experts)
         placed = [_placed(tree, mesh) for tree, mesh in zip(trees, self._meshes, strict=True)]
-        lie = _sharding_of_rows(x, logits)
+        lie = _sharding_of_rows(stage, x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
         islands = parts_of(lie, x.shape)
@@ -410,7 +415,7 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
     return tree_map(place, tree)
 
 
-def _sharding_of_rows(*values: Any) -> NamedSharding:
+def _sharding_of_rows(stage: Mesh | None, *values: Any) -> NamedSharding:
     """Return how rows lie: as the first of these values that lies on devices."""
     for value in values:
         sharding = sharding_of(value)
@@ -423,7 +428,7 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
                     f"split over them; split their first dimension over all axes: P({lie.mesh.axis_names})"
                 )
             return lie
-    return NamedSharding.replicated(default_mesh())
+    return NamedSharding.replicated(stage or default_mesh())
 
 
 def _size(mesh: Mesh, axes: Any) -> int:

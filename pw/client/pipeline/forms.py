@@ -288,8 +288,12 @@ class Marked:
         return self._cuts
 
     def mesh(self, number: int, count: int) -> Mesh:
-        """Return the devices of a stage, given how many there are; without any, those that tracing is for."""
-        return self._meshes[0] if count == 0 else mesh_of(self._meshes, number, count)
+        """Return the devices of a stage, given how many there are; 0 while that is not known."""
+        return (
+            self._meshes[number % len(self._meshes)]
+            if count == 0
+            else mesh_of(self._meshes, number, count)
+        )
 
     def owners(self, trees: Sequence[Any]) -> dict[Slot, Slot]:
         """Return for each copy of a parameter the one that is updated: that of the first stage."""

@@ -61,20 +61,22 @@ def update_stage(
     optimizer: Optimizer,
     step: Step,
     stage: Stage,
+    mesh: Mesh,
     params: Mapping[int, Any],
     tree: Any,
     state: Any,
     count: int,
 ) -> tuple[dict[int, Any], Any]:
-    """Call the update of one stage.
+    """Call the update of the parameters that a stage has on a mesh.
 
     Args:
         optimizer: the transformation.
         step: has the gradient sums.
         stage: the stage.
-        params: the parameters that are updated here, by number.
+        mesh: the devices.
+        params: the parameters that are updated there, by number.
         tree: their tree structure.
-        state: the optimizer's state of the stage.
+        state: the optimizer's state of these.
         count: the number of microbatches.
 
     Returns:
@@ -97,7 +99,7 @@ def update_stage(
     update.__name__ = f"{stage.name}_{stage.number}_U"
     moved, after = jit(
         update,
-        mesh=stage.mesh,
+        mesh=mesh,
         in_shardings=(shardings, None, alike),
         out_shardings=(shardings, list(map(sharding_of, leaves))),
         donate_argnums=(0, 1),
@@ -106,9 +108,9 @@ def update_stage(
 
 
 def stage_gradients(
-    step: Step, stage: Stage, params: Mapping[int, Any], count: int
+    step: Step, stage: Stage, mesh: Mesh, params: Mapping[int, Any], count: int
 ) -> dict[int, Any]:
-    """Call the function that makes mean gradients of one stage's sums."""
+    """Call the function that makes mean gradients of the sums that a stage has on a mesh."""
     sums = [step.tied(stage.number, number) for number in params]
     shardings = [step.param_sharding(stage.number, number) for number in params]
     dtypes = [value.dtype for value in params.values()]
@@ -122,7 +124,7 @@ def stage_gradients(
     reused = all(one.dtype == dtype for one, dtype in zip(own, dtypes, strict=True))
     made = jit(
         gradients,
-        mesh=stage.mesh,
+        mesh=mesh,
         in_shardings=(
             shardings,
             [[s] * (len(p) - 1) for s, p in zip(shardings, sums, strict=True)],

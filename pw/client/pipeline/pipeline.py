@@ -7,7 +7,7 @@ program calls them (`step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from pw.client.pipeline.plan import PipelinePlan
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.step import Step, StepPlan, placed
+from pw.client.pipeline.step import Step, StepPlan, by_mesh, placed
 from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
@@ -94,12 +94,16 @@ class Pipeline:
             self._schedule = self._made(meshes)
         owners = self._form.owners(trees)
         specs = self._form.param_specs(trees)
+        homes = (
+            [stage.homes for stage in self._stages(params, batch)] if batch else [{}] * len(trees)
+        )
         state = []
         for stage, tree in enumerate(trees):
             own = {
                 index: put(
                     numbered[owner[0]][owner[1]],
-                    sharding=self._placed(specs.get((stage, index)), meshes[stage], value),
+                    sharding=homes[stage].get(index)
+                    or self._placed(specs.get((stage, index)), meshes[stage], value),
                 )
                 for index, value in numbered[stage].items()
                 for owner in [owners.get((stage, index), (stage, index))]
@@ -107,9 +111,13 @@ class Pipeline:
             whole = jax.tree.unflatten(jax.tree.structure(tree), own.values())
             state.append({"params": whole})
             if self._optimizer is not None:
-                kept = [None if (stage, i) in owners else value for i, value in own.items()]
-                mine = jax.tree.unflatten(jax.tree.structure(tree), kept)
-                state[-1]["optimizer"] = first_state(self._optimizer, mine, meshes[stage])
+                mine = {i: value for i, value in own.items() if (stage, i) not in owners}
+                lie = {index: value.sharding for index, value in mine.items()}
+                states = [
+                    first_state(self._optimizer, _tree(tree, own, there), mesh)
+                    for mesh, there in by_mesh(meshes[stage], mine, lie).items()
+                ]
+                state[-1]["optimizer"] = _one_or_all(states)
         return tuple(state)
 
     def __call__(
@@ -240,22 +248,25 @@ class Pipeline:
         optimizer: list[Any] = [None] * len(trees)
 
         def update(number: int) -> None:
-            own = {
-                index: value
-                for index, value in numbered[number].items()
-                if (number, index) not in plan.owner
-            }
-            kept = [value if index in own else None for index, value in numbered[number].items()]
-            tree = jax.tree.structure(tree_unflatten(jax.tree.structure(trees[number]), kept))
-            params[number], optimizer[number] = update_stage(
-                self._optimizer,  # type: ignore[arg-type]
-                step,
-                plan.stages[number],
-                own,
-                tree,
-                state[number]["optimizer"],
-                self.microbatches,
-            )
+            groups = step.updated(number)
+            before = state[number]["optimizer"]
+            states = before if len(groups) > 1 else [before]
+            after = []
+            for (mesh, own), each in zip(groups.items(), states, strict=True):
+                tree = jax.tree.structure(_tree(trees[number], numbered[number], own))
+                moved, state_after = update_stage(
+                    self._optimizer,  # type: ignore[arg-type]
+                    step,
+                    plan.stages[number],
+                    mesh,
+                    own,
+                    tree,
+                    each,
+                    self.microbatches,
+                )
+                params[number] |= moved
+                after.append(state_after)
+            optimizer[number] = _one_or_all(after)
 
         loss = step.run(update)
         after = self._with_copies(plan, step, trees, params)
@@ -270,12 +281,9 @@ class Pipeline:
         found: list[dict[int, Any]] = [{} for _ in trees]
 
         def update(number: int) -> None:
-            own = {
-                index: value
-                for index, value in numbered[number].items()
-                if (number, index) not in plan.owner
-            }
-            found[number] = stage_gradients(step, plan.stages[number], own, self.microbatches)
+            for mesh, own in step.updated(number).items():
+                stage = plan.stages[number]
+                found[number] |= stage_gradients(step, stage, mesh, own, self.microbatches)
 
         loss = step.run(update)
         return loss, self._form.whole(self._with_copies(plan, step, trees, found))
@@ -373,6 +381,17 @@ class Pipeline:
                 + ("pass key=" if key is None else "no stage function has a parameter 'key'")
             )
         return key
+
+
+def _one_or_all(states: Sequence[Any]) -> Any:
+    """Return the optimizer's state of a stage: a tuple if its parameters lie on several meshes."""
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _tree(tree: Any, all_leaves: Mapping[int, Any], own: Mapping[int, Any]) -> Any:
+    """Return the tree of a stage's parameters with only some of them."""
+    kept = [own.get(index) for index in all_leaves]
+    return tree_unflatten(jax.tree.structure(tree), kept)
 
 
 def _backward_follows(schedule: Schedule) -> bool:

@@ -8,17 +8,21 @@ the loss.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.trace.export import tracing
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.function import JitFunction
-from pw.client.trace.graph import Name
+from pw.client.trace.graph import Graph, Literal, Name
+from pw.client.trace.stage_trace import tracing_stages
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
@@ -39,6 +43,20 @@ class Stage:
     """The tree of what it takes from the stage before; of the first stage, nothing."""
     rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """The first row and the end of each parameter of which it has some rows only."""
+
+    @cached_property
+    def homes(self) -> Mapping[int, NamedSharding]:
+        """How parameters lie on other devices, of which the stage only hands them to experts there."""
+        graph = Graph(self.closed, self.takes, self.gives)
+        uses: defaultdict[int, set[Any]] = defaultdict(set)
+        for equation in graph.equations:
+            moves = equation.params["devices"] if equation.primitive.name == "device_put" else ()
+            for operand, to in zip_longest(equation.invars, moves):
+                if not isinstance(operand, Literal):
+                    kind, index = graph.arguments.get(operand, KEY)
+                    uses[index if kind == "param" else -1].add(to)
+        alone = {index: to for index, (to, *others) in uses.items() if not others}
+        return {n: to for n, to in alone.items() if n >= 0 and isinstance(to, NamedSharding)}
 
     @property
     def outputs(self) -> list[Any]:
@@ -111,7 +129,7 @@ def _trace(
 
     name = name_of(function)
     try:
-        with tracing(mesh):
+        with tracing_stages(mesh):
             closed = jax.make_jaxpr(flat)(params, x, rest, key)
     except Exception as error:
         if number == 0 or isinstance(error, ArgumentError):

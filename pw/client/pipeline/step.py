@@ -24,6 +24,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
+from pw.client.pipeline.segments import Segment, Segments, has_calls
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.table import Task
 from pw.client.trace.graph import Name, StagePiece
@@ -67,6 +68,7 @@ class Step:
         self._params = params
         self._values: defaultdict[tuple[int, int], dict[Name, Any]] = defaultdict(dict)
         """What is known of each stage and microbatch."""
+        self._segments: dict[tuple[int, str], Segments] = {}
         self._compiled: dict[tuple[int, str], Any] = {}
         self.totals: list[dict[int, Any]] = []
         """For each stage the sums of its parameters' gradients."""
@@ -100,9 +102,22 @@ class Step:
         }
 
     def param_sharding(self, stage: int, number: int) -> NamedSharding:
-        """Return how a parameter lies on its stage's devices."""
+        """Return how a parameter lies: on its stage's devices, or where the experts are whose it is."""
         plan, mesh = self._plan, self._plan.mesh(stage)
-        return placed(self._params[stage][number], plan.param_specs.get((stage, number)), mesh)
+        home = plan.stages[stage].homes.get(number)
+        return home or placed(
+            self._params[stage][number], plan.param_specs.get((stage, number)), mesh
+        )
+
+    def updated(self, stage: int) -> dict[Mesh, dict[int, Any]]:
+        """Return the parameters that are updated in a stage, by the devices on which they lie."""
+        owner = self._plan.owner
+        own = {n: value for n, value in self._params[stage].items() if (stage, n) not in owner}
+        return self._by_mesh(stage, own)
+
+    def _by_mesh(self, stage: int, params: Mapping[int, Any]) -> dict[Mesh, dict[int, Any]]:
+        lie = {number: self.param_sharding(stage, number) for number in params}
+        return by_mesh(self._plan.mesh(stage), params, lie)
 
     def tied(self, stage: int, number: int) -> list[Any]:
         """Return the gradient sums of a parameter: its own, and those of its copies in later stages."""
@@ -119,7 +134,8 @@ class Step:
         rows = [_spec(plan.batch_specs.get((number, index)), mesh) for index in leaves]
         # Values of this process are divided before they come here.
         divided = [sharding_of(batch[index]) is None for index in leaves]
-        params = self._params[number]
+        groups = self._by_mesh(number, self._params[number])
+        params = groups.pop(mesh, {})
         with_key = key is not None and any(kind == "key" for kind, _ in used)
 
         def prepare(parts: Sequence[Any], key: Any) -> Any:
@@ -129,8 +145,10 @@ class Step:
             ]
             micro = [[part[index] for part in whole] for index in range(count)]
             keys = [] if key is None else list(jax.lax.map(partial(fold, key), jnp.arange(count)))
-            sums = [jnp.zeros(p.shape, total_dtype(p.dtype)) for p in params.values()]
-            return micro, keys, sums
+            return micro, keys, zeros(params)
+
+        def zeros(params: Mapping[int, Any]) -> list[Any]:
+            return [jnp.zeros(p.shape, total_dtype(p.dtype)) for p in params.values()]
 
         def fold(key: Any, index: Any) -> Any:
             folded = jax.random.fold_in(key, index)
@@ -154,7 +172,12 @@ class Step:
                 [self.param_sharding(number, index) for index in params],
             ),
         )([batch[index] for index in leaves], key if with_key else None)
-        self.totals.append(dict(zip(params, sums, strict=True)))
+        totals = dict(zip(params, sums, strict=True))
+        for far, own in groups.items():
+            lie = [self.param_sharding(number, index) for index in own]
+            empty = jit(partial(zeros, own), mesh=far, out_shardings=lie)
+            totals.update(zip(own, empty(), strict=True))
+        self.totals.append(totals)
         for index in range(count):
             values = self._values[number, index]
             values |= {("batch", at): leaf for at, leaf in zip(leaves, micro[index], strict=True)}
@@ -168,11 +191,14 @@ class Step:
             return
         values = self._values[task.stage, task.microbatch]
         given = [self._look(task, name) for name in piece.takes]
-        compiled = self._compiled.get((task.stage, task.kind))
-        if compiled is None:
-            compiled = self._compile(task, piece, given)
-            self._compiled[task.stage, task.kind] = compiled
-        for name, made in zip(piece.gives, compiled(*given), strict=True):
+        if has_calls(piece):
+            segments = self._segments.get((task.stage, task.kind))
+            if segments is None:
+                segments = self._segments[task.stage, task.kind] = self._divided(task, piece)
+            results = segments(given, partial(self._call, task))
+        else:
+            results = self._call(task, Segment(piece, self._plan.mesh(task.stage)), given)
+        for name, made in zip(piece.gives, results, strict=True):
             if name[0] == "total":
                 self.totals[task.stage][name[1]] = made
             else:
@@ -192,10 +218,32 @@ class Step:
             return self._values[stage + 1, microbatch]["gx", index]
         return self._values[stage, microbatch][name]
 
-    def _compile(self, task: Task, piece: StagePiece, given: Sequence[Any]) -> Any:
-        """Compile a piece for values that lie as `given`."""
-        stage = task.stage
-        mesh = self._plan.mesh(stage)
+    def _divided(self, task: Task, piece: StagePiece) -> Segments:
+        """Return the parts of a task with calls on other devices."""
+        stage, lie = self._plan.mesh(task.stage), {}
+        for name in piece.takes:
+            kind, index = name
+            if kind in ("param", "total"):
+                lie[name] = self.param_sharding(task.stage, index).mesh
+            elif kind in ("x", "gy"):
+                lie[name] = stage
+            else:
+                sharding = sharding_of(self._look(task, name))
+                lie[name] = stage if sharding is None else sharding.mesh
+        return Segments(piece, stage, lie)
+
+    def _call(self, task: Task, segment: Segment, given: Sequence[Any]) -> Sequence[Any]:
+        """Call a computation of a task."""
+        key = task.stage, segment.piece.name
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(task, segment, given)
+        made: Sequence[Any] = compiled(*given)
+        return made
+
+    def _compile(self, task: Task, segment: Segment, given: Sequence[Any]) -> Any:
+        """Compile a computation for values that lie as `given`."""
+        stage, piece, mesh = task.stage, segment.piece, segment.mesh
         taken = [
             self._taken(task, name, value) for name, value in zip(piece.takes, given, strict=True)
         ]
@@ -211,8 +259,8 @@ class Step:
         return jit(
             piece.function(),
             mesh=mesh,
-            in_shardings=tuple(taken),
-            out_shardings=gives,
+            in_shardings=tuple(map(partial(_there, mesh), taken)),
+            out_shardings=list(map(partial(_there, mesh), gives)),
             donate_argnums=donated,
         )
 
@@ -241,6 +289,21 @@ class Step:
             return total / count
 
         return jit(loss, mesh=self._plan.mesh(last))(losses)
+
+
+def by_mesh(
+    stage: Mesh, params: Mapping[int, Any], lie: Mapping[int, NamedSharding]
+) -> dict[Mesh, dict[int, Any]]:
+    """Return parameters by the devices on which they lie; those of a stage, if there are none."""
+    found: defaultdict[Mesh, dict[int, Any]] = defaultdict(dict)
+    for number, value in params.items():
+        found[lie[number].mesh][number] = value
+    return dict(found) or {stage: {}}
+
+
+def _there(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedSharding | None:
+    """Return a sharding if it is over this mesh; values of others move as they are."""
+    return sharding if sharding is not None and sharding.mesh == mesh else None
 
 
 def placed(value: Any, wanted: Any, mesh: Mesh) -> NamedSharding:

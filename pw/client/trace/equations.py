@@ -187,7 +187,7 @@ class ProgramTrace:
         left = self._meshes.get(id(equation))
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
-            left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
+            left = self._meshes[id(equation)] = meshes_of_results(equation, operands), equation
         return left[0][at]
 
     def producer_of(self, value: Any) -> tuple[Any, int] | None:
@@ -197,7 +197,7 @@ class ProgramTrace:
         return None if equation is None else (equation, equation.outvars.index(value.val))
 
 
-def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
+def meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
     """Return where an equation leaves its results, of the meshes of its operands."""
     params, results = equation.params, equation.outvars
     kind = kind_of(equation)
@@ -233,7 +233,7 @@ def meshes_of_body(body: Any, given: Sequence[Mesh | None]) -> list[Mesh | None]
     known: dict[Any, Mesh | None] = dict(zip(body.invars, given, strict=True))
     for inner in body.eqns:
         own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
-        known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
+        known.update(zip(inner.outvars, meshes_of_results(inner, own), strict=True))
     return [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
 
 
