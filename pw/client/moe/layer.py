@@ -416,9 +416,11 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def _sharding_of_rows(stage: Mesh | None, *values: Any) -> NamedSharding:
-    """Return how rows lie: as the first of these values that lies on devices."""
+    """Return how rows lie: as the first of these values that lies on devices, or as a stage says of them."""
     for value in values:
         sharding = sharding_of(value)
+        if sharding is None and stage is not None:
+            sharding = _constrained(value, stage)
         if sharding is not None:
             lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
             shape = value.shape
@@ -429,6 +431,15 @@ def _sharding_of_rows(stage: Mesh | None, *values: Any) -> NamedSharding:
                 )
             return lie
     return NamedSharding.replicated(stage or default_mesh())
+
+
+def _constrained(value: Any, stage: Mesh) -> NamedSharding | None:
+    """Return what `jax.lax.with_sharding_constraint` says of a value in a stage, if that made it."""
+    trace = program_trace()
+    producer = None if trace is None else trace.producer_of(value)
+    if producer is None or producer[0].primitive.name != "sharding_constraint":
+        return None
+    return NamedSharding(stage, producer[0].params["sharding"].spec)
 
 
 def _size(mesh: Mesh, axes: Any) -> int:

@@ -243,6 +243,7 @@ class Pipeline:
         assert self._optimizer is not None
         trees = [stage["params"] for stage in state]
         plan, numbered = self._planned(trees, batch, key)
+        plan.check_state(numbered)
         step = Step(plan, numbered, jax.tree.leaves(batch), key)
         params: list[dict[int, Any]] = [{} for _ in trees]
         optimizer: list[Any] = [None] * len(trees)

@@ -31,6 +31,7 @@ from pw.client.trace.graph import Name, StagePiece
 from pw.client.trace.jit import jit
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.shardings import sharding_of
+from pw.core.errors import ArgumentError
 
 Slot = tuple[int, int]
 """A parameter: its stage, and its number there."""
@@ -56,6 +57,17 @@ class StepPlan:
     def mesh(self, stage: int) -> Mesh:
         """The devices of a stage."""
         return self.stages[stage].mesh
+
+    def check_state(self, params: Sequence[Mapping[int, Any]]) -> None:
+        """Raise ArgumentError unless the parameters of experts lie on their devices."""
+        for stage, own in zip(self.stages, params, strict=True):
+            for number, home in stage.homes.items():
+                lies = sharding_of(own[number])
+                if lies is not None and lies.mesh != home.mesh:
+                    raise ArgumentError(
+                        f"stage {stage.number} ({stage.name!r}) has experts on {home.mesh!r}, whose parameters "
+                        f"lie on {lies.mesh!r} in this state; make it with init(params, *batch)"
+                    )
 
 
 class Step:
@@ -195,7 +207,7 @@ class Step:
             segments = self._segments.get((task.stage, task.kind))
             if segments is None:
                 segments = self._segments[task.stage, task.kind] = self._divided(task, piece)
-            results = segments(given, partial(self._call, task))
+            results: Sequence[Any] = segments(given, partial(self._call, task))
         else:
             results = self._call(task, Segment(piece, self._plan.mesh(task.stage)), given)
         for name, made in zip(piece.gives, results, strict=True):

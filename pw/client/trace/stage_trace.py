@@ -34,13 +34,18 @@ def tracing_stages(mesh: Mesh, now: Callable[[], Mesh] | None = None) -> Iterato
 
 @contextlib.contextmanager
 def outside_of_stage() -> Iterator[Mesh | None]:
-    """In the block, calls are those of the program around a stage; yields the stage's devices, if there is one."""
+    """In the block, calls are those of the program around a stage; yields the stage's devices, or None."""
     stage = getattr(_thread, "stage", None)
     if stage is None:
         yield None
         return
     program, now = stage
-    with _stage(None), for_hosts(None), jax.sharding.use_abstract_mesh(_NO_MESH), tracing_program(program):
+    with (
+        _stage(None),
+        for_hosts(None),
+        jax.sharding.use_abstract_mesh(_NO_MESH),
+        tracing_program(program),
+    ):
         yield now()
 
 
