@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import VirtualDeviceSet, make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
 from pw.client.feeding.stream import stream
 from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.operator_cache import OPERATORS_KEPT, Recent
-from pw.client.arrays.sharding import NamedSharding
 from pw.client.connection import current
 from pw.client.trace.jit import jit
 from pw.client.trace.pmap import pmap

@@ -10,16 +10,15 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays import jaxtype
 from pw.client.arrays.jaxtype import outside_traces
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.transformed import traces_for_hosts
-from pw.client.show.tables import facts
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
 
-__all__ = ["NamedSharding", "PartitionSpec"]
+__all__ = ["OwnSharding", "PartitionSpec"]
 
 
-class NamedSharding(jax.sharding.Sharding):
+class OwnSharding(jax.sharding.Sharding):
     """How an array is split over a mesh: the axes that split each of its dimensions.
 
     Functions that are traced for the hosts can use it where JAX takes a sharding, as in
@@ -33,9 +32,7 @@ class NamedSharding(jax.sharding.Sharding):
         ShardingError: the spec names an axis that the mesh does not have, or is no partition spec.
     """
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
-        if not isinstance(mesh, Mesh):
-            raise ShardingError(f"a sharding needs a pw.Mesh of virtual devices, not {mesh!r}")
+    def __init__(self, mesh: OwnMesh, spec: PartitionSpec) -> None:
         super().__init__()
         self.mesh = mesh
         self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
@@ -43,12 +40,22 @@ class NamedSharding(jax.sharding.Sharding):
         self._hash = hash((mesh, self.core))
 
     @classmethod
-    def replicated(cls, mesh: Mesh) -> NamedSharding:
+    def replicated(cls, mesh: OwnMesh) -> OwnSharding:
         """A full copy on every device; one object for a mesh."""
-        known: NamedSharding | None = mesh._replicated
+        return cls.over(mesh, PartitionSpec())
+
+    @classmethod
+    def over(cls, mesh: OwnMesh, spec: PartitionSpec) -> OwnSharding:
+        """One object for a mesh and a spec."""
+        known: OwnSharding | None = mesh.shardings.get(spec)
         if known is None:
-            known = mesh._replicated = cls(mesh, PartitionSpec())
+            known = mesh.shardings[spec] = cls(mesh, spec)
         return known
+
+    @property
+    def of_jax(self) -> jax.sharding.NamedSharding:
+        """The sharding of JAX over the same mesh, as users see it."""
+        return jax.sharding.NamedSharding(self.mesh.of_jax, self.spec)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -63,12 +70,12 @@ class NamedSharding(jax.sharding.Sharding):
         """The devices at the positions of the mesh."""
         return self.mesh.placement
 
-    def fitting(self, shape: tuple[int, ...]) -> NamedSharding:
+    def fitting(self, shape: tuple[int, ...]) -> OwnSharding:
         """Return this sharding, or the replicated one if an array of `shape` cannot be split so."""
         try:
             self.core.check(shape)
         except ShardingError:
-            return NamedSharding.replicated(self.mesh)
+            return OwnSharding.replicated(self.mesh)
         return self
 
     # --- the interface of JAX's shardings ------------------------------------------------------------
@@ -119,7 +126,7 @@ class NamedSharding(jax.sharding.Sharding):
         return jax.sharding.NamedSharding(self.mesh.abstract_mesh, self.spec)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NamedSharding):
+        if not isinstance(other, OwnSharding):
             return NotImplemented
         return self is other or (self.core == other.core and self.mesh == other.mesh)
 
@@ -133,10 +140,6 @@ class NamedSharding(jax.sharding.Sharding):
     def _words(self) -> str:
         """The spec, in words."""
         return f"{self.spec}" if any(self.core.spec) else f"{self.spec}: replicated"
-
-    def _repr_html_(self) -> str:
-        known = [("spec", self._words), ("mesh", self.mesh._axes), ("on", self.mesh._where)]
-        return facts("pw.NamedSharding", known)
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.pipeline.choosing import Cuts
 from pw.client.pipeline.groups import unrolled, with_marks
 from pw.client.pipeline.marks import counted, has_mark, mark
@@ -40,7 +40,7 @@ from pw.core.errors import ArgumentError
 
 def cut_stages(
     function: Callable[..., Any],
-    mesh_of: Callable[[int, int], Mesh],
+    mesh_of: Callable[[int, int], OwnMesh],
     params: Any,
     batch: Sequence[Any],
     key: Any,
@@ -96,7 +96,7 @@ class _Cut:
     """One function, cut at its marks."""
 
     def __init__(
-        self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh], count: int | None
+        self, graph: Graph, name: str, mesh_of: Callable[[int, int], OwnMesh], count: int | None
     ) -> None:
         self._graph, self._name, self._mesh_of = graph, name, mesh_of
         self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is mark]

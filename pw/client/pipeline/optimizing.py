@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.step import Step
 from pw.client.trace.function import tree_unflatten
@@ -34,12 +34,12 @@ def mean(parts: Sequence[Any], count: int, dtype: Any) -> Any:
     return (total / count).astype(dtype)
 
 
-def first_state(optimizer: Optimizer, params: Any, mesh: Mesh) -> Any:
+def first_state(optimizer: Optimizer, params: Any, mesh: OwnMesh) -> Any:
     """Return the optimizer's state for parameters on a mesh; what looks like the parameters lies as they do."""
     structure: Any = jax.tree.structure(params)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(optimizer.init, shapes)
-    whole = NamedSharding.replicated(mesh)
+    whole = OwnSharding.replicated(mesh)
     shardings = jax.tree.map(sharding_of, params)
 
     def is_like(node: Any) -> bool:
@@ -61,7 +61,7 @@ def update_stage(
     optimizer: Optimizer,
     step: Step,
     stage: Stage,
-    mesh: Mesh,
+    mesh: OwnMesh,
     params: Mapping[int, Any],
     tree: Any,
     state: Any,
@@ -108,7 +108,7 @@ def update_stage(
 
 
 def stage_gradients(
-    step: Step, stage: Stage, mesh: Mesh, params: Mapping[int, Any], count: int
+    step: Step, stage: Stage, mesh: OwnMesh, params: Mapping[int, Any], count: int
 ) -> dict[int, Any]:
     """Call the function that makes mean gradients of the sums that a stage has on a mesh."""
     sums = [step.tied(stage.number, number) for number in params]

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.of_jax import given_mesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.forms import Listed, Marked, check_floats
 from pw.client.pipeline.gradients import Tasks, tasks_of
 from pw.client.pipeline.measured import Measured, Names, measured
@@ -112,7 +113,7 @@ class Pipeline:
             state.append({"params": whole})
             if self._optimizer is not None:
                 mine = {i: value for i, value in own.items() if (stage, i) not in owners}
-                lie = {index: value.sharding for index, value in mine.items()}
+                lie = {index: value._type.sharding for index, value in mine.items()}
                 states = [
                     first_state(self._optimizer, _tree(tree, own, there), mesh)
                     for mesh, there in by_mesh(meshes[stage], mine, lie).items()
@@ -337,10 +338,10 @@ class Pipeline:
 
     # --- arguments -----------------------------------------------------------------------------------
 
-    def _meshes(self, count: int) -> list[Mesh]:
+    def _meshes(self, count: int) -> list[OwnMesh]:
         return [self._form.mesh(number, count) for number in range(count)]
 
-    def _made(self, meshes: Sequence[Mesh]) -> Schedule:
+    def _made(self, meshes: Sequence[OwnMesh]) -> Schedule:
         """Return the schedule for stages on these meshes; checked."""
         places = list(dict.fromkeys(mesh.placement for mesh in meshes))
         groups = [places.index(mesh.placement) for mesh in meshes]
@@ -369,7 +370,7 @@ class Pipeline:
                 )
         return made
 
-    def _placed(self, wanted: Any, mesh: Mesh, value: Any) -> NamedSharding:
+    def _placed(self, wanted: Any, mesh: OwnMesh, value: Any) -> OwnSharding:
         if wanted is not None:
             return on_mesh(mesh, wanted)
         return placed(value, None, mesh)
@@ -412,7 +413,7 @@ def pipeline(
     stages: int | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
-    meshes: Sequence[Mesh] | None = None,
+    meshes: Sequence[jax.sharding.Mesh] | None = None,
     in_shardings: Any = None,
     optimizer: Optimizer | None = None,
     tied: Sequence[Sequence[tuple[Any, ...]]] = (),
@@ -463,13 +464,14 @@ def pipeline(
         )
     if stages is not None and (not isinstance(stages, int) or stages < 1):
         raise ArgumentError(f"stages= is how many stages there are, not {stages!r}")
+    own = None if meshes is None else list(map(given_mesh, meshes))
     if callable(model):
         if tied:
             raise ArgumentError(
                 "tied= is for lists of stages; parameters that several stages of one function use are tied by "
                 "themselves"
             )
-        form: Listed | Marked = Marked(model, meshes, in_shardings, stages)
+        form: Listed | Marked = Marked(model, own, in_shardings, stages)
     else:
         functions = list(model)
         wrong = next((one for one in functions if not callable(one)), None)
@@ -481,5 +483,5 @@ def pipeline(
             raise ArgumentError(
                 f"stages= says {stages}, and the list has {len(functions)} stage functions; leave out stages="
             )
-        form = Listed(functions, meshes, in_shardings, tied)
+        form = Listed(functions, own, in_shardings, tied)
     return Pipeline(form, schedule, int(count), optimizer, recompute, timeout)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import meshes_of_results
 from pw.client.trace.graph import Graph, Literal, Name, StagePiece
@@ -24,7 +24,7 @@ class Segment:
     """A part of a task."""
 
     piece: StagePiece
-    mesh: Mesh | None
+    mesh: OwnMesh | None
     """Where it is one computation; None if it is not, but a call of a program."""
 
 
@@ -47,7 +47,7 @@ class Segments:
         lie: the mesh of each value that the task takes.
     """
 
-    def __init__(self, piece: StagePiece, stage: Mesh, lie: Mapping[Name, Mesh]) -> None:
+    def __init__(self, piece: StagePiece, stage: OwnMesh, lie: Mapping[Name, OwnMesh]) -> None:
         graph = self._graph = Graph(piece.closed, piece.takes, piece.gives)
         self._piece = piece
         results = {atom: name for name, atom in graph.results.items() if _is_variable(atom)}
@@ -70,7 +70,10 @@ class Segments:
         return [known[self._names[end]] if _is_variable(end) else end.val for end in ends]
 
     def _in_order(
-        self, stage: Mesh, calls: Mapping[int, int], members: Mapping[tuple[int, Mesh], set[int]]
+        self,
+        stage: OwnMesh,
+        calls: Mapping[int, int],
+        members: Mapping[tuple[int, OwnMesh], set[int]],
     ) -> list[Segment]:
         """Return the segments; a level has its segments first, and then its calls."""
         graph, label = self._graph, self._piece.name
@@ -112,7 +115,7 @@ class Segments:
     def _segment(
         self,
         name: str,
-        mesh: Mesh | None,
+        mesh: OwnMesh | None,
         equations: set[int],
         members: set[int],
         wanted: set[Any],
@@ -125,18 +128,18 @@ class Segments:
 
 
 def _placed(
-    graph: Graph, stage: Mesh, lie: Mapping[Name, Mesh]
-) -> tuple[dict[int, int], dict[tuple[int, Mesh], set[int]]]:
+    graph: Graph, stage: OwnMesh, lie: Mapping[Name, OwnMesh]
+) -> tuple[dict[int, int], dict[tuple[int, OwnMesh], set[int]]]:
     """Return the level of each call, and the equations of each level and mesh that are one computation.
 
     A segment is behind the calls and the segments of other meshes that it needs; a call is in the level
     of the last segment that it needs.
     """
-    meshes: dict[Any, Mesh] = {v: lie[name] for v, name in graph.arguments.items()}
+    meshes: dict[Any, OwnMesh] = {v: lie[name] for v, name in graph.arguments.items()}
     levels: dict[int, int] = {}
     calls: dict[int, int] = {}
-    members: defaultdict[tuple[int, Mesh], set[int]] = defaultdict(set)
-    own: dict[int, Mesh] = {}
+    members: defaultdict[tuple[int, OwnMesh], set[int]] = defaultdict(set)
+    own: dict[int, OwnMesh] = {}
     for at, equation in enumerate(graph.equations):
         given = [meshes.get(atom) if _is_variable(atom) else None for atom in equation.invars]
         before = [graph.position.get(atom) for atom in equation.invars if _is_variable(atom)]

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.function import JitFunction
 from pw.client.trace.graph import Graph, Literal, Name
 from pw.client.trace.stage_trace import tracing_stages
@@ -35,7 +35,7 @@ class Stage:
 
     number: int
     name: str
-    mesh: Mesh
+    mesh: OwnMesh
     closed: Any
     takes: tuple[Name, ...]
     gives: tuple[Name, ...]
@@ -45,7 +45,7 @@ class Stage:
     """The first row and the end of each parameter of which it has some rows only."""
 
     @cached_property
-    def homes(self) -> Mapping[int, NamedSharding]:
+    def homes(self) -> Mapping[int, OwnSharding]:
         """How parameters lie on other devices, of which the stage only hands them to experts there."""
         graph = Graph(self.closed, self.takes, self.gives)
         uses: defaultdict[int, set[Any]] = defaultdict(set)
@@ -56,7 +56,7 @@ class Stage:
                     kind, index = graph.arguments.get(operand, KEY)
                     uses[index if kind == "param" else -1].add(to)
         alone = {index: to for index, (to, *others) in uses.items() if not others}
-        return {n: to for n, to in alone.items() if n >= 0 and isinstance(to, NamedSharding)}
+        return {n: to for n, to in alone.items() if n >= 0 and isinstance(to, OwnSharding)}
 
     @property
     def outputs(self) -> list[Any]:
@@ -74,7 +74,7 @@ def takes_key(function: Any) -> bool:
 
 def trace_stages(
     functions: Sequence[Callable[..., Any]],
-    meshes: Sequence[Mesh],
+    meshes: Sequence[OwnMesh],
     params: Sequence[Any],
     batch: Sequence[Any],
     key: Any,
@@ -110,7 +110,7 @@ def trace_stages(
 def _trace(
     number: int,
     function: Callable[..., Any],
-    mesh: Mesh,
+    mesh: OwnMesh,
     params: Any,
     x: Any,
     rest: tuple[Any, ...],

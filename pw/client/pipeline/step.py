@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
 from pw.client.pipeline.segments import Segment, Segments, has_calls
@@ -54,7 +54,7 @@ class StepPlan:
     folds_stage: bool
     """The key of a microbatch is folded with the number of the stage, too."""
 
-    def mesh(self, stage: int) -> Mesh:
+    def mesh(self, stage: int) -> OwnMesh:
         """The devices of a stage."""
         return self.stages[stage].mesh
 
@@ -113,7 +113,7 @@ class Step:
             needed for each in (stage, *copies) for needed in schedule.needs(Task(each, -1, "U"))
         }
 
-    def param_sharding(self, stage: int, number: int) -> NamedSharding:
+    def param_sharding(self, stage: int, number: int) -> OwnSharding:
         """Return how a parameter lies: on its stage's devices, or where the experts are whose it is."""
         plan, mesh = self._plan, self._plan.mesh(stage)
         home = plan.stages[stage].homes.get(number)
@@ -121,13 +121,13 @@ class Step:
             self._params[stage][number], plan.param_specs.get((stage, number)), mesh
         )
 
-    def updated(self, stage: int) -> dict[Mesh, dict[int, Any]]:
+    def updated(self, stage: int) -> dict[OwnMesh, dict[int, Any]]:
         """Return the parameters that are updated in a stage, by the devices on which they lie."""
         owner = self._plan.owner
         own = {n: value for n, value in self._params[stage].items() if (stage, n) not in owner}
         return self._by_mesh(stage, own)
 
-    def _by_mesh(self, stage: int, params: Mapping[int, Any]) -> dict[Mesh, dict[int, Any]]:
+    def _by_mesh(self, stage: int, params: Mapping[int, Any]) -> dict[OwnMesh, dict[int, Any]]:
         lie = {number: self.param_sharding(stage, number) for number in params}
         return by_mesh(self._plan.mesh(stage), params, lie)
 
@@ -166,11 +166,9 @@ class Step:
             folded = jax.random.fold_in(key, index)
             return jax.random.fold_in(folded, number) if plan.folds_stage else folded
 
-        whole = NamedSharding.replicated(mesh)
+        whole = OwnSharding.replicated(mesh)
         given = [
-            NamedSharding(mesh, PartitionSpec(None, *row))
-            if is_divided
-            else NamedSharding(mesh, row)
+            OwnSharding(mesh, PartitionSpec(None, *row)) if is_divided else OwnSharding(mesh, row)
             for row, is_divided in zip(rows, divided, strict=True)
         ]
         prepare.__name__ = f"{stage.name}_{number}_begin"
@@ -179,7 +177,7 @@ class Step:
             mesh=mesh,
             in_shardings=(given, whole),
             out_shardings=(
-                [[NamedSharding(mesh, row) for row in rows] for _ in range(count)],
+                [[OwnSharding(mesh, row) for row in rows] for _ in range(count)],
                 [whole] * (count if with_key else 0),
                 [self.param_sharding(number, index) for index in params],
             ),
@@ -276,7 +274,7 @@ class Step:
             donate_argnums=donated,
         )
 
-    def _taken(self, task: Task, name: Name, value: Any) -> NamedSharding | None:
+    def _taken(self, task: Task, name: Name, value: Any) -> OwnSharding | None:
         """Return the sharding in which a task takes a value."""
         kind, index = name
         plan, mesh = self._plan, self._plan.mesh(task.stage)
@@ -304,37 +302,37 @@ class Step:
 
 
 def by_mesh(
-    stage: Mesh, params: Mapping[int, Any], lie: Mapping[int, NamedSharding]
-) -> dict[Mesh, dict[int, Any]]:
+    stage: OwnMesh, params: Mapping[int, Any], lie: Mapping[int, OwnSharding]
+) -> dict[OwnMesh, dict[int, Any]]:
     """Return parameters by the devices on which they lie; those of a stage, if there are none."""
-    found: defaultdict[Mesh, dict[int, Any]] = defaultdict(dict)
+    found: defaultdict[OwnMesh, dict[int, Any]] = defaultdict(dict)
     for number, value in params.items():
         found[lie[number].mesh][number] = value
     return dict(found) or {stage: {}}
 
 
-def _there(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedSharding | None:
+def _there(mesh: OwnMesh | None, sharding: OwnSharding | None) -> OwnSharding | None:
     """Return a sharding if it is over this mesh; values of others move as they are."""
     return sharding if sharding is not None and sharding.mesh == mesh else None
 
 
-def placed(value: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+def placed(value: Any, wanted: Any, mesh: OwnMesh) -> OwnSharding:
     """Return how a value lies on a mesh: as wanted, or where it lies there, or as on the mesh it comes from."""
     if wanted is not None:
         return on_mesh(mesh, wanted)
     sharding = sharding_of(value)
     if sharding is None:
-        return NamedSharding.replicated(mesh)
+        return OwnSharding.replicated(mesh)
     if sharding.mesh == mesh:
         return sharding
     entries = [
         entry if _fits(entry, size, mesh) else None
         for entry, size in zip(sharding.spec, value.shape, strict=False)
     ]
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return OwnSharding(mesh, PartitionSpec(*entries))
 
 
-def _fits(entry: Any, size: int, mesh: Mesh) -> bool:
+def _fits(entry: Any, size: int, mesh: OwnMesh) -> bool:
     """Whether a mesh has the axes of one dimension's entry, and they divide its size."""
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
     parts = 1
@@ -343,5 +341,5 @@ def _fits(entry: Any, size: int, mesh: Mesh) -> bool:
     return size % parts == 0
 
 
-def _spec(wanted: Any, mesh: Mesh) -> PartitionSpec:
+def _spec(wanted: Any, mesh: OwnMesh) -> PartitionSpec:
     return PartitionSpec() if wanted is None else on_mesh(mesh, wanted).spec

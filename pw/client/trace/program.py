@@ -17,7 +17,7 @@ import jax
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import (
     ArrayType,
     Statics,
@@ -190,7 +190,7 @@ class ProgramFunction(Wrapped[P, R]):
         ]
         given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
         made = placement.add(closed.jaxpr, closed.consts, given)
-        none: list[NamedSharding | None] = [None] * len(made)
+        none: list[OwnSharding | None] = [None] * len(made)
         likes = like_arguments(closed.jaxpr, tree, signature, out_tree, none)
         pairs = zip(made, likes, strict=True)
         outputs = [self._result(recorder, placement.result(*pair)) for pair in pairs]
@@ -224,7 +224,7 @@ class ProgramFunction(Wrapped[P, R]):
         if tracer.sharding is not None:
             return tracer
         # a host value that no computation has placed
-        type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(default_mesh()))
+        type_ = ArrayType.of(tracer.aval, OwnSharding.replicated(default_mesh()))
         return ProgramTracer(tracer.aval, type_, recorder.place(tracer, type_, "return"), None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.equations import ProgramTrace, program_trace, tracing_program
 from pw.client.trace.export import tracing
@@ -22,7 +22,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @contextlib.contextmanager
-def tracing_stages(mesh: Mesh, now: Callable[[], Mesh] | None = None) -> Iterator[None]:
+def tracing_stages(mesh: OwnMesh, now: Callable[[], OwnMesh] | None = None) -> Iterator[None]:
     """In the block, stages are traced for the hosts of a mesh.
 
     Where one function is several stages, `now` returns the devices of the one that is traced.
@@ -33,7 +33,7 @@ def tracing_stages(mesh: Mesh, now: Callable[[], Mesh] | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def outside_of_stage() -> Iterator[Mesh | None]:
+def outside_of_stage() -> Iterator[OwnMesh | None]:
     """In the block, calls are those of the program around a stage; yields the stage's devices, or None."""
     stage = getattr(_thread, "stage", None)
     if stage is None:
@@ -50,7 +50,7 @@ def outside_of_stage() -> Iterator[Mesh | None]:
 
 
 @contextlib.contextmanager
-def _stage(stage: tuple[ProgramTrace, Callable[[], Mesh]] | None) -> Iterator[None]:
+def _stage(stage: tuple[ProgramTrace, Callable[[], OwnMesh]] | None) -> Iterator[None]:
     before = getattr(_thread, "stage", None)
     _thread.stage = stage
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.branch import Branch
 from pw.client.trace.passes.ordinary import Pending
 from pw.client.trace.tracer import ProgramTracer
@@ -59,7 +59,7 @@ class Apart:
     made_of = property(lambda self: self.sides)
 
 
-def mesh_of(value: Any) -> Mesh | None:
+def mesh_of(value: Any) -> OwnMesh | None:
     """Return the mesh of a value while it is placed; None for a host value."""
     if isinstance(value, Pending):
         return value.group.mesh
