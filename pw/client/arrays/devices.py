@@ -173,9 +173,10 @@ class VirtualDevice:
     def client(self) -> NoReturn:
         """JAX asks for it when it is about to compute in this process. Raises ArgumentError."""
         raise ArgumentError(
-            f"{self!r} is in the cluster, and jax computes only on devices of this process: call the "
-            "function of jax, and transformations of it such as jax.grad, in a @pw.program. With "
-            "JAX_PLATFORMS=pw, jax.devices() are devices of the cluster on which jax computes"
+            f"{self!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) "
+            "puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
+            "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
+            "jax.devices() are devices of the cluster on which jax computes"
         )
 
     @property

@@ -1,17 +1,14 @@
-"""`NamedSharding`: which mesh axes split which dimension of an array, as in `jax.sharding`."""
+"""`OwnSharding`: which mesh axes split which dimension of an array, as `jax.sharding.NamedSharding` says."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays import jaxtype
-from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.arrays.transformed import traces_for_hosts
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
 
@@ -21,8 +18,7 @@ __all__ = ["OwnSharding", "PartitionSpec"]
 class OwnSharding(jax.sharding.Sharding):
     """How an array is split over a mesh: the axes that split each of its dimensions.
 
-    Functions that are traced for the hosts can use it where JAX takes a sharding, as in
-    `jax.lax.with_sharding_constraint`. Before lowering, `abstract` replaces it.
+    Users have `jax.sharding.NamedSharding`. In programs that JAX traces, this is the target of `device_put`.
 
     Args:
         mesh: the virtual devices.
@@ -82,12 +78,7 @@ class OwnSharding(jax.sharding.Sharding):
 
     memory_kind = None
 
-    @property
-    def _is_concrete(self) -> bool:
-        """Read by functions that make an array like another, such as `jnp.zeros_like`."""
-        if outside_traces():
-            raise jaxtype.not_here(f"an array on {self.mesh!r}")
-        return False
+    _is_concrete = False
 
     @property
     def is_fully_replicated(self) -> bool:
@@ -95,28 +86,13 @@ class OwnSharding(jax.sharding.Sharding):
         return not any(self.core.spec)
 
     @property
-    def _device_assignment(self) -> NoReturn:
-        raise ShardingError(
-            f"{self} is over virtual devices, to which jax cannot send or compute anything from this process: "
-            "pw.put(x, sharding=sharding) puts values there, and pw.jit(f, mesh=mesh) computes there"
-        )
-
-    _internal_device_list = device_set = is_fully_addressable = _device_assignment
-
-    @property
     def num_devices(self) -> int:
         """Number of devices."""
         return self.mesh.size
 
     def check_compatible_aval(self, aval_shape: tuple[int, ...]) -> None:
-        """Raise ShardingError unless the traced computation can have an array of this shape here."""
+        """Raise ShardingError unless an array can have this shape here."""
         self.core.check(aval_shape)
-        traced_for = traces_for_hosts()
-        if traced_for is not None and traced_for != self.mesh:
-            raise ShardingError(
-                f"a sharding over {self.mesh!r} was given to a computation on {traced_for!r}; all "
-                "shardings of one computation are over its own mesh"
-            )
 
     def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
         return self.abstract()._to_xla_hlo_sharding(num_dimensions)
