@@ -84,6 +84,21 @@ def test_a_slice_lives_as_long_as_its_devices(rt: LocalRuntime) -> None:
     assert rt.released_slices == [number]
 
 
+def test_a_slice_that_only_jax_remembers_is_given_back(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    split = NamedSharding(mesh, P("x"))
+    x = put(np.ones(4, np.float32), sharding=split)
+    y = jit(lambda v: v * 2, mesh=mesh, in_shardings=split)(x) + x
+    assert y.sharding == split
+    split.devices_indices_map((4,))
+    number = mesh.devices[0].slice.id
+    del mesh, split, x, y
+    gc.collect()
+    devices(2)
+    gc.collect()
+    assert number in rt.released_slices
+
+
 def test_too_many_devices() -> None:
     with pytest.raises(errors.InsufficientDevices):
         devices(9)

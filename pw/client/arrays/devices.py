@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, NoReturn, overload
 
+from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
@@ -323,6 +324,7 @@ class VirtualDeviceSet:
         topology: tuple[int, ...] | None = None,
         **how: Any,
     ) -> Slice:
+        forget_devices(VirtualDevice)  # a slice that only JAX remembers is given back
         bound = self._runtime.allocate_slice(count, kind, island, topology, **how)
         added = Slice(self._runtime, bound)
         self._slices.append(added)

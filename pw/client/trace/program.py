@@ -16,6 +16,8 @@ import jax
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
+from pw.client.arrays.devices import VirtualDevice
+from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import (
@@ -37,7 +39,6 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.jax_calls import with_calls
-from pw.client.trace.jax_tables import forget_devices
 from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.lowered import LoweredProgram
@@ -182,7 +183,7 @@ class ProgramFunction(Wrapped[P, R]):
         check_constants(self._name, closed.consts)
         given_by_jax, closed = closed, with_calls(closed, program.kinds)
         if closed is not given_by_jax:
-            forget_devices()
+            forget_devices(VirtualDevice)
         placement = Placement(recorder)
         leaves = [
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
