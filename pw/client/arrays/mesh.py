@@ -1,4 +1,4 @@
-"""`Mesh`: devices in an array with named axes, as in `jax.sharding`.
+"""`OwnMesh`: what pw knows of a `jax.sharding.Mesh` of virtual devices: its slices, islands and placement.
 
 The hosts of one slice are one gang, which launches a computation together. A mesh may join slices
 of several islands, in any order. `pw.client.trace.joined` cuts a function over such a mesh into
@@ -24,15 +24,14 @@ from pw.core.sharding import Placement
 
 
 class OwnMesh:
-    """Virtual devices in an array with named axes.
+    """Virtual devices in an array with named axes; users have the mesh of JAX (`of_jax`).
 
     Args:
-        devices: array-like of distinct `VirtualDevice`s, of any number of dimensions. They are of one slice,
-            or of several, such as those of `add_slice(islands=2)`.
+        devices: array-like of `VirtualDevice`s, of one slice or of several.
         axis_names: one name for each dimension (a single name for one).
 
     Raises:
-        PlacementError: a device occurs twice.
+        PlacementError: a device is not virtual, or occurs twice.
         ShardingError: the dimensions need as many different names.
     """
 
