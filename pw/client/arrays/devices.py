@@ -12,6 +12,7 @@ from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
 from pw.core.errors import ArgumentError, InsufficientDevices
+from pw.core.ids import serial_of
 from pw.core.messages import SliceBound
 
 
@@ -163,12 +164,12 @@ class VirtualDevice:
     @property
     def slice_index(self) -> int:
         """Number of the slice in this session."""
-        return self.slice.id
+        return serial_of(self.slice.id)
 
     @property
     def id(self) -> int:
         """Number of the device in this session."""
-        return (self.slice.id << 16) + self.index
+        return (serial_of(self.slice.id) << 16) + self.index  # JAX wants 64 bits
 
     @property
     def client(self) -> NoReturn:
