@@ -80,7 +80,8 @@ class Step:
         self._params = params
         self._values: defaultdict[tuple[int, int], dict[Name, Any]] = defaultdict(dict)
         """What is known of each stage and microbatch."""
-        self._segments: dict[tuple[int, str], Segments] = {}
+        self._segments: dict[tuple[int, str], Segments | None] = {}
+        """The parts of tasks with calls on other devices; None for others."""
         self._compiled: dict[tuple[int, str], Any] = {}
         self.totals: list[dict[int, Any]] = []
         """For each stage the sums of its parameters' gradients."""
@@ -196,18 +197,20 @@ class Step:
 
     def _do(self, task: Task) -> None:
         """Call the function of a forward or backward task."""
+        key = task.stage, task.kind
         piece = self._plan.tasks[task.stage].pieces.get(task.kind)
         if piece is None:
             return
         values = self._values[task.stage, task.microbatch]
         given = [self._look(task, name) for name in piece.takes]
-        if has_calls(piece):
-            segments = self._segments.get((task.stage, task.kind))
-            if segments is None:
-                segments = self._segments[task.stage, task.kind] = self._divided(task, piece)
-            results: Sequence[Any] = segments(given, partial(self._call, task))
+        if key not in self._segments:
+            self._segments[key] = self._divided(task, piece) if has_calls(piece) else None
+        segments = self._segments[key]
+        if segments is None:
+            whole = Segment(piece, self._plan.mesh(task.stage))
+            results: Sequence[Any] = self._call(task, whole, given)
         else:
-            results = self._call(task, Segment(piece, self._plan.mesh(task.stage)), given)
+            results = segments(given, partial(self._call, task))
         for name, made in zip(piece.gives, results, strict=True):
             if name[0] == "total":
                 self.totals[task.stage][name[1]] = made

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
 
@@ -229,27 +229,21 @@ class ProgramFunction(Wrapped[P, R]):
         return ProgramTracer(tracer.aval, type_, recorder.place(tracer, type_, "return"), None)
 
 
+class _Options(TypedDict, total=False):
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    timeout: float | None
+
+
 @overload
-def program(
-    fun: Callable[P, R],
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    timeout: float | None = None,
-) -> ProgramFunction[P, R]: ...
+def program(fun: Callable[P, R], **options: Unpack[_Options]) -> ProgramFunction[P, R]: ...
 
 
 @overload
 def program(
-    fun: None = None,
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    timeout: float | None = None,
+    fun: None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
 
 
