@@ -64,7 +64,7 @@ def move(address: str, size_bytes: str) -> Cases:
     here, there = new_mesh(island="island-0"), new_mesh(island="island-1")
     stored = put(jnp.ones(int(size_bytes), jnp.uint8), here)
     computed = pw.jit(lambda x: x * 2, mesh=here)(stored)
-    target = pw.NamedSharding.replicated(there)
+    target = pw.NamedSharding(there, pw.PartitionSpec())
 
     def moves(array: Any) -> Callable[[int], object]:
         def case(count: int) -> None:

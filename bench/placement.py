@@ -18,7 +18,7 @@ def new_mesh(devices: int = 1, island: str | None = None, axis: str = "data") ->
 
 def put(value: Any, mesh: pw.Mesh) -> Any:
     """`value` on every device of the mesh."""
-    return pw.put(np.asarray(value), sharding=pw.NamedSharding.replicated(mesh))
+    return pw.put(np.asarray(value), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
 
 
 def chain(functions: Sequence[Callable[[Any], Any]]) -> Any:

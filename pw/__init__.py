@@ -50,13 +50,11 @@ from pw.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pw.client.arrays.array import Array
     from pw.client.arrays.devices import make_virtual_device_set
-    from pw.client.arrays.mesh import Mesh
     from pw.client.arrays.ragged import Ragged
-    from pw.client.arrays.sharding import NamedSharding
     from pw.client.cancelling import cancel
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
     from pw.client.checkpoint_files import restore
@@ -95,8 +93,8 @@ _LAZY = {
     "LocalCluster": "pw.client.connection.cluster",
     "on_ray": "pw.deploy.on_ray",
     "make_virtual_device_set": "pw.client.arrays.devices",
-    "Mesh": "pw.client.arrays.mesh",
-    "NamedSharding": "pw.client.arrays.sharding",
+    "Mesh": "jax.sharding",
+    "NamedSharding": "jax.sharding",
     "Ragged": "pw.client.arrays.ragged",
     "PartitionSpec": "jax.sharding",
     "jit": "pw.client.trace.jit",

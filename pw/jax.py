@@ -173,7 +173,7 @@ def to_jax(tree: Any) -> Any:
 
 
 def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:
-    """Return the `pw.NamedSharding` with the same shards on the same devices as one of JAX.
+    """Return the sharding over slices of this process with the same shards as one over `jax.devices()`.
 
     Args:
         sharding: over `jax.devices()`.
@@ -185,4 +185,4 @@ def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:
     """
     from pw.client.arrays import jax_arrays
 
-    return jax_arrays.front().from_jax(sharding, tuple(shape))
+    return jax_arrays.front().from_jax(sharding, tuple(shape)).of_jax

@@ -106,7 +106,7 @@ def main() -> None:
         if way == JIT:
             os.environ["PW_EMBEDDED_DEVICES"] = "1"
             mesh = new_mesh()
-            sharding = pw.NamedSharding.replicated(mesh)
+            sharding = pw.NamedSharding(mesh, pw.PartitionSpec())
 
             def put(value: Any) -> Any:
                 return pw.put(value, sharding=sharding)

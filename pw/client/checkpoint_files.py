@@ -15,8 +15,9 @@ import numpy as np
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import JoinedArray
-from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh, default_mesh
+from pw.client.arrays.of_jax import own_sharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
 from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
@@ -122,7 +123,7 @@ def restore(path: Any, like: Any = None, *, sharding: Any = None) -> Any:
     described = None
     is_whole = like is None
     if is_whole:
-        mesh = _mesh_of(jax.tree_util.tree_leaves(sharding))
+        mesh = _mesh_of(map(own_sharding, jax.tree_util.tree_leaves(sharding)))
         described = _look(where, mesh)
         like, keys = _tree_of(described, where)
     else:
@@ -174,15 +175,15 @@ def restore(path: Any, like: Any = None, *, sharding: Any = None) -> Any:
     return tree_unflatten(structure, restored)
 
 
-def _mesh_of(shardings: Iterable[Any]) -> Mesh:
+def _mesh_of(shardings: Iterable[Any]) -> OwnMesh:
     """Return the mesh of the first sharding, whose hosts are asked what is on disk."""
-    first = next((one for one in shardings if isinstance(one, NamedSharding)), None)
+    first = next((one for one in shardings if isinstance(one, OwnSharding)), None)
     mesh = default_mesh() if first is None else first.mesh
     mesh.check_alive()
     return mesh
 
 
-def _look(where: str, mesh: Mesh) -> Described:
+def _look(where: str, mesh: OwnMesh) -> Described:
     place = mesh.parts[0].placement if mesh.parts else mesh.placement
     described: Described = mesh.runtime.ask.look(where, place).result()
     return described
@@ -219,33 +220,33 @@ def _loaded(session: Any, source: FileSource, type_: ArrayType) -> Array:
     wanted = type_.sharding
     whole = type_
     if not all(part.is_whole for part in type_.islands):
-        whole = type_.with_sharding(NamedSharding.replicated(wanted.mesh))
+        whole = type_.with_sharding(OwnSharding.replicated(wanted.mesh))
     parts = [Array(session, session.load(source, part.spec), part) for part in whole.parts]
     joined: Array = put(JoinedArray(parts, whole), sharding=wanted)
     return joined
 
 
-def _wanted(leaf: Any, given: Any) -> NamedSharding | None:
+def _wanted(leaf: Any, given: Any) -> OwnSharding | None:
     """Return the wanted sharding of a leaf."""
-    own = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
-    chosen = own if isinstance(own, NamedSharding) else given
-    if chosen is not None and not isinstance(chosen, NamedSharding):
+    own = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    chosen = own_sharding(own) or given
+    if chosen is not None and not isinstance(chosen, OwnSharding):
         raise ShardingError(f"pw.restore needs a pw.NamedSharding, not {chosen!r}")
     return chosen
 
 
-def _type_of(saved: Leaf, leaf: Any, target: NamedSharding | None, where: str) -> ArrayType | None:
+def _type_of(saved: Leaf, leaf: Any, target: OwnSharding | None, where: str) -> ArrayType | None:
     """Return the type of the array to make of a leaf; None for a host value."""
     if saved.is_string:
         return None
     if saved.in_files and target is None:
-        target = NamedSharding.replicated(default_mesh())
+        target = OwnSharding.replicated(default_mesh())
     if saved.number is not None:
         aval = aval_of(signature_of(saved.value()))
     else:
         aval = saved.aval()
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if not isinstance(leaf, NamedSharding) and shape is not None and dtype is not None:
+    if not isinstance(leaf, jax.sharding.Sharding) and shape is not None and dtype is not None:
         if saved.number is None and (tuple(shape), _name(dtype)) != (aval.shape, _name(aval.dtype)):
             raise ArgumentError(
                 f"{saved.key or 'the array'} is {_name(aval.dtype)}{list(aval.shape)} in the checkpoint "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from pw.client.arrays.of_jax import own_mesh, own_sharding
 from pw.core.errors import ArgumentError
 from pw.display.tables import Shown, is_notebook
 from pw.display.tables import show as print_it
@@ -24,14 +25,26 @@ def show(what: Any) -> None:
     Raises:
         ArgumentError: it is none of these, or a function that was not called.
     """
-    drawing = getattr(what, "_drawing", None)
+    drawing = drawing_of(what)
     if drawing is None and not isinstance(what, Shown):
         raise ArgumentError(
             f"pw.show was given {type(what).__name__}; it draws pw arrays, shardings, meshes and functions of "
             "pw.jit or pw.program"
         )
-    shown = what if drawing is None else drawing()
+    shown = what if drawing is None else drawing
     if is_notebook():
         importlib.import_module("IPython.display").display(shown)
     else:
         print_it(shown)
+
+
+def drawing_of(what: Any) -> Any:
+    """Return the drawing of something; None if it has none."""
+    draw = getattr(own_mesh(what) or own_sharding(what) or what, "_drawing", None)
+    return None if draw is None else draw()
+
+
+def html(what: Any) -> str | None:
+    """Return what a cell shows of a mesh or a sharding; None for the usual text, if it is not of virtual devices."""
+    drawing = drawing_of(what)
+    return None if drawing is None else str(drawing._repr_html_())

@@ -17,7 +17,7 @@ from pw.client.arrays.joined import uploaded
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import program_trace
@@ -62,20 +62,20 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
     if sharding is None and _are_shardings(devices):
         devices, sharding = None, devices
     mesh = None if devices is None else mesh_of(devices)
-    wanted: list[NamedSharding | None] = []
+    wanted: list[OwnSharding | None] = []
     for entry in spread(sharding, tree, "the sharding of pw.put"):
         if isinstance(entry, PartitionSpec):
             if mesh is None:
                 raise ShardingError(
                     f"pw.put was given {entry} without devices; pass pw.NamedSharding(mesh, {entry})"
                 )
-            wanted.append(NamedSharding(mesh, entry))
-        elif entry is not None and not isinstance(entry, NamedSharding):
+            wanted.append(OwnSharding(mesh, entry))
+        elif entry is not None and not isinstance(entry, OwnSharding):
             raise ShardingError(f"pw.put needs a pw.NamedSharding, not {entry!r}")
         elif entry is not None and mesh is not None and entry.mesh._devices != mesh._devices:
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
-            wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
+            wanted.append(entry or (None if mesh is None else OwnSharding.replicated(mesh)))
     if program is not None:
         moved = [_moved(leaf, target) for leaf, target in zip(leaves, wanted, strict=True)]
         moved = with_counts(moved, structure)
@@ -96,12 +96,12 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
     return tree_unflatten(structure, moved)
 
 
-def _moved(leaf: Any, target: NamedSharding | None) -> Any:
+def _moved(leaf: Any, target: OwnSharding | None) -> Any:
     """Put a value of a program that JAX traces; host values without a place go to a default slice."""
     if target is None:
         if isinstance(leaf, (Array, jax.core.Tracer)):
             return leaf
-        target = NamedSharding.replicated(default_mesh())
+        target = OwnSharding.replicated(default_mesh())
     if isinstance(leaf, np.ndarray):  # its owner may write to it before it is used
         leaf = leaf.copy()
     target.core.check(np.shape(leaf))
@@ -113,12 +113,12 @@ def _are_shardings(devices: Any) -> bool:
     return bool(leaves) and None not in map(own_sharding, leaves)
 
 
-def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
+def _put(leaf: Any, target: OwnSharding | None, keep: bool) -> Any:
     if target is None:
         if isinstance(leaf, Array):
             leaf._check_usable()
             return leaf
-        target = NamedSharding.replicated(default_mesh())
+        target = OwnSharding.replicated(default_mesh())
     target.mesh.check_alive()
     session = target.mesh.runtime
     if isinstance(leaf, Array):
@@ -144,7 +144,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
     return target.mesh.slice.compiled.made(("put", source, type_), make)([leaf])[0]
 
 
-def _moves_by_count(rows: Any, target: NamedSharding) -> bool:
+def _moves_by_count(rows: Any, target: OwnSharding) -> bool:
     """Whether these rows of a `Ragged` go from devices to other ones, or are sharded another way."""
     if not isinstance(rows, Array) or rows._type.parts or target.mesh.parts:
         return False
@@ -152,13 +152,13 @@ def _moves_by_count(rows: Any, target: NamedSharding) -> bool:
 
 
 def _put_ragged(
-    rows: Array, counts: Any, target: NamedSharding, counts_target: NamedSharding
+    rows: Array, counts: Any, target: OwnSharding, counts_target: OwnSharding
 ) -> list[Array]:
     """Move rows that count, and their counts, in one run."""
     session = target.mesh.runtime
     rows._check_owner(session)
     if not isinstance(counts, Array):
-        counts = _put(counts, NamedSharding.replicated(rows.sharding.mesh), False)
+        counts = _put(counts, OwnSharding.replicated(rows._type.sharding.mesh), False)
     types = rows._type, counts._type
     targets = types[0].with_sharding(target), types[1].with_sharding(counts_target)
 

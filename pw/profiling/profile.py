@@ -6,7 +6,10 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from pw.client.connection import current
+from pw.client.show import html
 from pw.client.show import show as show_it
 from pw.client.timeline.tracing import trace
 from pw.profiling.report import Profile
@@ -70,7 +73,7 @@ class profile:  # noqa: N801 - it is used like a function, as `with pw.profile()
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register `%%pw_profile`; IPython calls it for `%load_ext pw`."""
+    """Register `%%pw_profile`, and what cells show of JAX's meshes and shardings; for `%load_ext pw`."""
 
     def pw_profile(line: str, cell: str) -> None:
         """Run the cell, and tell where its time went and what to change (see `pw.profile`)."""
@@ -80,3 +83,6 @@ def load_ipython_extension(ipython: Any) -> None:
             show_it(found)
 
     ipython.register_magic_function(pw_profile, "cell")
+    formats = ipython.display_formatter.formatters["text/html"]
+    for kind in (jax.sharding.Mesh, jax.sharding.NamedSharding):
+        formats.for_type(kind, html)

@@ -277,7 +277,7 @@ def test_a_program_is_traced_once_and_moves_values_by_itself(east: pw.Mesh, west
 
 def test_three_slices_of_two_devices_on_two_physical_ones(cluster: InProcessCluster) -> None:
     meshes = [mesh_on(1) for _ in range(3)]
-    assert len({mesh.slice.id for mesh in meshes}) == 3
+    assert len({mesh.devices[0].slice.id for mesh in meshes}) == 3
     stages = [
         pw.pmap(
             lambda x, k=k: jax.lax.psum(x, "i") + k, axis_name="i", devices=list(m.devices.flat)

@@ -294,7 +294,7 @@ def test_an_artifact_for_cuda_is_made_without_one(
 ) -> None:
     """And a host that has none refuses it with words."""
     mesh = mesh_on(0)
-    monkeypatch.setattr(mesh.slice, "platform", "cuda")
+    monkeypatch.setattr(mesh.devices[0].slice, "platform", "cuda")
     w = pw.put(numbers(1024), sharding=split(mesh))
     f = pw.jit(
         lambda k, x: jnp.linalg.eigvalsh(jax.random.normal(k, (4, 4))) * x + w[:4], mesh=mesh

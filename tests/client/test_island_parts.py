@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.factors import Factor, factors_of
 from pw.client.arrays.island_parts import is_divided, parts_of, put_together, sources
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.core.sharding import box_slices
 from tests.stages.local_runtime import LocalRuntime
 
@@ -36,11 +36,11 @@ def rt() -> Iterator[LocalRuntime]:
         yield local
 
 
-def mesh_of(owners: list[int], extent: tuple[int, ...]) -> Mesh:
+def mesh_of(owners: list[int], extent: tuple[int, ...]) -> OwnMesh:
     joined = make_virtual_device_set().add_slice(devices=32, islands=4)
     left = [list(part.devices) for part in joined.parts]
     devices = np.array([left[owner].pop(0) for owner in owners])
-    return Mesh(devices.reshape(extent), EXTENTS[extent])
+    return OwnMesh(devices.reshape(extent), EXTENTS[extent])
 
 
 def specs_of(names: tuple[str, ...]) -> list[P]:
@@ -53,7 +53,7 @@ def test_each_device_has_its_shard(name: str, extent: tuple[int, ...]) -> None:
     mesh = mesh_of(OWNERS[name], extent)
     value = np.arange(16 * 8 * 3).reshape(16, 8, 3)
     for spec in specs_of(mesh.axis_names):
-        sharding = NamedSharding(mesh, spec)
+        sharding = OwnSharding(mesh, spec)
         islands = parts_of(sharding, value.shape)
         parts = [island.of(value) for island in islands]
         for island, part in zip(islands, parts, strict=True):
@@ -72,11 +72,11 @@ def test_each_device_has_its_shard(name: str, extent: tuple[int, ...]) -> None:
 
 def test_an_island_has_one_block_of_what_its_axis_splits() -> None:
     mesh = mesh_of(OWNERS["an island after another"], (2, 4))
-    east, west = parts_of(NamedSharding(mesh, P(("x", "y"))), (16, 8))
+    east, west = parts_of(OwnSharding(mesh, P(("x", "y"))), (16, 8))
     assert [block.whole for block in east.blocks] == [((0, 8), (0, 8))]
     assert [block.whole for block in west.blocks] == [((8, 16), (0, 8))]
-    assert west.sharding == NamedSharding(mesh.parts[1], P("y"))
-    assert all(part.is_whole for part in parts_of(NamedSharding(mesh, P("y")), (16, 8)))
+    assert west.sharding == OwnSharding(mesh.parts[1], P("y"))
+    assert all(part.is_whole for part in parts_of(OwnSharding(mesh, P("y")), (16, 8)))
 
 
 def test_factors_of_axes() -> None:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import VirtualDeviceSet, make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.of_jax import own_mesh
 from pw.client.feeding.stream import stream
 from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit
@@ -224,14 +225,14 @@ def test_meshes_that_join_islands(rt: LocalRuntime) -> None:
     assert [part.island for part in joined.parts] == ["east", "north", "west"]
     assert (joined.size, len(joined.devices), len(own.slices)) == (6, 6, 3)
     grid = np.reshape(joined.devices, (3, 2))
-    mesh = Mesh(grid, ("island", "data"))
+    mesh = OwnMesh(grid, ("island", "data"))
     assert (mesh.size, [dict(part.shape) for part in mesh.parts]) == (6, [{"data": 2}] * 3)
-    assert mesh == Mesh(np.reshape(joined.devices, (3, 2)), ("island", "data"))
-    assert mesh != Mesh(grid[[0, 2, 1]], ("island", "data"))
+    assert mesh == own_mesh(Mesh(np.reshape(joined.devices, (3, 2)), ("island", "data")))
+    assert mesh != OwnMesh(grid[[0, 2, 1]], ("island", "data"))
     swapped = grid.copy()
     swapped[0, 1], swapped[1, 1] = grid[1, 1], grid[0, 1]
-    assert mesh != Mesh(swapped, ("island", "data"))
-    assert Mesh(joined.devices[::2], "island").parts[1].size == 1
+    assert mesh != OwnMesh(swapped, ("island", "data"))
+    assert OwnMesh(joined.devices[::2], "island").parts[1].size == 1
     for count, islands in ((5, 3), (4, "east"), (4, ("east", "east"))):
         with pytest.raises(ValueError, match="island"):
             own.add_slice(devices=count, islands=islands)

@@ -24,6 +24,7 @@ from pw.client.connection import current
 from tests.stages.local_runtime import LocalRuntime
 
 VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
+IN_CLUSTER = r"is in the cluster, .* pw\.jit\(f, mesh=mesh\) computes there"
 LIES = r"lies on virtual devices.* Wrap the function in pw\.jit, or take the value with np\.asarray\(x\)"
 
 
@@ -105,7 +106,7 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", FUNCTIONS)
 def test_functions_of_jax_raise(what: str, rt: Counting, x: pw.Array) -> None:
-    with pytest.raises(pw.ArgumentError, match=LIES):
+    with pytest.raises(pw.ArgumentError, match=f"{LIES}|{IN_CLUSTER}"):
         FUNCTIONS[what](x)
     assert rt.fetches == 0
 
@@ -318,9 +319,6 @@ def test_shardings_of_pw_are_those_of_jax_where_functions_are_traced(mesh: pw.Me
         found = pw.jit(function)(v)
         assert found.sharding == split
         assert found.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
-    other = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=4).devices, ("x",))
-    with pytest.raises(ValueError, match="own mesh"):
-        pw.jit(lambda v: jax.lax.with_sharding_constraint(v, split), mesh=other)(v)
     described = jax.ShapeDtypeStruct((8,), np.float32, sharding=split)
     assert jax.eval_shape(lambda v: v.sum(), described).shape == ()
 
@@ -337,20 +335,14 @@ def test_meshes_of_pw_say_where_they_go(mesh: pw.Mesh) -> None:
         shards = jax.shard_map(double, in_specs=spec, out_specs=spec, **how)
         return pw.jit(shards, mesh=mesh)(v).tolist()
 
-    with pytest.raises(pw.ShardingError, match=r"leave out mesh=, or give it mesh\.abstract_mesh"):
-        mapped(mesh=mesh)
-    assert mapped() == mapped(mesh=mesh.abstract_mesh) == (2 * v).tolist()
-    with pytest.raises(pw.ShardingError, match=r"pw\.jit\(f, mesh=mesh\)"), mesh:
-        pass
-    assert pw.jit(double, mesh=mesh)(v).sharding.mesh == mesh
-    with pytest.raises(pw.ShardingError, match=r"pw\.NamedSharding\(mesh, spec\)"):
-        jax.sharding.NamedSharding(mesh, spec)
+    assert mapped() == mapped(mesh=mesh) == mapped(mesh=mesh.abstract_mesh) == (2 * v).tolist()
+    assert pw.jit(double, mesh=mesh)(v).sharding.mesh is mesh
     for sends in (
         lambda: jax.device_put(v, sharding),
         lambda: jax.jit(double, out_shardings=sharding)(v),
         lambda: jax.lax.with_sharding_constraint(v, sharding),
     ):
-        with pytest.raises(pw.ShardingError, match=r"pw\.put\(x, sharding=sharding\)"):
+        with pytest.raises(pw.ArgumentError, match=r"pw\.put\(x, sharding=sharding\)"):
             sends()
     assert pw.put(v, sharding=sharding).sharding == sharding
 

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace import export
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
@@ -193,7 +192,7 @@ def test_the_state_of_an_optimizer_is_split_like_its_parameters(mesh: Mesh) -> N
         assert jax.tree.map(lambda x: x.sharding, tree) == jax.tree.map(
             lambda x: x.sharding, params
         )
-    assert state[0].count.sharding == after[1][0].count.sharding == NamedSharding.replicated(mesh)
+    assert state[0].count.sharding == after[1][0].count.sharding == NamedSharding(mesh, P())
 
 
 def test_state_that_is_replicated_stays_so(mesh: Mesh) -> None:
@@ -207,4 +206,4 @@ def test_state_that_is_replicated_stays_so(mesh: Mesh) -> None:
     w = np.ones((8, 4), np.float32)
     for _ in range(2):
         w, loss = run(w, VALUE)
-    assert w.sharding == loss.sharding == NamedSharding.replicated(mesh)
+    assert w.sharding == loss.sharding == NamedSharding(mesh, P())

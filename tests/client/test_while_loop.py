@@ -39,7 +39,7 @@ class Place:
         self.is_small = pw.jit(lambda x: x.sum() < 1000, mesh=self.here)
         self.is_low = pw.jit(lambda x: x.sum() < 500, mesh=self.there)
         self.plain = SimpleNamespace(
-            **{name: fun.__wrapped__ for name, fun in vars(self).items() if callable(fun)}
+            **{name: fun.__wrapped__ for name, fun in vars(self).items() if hasattr(fun, "lower")}
         )
         """The same functions for JAX alone."""
 

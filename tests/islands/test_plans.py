@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.jit import jit
 from pw.client.trace.joined import traced
 from pw.islands import sums
@@ -66,7 +66,7 @@ def rt() -> Iterator[LocalRuntime]:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     joined = make_virtual_device_set().add_slice(devices=ISLANDS * EACH, islands=ISLANDS)
-    mesh = Mesh(np.reshape(joined.devices, (ISLANDS, EACH)), ("island", "data"))
+    mesh = OwnMesh(np.reshape(joined.devices, (ISLANDS, EACH)), ("island", "data"))
     found: list[Plan] = []
     plan = traced.cut
 

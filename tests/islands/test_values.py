@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import NamedSharding as JaxSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.arrays.mesh import Mesh
 from pw.client.trace.jit import jit
 from pw.client.transfer import get
 from pw.islands import loops, sums

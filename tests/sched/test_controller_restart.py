@@ -20,7 +20,7 @@ import pytest
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection import current, threads
 from pw.client.connection.runtime import Runtime
@@ -489,7 +489,7 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
     before = current.use(ended)
     try:
         mesh = default_mesh()
-        type_ = ArrayType.of(jax.core.ShapedArray((), np.float32), NamedSharding.replicated(mesh))
+        type_ = ArrayType.of(jax.core.ShapedArray((), np.float32), OwnSharding.replicated(mesh))
         array, other_array = (Array(ended, client_id(ended.client, n), type_) for n in (98, 99))
         waiting = array.start_fetch()
         assert current.connect() is ended

@@ -189,8 +189,8 @@ def test_a_host_function_runs_where_it_is_told_and_feeds_other_islands(
     for _ in range(2):
         result = both()
         np.testing.assert_array_equal(np.asarray(result), [2, 4, 6, 8])
-    assert result.sharding.mesh.slice.island == "island-0"
-    assert read().sharding.mesh.slice.island == "island-2"
+    assert result.sharding.mesh.devices[0].island == "island-0"
+    assert read().sharding.mesh.devices[0].island == "island-2"
     anywhere = pw.host_function(lambda: np.ones(4, np.float32), ROW, hosts=1)
     np.testing.assert_array_equal(np.asarray(double(anywhere())), [2, 2, 2, 2])
 

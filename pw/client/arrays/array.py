@@ -23,7 +23,6 @@ from pw.client.arrays.indexing import elements, item_at
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
-from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import (
     ArgumentError,
@@ -113,19 +112,19 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return bool(self._type.aval.weak_type)
 
     @property
-    def sharding(self) -> NamedSharding:
+    def sharding(self) -> jax.sharding.NamedSharding:
         """The array's sharding."""
-        return self._type.sharding
+        return self._type.sharding.of_jax
 
     @property
-    def device(self) -> VirtualDevice | NamedSharding:
+    def device(self) -> VirtualDevice | jax.sharding.NamedSharding:
         """The array's virtual device; its sharding, if it has several."""
-        devices = self.sharding.mesh.devices.flat
+        devices = self._type.sharding.mesh.devices.flat
         return devices[0] if len(devices) == 1 else self.sharding
 
     def devices(self) -> set[VirtualDevice]:
         """Return the virtual devices of the array."""
-        return set(self.sharding.mesh.devices.flat)
+        return set(self._type.sharding.mesh.devices.flat)
 
     @property
     def committed(self) -> bool:
@@ -135,7 +134,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     @property
     def is_fully_replicated(self) -> bool:
         """Whether each device has a full copy."""
-        return not any(self.sharding.core.spec)
+        return not any(self._type.sharding.core.spec)
 
     @property
     def members(self) -> tuple[Array, ...]:
@@ -296,7 +295,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     def _drawing(self) -> Grid:
         """Return the shards by device; waits for nothing."""
-        return self.sharding._drawing(self._type.aval.str_short(), self.shape)
+        return self._type.sharding._drawing(self._type.aval.str_short(), self.shape)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         # A notebook also asks for the text, which elsewhere is the value: it may take long to come.
@@ -309,8 +308,12 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     def _facts(self) -> list[tuple[str, Any]]:
         """Return the rows that a notebook shows."""
         state, value = self._state()
-        known = [("shape", self.shape), ("dtype", self.dtype), ("sharding", self.sharding._words)]
-        known += [("state", state), ("on", self.sharding.mesh._where)]
+        known = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("sharding", self._type.sharding._words),
+        ]
+        known += [("state", state), ("on", self._type.sharding.mesh._where)]
         return known if value is None else [*known, ("value", value)]
 
     def _state(self) -> tuple[str, str | None]:

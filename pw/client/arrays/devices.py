@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, NoReturn, overload
 
+from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.core.errors import ArgumentError, InsufficientDevices
+from pw.core.ids import serial_of
 from pw.core.messages import SliceBound
 from pw.display.tables import Table, facts, html
 
@@ -162,20 +164,21 @@ class VirtualDevice:
     @property
     def slice_index(self) -> int:
         """Number of the slice in this session."""
-        return self.slice.id
+        return serial_of(self.slice.id)
 
     @property
     def id(self) -> int:
         """Number of the device in this session."""
-        return (self.slice.id << 16) + self.index
+        return (serial_of(self.slice.id) << 16) + self.index  # JAX wants 64 bits
 
     @property
     def client(self) -> NoReturn:
         """JAX asks for it when it is about to compute in this process. Raises ArgumentError."""
         raise ArgumentError(
-            f"{self!r} is in the cluster, and jax computes only on devices of this process: call the "
-            "function of jax, and transformations of it such as jax.grad, in a @pw.program. With "
-            "JAX_PLATFORMS=pw, jax.devices() are devices of the cluster on which jax computes"
+            f"{self!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) "
+            "puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
+            "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
+            "jax.devices() are devices of the cluster on which jax computes"
         )
 
     @property
@@ -322,6 +325,7 @@ class VirtualDeviceSet:
         topology: tuple[int, ...] | None = None,
         **how: Any,
     ) -> Slice:
+        forget_devices(VirtualDevice)  # a slice that only JAX remembers is given back
         bound = self._runtime.allocate_slice(count, kind, island, topology, **how)
         added = Slice(self._runtime, bound)
         self._slices.append(added)

@@ -168,8 +168,7 @@ def _window(handle: Any, axis: int, part: Any) -> Any:
     start, stop, step = part.indices(size)
     if step != 1 or not 0 < start < stop < size or size > _INT32_MAX:
         return part
-    sharding = handle.sharding
-    if sharding is not None and any(sharding.core.spec[axis : axis + 1]):
+    if any(handle._type.sharding.core.spec[axis : axis + 1]):
         return part  # where an axis is split, hosts would have to gather it to begin anywhere
     return _Window(np.asarray(start, np.int32), stop - start)
 

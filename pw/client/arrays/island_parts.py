@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.factors import Factors
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.core.sharding import Box, box_slices
 
 
@@ -40,7 +40,7 @@ class IslandPart:
     blocks: tuple[Block, ...]
     is_whole: bool
     """Whether the part is the array."""
-    sharding: NamedSharding = field(compare=False)
+    sharding: OwnSharding = field(compare=False)
     """Of the part, over the island's mesh."""
 
     def of(self, value: Any) -> Any:
@@ -58,7 +58,7 @@ class IslandPart:
         return made
 
 
-def parts_of(sharding: NamedSharding, shape: Sequence[int]) -> tuple[IslandPart, ...]:
+def parts_of(sharding: OwnSharding, shape: Sequence[int]) -> tuple[IslandPart, ...]:
     """Return the parts of an array of `shape` on the islands of its mesh."""
     mesh = sharding.mesh
     whole = tuple(shape)
@@ -101,7 +101,7 @@ def is_divided(parts: Sequence[IslandPart], shape: Sequence[int]) -> bool:
 
 
 def _factored(
-    sharding: NamedSharding, shape: tuple[int, ...], island: int, factors: Factors
+    sharding: OwnSharding, shape: tuple[int, ...], island: int, factors: Factors
 ) -> IslandPart:
     axes: list[tuple[str, ...]] = []
     along: list[list[tuple[int, int]]] = []
@@ -126,7 +126,7 @@ def _factored(
     )
     own_shape = tuple(intervals[-1][1] for intervals in inside)
     mesh = sharding.mesh.parts[island]
-    lies = NamedSharding(mesh, PartitionSpec(*(names or None for names in axes)))
+    lies = OwnSharding(mesh, PartitionSpec(*(names or None for names in axes)))
     return IslandPart(own_shape, blocks, own_shape == shape, lies)
 
 
@@ -134,15 +134,13 @@ def _stacked(mesh: Any, shape: tuple[int, ...], boxes: Sequence[Box]) -> IslandP
     first = tuple(stop - start for start, stop in boxes[0])
     if len(set(boxes)) == 1:
         block = Block(boxes[0], tuple((0, size) for size in first))
-        return IslandPart(first, (block,), first == shape, NamedSharding.replicated(mesh))
+        return IslandPart(first, (block,), first == shape, OwnSharding.replicated(mesh))
     blocks = [
         Block(box, ((at * first[0], (at + 1) * first[0]), *((0, size) for size in first[1:])))
         for at, box in enumerate(boxes)
     ]
     own = (len(boxes) * first[0], *first[1:])
-    return IslandPart(
-        own, tuple(blocks), False, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    )
+    return IslandPart(own, tuple(blocks), False, OwnSharding(mesh, PartitionSpec(mesh.axis_names)))
 
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -23,8 +23,8 @@ from jax.extend.ifrt_programs import ifrt_programs
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import Slice
 from pw.client.arrays.joined import JoinedArray
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, is_key
 from pw.client.connection import current, jax_backend
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error, PlacementError, ShardingError
@@ -61,8 +61,8 @@ class Front:
         self._slices: dict[int, Slice] = {}
         self._numbers: dict[int, int] = {}
         """The gateway's slices by those of this process."""
-        self._known: dict[Any, NamedSharding] = {}
-        self._originals: dict[NamedSharding, Any] = {}
+        self._known: dict[Any, OwnSharding] = {}
+        self._originals: dict[OwnSharding, Any] = {}
 
     def slice(self, number: int) -> Slice:
         """Return this process's slice on the devices of a slice of the gateway."""
@@ -75,14 +75,14 @@ class Front:
 
     # --- shardings ------------------------------------------------------------------------------------
 
-    def from_jax(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
+    def from_jax(self, sharding: Any, shape: tuple[int, ...]) -> OwnSharding:
         """Return the sharding of pw with the same shards. Raises ShardingError."""
         is_named = isinstance(sharding, jax.sharding.NamedSharding)
         key = sharding if is_named else (sharding, shape)
         found = self._known.get(key)
         if found is None:
             if is_named:
-                found = NamedSharding(
+                found = OwnSharding(
                     self.mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
                 )
             else:
@@ -94,14 +94,14 @@ class Front:
             self._originals.setdefault(found, sharding)
         return found
 
-    def mesh(self, devices: Any, names: Sequence[str]) -> Mesh:
+    def mesh(self, devices: Any, names: Sequence[str]) -> OwnMesh:
         """Return the mesh of this process's slices on the same devices."""
         grid = np.empty(devices.shape, object)
         for place, device in np.ndenumerate(devices):
             grid[place] = self.slice(device.pw_slice).devices[device.pw_index]
-        return Mesh(grid, tuple(names))
+        return OwnMesh(grid, tuple(names))
 
-    def _even(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
+    def _even(self, sharding: Any, shape: tuple[int, ...]) -> OwnSharding:
         """Return the sharding over a mesh with an axis for each dimension, and one for the copies."""
         parts = sharding.shard_shape(shape)
         counts = [size // part if part else 1 for size, part in zip(shape, parts, strict=True)]
@@ -118,9 +118,9 @@ class Front:
             grid[*at, free[0]] = device
         names = [f"axis{dimension}" for dimension in range(len(shape))]
         mesh = self.mesh(grid, (*names, "copies"))
-        return NamedSharding(mesh, PartitionSpec(*names))
+        return OwnSharding(mesh, PartitionSpec(*names))
 
-    def to_jax(self, sharding: NamedSharding) -> Any:
+    def to_jax(self, sharding: OwnSharding) -> Any:
         """Return the sharding of JAX with the same shards. Raises PlacementError for other devices."""
         found = self._originals.get(sharding)
         if found is None:

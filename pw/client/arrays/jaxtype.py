@@ -62,11 +62,6 @@ def is_random_key() -> bool:
     return sys._getframe(3).f_code.co_name == "_check_prng_key"
 
 
-def is_shard_map() -> bool:
-    """Whether the caller was called by `jax.shard_map`, which is about to refuse a mesh that is not JAX's."""
-    return sys._getframe(2).f_code.co_name == "_shmap_checks"
-
-
 def is_computing() -> bool:
     """Whether the caller was called for a compiled function that is about to run on this machine.
 

@@ -1,4 +1,4 @@
-"""`Mesh`: devices in an array with named axes, as in `jax.sharding`.
+"""`OwnMesh`: what pw knows of a `jax.sharding.Mesh` of virtual devices: its slices, islands and placement.
 
 The hosts of one slice are one gang, which launches a computation together. A mesh may join slices
 of several islands, in any order. `pw.client.trace.joined` cuts a function over such a mesh into
@@ -11,12 +11,11 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
-from pw.client.arrays import jaxtype
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
@@ -25,16 +24,15 @@ from pw.core.sharding import Placement
 from pw.display.grid import Grid, of_mesh
 
 
-class Mesh:
-    """Virtual devices in an array with named axes.
+class OwnMesh:
+    """Virtual devices in an array with named axes; users have the mesh of JAX (`of_jax`).
 
     Args:
-        devices: array-like of distinct `VirtualDevice`s, of any number of dimensions. They are of one slice,
-            or of several, such as those of `add_slice(islands=2)`.
+        devices: array-like of `VirtualDevice`s, of one slice or of several.
         axis_names: one name for each dimension (a single name for one).
 
     Raises:
-        PlacementError: a device occurs twice.
+        PlacementError: a device is not virtual, or occurs twice.
         ShardingError: the dimensions need as many different names.
     """
 
@@ -63,7 +61,7 @@ class Mesh:
         self.slice = flat[0].slice if len(slices) == 1 else Slices.of(tuple(slices.values()))
         self.factors: Factors | None = None
         """How the islands lie along the axes, if there are several and they lie so."""
-        self.parts: tuple[Mesh, ...] = ()
+        self.parts: tuple[OwnMesh, ...] = ()
         """The mesh of each island, if there are several."""
         starts = dict.fromkeys(slices, 0)
         if len(slices) > 1:
@@ -76,17 +74,17 @@ class Mesh:
         self.placement = Placement(
             self.slice.id, tuple(starts[id(device.slice)] + device.index for device in flat)
         )
-        self._replicated: Any = None
-        """The sharding with a full copy on each device, once it was asked for."""
+        self.shardings: dict[Any, Any] = {}
+        """Shardings over it that were asked for, by their partition specs."""
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 
-    def _part(self, is_own: np.ndarray[Any, Any]) -> Mesh:
+    def _part(self, is_own: np.ndarray[Any, Any]) -> OwnMesh:
         """Return the mesh of an island's devices, in their order here."""
         own = [device for device, is_here in zip(self._devices, is_own, strict=True) if is_here]
         axes = (self.factors and self.factors.inner) or {"devices": len(own)}
         grid = np.empty(len(own), dtype=object)
         grid[:] = own
-        return Mesh(grid.reshape(tuple(axes.values())), tuple(axes))
+        return OwnMesh(grid.reshape(tuple(axes.values())), tuple(axes))
 
     @property
     def devices(self) -> np.ndarray[Any, Any]:
@@ -116,31 +114,14 @@ class Mesh:
     @property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """The mesh as functions see it while they are traced."""
-        if jaxtype.is_shard_map():
-            raise ShardingError(
-                "jax.shard_map takes its mesh from the pw.jit function that it is called in: leave out "
-                "mesh=, or give it mesh.abstract_mesh"
-            )
         # As JAX describes the devices, so that functions may name a mesh of JAX of the same ones.
         device = jax.sharding.AbstractDevice(self.slice.kind, None, self.slice.platform)
         return jax.sharding.AbstractMesh(self._extent, self.axis_names, abstract_device=device)
 
-    def __enter__(self) -> NoReturn:
-        raise ShardingError(
-            "a pw.Mesh is no context; name it where it is used: pw.jit(f, mesh=mesh), or "
-            "pw.put(x, sharding=pw.NamedSharding(mesh, P()))"
-        )
-
-    def __exit__(self, *exc: object) -> None:
-        """Never reached; without it, Python would not call `__enter__`."""
-
     @property
-    def _internal_device_list(self) -> NoReturn:
-        """Read by `jax.sharding.NamedSharding`."""
-        raise ShardingError(
-            "jax.sharding.NamedSharding is over devices of this process; over a pw.Mesh it is "
-            "pw.NamedSharding(mesh, spec)"
-        )
+    def of_jax(self) -> jax.sharding.Mesh:
+        """The mesh of JAX with these devices and axes, as users see it. Not kept, as `devices`."""
+        return jax.sharding.Mesh(self.devices, self.axis_names)
 
     def check_alive(self) -> None:
         """Raise Disconnected, or the session's error, if the session of the devices has ended."""
@@ -153,7 +134,7 @@ class Mesh:
             )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mesh):
+        if not isinstance(other, OwnMesh):
             return NotImplemented
         return self is other or (
             self.slice is other.slice
@@ -180,36 +161,33 @@ class Mesh:
         """The axes with their sizes, in words."""
         return ", ".join(f"{name}={size}" for name, size in self.shape.items())
 
-    def _repr_html_(self) -> str:
-        return self._drawing()._repr_html_()
-
     @property
-    def _named_devices(self) -> list[tuple[str, int]]:
+    def named_devices(self) -> list[tuple[str, int]]:
         """The island and the number of the device at each position."""
         islands = {one: one.island for one in {device.slice for device in self._devices}}
         return [(islands[device.slice], device.index) for device in self._devices]
 
     def _drawing(self) -> Grid:
         """Return the devices by island."""
-        return of_mesh(f"Mesh({self._axes}) on {self._where}", self._extent, self._named_devices)
+        return of_mesh(f"Mesh({self._axes}) on {self._where}", self._extent, self.named_devices)
 
 
-_defaults: dict[tuple[Any, int], Mesh] = {}
+_defaults: dict[tuple[Any, int], OwnMesh] = {}
 
 
-def default_mesh(size: int = 1) -> Mesh:
+def default_mesh(size: int = 1) -> OwnMesh:
     """The mesh of `size` devices on which calls run that name no devices; allocated once a session."""
     session = current.runtime()
     mesh = _defaults.get((session, size))
     if mesh is None:
         for other in [known for known in list(_defaults) if not known[0].alive]:
             _defaults.pop(other, None)
-        fresh = Mesh(VirtualDeviceSet(session).add_slice(devices=size).devices, ("devices",))
+        fresh = OwnMesh(VirtualDeviceSet(session).add_slice(devices=size).devices, ("devices",))
         mesh = _defaults.setdefault((session, size), fresh)
     return mesh
 
 
-def mesh_of(devices: Any) -> Mesh:
+def mesh_of(devices: Any) -> OwnMesh:
     """The one-axis mesh over `devices` (a slice, one device, or a sequence), axis "devices"."""
     if isinstance(devices, (Slice, Slices)):
         devices = devices.devices
@@ -217,4 +195,4 @@ def mesh_of(devices: Any) -> Mesh:
         devices = (devices,)
     elif isinstance(devices, Iterable):
         devices = list(devices)
-    return Mesh(devices, ("devices",))
+    return OwnMesh(devices, ("devices",))

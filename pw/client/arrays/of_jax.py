@@ -1,10 +1,12 @@
-"""Meshes and shardings of `jax.sharding` over virtual devices: the own ones of pw that mean the same.
+"""Meshes and shardings of `jax.sharding` over virtual devices, which users have, as pw's own.
 
-JAX's meshes are interned and keep no data of ours, and JAX keeps meshes in tables, so pw has its own.
+JAX's meshes keep no data of ours, and hold their devices in a numpy array, which Python's collector does not
+see through. So what lasts as long as a slice holds pw's own, which know slices and islands.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
@@ -12,48 +14,54 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.devices import VirtualDevice
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.connection import jax_backend
 from pw.core.errors import PlacementError, ShardingError
 
+_own: weakref.WeakKeyDictionary[jax.sharding.Mesh, OwnMesh] = weakref.WeakKeyDictionary()
 
-def own_mesh(mesh: Any) -> Mesh | None:
+
+def own_mesh(mesh: Any) -> OwnMesh | None:
     """Return the mesh of pw with the same devices and axes; None if the devices are not virtual.
 
     Raises:
         PlacementError: some of the devices are not virtual, or they cannot be one mesh.
     """
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, OwnMesh):
         return mesh
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
         return None
+    known = _own.get(mesh)
+    if known is not None:
+        return known
     client = jax_backend.client()
     first = mesh.devices.flat[0]
     if any(isinstance(device, VirtualDevice) for device in mesh.devices.flat):
-        return Mesh(mesh.devices, mesh.axis_names)
+        return _own.setdefault(mesh, OwnMesh(mesh.devices, mesh.axis_names))
     if client is not None and first.client is client:
         return jax_arrays.front().mesh(mesh.devices, mesh.axis_names)
     return None
 
 
-def given_mesh(mesh: Any) -> Mesh | None:
+def given_mesh(mesh: Any) -> OwnMesh:
     """Return the mesh of a user as pw's own. Raises PlacementError if it is none of virtual devices."""
     own = own_mesh(mesh)
-    if own is None and mesh is not None:
+    if own is None:
         raise PlacementError(
-            f"mesh= takes a pw.Mesh, or a jax.sharding.Mesh of virtual devices, not {mesh!r}"
+            "a mesh is made of virtual devices, such as pw.Mesh(slice.devices, ('x',)) of "
+            f"slice = add_slice(devices=4); {mesh!r} was given"
         )
     return own
 
 
-def own_sharding(sharding: Any) -> NamedSharding | None:
+def own_sharding(sharding: Any) -> OwnSharding | None:
     """Return the sharding of pw with the same shards; None if it is not over virtual devices.
 
     Raises:
         PlacementError, ShardingError: pw has no such mesh, or no such memory.
     """
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, OwnSharding):
         return sharding
     if isinstance(sharding, jax.Device):
         sharding = jax.sharding.SingleDeviceSharding(sharding)
@@ -74,7 +82,7 @@ def own_sharding(sharding: Any) -> NamedSharding | None:
             f"{sharding!r} is in the memory {sharding.memory_kind!r}; arrays of pw are in the memory of "
             "their devices"
         )
-    return NamedSharding(mesh, spec)
+    return OwnSharding.over(mesh, spec)
 
 
 def abstract(named: Any) -> Any:

@@ -47,8 +47,9 @@ def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *opera
     """
     table = _of_host_values
     for operand in operands:
-        if isinstance(operand, Operators) and operand.sharding is not None:
-            table = operand.sharding.mesh.slice.compiled
+        if isinstance(operand, Operators):
+            own: Any = operand
+            table = own._type.sharding.mesh.slice.compiled
             break
     kinds = (key, *[_kind(operand) for operand in operands])
     function = table.get(kinds)
@@ -107,7 +108,7 @@ def _kind(operand: Any) -> Any:
     """Return an operand's part of the key; the function itself follows JAX's rules."""
     kind = type(operand)
     if issubclass(kind, Operators):
-        return operand._type or operand.aval
+        return operand._type
     if kind is float or kind is int:
         return kind
     return kind, getattr(operand, "shape", None), getattr(operand, "dtype", None)
@@ -168,7 +169,6 @@ class Operators:
     """The operators that JAX arrays have."""
 
     __slots__ = ()
-    sharding: Any
     __array_priority__ = 200  # numpy leaves its operators to us
     __hash__: Any = None
 

@@ -1,30 +1,25 @@
-"""`NamedSharding`: which mesh axes split which dimension of an array, as in `jax.sharding`."""
+"""`OwnSharding`: which mesh axes split which dimension of an array, as `jax.sharding.NamedSharding` says."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays import jaxtype
-from pw.client.arrays.jaxtype import outside_traces
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.transformed import traces_for_hosts
+from pw.client.arrays.mesh import OwnMesh
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
 from pw.display.grid import Grid, of_shards
-from pw.display.tables import facts
 
-__all__ = ["NamedSharding", "PartitionSpec"]
+__all__ = ["OwnSharding", "PartitionSpec"]
 
 
-class NamedSharding(jax.sharding.Sharding):
+class OwnSharding(jax.sharding.Sharding):
     """How an array is split over a mesh: the axes that split each of its dimensions.
 
-    Functions that are traced for the hosts can use it where JAX takes a sharding, as in
-    `jax.lax.with_sharding_constraint`. Before lowering, `abstract` replaces it.
+    Users have `jax.sharding.NamedSharding`. In programs that JAX traces, this is the target of `device_put`.
 
     Args:
         mesh: the virtual devices.
@@ -34,9 +29,7 @@ class NamedSharding(jax.sharding.Sharding):
         ShardingError: the spec names an axis that the mesh does not have, or is no partition spec.
     """
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
-        if not isinstance(mesh, Mesh):
-            raise ShardingError(f"a sharding needs a pw.Mesh of virtual devices, not {mesh!r}")
+    def __init__(self, mesh: OwnMesh, spec: PartitionSpec) -> None:
         super().__init__()
         self.mesh = mesh
         self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
@@ -44,12 +37,22 @@ class NamedSharding(jax.sharding.Sharding):
         self._hash = hash((mesh, self.core))
 
     @classmethod
-    def replicated(cls, mesh: Mesh) -> NamedSharding:
+    def replicated(cls, mesh: OwnMesh) -> OwnSharding:
         """A full copy on every device; one object for a mesh."""
-        known: NamedSharding | None = mesh._replicated
+        return cls.over(mesh, PartitionSpec())
+
+    @classmethod
+    def over(cls, mesh: OwnMesh, spec: PartitionSpec) -> OwnSharding:
+        """One object for a mesh and a spec."""
+        known: OwnSharding | None = mesh.shardings.get(spec)
         if known is None:
-            known = mesh._replicated = cls(mesh, PartitionSpec())
+            known = mesh.shardings[spec] = cls(mesh, spec)
         return known
+
+    @property
+    def of_jax(self) -> jax.sharding.NamedSharding:
+        """The sharding of JAX over the same mesh, as users see it."""
+        return jax.sharding.NamedSharding(self.mesh.of_jax, self.spec)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -64,24 +67,19 @@ class NamedSharding(jax.sharding.Sharding):
         """The devices at the positions of the mesh."""
         return self.mesh.placement
 
-    def fitting(self, shape: tuple[int, ...]) -> NamedSharding:
+    def fitting(self, shape: tuple[int, ...]) -> OwnSharding:
         """Return this sharding, or the replicated one if an array of `shape` cannot be split so."""
         try:
             self.core.check(shape)
         except ShardingError:
-            return NamedSharding.replicated(self.mesh)
+            return OwnSharding.replicated(self.mesh)
         return self
 
     # --- the interface of JAX's shardings ------------------------------------------------------------
 
     memory_kind = None
 
-    @property
-    def _is_concrete(self) -> bool:
-        """Read by functions that make an array like another, such as `jnp.zeros_like`."""
-        if outside_traces():
-            raise jaxtype.not_here(f"an array on {self.mesh!r}")
-        return False
+    _is_concrete = False
 
     @property
     def is_fully_replicated(self) -> bool:
@@ -89,28 +87,13 @@ class NamedSharding(jax.sharding.Sharding):
         return not any(self.core.spec)
 
     @property
-    def _device_assignment(self) -> NoReturn:
-        raise ShardingError(
-            f"{self} is over virtual devices, to which jax cannot send or compute anything from this process: "
-            "pw.put(x, sharding=sharding) puts values there, and pw.jit(f, mesh=mesh) computes there"
-        )
-
-    _internal_device_list = device_set = is_fully_addressable = _device_assignment
-
-    @property
     def num_devices(self) -> int:
         """Number of devices."""
         return self.mesh.size
 
     def check_compatible_aval(self, aval_shape: tuple[int, ...]) -> None:
-        """Raise ShardingError unless the traced computation can have an array of this shape here."""
+        """Raise ShardingError unless an array can have this shape here."""
         self.core.check(aval_shape)
-        traced_for = traces_for_hosts()
-        if traced_for is not None and traced_for != self.mesh:
-            raise ShardingError(
-                f"a sharding over {self.mesh!r} was given to a computation on {traced_for!r}; all "
-                "shardings of one computation are over its own mesh"
-            )
 
     def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
         return self.abstract()._to_xla_hlo_sharding(num_dimensions)
@@ -120,7 +103,7 @@ class NamedSharding(jax.sharding.Sharding):
         return jax.sharding.NamedSharding(self.mesh.abstract_mesh, self.spec)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NamedSharding):
+        if not isinstance(other, OwnSharding):
             return NotImplemented
         return self is other or (self.core == other.core and self.mesh == other.mesh)
 
@@ -135,10 +118,6 @@ class NamedSharding(jax.sharding.Sharding):
         """The spec, in words."""
         return f"{self.spec}" if any(self.core.spec) else f"{self.spec}: replicated"
 
-    def _repr_html_(self) -> str:
-        known = [("spec", self._words), ("mesh", self.mesh._axes), ("on", self.mesh._where)]
-        return facts("pw.NamedSharding", known) + self._drawing()._repr_html_()
-
     def _drawing(self, what: str = "an array", shape: tuple[int, ...] | None = None) -> Grid:
         """Return the shards by device, of an array of a shape or of the smallest one."""
         whole = self.core.partitions(len(self.core.spec)) if shape is None else shape
@@ -147,7 +126,7 @@ class NamedSharding(jax.sharding.Sharding):
         copies = f", each on {self.mesh.size // count} devices" if self.mesh.size > count else ""
         shards = f"{count} shard{'' if count == 1 else 's'}{each}{copies}"
         head = f"{what} as {self._words}: {shards}; on {self.mesh._where}"
-        return of_shards(head, self.core, whole, self.mesh._named_devices)
+        return of_shards(head, self.core, whole, self.mesh.named_devices)
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

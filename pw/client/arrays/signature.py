@@ -20,7 +20,7 @@ from jax._src import config as jax_config  # jax has no public name for its trac
 
 from pw.client.arrays.island_parts import IslandPart, parts_of
 from pw.client.arrays.operators import Operators
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, dtype_of
 
@@ -51,7 +51,7 @@ class ArrayType:
     """
 
     aval: Any
-    sharding: NamedSharding
+    sharding: OwnSharding
     spec: ArraySpec
     key_impl: str | None
     numpy_dtype: np.dtype[Any]
@@ -62,7 +62,7 @@ class ArrayType:
     """The types of these parts."""
 
     @staticmethod
-    def of(aval: Any, sharding: NamedSharding) -> ArrayType:
+    def of(aval: Any, sharding: OwnSharding) -> ArrayType:
         """Return the type of arrays of `aval` with `sharding`. Raises ShardingError if there is none."""
         key = (tuple(aval.shape), aval.dtype, bool(aval.weak_type), sharding)
         types = sharding.mesh.slice.types
@@ -72,7 +72,7 @@ class ArrayType:
                 known = types[key] = _new_type(aval, sharding)
             return known
 
-    def with_sharding(self, sharding: NamedSharding) -> ArrayType:
+    def with_sharding(self, sharding: OwnSharding) -> ArrayType:
         """Return the type of the same values with `sharding`."""
         return ArrayType.of(self.aval, sharding)
 
@@ -83,7 +83,7 @@ class ArrayType:
 _interning = threading.RLock()
 
 
-def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
+def _new_type(aval: Any, sharding: OwnSharding) -> ArrayType:
     shape = tuple(aval.shape)
     sharding.core.check(shape)
     whole = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))

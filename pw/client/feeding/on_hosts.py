@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.feeding.source import Position, StreamSource, notes_of
 from pw.client.trace.host_function import pickled, structure
@@ -44,9 +44,9 @@ class OnHosts:
         artifact = pickled(feeder, f"the stream {source.name!r}")
         # The bytes are not the name: each stream has a process of its own.
         self._artifact = artifact + f"# {id(self)} {mesh.runtime._id()}".encode()
-        everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        everywhere = OwnSharding(mesh, PartitionSpec(mesh.axis_names))
         self._note = _bytes((mesh.size, NOTE_BYTES + source.room), everywhere)
-        asked = _bytes((REQUEST_BYTES,), NamedSharding.replicated(mesh))
+        asked = _bytes((REQUEST_BYTES,), OwnSharding.replicated(mesh))
         self._begin = self._launch((asked,))
         self._begin_with = self._launch((asked, self._note))
 
@@ -125,5 +125,5 @@ class OnHosts:
         return begun.arrays
 
 
-def _bytes(shape: tuple[int, ...], sharding: NamedSharding) -> ArrayType:
+def _bytes(shape: tuple[int, ...], sharding: OwnSharding) -> ArrayType:
     return ArrayType.of(jax.core.ShapedArray(shape, np.dtype(np.uint8)), sharding)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import ArgumentError
 from pw.core.functions.feeding import NOTE_BYTES, Note, note_of
@@ -30,7 +30,7 @@ class StreamSource:
     makes_part: bool
     types: tuple[ArrayType, ...]
     tree: Any
-    mesh: Mesh
+    mesh: OwnMesh
     prefetch: int
     room: int
     """Bytes for the state of an iterator."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
+from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
 from pw.client.feeding.in_client import InClient
 from pw.client.feeding.on_hosts import OnHosts
 from pw.client.feeding.source import Position, StreamSource
@@ -199,5 +199,5 @@ class _Iterable:
         return self._iterable
 
 
-def _mesh(devices: Any) -> Mesh:
+def _mesh(devices: Any) -> OwnMesh:
     return default_mesh() if devices is None else mesh_of(devices)

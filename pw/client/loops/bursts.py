@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.loops.carry import Carry, as_type
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import iterated
@@ -65,7 +65,7 @@ class Bursts:
 
     # --- on one mesh -----------------------------------------------------------------------------------
 
-    def _start_on(self, mesh: Mesh) -> Callable[..., Any]:
+    def _start_on(self, mesh: OwnMesh) -> Callable[..., Any]:
         loop, types = self._loop, self._carry.types
 
         def start(*leaves: Any) -> State:
@@ -82,7 +82,7 @@ class Bursts:
             donate_argnums=tuple(self._carry.donated),
         )
 
-    def _portion_on(self, mesh: Mesh) -> Callable[..., Any]:
+    def _portion_on(self, mesh: OwnMesh) -> Callable[..., Any]:
         loop, types = self._loop, self._carry.types
 
         def goes_on(state: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh, default_mesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import one_mesh_of, traced
@@ -30,8 +30,8 @@ class Carry:
     """Where the carry of a loop lies, as its functions leave it."""
 
     types: tuple[ArrayType, ...]
-    predicate: NamedSharding
-    mesh: Mesh | None
+    predicate: OwnSharding
+    mesh: OwnMesh | None
     """Where all of an iteration runs, if it can be one computation; None if it is a part of a program."""
     donated: frozenset[int]
     """The leaves that the functions donate."""
@@ -80,7 +80,7 @@ def _placed(loop: Loop, given: Sequence[Any]) -> Carry:
     more, *after = results
     types = tuple(map(_type, leaves, after, [more] * len(after)))
     lies = types[0].sharding.mesh if types else default_mesh()
-    predicate = more.sharding or NamedSharding.replicated(lies)
+    predicate = more.sharding or OwnSharding.replicated(lies)
     where = [predicate.mesh, *[type_.sharding.mesh for type_ in types]]
     return Carry(
         types,
@@ -100,7 +100,7 @@ def _type(before: ProgramTracer, after: ProgramTracer, more: ProgramTracer) -> A
     where = after.sharding or before.sharding or more.sharding
     is_weak = after.weak_type and before.weak_type
     aval = jax.core.ShapedArray(before.aval.shape, before.aval.dtype, weak_type=is_weak)
-    return ArrayType.of(aval, where or NamedSharding.replicated(default_mesh()))
+    return ArrayType.of(aval, where or OwnSharding.replicated(default_mesh()))
 
 
 def as_type(value: Any, type_: ArrayType) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
 from pw.client.trace.counted_rows import with_counts
@@ -202,7 +202,7 @@ class _Element:
         """Return the result for an element. Raises ArgumentError if it is no tree of arrays."""
         for leaf, mesh in zip(leaves, self._meshes, strict=True):
             if mesh is not None:
-                self._trace.say(leaf, NamedSharding.replicated(mesh))
+                self._trace.say(leaf, OwnSharding.replicated(mesh))
         made = self._fun(tree_unflatten(self._tree, leaves))
         results, tree = tree_flatten(made)
         _check_leaves(self._fun, tree, results, "its result")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.signature import aval_of
 from pw.client.loops.loop import Loop
 from pw.client.trace.counted_rows import with_counts
@@ -143,7 +143,7 @@ def traced(
     return with_calls(closed, program.kinds), after
 
 
-def one_mesh_of(jaxpr: Any, meshes: Sequence[Mesh]) -> Mesh | None:
+def one_mesh_of(jaxpr: Any, meshes: Sequence[OwnMesh]) -> OwnMesh | None:
     """Return the mesh of an iteration and of its carry, if the loop can be one computation there."""
     if is_on_several(jaxpr.eqns):
         return None

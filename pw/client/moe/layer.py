@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw.client.arrays.island_parts import is_divided, parts_of
-from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
+from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
+from pw.client.arrays.of_jax import own_mesh
 from pw.client.arrays.ragged import Ragged
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.moe import routing
 from pw.client.trace.cond import cond
 from pw.client.trace.equations import program_trace
@@ -34,6 +35,7 @@ from pw.client.trace.jit import jit
 from pw.client.trace.joined.islands import apart, together
 from pw.client.trace.program import program
 from pw.client.trace.shardings import sharding_of
+from pw.client.trace.stage_trace import outside_of_stage
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
@@ -100,7 +102,7 @@ def moe(
     given = list(devices) if is_list else [devices]
     if is_list and not given:
         raise ArgumentError("pw.moe takes a list with the devices of at least one expert")
-    meshes = [one if isinstance(one, Mesh) else mesh_of(one) for one in given]
+    meshes = [own_mesh(one) or mesh_of(one) for one in given]
     for mesh in meshes:
         if mesh.parts:
             raise ShardingError(
@@ -135,7 +137,7 @@ class MixtureOfExperts:
     def __init__(
         self,
         expert: Callable[..., Any],
-        meshes: tuple[Mesh, ...],
+        meshes: tuple[OwnMesh, ...],
         is_list: bool,
         top_k: int,
         capacity_factor: float,
@@ -146,7 +148,7 @@ class MixtureOfExperts:
         self._is_list = is_list
         self._top_k = top_k
         self._capacity_factor = capacity_factor
-        self._steps: dict[NamedSharding, _Steps] = {}
+        self._steps: dict[OwnSharding, _Steps] = {}
         self._making = threading.Lock()
         self._apply = tuple(map(self._apply_on, meshes))
         self._alone = program(self._recorded)
@@ -176,8 +178,9 @@ class MixtureOfExperts:
     def __call__(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
         """Return `y` and `balance`: see `pw.moe`."""
         try:
-            if program_trace() is not None:
-                return self._recorded(params, x, logits)
+            with outside_of_stage() as stage:
+                if program_trace() is not None:
+                    return self._recorded(params, x, logits, stage)
             if under_jax_trace(tree_leaves((params, x, logits))):
                 raise ArgumentError(
                     f"{self!r} was called in a function that JAX traces, and it moves rows between the "
@@ -189,12 +192,15 @@ class MixtureOfExperts:
             leave_out_runtime(error)
             raise
 
-    def _recorded(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+    def _recorded(
+        self, params: Any, x: Any, logits: Any, stage: OwnMesh | None = None
+    ) -> tuple[Any, Any]:
+        """Record a call; in a pipeline, rows lie on the devices of the `stage`."""
         trees = self._trees(params)
         experts = self._experts_of(trees)
         self._check_rows(x, logits, experts)
         placed = [_placed(tree, mesh) for tree, mesh in zip(trees, self._meshes, strict=True)]
-        lie = _sharding_of_rows(x, logits)
+        lie = _sharding_of_rows(stage, x, logits)
         if not lie.mesh.parts:
             return self._on_island(placed, x, logits, lie)
         islands = parts_of(lie, x.shape)
@@ -209,7 +215,7 @@ class MixtureOfExperts:
         return together(parts, lie, shape), _mean(balances, rows, lie.mesh.parts[0])
 
     def _on_island(
-        self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
+        self, params: Sequence[Any], x: Any, logits: Any, lie: OwnSharding
     ) -> tuple[Any, Any]:
         """Record a call whose rows lie on one island."""
         steps = self._steps_for(lie)
@@ -242,14 +248,14 @@ class MixtureOfExperts:
 
     # --- the computations ----------------------------------------------------------------------------
 
-    def _steps_for(self, lie: NamedSharding) -> _Steps:
+    def _steps_for(self, lie: OwnSharding) -> _Steps:
         with self._making:
             steps = self._steps.get(lie)
             if steps is None:
                 steps = self._steps[lie] = self._make_steps(lie)
             return steps
 
-    def _make_steps(self, lie: NamedSharding) -> _Steps:
+    def _make_steps(self, lie: OwnSharding) -> _Steps:
         """Return the computations for rows that lie so."""
         mesh, own = lie.mesh, lie.spec
         axes = own[0] if own else None
@@ -315,10 +321,10 @@ class MixtureOfExperts:
                 in_shardings=(ragged,),
                 out_shardings=ragged,
             ),
-            Ragged(NamedSharding(mesh, among), NamedSharding(mesh, whole)),
+            Ragged(OwnSharding(mesh, among), OwnSharding(mesh, whole)),
         )
 
-    def _apply_on(self, mesh: Mesh) -> Any:
+    def _apply_on(self, mesh: OwnMesh) -> Any:
         """Return the computation of the experts of a slice."""
         expert = self._expert
 
@@ -384,7 +390,7 @@ class MixtureOfExperts:
             raise ArgumentError(f"{self!r}: top_k={self._top_k}, but there are {experts} experts")
 
 
-def _mean(balances: Sequence[Any], rows: Sequence[int], mesh: Mesh) -> Any:
+def _mean(balances: Sequence[Any], rows: Sequence[int], mesh: OwnMesh) -> Any:
     """Return the mean of the balances of several islands, which have so many rows."""
 
     def mean(*balances: Any) -> Any:
@@ -395,11 +401,11 @@ def _mean(balances: Sequence[Any], rows: Sequence[int], mesh: Mesh) -> Any:
     return made(*balances)
 
 
-def _over_experts(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+def _over_experts(mesh: OwnMesh) -> OwnSharding:
+    return OwnSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
 
-def _placed(tree: Any, mesh: Mesh) -> Any:
+def _placed(tree: Any, mesh: OwnMesh) -> Any:
     """Return parameters on a mesh: those that lie there as they lie, and others split over its experts."""
 
     def place(leaf: Any) -> Any:
@@ -410,12 +416,14 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
     return tree_map(place, tree)
 
 
-def _sharding_of_rows(*values: Any) -> NamedSharding:
-    """Return how rows lie: as the first of these values that lies on devices."""
+def _sharding_of_rows(stage: OwnMesh | None, *values: Any) -> OwnSharding:
+    """Return how rows lie: as the first of these values that lies on devices, or as a stage says of them."""
     for value in values:
         sharding = sharding_of(value)
+        if sharding is None and stage is not None:
+            sharding = _constrained(value, stage)
         if sharding is not None:
-            lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+            lie = OwnSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
             shape = value.shape
             if lie.mesh.parts and not is_divided(parts_of(lie, shape), shape):
                 raise ShardingError(
@@ -423,10 +431,19 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
                     f"split over them; split their first dimension over all axes: P({lie.mesh.axis_names})"
                 )
             return lie
-    return NamedSharding.replicated(default_mesh())
+    return OwnSharding.replicated(stage or default_mesh())
 
 
-def _size(mesh: Mesh, axes: Any) -> int:
+def _constrained(value: Any, stage: OwnMesh) -> OwnSharding | None:
+    """Return what `jax.lax.with_sharding_constraint` says of a value in a stage, if that made it."""
+    trace = program_trace()
+    producer = None if trace is None else trace.producer_of(value)
+    if producer is None or producer[0].primitive.name != "sharding_constraint":
+        return None
+    return OwnSharding(stage, producer[0].params["sharding"].spec)
+
+
+def _size(mesh: OwnMesh, axes: Any) -> int:
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(mesh.shape[name] for name in names)
 

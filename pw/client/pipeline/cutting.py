@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.pipeline.choosing import Cuts
 from pw.client.pipeline.groups import unrolled, with_marks
-from pw.client.pipeline.marks import has_mark, mark
+from pw.client.pipeline.marks import counted, has_mark, mark
 from pw.client.pipeline.rows import divided, of_rows
+from pw.client.pipeline.segments import stays
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -32,13 +33,14 @@ from pw.client.pipeline.stages import (
 from pw.client.pipeline.units import sources
 from pw.client.trace.export import tracing
 from pw.client.trace.graph import Graph, Literal, Name
+from pw.client.trace.stage_trace import tracing_stages
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 
 def cut_stages(
     function: Callable[..., Any],
-    mesh_of: Callable[[int, int], Mesh],
+    mesh_of: Callable[[int, int], OwnMesh],
     params: Any,
     batch: Sequence[Any],
     key: Any,
@@ -49,7 +51,7 @@ def cut_stages(
 
     Args:
         function: returns the loss.
-        mesh_of: returns the mesh of a stage, given its number and how many there are (0: not known).
+        mesh_of: returns the mesh of a stage, given its number and how many there are (0: not known yet).
         params: a tree of `jax.ShapeDtypeStruct`s. Parameter i of a stage is leaf i of the whole tree.
         batch: trees of shapes of one microbatch.
         key: the type of a PRNG key, or None.
@@ -66,7 +68,7 @@ def cut_stages(
         named = {"key": key} if key is not None and takes_key(function) else {}
         return jax.tree.leaves(function(params, *batch, **named))
 
-    with tracing(mesh_of(0, 0)):
+    with counted() as marks, tracing_stages(mesh_of(0, 0), lambda: mesh_of(marks(), 0)):
         closed = jax.make_jaxpr(flat)(params, tuple(batch), key)
     loss = closed.out_avals
     if len(loss) != 1 or loss[0].shape or not is_float(loss[0]):
@@ -79,6 +81,11 @@ def cut_stages(
     takes = [(kind, index) for kind, count in kinds for index in range(count)]
     graph = Graph(closed, takes, [("y", 0)])
     if count is not None and not any(map(has_mark, graph.equations)):
+        if any(map(stays, graph.equations)):
+            raise ArgumentError(
+                f"{name!r} has experts on other devices (pw.moe), and which stage they belong to is not known "
+                "before it is cut; call pw.stage_boundary where stages meet, or pass a list of stage functions"
+            )
         with tracing(mesh_of(0, 0)):
             cuts = choose(graph)
             graph = with_marks(unrolled(graph, cuts.scans), cuts.places)
@@ -89,7 +96,7 @@ class _Cut:
     """One function, cut at its marks."""
 
     def __init__(
-        self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh], count: int | None
+        self, graph: Graph, name: str, mesh_of: Callable[[int, int], OwnMesh], count: int | None
     ) -> None:
         self._graph, self._name, self._mesh_of = graph, name, mesh_of
         self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is mark]

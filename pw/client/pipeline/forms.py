@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.pipeline.choosing import Cuts, choose
 from pw.client.pipeline.cutting import cut_stages
 from pw.client.pipeline.rows import Rows, joined, rows_of, shape_of
@@ -55,7 +55,7 @@ class Listed:
     def __init__(
         self,
         functions: Sequence[Callable[..., Any]],
-        meshes: Sequence[Mesh] | None,
+        meshes: Sequence[OwnMesh] | None,
         in_shardings: Any,
         tied: Sequence[Sequence[tuple[Any, ...]]],
     ) -> None:
@@ -66,11 +66,11 @@ class Listed:
         self.takes_key = any(map(takes_key, self._functions))
         self.meshes = [self._mesh(number, meshes) for number in range(len(self._functions))]
 
-    def mesh(self, number: int, count: int) -> Mesh:
+    def mesh(self, number: int, count: int) -> OwnMesh:
         """Return the devices of a stage."""
         return self.meshes[number]
 
-    def _mesh(self, number: int, meshes: Sequence[Mesh] | None) -> Mesh:
+    def _mesh(self, number: int, meshes: Sequence[OwnMesh] | None) -> OwnMesh:
         function, count = self._functions[number], len(self._functions)
         if isinstance(function, JitFunction) and function._mesh is not None:
             return function._mesh
@@ -187,7 +187,7 @@ class Marked:
     def __init__(
         self,
         function: Callable[..., Any],
-        meshes: Sequence[Mesh] | None,
+        meshes: Sequence[OwnMesh] | None,
         in_shardings: Any,
         count: int | None,
     ) -> None:
@@ -287,9 +287,13 @@ class Marked:
         self._cuts = choose(graph, self._count, self.name, self._cuts)
         return self._cuts
 
-    def mesh(self, number: int, count: int) -> Mesh:
-        """Return the devices of a stage, given how many there are; without any, those that tracing is for."""
-        return self._meshes[0] if count == 0 else mesh_of(self._meshes, number, count)
+    def mesh(self, number: int, count: int) -> OwnMesh:
+        """Return the devices of a stage, given how many there are; 0 while that is not known."""
+        return (
+            self._meshes[number % len(self._meshes)]
+            if count == 0
+            else mesh_of(self._meshes, number, count)
+        )
 
     def owners(self, trees: Sequence[Any]) -> dict[Slot, Slot]:
         """Return for each copy of a parameter the one that is updated: that of the first stage."""
@@ -341,7 +345,7 @@ def entries(wanted: Any, count: int) -> list[Any]:
     return ((given or [None]) + [(given or [None])[-1]] * count)[:count]
 
 
-def mesh_of(meshes: Sequence[Mesh], number: int, count: int) -> Mesh:
+def mesh_of(meshes: Sequence[OwnMesh], number: int, count: int) -> OwnMesh:
     """Return the mesh of a stage: the meshes are for the stages in turn."""
     if count % len(meshes):
         raise ArgumentError(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from pw.client.pipeline.stages import Stage, is_float
 from pw.client.pipeline.table import Kind
-from pw.client.trace.export import tracing
 from pw.client.trace.graph import Graph, Name, StagePiece, cut, size_bytes
+from pw.client.trace.stage_trace import tracing_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ def _together(stage: Stage, is_last: bool) -> Graph:
 
     zeros = [jax.ShapeDtypeStruct(avals[p].shape, total_dtype(avals[p].dtype)) for p in params]
     given = [] if is_last else [results[name] for name in ends]
-    with tracing(stage.mesh):
+    with tracing_stages(stage.mesh):
         closed = jax.make_jaxpr(together)(_shapes(avals.values()), _shapes(given), zeros)
     gxs: list[Name] = [("gx", name[1]) for name in through if name[0] == "x"]
     return Graph(closed, (*stage.takes, *cotangents, *totals), (*stage.gives, *gxs, *totals))

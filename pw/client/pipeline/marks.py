@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -9,6 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pw.client.trace.graph import bodies
+
+_thread = threading.local()
 
 
 def stage_boundary(x: Any) -> Any:
@@ -18,6 +23,7 @@ def stage_boundary(x: Any) -> Any:
         x: a tree of arrays, which it returns. Elsewhere than in a pipeline it does nothing else.
     """
     leaves, tree = jax.tree.flatten(x)
+    _thread.marks = getattr(_thread, "marks", 0) + bool(leaves)
     return jax.tree.unflatten(tree, mark.bind(*leaves)) if leaves else x
 
 
@@ -28,6 +34,13 @@ mark.def_abstract_eval(lambda *avals: list(avals))
 ad.primitive_jvps[mark] = lambda primals, tangents: (mark.bind(*primals), list(tangents))
 batching.primitive_batchers[mark] = lambda values, dimensions: (mark.bind(*values), dimensions)
 mlir.register_lowering(mark, lambda ctx, *values: list(values))
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns how many marks the function traced in the block has called so far."""
+    before = getattr(_thread, "marks", 0)
+    yield lambda: int(getattr(_thread, "marks", 0) - before)
 
 
 def has_mark(eqn: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.step import Step
 from pw.client.trace.function import tree_unflatten
@@ -34,12 +34,12 @@ def mean(parts: Sequence[Any], count: int, dtype: Any) -> Any:
     return (total / count).astype(dtype)
 
 
-def first_state(optimizer: Optimizer, params: Any, mesh: Mesh) -> Any:
+def first_state(optimizer: Optimizer, params: Any, mesh: OwnMesh) -> Any:
     """Return the optimizer's state for parameters on a mesh; what looks like the parameters lies as they do."""
     structure: Any = jax.tree.structure(params)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     state = jax.eval_shape(optimizer.init, shapes)
-    whole = NamedSharding.replicated(mesh)
+    whole = OwnSharding.replicated(mesh)
     shardings = jax.tree.map(sharding_of, params)
 
     def is_like(node: Any) -> bool:
@@ -61,20 +61,22 @@ def update_stage(
     optimizer: Optimizer,
     step: Step,
     stage: Stage,
+    mesh: OwnMesh,
     params: Mapping[int, Any],
     tree: Any,
     state: Any,
     count: int,
 ) -> tuple[dict[int, Any], Any]:
-    """Call the update of one stage.
+    """Call the update of the parameters that a stage has on a mesh.
 
     Args:
         optimizer: the transformation.
         step: has the gradient sums.
         stage: the stage.
-        params: the parameters that are updated here, by number.
+        mesh: the devices.
+        params: the parameters that are updated there, by number.
         tree: their tree structure.
-        state: the optimizer's state of the stage.
+        state: the optimizer's state of these.
         count: the number of microbatches.
 
     Returns:
@@ -97,7 +99,7 @@ def update_stage(
     update.__name__ = f"{stage.name}_{stage.number}_U"
     moved, after = jit(
         update,
-        mesh=stage.mesh,
+        mesh=mesh,
         in_shardings=(shardings, None, alike),
         out_shardings=(shardings, list(map(sharding_of, leaves))),
         donate_argnums=(0, 1),
@@ -106,9 +108,9 @@ def update_stage(
 
 
 def stage_gradients(
-    step: Step, stage: Stage, params: Mapping[int, Any], count: int
+    step: Step, stage: Stage, mesh: OwnMesh, params: Mapping[int, Any], count: int
 ) -> dict[int, Any]:
-    """Call the function that makes mean gradients of one stage's sums."""
+    """Call the function that makes mean gradients of the sums that a stage has on a mesh."""
     sums = [step.tied(stage.number, number) for number in params]
     shardings = [step.param_sharding(stage.number, number) for number in params]
     dtypes = [value.dtype for value in params.values()]
@@ -122,7 +124,7 @@ def stage_gradients(
     reused = all(one.dtype == dtype for one, dtype in zip(own, dtypes, strict=True))
     made = jit(
         gradients,
-        mesh=stage.mesh,
+        mesh=mesh,
         in_shardings=(
             shardings,
             [[s] * (len(p) - 1) for s, p in zip(shardings, sums, strict=True)],

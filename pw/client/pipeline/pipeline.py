@@ -7,13 +7,14 @@ program calls them (`step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.of_jax import given_mesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.forms import Listed, Marked, check_floats
 from pw.client.pipeline.gradients import Tasks, tasks_of
 from pw.client.pipeline.measured import Measured, Names, measured
@@ -23,7 +24,7 @@ from pw.client.pipeline.plan import PipelinePlan
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.step import Step, StepPlan, placed
+from pw.client.pipeline.step import Step, StepPlan, by_mesh, placed
 from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
@@ -94,12 +95,16 @@ class Pipeline:
             self._schedule = self._made(meshes)
         owners = self._form.owners(trees)
         specs = self._form.param_specs(trees)
+        homes = (
+            [stage.homes for stage in self._stages(params, batch)] if batch else [{}] * len(trees)
+        )
         state = []
         for stage, tree in enumerate(trees):
             own = {
                 index: put(
                     numbered[owner[0]][owner[1]],
-                    sharding=self._placed(specs.get((stage, index)), meshes[stage], value),
+                    sharding=homes[stage].get(index)
+                    or self._placed(specs.get((stage, index)), meshes[stage], value),
                 )
                 for index, value in numbered[stage].items()
                 for owner in [owners.get((stage, index), (stage, index))]
@@ -107,9 +112,13 @@ class Pipeline:
             whole = jax.tree.unflatten(jax.tree.structure(tree), own.values())
             state.append({"params": whole})
             if self._optimizer is not None:
-                kept = [None if (stage, i) in owners else value for i, value in own.items()]
-                mine = jax.tree.unflatten(jax.tree.structure(tree), kept)
-                state[-1]["optimizer"] = first_state(self._optimizer, mine, meshes[stage])
+                mine = {i: value for i, value in own.items() if (stage, i) not in owners}
+                lie = {index: value._type.sharding for index, value in mine.items()}
+                states = [
+                    first_state(self._optimizer, _tree(tree, own, there), mesh)
+                    for mesh, there in by_mesh(meshes[stage], mine, lie).items()
+                ]
+                state[-1]["optimizer"] = _one_or_all(states)
         return tuple(state)
 
     def __call__(
@@ -235,27 +244,31 @@ class Pipeline:
         assert self._optimizer is not None
         trees = [stage["params"] for stage in state]
         plan, numbered = self._planned(trees, batch, key)
+        plan.check_state(numbered)
         step = Step(plan, numbered, jax.tree.leaves(batch), key)
         params: list[dict[int, Any]] = [{} for _ in trees]
         optimizer: list[Any] = [None] * len(trees)
 
         def update(number: int) -> None:
-            own = {
-                index: value
-                for index, value in numbered[number].items()
-                if (number, index) not in plan.owner
-            }
-            kept = [value if index in own else None for index, value in numbered[number].items()]
-            tree = jax.tree.structure(tree_unflatten(jax.tree.structure(trees[number]), kept))
-            params[number], optimizer[number] = update_stage(
-                self._optimizer,  # type: ignore[arg-type]
-                step,
-                plan.stages[number],
-                own,
-                tree,
-                state[number]["optimizer"],
-                self.microbatches,
-            )
+            groups = step.updated(number)
+            before = state[number]["optimizer"]
+            states = before if len(groups) > 1 else [before]
+            after = []
+            for (mesh, own), each in zip(groups.items(), states, strict=True):
+                tree = jax.tree.structure(_tree(trees[number], numbered[number], own))
+                moved, state_after = update_stage(
+                    self._optimizer,  # type: ignore[arg-type]
+                    step,
+                    plan.stages[number],
+                    mesh,
+                    own,
+                    tree,
+                    each,
+                    self.microbatches,
+                )
+                params[number] |= moved
+                after.append(state_after)
+            optimizer[number] = _one_or_all(after)
 
         loss = step.run(update)
         after = self._with_copies(plan, step, trees, params)
@@ -270,12 +283,9 @@ class Pipeline:
         found: list[dict[int, Any]] = [{} for _ in trees]
 
         def update(number: int) -> None:
-            own = {
-                index: value
-                for index, value in numbered[number].items()
-                if (number, index) not in plan.owner
-            }
-            found[number] = stage_gradients(step, plan.stages[number], own, self.microbatches)
+            for mesh, own in step.updated(number).items():
+                stage = plan.stages[number]
+                found[number] |= stage_gradients(step, stage, mesh, own, self.microbatches)
 
         loss = step.run(update)
         return loss, self._form.whole(self._with_copies(plan, step, trees, found))
@@ -328,10 +338,10 @@ class Pipeline:
 
     # --- arguments -----------------------------------------------------------------------------------
 
-    def _meshes(self, count: int) -> list[Mesh]:
+    def _meshes(self, count: int) -> list[OwnMesh]:
         return [self._form.mesh(number, count) for number in range(count)]
 
-    def _made(self, meshes: Sequence[Mesh]) -> Schedule:
+    def _made(self, meshes: Sequence[OwnMesh]) -> Schedule:
         """Return the schedule for stages on these meshes; checked."""
         places = list(dict.fromkeys(mesh.placement for mesh in meshes))
         groups = [places.index(mesh.placement) for mesh in meshes]
@@ -360,7 +370,7 @@ class Pipeline:
                 )
         return made
 
-    def _placed(self, wanted: Any, mesh: Mesh, value: Any) -> NamedSharding:
+    def _placed(self, wanted: Any, mesh: OwnMesh, value: Any) -> OwnSharding:
         if wanted is not None:
             return on_mesh(mesh, wanted)
         return placed(value, None, mesh)
@@ -373,6 +383,17 @@ class Pipeline:
                 + ("pass key=" if key is None else "no stage function has a parameter 'key'")
             )
         return key
+
+
+def _one_or_all(states: Sequence[Any]) -> Any:
+    """Return the optimizer's state of a stage: a tuple if its parameters lie on several meshes."""
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _tree(tree: Any, all_leaves: Mapping[int, Any], own: Mapping[int, Any]) -> Any:
+    """Return the tree of a stage's parameters with only some of them."""
+    kept = [own.get(index) for index in all_leaves]
+    return tree_unflatten(jax.tree.structure(tree), kept)
 
 
 def _backward_follows(schedule: Schedule) -> bool:
@@ -392,7 +413,7 @@ def pipeline(
     stages: int | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
-    meshes: Sequence[Mesh] | None = None,
+    meshes: Sequence[jax.sharding.Mesh] | None = None,
     in_shardings: Any = None,
     optimizer: Optimizer | None = None,
     tied: Sequence[Sequence[tuple[Any, ...]]] = (),
@@ -443,13 +464,14 @@ def pipeline(
         )
     if stages is not None and (not isinstance(stages, int) or stages < 1):
         raise ArgumentError(f"stages= is how many stages there are, not {stages!r}")
+    own = None if meshes is None else list(map(given_mesh, meshes))
     if callable(model):
         if tied:
             raise ArgumentError(
                 "tied= is for lists of stages; parameters that several stages of one function use are tied by "
                 "themselves"
             )
-        form: Listed | Marked = Marked(model, meshes, in_shardings, stages)
+        form: Listed | Marked = Marked(model, own, in_shardings, stages)
     else:
         functions = list(model)
         wrong = next((one for one in functions if not callable(one)), None)
@@ -461,5 +483,5 @@ def pipeline(
             raise ArgumentError(
                 f"stages= says {stages}, and the list has {len(functions)} stage functions; leave out stages="
             )
-        form = Listed(functions, meshes, in_shardings, tied)
+        form = Listed(functions, own, in_shardings, tied)
     return Pipeline(form, schedule, int(count), optimizer, recompute, timeout)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.graph import Graph, Literal, Var
 from pw.client.trace.jit import jit
 from pw.client.trace.shardings import sharding_of
@@ -44,7 +44,7 @@ class Rows:
         return self.start, self.start + self.value.shape[0]
 
 
-def rows_of(parameter: Any, rows: Range, mesh: Mesh) -> Rows:
+def rows_of(parameter: Any, rows: Range, mesh: OwnMesh) -> Rows:
     """Return rows of a parameter, of which a stage runs on `mesh`."""
     start, stop = rows
     shape, dtype = parameter.shape, parameter.dtype

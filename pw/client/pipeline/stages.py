@@ -8,17 +8,21 @@ the loss.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.trace.export import tracing
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.function import JitFunction
-from pw.client.trace.graph import Name
+from pw.client.trace.graph import Graph, Literal, Name
+from pw.client.trace.stage_trace import tracing_stages
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
@@ -31,7 +35,7 @@ class Stage:
 
     number: int
     name: str
-    mesh: Mesh
+    mesh: OwnMesh
     closed: Any
     takes: tuple[Name, ...]
     gives: tuple[Name, ...]
@@ -39,6 +43,20 @@ class Stage:
     """The tree of what it takes from the stage before; of the first stage, nothing."""
     rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """The first row and the end of each parameter of which it has some rows only."""
+
+    @cached_property
+    def homes(self) -> Mapping[int, OwnSharding]:
+        """How parameters lie on other devices, of which the stage only hands them to experts there."""
+        graph = Graph(self.closed, self.takes, self.gives)
+        uses: defaultdict[int, set[Any]] = defaultdict(set)
+        for equation in graph.equations:
+            moves = equation.params["devices"] if equation.primitive.name == "device_put" else ()
+            for operand, to in zip_longest(equation.invars, moves):
+                if not isinstance(operand, Literal):
+                    kind, index = graph.arguments.get(operand, KEY)
+                    uses[index if kind == "param" else -1].add(to)
+        alone = {index: to for index, (to, *others) in uses.items() if not others}
+        return {n: to for n, to in alone.items() if n >= 0 and isinstance(to, OwnSharding)}
 
     @property
     def outputs(self) -> list[Any]:
@@ -56,7 +74,7 @@ def takes_key(function: Any) -> bool:
 
 def trace_stages(
     functions: Sequence[Callable[..., Any]],
-    meshes: Sequence[Mesh],
+    meshes: Sequence[OwnMesh],
     params: Sequence[Any],
     batch: Sequence[Any],
     key: Any,
@@ -92,7 +110,7 @@ def trace_stages(
 def _trace(
     number: int,
     function: Callable[..., Any],
-    mesh: Mesh,
+    mesh: OwnMesh,
     params: Any,
     x: Any,
     rest: tuple[Any, ...],
@@ -111,7 +129,7 @@ def _trace(
 
     name = name_of(function)
     try:
-        with tracing(mesh):
+        with tracing_stages(mesh):
             closed = jax.make_jaxpr(flat)(params, x, rest, key)
     except Exception as error:
         if number == 0 or isinstance(error, ArgumentError):

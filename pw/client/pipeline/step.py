@@ -20,16 +20,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.pipeline.gradients import Tasks, total_dtype
 from pw.client.pipeline.schedule import Schedule
+from pw.client.pipeline.segments import Segment, Segments, has_calls
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.table import Task
 from pw.client.trace.graph import Name, StagePiece
 from pw.client.trace.jit import jit
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.shardings import sharding_of
+from pw.core.errors import ArgumentError
 
 Slot = tuple[int, int]
 """A parameter: its stage, and its number there."""
@@ -52,9 +54,20 @@ class StepPlan:
     folds_stage: bool
     """The key of a microbatch is folded with the number of the stage, too."""
 
-    def mesh(self, stage: int) -> Mesh:
+    def mesh(self, stage: int) -> OwnMesh:
         """The devices of a stage."""
         return self.stages[stage].mesh
+
+    def check_state(self, params: Sequence[Mapping[int, Any]]) -> None:
+        """Raise ArgumentError unless the parameters of experts lie on their devices."""
+        for stage, own in zip(self.stages, params, strict=True):
+            for number, home in stage.homes.items():
+                lies = sharding_of(own[number])
+                if lies is not None and lies.mesh != home.mesh:
+                    raise ArgumentError(
+                        f"stage {stage.number} ({stage.name!r}) has experts on {home.mesh!r}, whose parameters "
+                        f"lie on {lies.mesh!r} in this state; make it with init(params, *batch)"
+                    )
 
 
 class Step:
@@ -67,6 +80,8 @@ class Step:
         self._params = params
         self._values: defaultdict[tuple[int, int], dict[Name, Any]] = defaultdict(dict)
         """What is known of each stage and microbatch."""
+        self._segments: dict[tuple[int, str], Segments | None] = {}
+        """The parts of tasks with calls on other devices; None for others."""
         self._compiled: dict[tuple[int, str], Any] = {}
         self.totals: list[dict[int, Any]] = []
         """For each stage the sums of its parameters' gradients."""
@@ -99,10 +114,23 @@ class Step:
             needed for each in (stage, *copies) for needed in schedule.needs(Task(each, -1, "U"))
         }
 
-    def param_sharding(self, stage: int, number: int) -> NamedSharding:
-        """Return how a parameter lies on its stage's devices."""
+    def param_sharding(self, stage: int, number: int) -> OwnSharding:
+        """Return how a parameter lies: on its stage's devices, or where the experts are whose it is."""
         plan, mesh = self._plan, self._plan.mesh(stage)
-        return placed(self._params[stage][number], plan.param_specs.get((stage, number)), mesh)
+        home = plan.stages[stage].homes.get(number)
+        return home or placed(
+            self._params[stage][number], plan.param_specs.get((stage, number)), mesh
+        )
+
+    def updated(self, stage: int) -> dict[OwnMesh, dict[int, Any]]:
+        """Return the parameters that are updated in a stage, by the devices on which they lie."""
+        owner = self._plan.owner
+        own = {n: value for n, value in self._params[stage].items() if (stage, n) not in owner}
+        return self._by_mesh(stage, own)
+
+    def _by_mesh(self, stage: int, params: Mapping[int, Any]) -> dict[OwnMesh, dict[int, Any]]:
+        lie = {number: self.param_sharding(stage, number) for number in params}
+        return by_mesh(self._plan.mesh(stage), params, lie)
 
     def tied(self, stage: int, number: int) -> list[Any]:
         """Return the gradient sums of a parameter: its own, and those of its copies in later stages."""
@@ -119,7 +147,8 @@ class Step:
         rows = [_spec(plan.batch_specs.get((number, index)), mesh) for index in leaves]
         # Values of this process are divided before they come here.
         divided = [sharding_of(batch[index]) is None for index in leaves]
-        params = self._params[number]
+        groups = self._by_mesh(number, self._params[number])
+        params = groups.pop(mesh, {})
         with_key = key is not None and any(kind == "key" for kind, _ in used)
 
         def prepare(parts: Sequence[Any], key: Any) -> Any:
@@ -129,18 +158,18 @@ class Step:
             ]
             micro = [[part[index] for part in whole] for index in range(count)]
             keys = [] if key is None else list(jax.lax.map(partial(fold, key), jnp.arange(count)))
-            sums = [jnp.zeros(p.shape, total_dtype(p.dtype)) for p in params.values()]
-            return micro, keys, sums
+            return micro, keys, zeros(params)
+
+        def zeros(params: Mapping[int, Any]) -> list[Any]:
+            return [jnp.zeros(p.shape, total_dtype(p.dtype)) for p in params.values()]
 
         def fold(key: Any, index: Any) -> Any:
             folded = jax.random.fold_in(key, index)
             return jax.random.fold_in(folded, number) if plan.folds_stage else folded
 
-        whole = NamedSharding.replicated(mesh)
+        whole = OwnSharding.replicated(mesh)
         given = [
-            NamedSharding(mesh, PartitionSpec(None, *row))
-            if is_divided
-            else NamedSharding(mesh, row)
+            OwnSharding(mesh, PartitionSpec(None, *row)) if is_divided else OwnSharding(mesh, row)
             for row, is_divided in zip(rows, divided, strict=True)
         ]
         prepare.__name__ = f"{stage.name}_{number}_begin"
@@ -149,12 +178,17 @@ class Step:
             mesh=mesh,
             in_shardings=(given, whole),
             out_shardings=(
-                [[NamedSharding(mesh, row) for row in rows] for _ in range(count)],
+                [[OwnSharding(mesh, row) for row in rows] for _ in range(count)],
                 [whole] * (count if with_key else 0),
                 [self.param_sharding(number, index) for index in params],
             ),
         )([batch[index] for index in leaves], key if with_key else None)
-        self.totals.append(dict(zip(params, sums, strict=True)))
+        totals = dict(zip(params, sums, strict=True))
+        for far, own in groups.items():
+            lie = [self.param_sharding(number, index) for index in own]
+            empty = jit(partial(zeros, own), mesh=far, out_shardings=lie)
+            totals.update(zip(own, empty(), strict=True))
+        self.totals.append(totals)
         for index in range(count):
             values = self._values[number, index]
             values |= {("batch", at): leaf for at, leaf in zip(leaves, micro[index], strict=True)}
@@ -163,16 +197,21 @@ class Step:
 
     def _do(self, task: Task) -> None:
         """Call the function of a forward or backward task."""
+        key = task.stage, task.kind
         piece = self._plan.tasks[task.stage].pieces.get(task.kind)
         if piece is None:
             return
         values = self._values[task.stage, task.microbatch]
         given = [self._look(task, name) for name in piece.takes]
-        compiled = self._compiled.get((task.stage, task.kind))
-        if compiled is None:
-            compiled = self._compile(task, piece, given)
-            self._compiled[task.stage, task.kind] = compiled
-        for name, made in zip(piece.gives, compiled(*given), strict=True):
+        if key not in self._segments:
+            self._segments[key] = self._divided(task, piece) if has_calls(piece) else None
+        segments = self._segments[key]
+        if segments is None:
+            whole = Segment(piece, self._plan.mesh(task.stage))
+            results: Sequence[Any] = self._call(task, whole, given)
+        else:
+            results = segments(given, partial(self._call, task))
+        for name, made in zip(piece.gives, results, strict=True):
             if name[0] == "total":
                 self.totals[task.stage][name[1]] = made
             else:
@@ -192,10 +231,32 @@ class Step:
             return self._values[stage + 1, microbatch]["gx", index]
         return self._values[stage, microbatch][name]
 
-    def _compile(self, task: Task, piece: StagePiece, given: Sequence[Any]) -> Any:
-        """Compile a piece for values that lie as `given`."""
-        stage = task.stage
-        mesh = self._plan.mesh(stage)
+    def _divided(self, task: Task, piece: StagePiece) -> Segments:
+        """Return the parts of a task with calls on other devices."""
+        stage, lie = self._plan.mesh(task.stage), {}
+        for name in piece.takes:
+            kind, index = name
+            if kind in ("param", "total"):
+                lie[name] = self.param_sharding(task.stage, index).mesh
+            elif kind in ("x", "gy"):
+                lie[name] = stage
+            else:
+                sharding = sharding_of(self._look(task, name))
+                lie[name] = stage if sharding is None else sharding.mesh
+        return Segments(piece, stage, lie)
+
+    def _call(self, task: Task, segment: Segment, given: Sequence[Any]) -> Sequence[Any]:
+        """Call a computation of a task."""
+        key = task.stage, segment.piece.name
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(task, segment, given)
+        made: Sequence[Any] = compiled(*given)
+        return made
+
+    def _compile(self, task: Task, segment: Segment, given: Sequence[Any]) -> Any:
+        """Compile a computation for values that lie as `given`."""
+        stage, piece, mesh = task.stage, segment.piece, segment.mesh
         taken = [
             self._taken(task, name, value) for name, value in zip(piece.takes, given, strict=True)
         ]
@@ -211,12 +272,12 @@ class Step:
         return jit(
             piece.function(),
             mesh=mesh,
-            in_shardings=tuple(taken),
-            out_shardings=gives,
+            in_shardings=tuple(map(partial(_there, mesh), taken)),
+            out_shardings=list(map(partial(_there, mesh), gives)),
             donate_argnums=donated,
         )
 
-    def _taken(self, task: Task, name: Name, value: Any) -> NamedSharding | None:
+    def _taken(self, task: Task, name: Name, value: Any) -> OwnSharding | None:
         """Return the sharding in which a task takes a value."""
         kind, index = name
         plan, mesh = self._plan, self._plan.mesh(task.stage)
@@ -243,23 +304,38 @@ class Step:
         return jit(loss, mesh=self._plan.mesh(last))(losses)
 
 
-def placed(value: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+def by_mesh(
+    stage: OwnMesh, params: Mapping[int, Any], lie: Mapping[int, OwnSharding]
+) -> dict[OwnMesh, dict[int, Any]]:
+    """Return parameters by the devices on which they lie; those of a stage, if there are none."""
+    found: defaultdict[OwnMesh, dict[int, Any]] = defaultdict(dict)
+    for number, value in params.items():
+        found[lie[number].mesh][number] = value
+    return dict(found) or {stage: {}}
+
+
+def _there(mesh: OwnMesh | None, sharding: OwnSharding | None) -> OwnSharding | None:
+    """Return a sharding if it is over this mesh; values of others move as they are."""
+    return sharding if sharding is not None and sharding.mesh == mesh else None
+
+
+def placed(value: Any, wanted: Any, mesh: OwnMesh) -> OwnSharding:
     """Return how a value lies on a mesh: as wanted, or where it lies there, or as on the mesh it comes from."""
     if wanted is not None:
         return on_mesh(mesh, wanted)
     sharding = sharding_of(value)
     if sharding is None:
-        return NamedSharding.replicated(mesh)
+        return OwnSharding.replicated(mesh)
     if sharding.mesh == mesh:
         return sharding
     entries = [
         entry if _fits(entry, size, mesh) else None
         for entry, size in zip(sharding.spec, value.shape, strict=False)
     ]
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return OwnSharding(mesh, PartitionSpec(*entries))
 
 
-def _fits(entry: Any, size: int, mesh: Mesh) -> bool:
+def _fits(entry: Any, size: int, mesh: OwnMesh) -> bool:
     """Whether a mesh has the axes of one dimension's entry, and they divide its size."""
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
     parts = 1
@@ -268,5 +344,5 @@ def _fits(entry: Any, size: int, mesh: Mesh) -> bool:
     return size % parts == 0
 
 
-def _spec(wanted: Any, mesh: Mesh) -> PartitionSpec:
+def _spec(wanted: Any, mesh: OwnMesh) -> PartitionSpec:
     return PartitionSpec() if wanted is None else on_mesh(mesh, wanted).spec

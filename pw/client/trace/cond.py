@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.cond_errors import (
     PREDICATE,
@@ -181,7 +181,7 @@ class _Side:
     def _placed(self, leaf: Any, wanted: Any) -> Any:
         if wanted is None:
             return leaf
-        if not isinstance(wanted, NamedSharding):
+        if not isinstance(wanted, OwnSharding):
             wanted = on_mesh(self._trace.mesh_of(leaf) or default_mesh(), wanted)
         return jax.device_put(leaf, wanted)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pw.client.arrays.ragged import check_counts
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.constant import Constant
 from pw.client.trace.joined.moving import applied
@@ -32,7 +32,7 @@ def counts_of(
     made: ArrayType = recorder.made_as(rows)
     if made.spec == wanted or isinstance(counts, JoinedTracer):
         return None
-    there = ArrayType.of(counts.aval, NamedSharding.replicated(made.sharding.mesh))
+    there = ArrayType.of(counts.aval, OwnSharding.replicated(made.sharding.mesh))
     value: ValueRef = recorder.place(counts, there, "counts")
     spec = recorder.made_as(value).spec
     is_whole = max(spec.sharding.partitions(len(spec.shape)), default=1) == 1

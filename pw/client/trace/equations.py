@@ -21,9 +21,9 @@ from jax._src import core
 from jax._src.interpreters import ad, batching, partial_eval
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_mesh, own_sharding
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
 from pw.client.trace.exported import Alike
@@ -38,7 +38,7 @@ class CallKind:
     """A kind of calls of one function: what its equations do not say."""
 
     name: str
-    mesh: Mesh
+    mesh: OwnMesh
     check_nans: bool
     arguments: Any
     """The tree of the arguments."""
@@ -76,7 +76,7 @@ def kind_of(equation: Any) -> CallKind | None:
 def bound(
     kind: CallKind,
     function: Callable[..., Any],
-    shardings: Sequence[NamedSharding | PartitionSpec | None],
+    shardings: Sequence[OwnSharding | PartitionSpec | None],
     out_shardings: Any,
     donated: Sequence[int],
 ) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def bound(
 
     def abstract(wanted: Any) -> Any:
         if isinstance(wanted, PartitionSpec):
-            wanted = NamedSharding(kind.mesh, wanted)
+            wanted = OwnSharding(kind.mesh, wanted)
         return None if wanted is None else wanted.abstract()
 
     flat.__name__ = equation_name(kind)
@@ -144,16 +144,16 @@ class ProgramTrace:
         """Of the calls so far; their functions may be gone before the program is placed."""
         self.unbounded: list[str] = []
         """The bodies of loops without a bound, which have no gradient in reverse."""
-        self._lies: dict[int, tuple[NamedSharding | None, Any]] = {}
+        self._lies: dict[int, tuple[OwnSharding | None, Any]] = {}
         """The shardings of values by their identity, and the values, which have to stay."""
         self._alike: dict[int, tuple[Any, Any]] = {}
         """The values that lie as others, by their identity: these others, and the values."""
-        self._meshes: dict[int, tuple[list[Mesh | None], Any]] = {}
+        self._meshes: dict[int, tuple[list[OwnMesh | None], Any]] = {}
         """Where an equation leaves its results, by its identity."""
-        self.laid: dict[int, tuple[list[NamedSharding | None], Any]] = {}
+        self.laid: dict[int, tuple[list[OwnSharding | None], Any]] = {}
         """How it leaves them, as far as that was asked (`pw.client.trace.shardings`)."""
 
-    def say(self, value: Any, sharding: NamedSharding | None) -> None:
+    def say(self, value: Any, sharding: OwnSharding | None) -> None:
         """Say where an argument of the program lies."""
         self._lies[id(_innermost(value))] = sharding, value
 
@@ -168,13 +168,13 @@ class ProgramTrace:
             value = known[0]
         return value
 
-    def sharding_of(self, value: Any) -> NamedSharding | None:
+    def sharding_of(self, value: Any) -> OwnSharding | None:
         """Return the sharding of an argument of the program; None for other values."""
         if isinstance(value, Array):
-            return value.sharding
+            return value._type.sharding
         return self._lies.get(id(_innermost(value)), (None, None))[0]
 
-    def mesh_of(self, value: Any) -> Mesh | None:
+    def mesh_of(self, value: Any) -> OwnMesh | None:
         """Return the mesh of a value; None for a host value."""
         value = self.alike(value)
         known = self.sharding_of(value)
@@ -187,7 +187,7 @@ class ProgramTrace:
         left = self._meshes.get(id(equation))
         if left is None:
             operands = [self.mesh_of(operand) for operand in equation.in_tracers]
-            left = self._meshes[id(equation)] = _meshes_of_results(equation, operands), equation
+            left = self._meshes[id(equation)] = meshes_of_results(equation, operands), equation
         return left[0][at]
 
     def producer_of(self, value: Any) -> tuple[Any, int] | None:
@@ -197,7 +197,7 @@ class ProgramTrace:
         return None if equation is None else (equation, equation.outvars.index(value.val))
 
 
-def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[Mesh | None]:
+def meshes_of_results(equation: Any, operands: Sequence[OwnMesh | None]) -> list[OwnMesh | None]:
     """Return where an equation leaves its results, of the meshes of its operands."""
     params, results = equation.params, equation.outvars
     kind = kind_of(equation)
@@ -228,16 +228,16 @@ def _meshes_of_results(equation: Any, operands: Sequence[Mesh | None]) -> list[M
     return [mesh or first for mesh in found[: len(results)]] + [first] * (len(results) - len(found))
 
 
-def meshes_of_body(body: Any, given: Sequence[Mesh | None]) -> list[Mesh | None]:
+def meshes_of_body(body: Any, given: Sequence[OwnMesh | None]) -> list[OwnMesh | None]:
     """Return where a jaxpr leaves its results, of the meshes of its arguments; None for host values."""
-    known: dict[Any, Mesh | None] = dict(zip(body.invars, given, strict=True))
+    known: dict[Any, OwnMesh | None] = dict(zip(body.invars, given, strict=True))
     for inner in body.eqns:
         own = [None if _is_literal(atom) else known.get(atom) for atom in inner.invars]
-        known.update(zip(inner.outvars, _meshes_of_results(inner, own), strict=True))
+        known.update(zip(inner.outvars, meshes_of_results(inner, own), strict=True))
     return [None if _is_literal(atom) else known.get(atom) for atom in body.outvars]
 
 
-def meshes_named_by(equation: Any) -> set[Mesh]:
+def meshes_named_by(equation: Any) -> set[OwnMesh]:
     """Return the meshes of virtual devices that an equation of JAX names itself, not in its bodies."""
     params = equation.params
     if equation.primitive.name == "shard_map":

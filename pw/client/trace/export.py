@@ -31,9 +31,9 @@ from jax._src.config import traceback_in_locations_limit
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import uploaded
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.ragged import pairs_of
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift
@@ -47,7 +47,7 @@ from pw.core.programs.program import Computation
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
 
-OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding | None]]
+OutShardings = Callable[[Any, Sequence[Any]], Sequence[OwnSharding | None]]
 """Maps the tree of results and their avals to their shardings; None for the compiler's choice."""
 
 
@@ -57,7 +57,7 @@ class Traced:
 
     computation: Computation
     artifact: bytes
-    mesh: Mesh
+    mesh: OwnMesh
     inputs: tuple[ArrayType, ...]
     captured: tuple[Array, ...]
     """Arrays that follow the explicit arguments."""
@@ -71,7 +71,7 @@ def trace(
     function: Callable[..., Any],
     arguments: Any,
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     inputs: Sequence[ArrayType],
     out_shardings: OutShardings,
     donated: Sequence[int],
@@ -95,7 +95,7 @@ def trace(
     specs = [type_.spec for type_ in made.outputs]
     if made.checks:
         flags = jax.core.ShapedArray((len(made.checks),), np.dtype(bool))
-        specs.append(ArrayType.of(flags, NamedSharding.replicated(mesh)).spec)
+        specs.append(ArrayType.of(flags, OwnSharding.replicated(mesh)).spec)
     artifact = artifact_of(made.module, donated, () if made.is_divided else specs)
     computation = Computation(
         name,
@@ -122,7 +122,7 @@ def export(
     function: Callable[..., Any],
     arguments: Any,
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     inputs: Sequence[ArrayType],
     out_shardings: OutShardings,
     check_nans: bool = False,
@@ -146,7 +146,7 @@ def export(
 
 
 def jaxpr_of(
-    function: Callable[..., Any], arguments: Any, mesh: Mesh, inputs: Sequence[ArrayType]
+    function: Callable[..., Any], arguments: Any, mesh: OwnMesh, inputs: Sequence[ArrayType]
 ) -> tuple[Any, Any]:
     """Trace a function for a mesh. Returns its closed jaxpr, and the tree of its results."""
     mesh.check_alive()
@@ -165,7 +165,7 @@ def jaxpr_of(
 
 
 @contextlib.contextmanager
-def tracing(mesh: Mesh) -> Iterator[None]:
+def tracing(mesh: OwnMesh) -> Iterator[None]:
     """In the block, functions are traced for the hosts of a mesh."""
     with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
@@ -173,20 +173,20 @@ def tracing(mesh: Mesh) -> Iterator[None]:
 
 def _settled(
     module: bytes,
-    mesh: Mesh,
+    mesh: OwnMesh,
     avals: Sequence[Any],
-    wanted: Sequence[NamedSharding | None],
-) -> list[NamedSharding]:
+    wanted: Sequence[OwnSharding | None],
+) -> list[OwnSharding]:
     """Return the sharding of every result: the wanted one, or the compiler's choice."""
     given = [sharding for sharding in wanted if sharding is not None]
     if len(given) == len(wanted):
         return given
     if mesh.size == 1:
-        return [sharding or NamedSharding.replicated(mesh) for sharding in wanted]
+        return [sharding or OwnSharding.replicated(mesh) for sharding in wanted]
     # The integers of a typed key have dimensions of their own, behind those of the array.
     specs = result_specs(module, [aval.shape for aval in avals])
     return [
-        sharding or NamedSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
+        sharding or OwnSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
         for sharding, spec, aval in zip(wanted, specs, avals, strict=True)
     ]
 
@@ -206,9 +206,9 @@ def _exported(
     jaxpr: Any,
     constants: Sequence[Any],
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     inputs: Sequence[ArrayType],
-    wanted: Sequence[NamedSharding | None],
+    wanted: Sequence[OwnSharding | None],
     checked: Sequence[int],
 ) -> bytes:
     evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
@@ -228,7 +228,7 @@ def _exported(
             for result in results
         ]
 
-    asked = [*wanted, NamedSharding.replicated(mesh)] if checked else wanted
+    asked = [*wanted, OwnSharding.replicated(mesh)] if checked else wanted
     physical.__name__ = physical.__qualname__ = name if name.isidentifier() else "computation"
     compiled = jax.jit(
         physical,
@@ -260,12 +260,12 @@ def _must_lift(value: Any) -> bool:
     return int(value.size) * int(value.dtype.itemsize) > BAKED_BYTES
 
 
-def _on_mesh(value: Any, mesh: Mesh) -> Array:
+def _on_mesh(value: Any, mesh: OwnMesh) -> Array:
     """Return a captured array; replicate a captured host constant on the mesh."""
     if isinstance(value, Array):
         value._check_owner(mesh.runtime)
         return value
-    return constant(value, ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh)))
+    return constant(value, ArrayType.of(jax.typeof(value), OwnSharding.replicated(mesh)))
 
 
 def constant(value: Any, type_: ArrayType) -> Array:
@@ -288,7 +288,7 @@ def constant(value: Any, type_: ArrayType) -> Array:
     return array
 
 
-def _captured_type(array: Array, mesh: Mesh) -> ArrayType:
-    if array.sharding.mesh == mesh:
+def _captured_type(array: Array, mesh: OwnMesh) -> ArrayType:
+    if array._type.sharding.mesh == mesh:
         return array._type
-    return array._type.with_sharding(NamedSharding.replicated(mesh))
+    return array._type.with_sharding(OwnSharding.replicated(mesh))

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_sharding
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 
 
@@ -58,11 +58,11 @@ def without_devices(shardings: Any) -> Any:
 
 
 def _is_sharding(entry: Any) -> bool:
-    return isinstance(entry, (NamedSharding, PartitionSpec))
+    return isinstance(entry, (OwnSharding, PartitionSpec))
 
 
 def made_once(
-    alike: Alike | None, mesh: Mesh, inputs: Sequence[ArrayType], make: Callable[[], Made]
+    alike: Alike | None, mesh: OwnMesh, inputs: Sequence[ArrayType], make: Callable[[], Made]
 ) -> Made:
     """Return what `make` makes for a mesh; or what it has made for another mesh, moved to this one."""
     if alike is None or mesh.parts:
@@ -88,7 +88,7 @@ def made_once(
         bare.module,
         (),
         tuple(inputs),
-        tuple(ArrayType.of(aval, NamedSharding(mesh, spec)) for aval, spec in outputs),
+        tuple(ArrayType.of(aval, OwnSharding(mesh, spec)) for aval, spec in outputs),
         bare.checks,
         bare.tree,
         bare.is_divided,

@@ -23,11 +23,11 @@ import numpy as np
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.jaxtype import outside_traces
-from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.mesh import OwnMesh, default_mesh
 from pw.client.arrays.of_jax import given_mesh, own_sharding
 from pw.client.arrays.operators import compile_with
 from pw.client.arrays.ragged import check_pairs, pairs_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import (
     ArrayType,
     Statics,
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     tree: Any
     """Of the arguments, (args, kwargs) without the static ones."""
     types: tuple[ArrayType, ...]
-    mesh: Mesh
+    mesh: OwnMesh
     function: Callable[..., Any]
     """Takes the arguments in their tree."""
     output_shardings: OutShardings
@@ -119,7 +119,7 @@ class JitFunction(Wrapped[P, R]):
     def __init__(
         self,
         fun: Callable[P, R],
-        mesh: Mesh | None,
+        mesh: Any,
         in_shardings: Any = None,
         out_shardings: Any = None,
         statics: Statics | None = None,
@@ -130,7 +130,8 @@ class JitFunction(Wrapped[P, R]):
         super().__init__(fun, statics or Statics(None, None, None), timeout)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._mesh = given_mesh(mesh) or mesh_in(in_shardings, out_shardings)
+        given = None if mesh is None else given_mesh(mesh)
+        self._mesh = given or mesh_in(in_shardings, out_shardings)
         self._donated = donated
         self._check_nans = check_nans
         self._by_call: dict[Any, Traced | JoinedTraced] = {}
@@ -219,12 +220,12 @@ class JitFunction(Wrapped[P, R]):
 
     def _mesh_in(
         self, program: ProgramTrace, tree: Any, signature: Sequence[Any], leaves: Sequence[Any]
-    ) -> Mesh:
+    ) -> OwnMesh:
         """Return the mesh for a call in a program: that of its arguments."""
         types = [
             signature_
             if mesh is None
-            else ArrayType.of(aval_of(signature_), NamedSharding.replicated(mesh))
+            else ArrayType.of(aval_of(signature_), OwnSharding.replicated(mesh))
             for leaf, signature_ in zip(leaves, signature, strict=True)
             for mesh in [program.mesh_of(leaf)]
         ]
@@ -271,8 +272,8 @@ class JitFunction(Wrapped[P, R]):
         traced = self._trace(key)
         return recorder.finish(recorder.call(traced, leaves), traced.tree)
 
-    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
-        found: Mesh | None = None
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> OwnMesh:
+        found: OwnMesh | None = None
         for leaf in signature:
             if isinstance(leaf, ArrayType):
                 mesh = leaf.sharding.mesh
@@ -381,7 +382,7 @@ class JitFunction(Wrapped[P, R]):
         return named
 
     def _body(
-        self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
+        self, tree: Any, statics: tuple[Any, ...], mesh: OwnMesh, inputs: Sequence[ArrayType]
     ) -> Callable[..., Any]:
         """Return the function to trace."""
         return self._flat(tree, statics)
@@ -403,20 +404,20 @@ class JitFunction(Wrapped[P, R]):
         keywords = len(jax.tree_util.tree_leaves(kwargs))
         return [*spread(wanted, args, f"{what} of {self._name!r}"), *([named] * keywords)]
 
-    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: Mesh) -> list[Any]:
+    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: OwnMesh) -> list[Any]:
         """Return the user's sharding of every leaf, or None."""
         return self._by_leaf(self._in_shardings, None, tree, len(avals), "in_shardings")
 
-    def _input_sharding(self, leaf: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+    def _input_sharding(self, leaf: Any, wanted: Any, mesh: OwnMesh) -> OwnSharding:
         if wanted is not None:
             return on_mesh(mesh, wanted)
         if isinstance(leaf, ArrayType) and leaf.sharding.mesh == mesh:
             return leaf.sharding
-        return NamedSharding.replicated(mesh)
+        return OwnSharding.replicated(mesh)
 
     def _output_shardings(
-        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
-    ) -> Sequence[NamedSharding | None]:
+        self, tree: Any, avals: Sequence[Any], mesh: OwnMesh, inputs: Sequence[ArrayType]
+    ) -> Sequence[OwnSharding | None]:
         whole = tree_unflatten(tree, range(len(avals)))
         wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
         return [None if sharding is None else on_mesh(mesh, sharding) for sharding in wanted]
@@ -432,7 +433,7 @@ class _Operator(JitFunction[..., Any]):
             "take the value of the array with np.asarray(x)"
         )
 
-    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> OwnMesh:
         for leaf in signature:
             if isinstance(leaf, ArrayType):
                 return leaf.sharding.mesh

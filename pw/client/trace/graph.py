@@ -283,7 +283,7 @@ def _current(atom: Any, renamed: Mapping[Any, Any]) -> Any:
 
 def _is_plain_call(eqn: Any) -> bool:
     """Whether an equation calls an inner `jax.jit` function that says nothing about shardings."""
-    if eqn.primitive.name != "jit":
+    if eqn.primitive.name != "jit" or hasattr(eqn.params["name"], "kind"):  # of the program
         return False
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(sharding is UNSPECIFIED for sharding in shardings)

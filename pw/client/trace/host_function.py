@@ -18,9 +18,9 @@ import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from pw.client.arrays.devices import slice_for_python
-from pw.client.arrays.mesh import Mesh, mesh_of
+from pw.client.arrays.mesh import OwnMesh, mesh_of
 from pw.client.arrays.ragged import check_pairs, is_ragged, pairs_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.equations import ProgramTrace
 from pw.client.trace.export import Traced
@@ -44,7 +44,7 @@ class _HostFunction(JitFunction[..., Any]):
         self,
         fun: Callable[..., Any],
         results: Any,
-        mesh: Mesh | None,
+        mesh: Any,
         out_shardings: Any,
         timeout: float | None,
     ) -> None:
@@ -92,7 +92,7 @@ class _HostFunction(JitFunction[..., Any]):
                 f"the host function {self._name!r} was given {mesh!r}, but a host function runs on one "
                 "island: give it devices of one, and pw.put moves what it makes"
             )
-        replicated = NamedSharding.replicated(mesh)
+        replicated = OwnSharding.replicated(mesh)
         inputs = tuple(ArrayType.of(aval_of(leaf), replicated) for leaf in signature)
         counted = pairs_of(tree)
         check_pairs(counted, [type_.aval for type_ in inputs], self._name)
@@ -129,11 +129,13 @@ def declared(tree: Any, what: str) -> tuple[list[Any], Any]:
     return [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], structure
 
 
-def output_types(avals: Sequence[Any], wanted: Sequence[Any], mesh: Mesh) -> tuple[ArrayType, ...]:
+def output_types(
+    avals: Sequence[Any], wanted: Sequence[Any], mesh: OwnMesh
+) -> tuple[ArrayType, ...]:
     """Return the types of results with these shardings on `mesh`; None is replicated. Raises ShardingError."""
     types = []
     for aval, entry in zip(avals, wanted, strict=True):
-        sharding = NamedSharding.replicated(mesh) if entry is None else on_mesh(mesh, entry)
+        sharding = OwnSharding.replicated(mesh) if entry is None else on_mesh(mesh, entry)
         sharding.core.check(tuple(aval.shape))
         types.append(ArrayType.of(aval, sharding))
     return tuple(types)
@@ -199,7 +201,7 @@ def host_function(
     result_shape_dtypes: Any,
     *,
     devices: Sequence[Any] | Any = None,
-    mesh: Mesh | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     hosts: int | str | Sequence[str] | None = None,
     out_shardings: Any = None,
     timeout: float | None = None,
@@ -243,10 +245,9 @@ def host_function(
     """
     if sum(one is not None for one in (devices, mesh, hosts)) > 1:
         raise ArgumentError("pw.host_function takes one of devices=, mesh= and hosts=, not both")
+    where: Any = mesh or mesh_in(out_shardings)
     if hosts is not None:
-        mesh = Mesh(slice_for_python(hosts).devices, ("hosts",))
+        where = OwnMesh(slice_for_python(hosts).devices, ("hosts",))
     elif devices is not None:
-        mesh = mesh_of(devices)
-    return _HostFunction(
-        fun, result_shape_dtypes, mesh or mesh_in(out_shardings), out_shardings, timeout
-    )
+        where = mesh_of(devices)
+    return _HostFunction(fun, result_shape_dtypes, where, out_shardings, timeout)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.extend
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import abstract, own_sharding
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import checks_nans
 from pw.client.trace.equations import CallKind, equation_name, kind_of, meshes_named_by
 from pw.client.trace.graph import bodies
@@ -101,7 +101,7 @@ def _like(first: Any, equation: Any, **params: Any) -> Any:
     return equation.replace(primitive=first.primitive, params={**first.params, **params})
 
 
-def _mesh_of(equation: Any) -> Mesh | None:
+def _mesh_of(equation: Any) -> OwnMesh | None:
     """Return the one mesh that an equation names anywhere; None if there are several, or calls of pw."""
     own = meshes_named_by(equation)
     if len(own) > 1:
@@ -119,7 +119,7 @@ def _mesh_of(equation: Any) -> Mesh | None:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def _call(equation: Any, mesh: Mesh, kinds: list[CallKind]) -> Any:
+def _call(equation: Any, mesh: OwnMesh, kinds: list[CallKind]) -> Any:
     """Return an equation as a call on a mesh."""
     if equation.primitive.name == "shard_map":
         equation = _as_jit(equation)
@@ -143,7 +143,7 @@ def _call(equation: Any, mesh: Mesh, kinds: list[CallKind]) -> Any:
     def of_argument(variable: Any, wanted: Any) -> Any:
         """Return the sharding of an argument: the wanted one, or that of a `shard_map`."""
         if own_sharding(wanted) is None and id(variable) in split:
-            wanted = NamedSharding(mesh, split[id(variable)])
+            wanted = OwnSharding(mesh, split[id(variable)])
         return abstract(wanted)
 
     return _like(

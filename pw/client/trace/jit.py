@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
-from pw.client.arrays.mesh import Mesh, mesh_of
+import jax
+
+from pw.client.arrays.mesh import OwnMesh, mesh_of
 from pw.client.arrays.signature import Statics, both_ways
 from pw.client.trace.function import JitFunction
 from pw.client.trace.parameters import parameters_of
@@ -14,7 +16,7 @@ from pw.client.trace.wrapped import P, R
 
 class _Options(TypedDict, total=False):
     devices: Any
-    mesh: Mesh | None
+    mesh: jax.sharding.Mesh | OwnMesh | None
     in_shardings: Any
     out_shardings: Any
     static_argnums: int | Sequence[int] | None
@@ -39,7 +41,7 @@ def jit(
     fun: Callable[..., Any] | None = None,
     *,
     devices: Any = None,
-    mesh: Mesh | None = None,
+    mesh: jax.sharding.Mesh | OwnMesh | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
     static_argnums: int | Sequence[int] | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 
 tree_flatten_with_path = jax.tree_util.tree_flatten_with_path
@@ -26,8 +26,8 @@ def like_arguments(
     arguments: Any,
     inputs: Sequence[Any],
     results: Any,
-    wanted: Sequence[NamedSharding | None],
-) -> list[NamedSharding | None]:
+    wanted: Sequence[OwnSharding | None],
+) -> list[OwnSharding | None]:
     """Return `wanted`, with shardings of arguments for results that depend on no argument.
 
     Such a result gets the sharding of the argument that has its shape; of several, of that with the
@@ -40,7 +40,7 @@ def like_arguments(
     """
     free = [not depends for depends in _depend(jaxpr, [True] * len(jaxpr.invars))]
     lies = list(wanted)
-    ends: dict[Any, set[NamedSharding]] = defaultdict(set)
+    ends: dict[Any, set[OwnSharding]] = defaultdict(set)
     if any(free):
         for path, type_ in tree_flatten_with_path(tree_unflatten(arguments, inputs))[0]:
             if isinstance(type_, ArrayType):

@@ -50,7 +50,9 @@ class Lowered:
         return jax.tree_util.tree_unflatten(
             self._traced.tree,
             [
-                jax.ShapeDtypeStruct(type_.aval.shape, type_.aval.dtype, sharding=type_.sharding)
+                jax.ShapeDtypeStruct(
+                    type_.aval.shape, type_.aval.dtype, sharding=type_.sharding.of_jax
+                )
                 for type_ in self._traced.outputs
             ],
         )

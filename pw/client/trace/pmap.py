@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
 from pw.client.trace.function import JitFunction, tree_flatten, tree_unflatten
 from pw.client.trace.parameters import parameters_of
@@ -34,7 +34,7 @@ class _PmapFunction(JitFunction[P, R]):
         axis_name: str,
         in_axes: Any,
         out_axes: Any,
-        mesh: Mesh | None,
+        mesh: OwnMesh | None,
         statics: Statics,
         donated: tuple[frozenset[int], frozenset[str]],
         check_nans: bool | None,
@@ -47,7 +47,7 @@ class _PmapFunction(JitFunction[P, R]):
         self._in_axes = in_axes
         self._out_axes = out_axes
 
-    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> OwnMesh:
         """Return the mesh of the arguments; for host values one device for each slice, as in JAX."""
         if any(isinstance(leaf, ArrayType) for leaf in signature):
             found = super()._mesh_of_call(tree, signature)
@@ -60,7 +60,7 @@ class _PmapFunction(JitFunction[P, R]):
                 if axis is not None and -aval.ndim <= axis < aval.ndim
             ]
             found = default_mesh(max(sizes, default=1) or 1)
-        return Mesh(found.devices.reshape(-1), (self._axis_name,))
+        return OwnMesh(found.devices.reshape(-1), (self._axis_name,))
 
     def _how(self) -> Any:
         axes = jax.tree_util.tree_flatten((self._in_axes, self._out_axes), is_leaf=_is_none)
@@ -80,7 +80,7 @@ class _PmapFunction(JitFunction[P, R]):
     def _axes_in(self, tree: Any, count: int) -> list[Any]:
         return self._by_leaf(self._in_axes, 0, tree, count, "in_axes")
 
-    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: Mesh) -> list[Any]:
+    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: OwnMesh) -> list[Any]:
         axes = self._axes_in(tree, len(avals))
         for index, (axis, aval) in enumerate(zip(axes, avals, strict=True)):
             if axis is None:
@@ -105,7 +105,7 @@ class _PmapFunction(JitFunction[P, R]):
         return PartitionSpec(*([None] * (axis % ndim)), self._axis_name)
 
     def _body(
-        self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
+        self, tree: Any, statics: tuple[Any, ...], mesh: OwnMesh, inputs: Sequence[ArrayType]
     ) -> Callable[..., Any]:
         axes = self._axes_in(tree, len(inputs))
         local = self._flat(tree, statics)
@@ -139,12 +139,12 @@ class _PmapFunction(JitFunction[P, R]):
         )
 
     def _output_shardings(
-        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
-    ) -> list[NamedSharding]:
+        self, tree: Any, avals: Sequence[Any], mesh: OwnMesh, inputs: Sequence[ArrayType]
+    ) -> list[OwnSharding]:
         whole = tree_unflatten(tree, range(len(avals)))
         axes = spread(self._out_axes, whole, f"out_axes of {self._name!r}")
         return [
-            NamedSharding(mesh, self._split(axis, aval.ndim))
+            OwnSharding(mesh, self._split(axis, aval.ndim))
             for axis, aval in zip(axes, avals, strict=True)
         ]
 
@@ -219,7 +219,7 @@ def pmap(
             name,
             in_axes,
             out_axes,
-            None if devices is None else Mesh(mesh_of(devices).devices, (name,)),
+            None if devices is None else OwnMesh(mesh_of(devices).devices, (name,)),
             Statics(parameters, static_broadcasted_argnums, None),
             both_ways(parameters, donate_argnums, None),
             check_nans,

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_sharding
-from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.core.errors import ArgumentError, ShardingError
 
 
@@ -28,11 +28,11 @@ def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
     return [own_sharding(entry) or entry for entry in entries]
 
 
-def on_mesh(mesh: Mesh, wanted: Any) -> NamedSharding:
+def on_mesh(mesh: OwnMesh, wanted: Any) -> OwnSharding:
     """Return what a user wants as a sharding over `mesh`. Raises ShardingError."""
     if isinstance(wanted, PartitionSpec):
-        return NamedSharding(mesh, wanted)
-    if not isinstance(wanted, NamedSharding):
+        return OwnSharding(mesh, wanted)
+    if not isinstance(wanted, OwnSharding):
         raise ShardingError(
             f"{wanted!r} is no sharding; use a PartitionSpec, a pw.NamedSharding, or None"
         )
@@ -44,7 +44,7 @@ def on_mesh(mesh: Mesh, wanted: Any) -> NamedSharding:
     return wanted
 
 
-def mesh_in(*trees: Any) -> Mesh | None:
+def mesh_in(*trees: Any) -> OwnMesh | None:
     """Return the mesh of the first sharding in these trees."""
     for leaf in jax.tree_util.tree_leaves(trees):
         sharding = own_sharding(leaf)

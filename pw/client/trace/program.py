@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
+from pw.client.arrays.devices import VirtualDevice
+from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import (
     ArrayType,
     Statics,
@@ -37,7 +39,6 @@ from pw.client.trace.function import (
     under_jax_trace,
 )
 from pw.client.trace.jax_calls import with_calls
-from pw.client.trace.jax_tables import forget_devices
 from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.lowered import LoweredProgram
@@ -182,7 +183,7 @@ class ProgramFunction(Wrapped[P, R]):
         check_constants(self._name, closed.consts)
         given_by_jax, closed = closed, with_calls(closed, program.kinds)
         if closed is not given_by_jax:
-            forget_devices()
+            forget_devices(VirtualDevice)
         placement = Placement(recorder)
         leaves = [
             leaf if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
@@ -190,7 +191,7 @@ class ProgramFunction(Wrapped[P, R]):
         ]
         given = [leaf for leaf in leaves if isinstance(leaf, ProgramTracer)]
         made = placement.add(closed.jaxpr, closed.consts, given)
-        none: list[NamedSharding | None] = [None] * len(made)
+        none: list[OwnSharding | None] = [None] * len(made)
         likes = like_arguments(closed.jaxpr, tree, signature, out_tree, none)
         pairs = zip(made, likes, strict=True)
         outputs = [self._result(recorder, placement.result(*pair)) for pair in pairs]
@@ -224,31 +225,25 @@ class ProgramFunction(Wrapped[P, R]):
         if tracer.sharding is not None:
             return tracer
         # a host value that no computation has placed
-        type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(default_mesh()))
+        type_ = ArrayType.of(tracer.aval, OwnSharding.replicated(default_mesh()))
         return ProgramTracer(tracer.aval, type_, recorder.place(tracer, type_, "return"), None)
 
 
+class _Options(TypedDict, total=False):
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    timeout: float | None
+
+
 @overload
-def program(
-    fun: Callable[P, R],
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    timeout: float | None = None,
-) -> ProgramFunction[P, R]: ...
+def program(fun: Callable[P, R], **options: Unpack[_Options]) -> ProgramFunction[P, R]: ...
 
 
 @overload
 def program(
-    fun: None = None,
-    *,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    timeout: float | None = None,
+    fun: None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.core.errors import TracingError
 
 
@@ -34,9 +34,9 @@ def is_python_call(equation: Any) -> bool:
     return equation.primitive is _python
 
 
-def mesh_of_python_call(equation: Any) -> Mesh:
+def mesh_of_python_call(equation: Any) -> OwnMesh:
     """Return where a host function runs."""
-    mesh: Mesh = equation.params["key"][3]
+    mesh: OwnMesh = equation.params["key"][3]
     return mesh
 
 

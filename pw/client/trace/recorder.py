@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.ragged import pairs_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of, signature_of
 from pw.client.connection import current
 from pw.client.trace.argument_errors import value_in_words
@@ -122,7 +122,7 @@ class ProgramRecorder:
         self,
         computation: Computation,
         args: Sequence[ValueRef],
-        mesh: Mesh,
+        mesh: OwnMesh,
         types: Sequence[ArrayType],
         counted: tuple[tuple[int, ValueRef], ...] = (),
     ) -> list[ProgramTracer]:
@@ -199,7 +199,7 @@ class ProgramRecorder:
         """
         for branch in branches:
             self._given.update(branch.given or {})
-        at_mesh: defaultdict[Mesh, list[int]] = defaultdict(list)
+        at_mesh: defaultdict[OwnMesh, list[int]] = defaultdict(list)
         for position, type_ in enumerate(types):
             at_mesh[type_.sharding.mesh].append(position)
         merged: dict[int, ProgramTracer] = {}
@@ -217,14 +217,14 @@ class ProgramRecorder:
             merged.update(zip(positions, made, strict=True))
         return [merged[position] for position in range(len(types))]
 
-    def _predicate(self, tracer: ProgramTracer, mesh: Mesh) -> ValueRef:
+    def _predicate(self, tracer: ProgramTracer, mesh: OwnMesh) -> ValueRef:
         """Return the predicate for hosts of a mesh; it may be donated to a computation meanwhile."""
         if tracer._value is not None:
             return tracer._value
-        type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(mesh))
+        type_ = ArrayType.of(tracer.aval, OwnSharding.replicated(mesh))
         return self.place(tracer, type_, "pw.cond")
 
-    def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
+    def reshard(self, leaf: Any, sharding: OwnSharding) -> ProgramTracer:
         """Return the value with this sharding: another array, unless it has the sharding already."""
         tracer = self.lift(leaf)
         self._use(sharding.mesh)
@@ -397,7 +397,7 @@ class ProgramRecorder:
                 self._feed_of[key] = index
         return ValueRef(-1, index)
 
-    def _use(self, mesh: Mesh) -> None:
+    def _use(self, mesh: OwnMesh) -> None:
         mesh.check_alive()
         if self.runtime is None:
             self.runtime = mesh.runtime

@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from pw.client.arrays.array import Array
 from pw.client.arrays.of_jax import own_sharding
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.equations import ProgramTrace, kind_of, program_trace
 from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.passes.placed_calls import traced_call, type_in_call
 
 
-def sharding_of(value: Any) -> NamedSharding | None:
+def sharding_of(value: Any) -> OwnSharding | None:
     """Return how an array, or a value of a program, lies on virtual devices; None for a host value."""
     trace = program_trace()
     if trace is not None:
         return sharding_in(trace, value)
-    found = getattr(value, "sharding", None)
-    return found if isinstance(found, NamedSharding) else None
+    return value._type.sharding if isinstance(value, Array) else None
 
 
-def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:
+def sharding_in(trace: ProgramTrace, value: Any) -> OwnSharding | None:
     """Return how a value lies; None for a host value.
 
     Results of ordinary equations are taken to lie as the first operand of the same shape.
@@ -40,14 +40,14 @@ def sharding_in(trace: ProgramTrace, value: Any) -> NamedSharding | None:
     if made is None:
         made = _results(trace, equation), equation
         trace.laid[id(equation)] = made
-    found: NamedSharding | None = made[0][at]
+    found: OwnSharding | None = made[0][at]
     mesh = trace.mesh_of(value)
     if mesh is None:
         return found
-    return found if found and found.mesh == mesh else NamedSharding.replicated(mesh)
+    return found if found and found.mesh == mesh else OwnSharding.replicated(mesh)
 
 
-def _results(trace: ProgramTrace, equation: Any) -> list[NamedSharding | None]:
+def _results(trace: ProgramTrace, equation: Any) -> list[OwnSharding | None]:
     operands, avals = equation.in_tracers, [variable.aval for variable in equation.outvars]
     lie = [sharding_in(trace, operand) for operand in operands]
     kind = kind_of(equation)

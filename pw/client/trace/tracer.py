@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.programs.program import ValueRef
 
@@ -29,7 +29,7 @@ class ProgramTracer:
     weak_type = property(lambda self: bool(self.aval.weak_type))
 
     @property
-    def sharding(self) -> NamedSharding | None:
+    def sharding(self) -> OwnSharding | None:
         """The value's sharding; None for a host value, which its consumers place."""
         return None if self._type is None else self._type.sharding
 

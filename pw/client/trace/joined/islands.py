@@ -10,18 +10,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pw.client.arrays.island_parts import parts_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.core.errors import TracingError
 
 
-def apart(whole: Any, sharding: NamedSharding) -> list[Any]:
+def apart(whole: Any, sharding: OwnSharding) -> list[Any]:
     """Return each island's part of a value of a program that gets a sharding over several islands."""
     made: list[Any] = _apart.bind(whole, sharding=sharding)
     return made
 
 
-def together(parts: Sequence[Any], sharding: NamedSharding, shape: Sequence[int]) -> Any:
+def together(parts: Sequence[Any], sharding: OwnSharding, shape: Sequence[int]) -> Any:
     """Return the value of a program with these parts, one of each island, which has `shape`."""
     return _together.bind(*parts, sharding=sharding, shape=tuple(shape))
 
@@ -36,36 +36,36 @@ def is_together(equation: Any) -> bool:
     return equation.primitive is _together
 
 
-def sharding_of_result(equation: Any) -> list[NamedSharding | None] | None:
+def sharding_of_result(equation: Any) -> list[OwnSharding | None] | None:
     """Return how the results of one of these equations lie; None for other equations."""
     if not (is_apart(equation) or is_together(equation)):
         return None
-    sharding: NamedSharding = equation.params["sharding"]
+    sharding: OwnSharding = equation.params["sharding"]
     if is_together(equation):
         return [sharding]
     return [part.sharding for part in parts_of(sharding, equation.invars[0].aval.shape)]
 
 
-def _parts(whole: Any, *, sharding: NamedSharding) -> list[Any]:
+def _parts(whole: Any, *, sharding: OwnSharding) -> list[Any]:
     return [part.aval for part in ArrayType.of(whole, sharding).parts]
 
 
-def _whole(*parts: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+def _whole(*parts: Any, sharding: OwnSharding, shape: tuple[int, ...]) -> Any:
     return jax.core.ShapedArray(shape, parts[0].dtype)
 
 
-def _put_together(cotangents: Any, whole: Any, *, sharding: NamedSharding) -> list[Any]:
+def _put_together(cotangents: Any, whole: Any, *, sharding: OwnSharding) -> list[Any]:
     own = [ad.instantiate_zeros(one) for one in cotangents]
     return [together(own, sharding, whole.aval.shape)]
 
 
 def _take_apart(
-    cotangent: Any, *parts: Any, sharding: NamedSharding, shape: tuple[int, ...]
+    cotangent: Any, *parts: Any, sharding: OwnSharding, shape: tuple[int, ...]
 ) -> list[Any]:
     return apart(ad.instantiate_zeros(cotangent), sharding)
 
 
-def _refuse(values: Any, dimensions: Any, *, sharding: NamedSharding, **_: Any) -> NoReturn:
+def _refuse(values: Any, dimensions: Any, *, sharding: OwnSharding, **_: Any) -> NoReturn:
     raise TracingError(
         f"jax.vmap over a value that islands have parts of, as {sharding!r}, is not possible: call the "
         "function once for each value"

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.island_parts import IslandPart, sources
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, is_key
 from pw.client.trace.export import trace
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
@@ -35,7 +35,7 @@ def divided(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[Prog
     if source.sharding.mesh == type_.sharding.mesh:
         (moved,) = recorder.call(_move(source, type_), [tracer])
         return list(moved.parts)
-    whole = [NamedSharding.replicated(part.sharding.mesh) for part in type_.islands]
+    whole = [OwnSharding.replicated(part.sharding.mesh) for part in type_.islands]
     return [
         _split(recorder, _put_together(recorder, tracer, lies), [part])[0]
         for part, lies in zip(type_.islands, whole, strict=True)
@@ -107,13 +107,13 @@ def _split(
     return [tracer if part.is_whole else made[wanted.index(part)] for part in islands]
 
 
-def _put_together(recorder: Any, tracer: JoinedTracer, sharding: NamedSharding) -> ProgramTracer:
+def _put_together(recorder: Any, tracer: JoinedTracer, sharding: OwnSharding) -> ProgramTracer:
     """Put the parts of all islands together on a mesh."""
     assert tracer._type is not None
     blocks, shape = sources(tracer._type.islands), tuple(tracer.shape)
     used = list(dict.fromkeys(at for at, _ in blocks))
     parts = [tracer.parts[at] for at in used]
-    whole = NamedSharding.replicated(sharding.mesh)
+    whole = OwnSharding.replicated(sharding.mesh)
 
     def together(*values: Any) -> Any:
         pieces = [(used.index(at), block.own, block.whole) for at, block in blocks]
@@ -164,10 +164,10 @@ def applied(
     recorder: Any,
     function: Callable[..., Any],
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     arguments: Sequence[ProgramTracer],
     types: Sequence[ArrayType],
-    shardings: Sequence[NamedSharding] | None = None,
+    shardings: Sequence[OwnSharding] | None = None,
 ) -> list[ProgramTracer]:
     """Record a small computation."""
     function.__name__ = name.replace(" ", "_")

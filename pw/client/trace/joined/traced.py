@@ -13,9 +13,9 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.ragged import pairs_of
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.export import OutShardings, Traced, export, trace
 from pw.client.trace.exported import Alike, Made
@@ -36,7 +36,7 @@ class JoinedTraced:
     """A function over a mesh that joins islands."""
 
     name: str
-    mesh: Mesh
+    mesh: OwnMesh
     inputs: tuple[ArrayType, ...]
     captured: tuple[Array, ...]
     outputs: tuple[ArrayType, ...]
@@ -97,17 +97,17 @@ def _constant(number: Any, island: int) -> Any:
     return number
 
 
-def _type_on(mesh: Mesh, lies: Lies) -> ArrayType:
+def _type_on(mesh: OwnMesh, lies: Lies) -> ArrayType:
     spec = PartitionSpec(*(names or None for names in lies.axes))
     aval = jax.core.ShapedArray(lies.shape, lies.dtype)
-    return ArrayType.of(aval, NamedSharding(mesh, spec))
+    return ArrayType.of(aval, OwnSharding(mesh, spec))
 
 
 def trace_on(
     function: Callable[..., Any],
     arguments: Any,
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     inputs: Sequence[ArrayType],
     out_shardings: OutShardings,
     donated: Sequence[int],
@@ -123,7 +123,7 @@ def trace_joined(
     function: Callable[..., Any],
     arguments: Any,
     name: str,
-    mesh: Mesh,
+    mesh: OwnMesh,
     inputs: Sequence[ArrayType],
     out_shardings: OutShardings,
     donated: Sequence[int],
@@ -161,7 +161,7 @@ def trace_joined(
     )
 
 
-def _planned(made: Made, name: str, mesh: Mesh, donated: Sequence[int]) -> Plan:
+def _planned(made: Made, name: str, mesh: OwnMesh, donated: Sequence[int]) -> Plan:
     module = parsed(made.module)
     divide_results(module, [type_.spec for type_ in made.outputs])
     islands = {device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat}

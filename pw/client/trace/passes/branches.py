@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import Literal
 
 from pw.client.arrays.mesh import default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
 from pw.client.trace.cond_errors import name_of_both
@@ -205,7 +205,7 @@ def _type(first: ProgramTracer, second: ProgramTracer, predicate: ProgramTracer)
     sharding = first.sharding or second.sharding
     if sharding is None:
         mesh = default_mesh() if predicate.sharding is None else predicate.sharding.mesh
-        sharding = NamedSharding.replicated(mesh)
+        sharding = OwnSharding.replicated(mesh)
     is_weak = first.weak_type and second.weak_type
     aval = jax.core.ShapedArray(first.aval.shape, first.aval.dtype, weak_type=is_weak)
     return ArrayType.of(aval, sharding)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.branch import Branch
 from pw.client.trace.passes.ordinary import Pending
 from pw.client.trace.tracer import ProgramTracer
@@ -59,14 +59,14 @@ class Apart:
     made_of = property(lambda self: self.sides)
 
 
-def mesh_of(value: Any) -> Mesh | None:
+def mesh_of(value: Any) -> OwnMesh | None:
     """Return the mesh of a value while it is placed; None for a host value."""
     if isinstance(value, Pending):
         return value.group.mesh
     if isinstance(value, (Apart, Floating, Stacked)):
         return next((mesh for one in value.made_of if (mesh := mesh_of(one)) is not None), None)
-    sharding = getattr(value, "sharding", None) if not isinstance(value, jax.Array) else None
-    return None if sharding is None else sharding.mesh
+    type_ = value._type if isinstance(value, (Array, ProgramTracer)) else None
+    return None if type_ is None else type_.sharding.mesh
 
 
 def is_number_of_predicate(equation: Any) -> bool:

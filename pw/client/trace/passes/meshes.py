@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.equations import kind_of
 from pw.client.trace.graph import bodies
 from pw.client.trace.joined.islands import sharding_of_result
 from pw.client.trace.python_calls import is_python_call, mesh_of_python_call
 
 
-def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
+def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[OwnMesh, bool]]:
     """Yield the mesh of each call and of each move, and whether it has to be a computation of its own."""
     for equation in equations:
         kind = kind_of(equation)
@@ -25,18 +25,18 @@ def meshes_in(equations: Iterable[Any]) -> Iterator[tuple[Mesh, bool]]:
             yield from ((sharding.mesh, True) for sharding in joining if sharding is not None)
         elif equation.primitive.name == "device_put":
             targets = equation.params["devices"]
-            yield from ((to.mesh, False) for to in targets if isinstance(to, NamedSharding))
+            yield from ((to.mesh, False) for to in targets if isinstance(to, OwnSharding))
         else:
             yield from meshes_in(inner for body in bodies(equation) for inner in body.eqns)
 
 
-def one_mesh(equations: Iterable[Any]) -> Mesh | None:
+def one_mesh(equations: Iterable[Any]) -> OwnMesh | None:
     """Return the mesh of all calls and moves, if they can be one computation there."""
     meshes = {None if is_own else mesh for mesh, is_own in meshes_in(equations)}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def first_mesh(equations: Iterable[Any]) -> Mesh | None:
+def first_mesh(equations: Iterable[Any]) -> OwnMesh | None:
     """Return the mesh of the first call or move; None if there is none."""
     return next((mesh for mesh, _ in meshes_in(equations)), None)
 

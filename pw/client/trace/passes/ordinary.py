@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.extend
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.tracer import ProgramTracer
@@ -40,14 +40,14 @@ class Pending:
         self.variable = variable
         self.aval = variable.aval
         self.made: ProgramTracer | None = None
-        self.wanted: NamedSharding | None = None
+        self.wanted: OwnSharding | None = None
         """How it is to lie; None for the compiler's choice."""
 
 
 class Group:
     """Equations on one mesh that become one computation."""
 
-    def __init__(self, mesh: Mesh, program: str) -> None:
+    def __init__(self, mesh: OwnMesh, program: str) -> None:
         self.mesh = mesh
         self._program = program
         self._inputs: dict[int, tuple[Any, ProgramTracer]] = {}
@@ -90,7 +90,7 @@ class Group:
 
     def finish(
         self,
-        type_of: Callable[[ProgramTracer, Mesh], ArrayType],
+        type_of: Callable[[ProgramTracer, OwnMesh], ArrayType],
         call: Callable[[Any, Sequence[ProgramTracer]], list[ProgramTracer]],
     ) -> None:
         """Make one computation of the equations; of its results those that may still be wanted."""

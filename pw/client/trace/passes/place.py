@@ -17,8 +17,8 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pw.client.arrays.mesh import Mesh, default_mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh, default_mesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.counted_rows import has_counts
 from pw.client.trace.equations import CallKind, kind_of, meshes_of_body
@@ -62,15 +62,15 @@ class Placement:
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
-        self._groups: dict[Mesh, Group] = {}
-        self._landed: dict[tuple[int, Mesh], tuple[list[weakref.ref[Pending]], Any]] = {}
+        self._groups: dict[OwnMesh, Group] = {}
+        self._landed: dict[tuple[int, OwnMesh], tuple[list[weakref.ref[Pending]], Any]] = {}
         """The results of floating values on a mesh, by the identity of their operands.
 
         A loop adds the same equation in each iteration.
         """
         self._prepared: dict[int, tuple[Any, list[list[Any]], dict[int, list[int]], Any]] = {}
         """What `add` knows of a jaxpr, by its identity; and the jaxpr, which has to stay."""
-        self._taken: dict[tuple[int, Mesh], tuple[NamedSharding, ProgramTracer]] = {}
+        self._taken: dict[tuple[int, OwnMesh], tuple[OwnSharding, ProgramTracer]] = {}
         """How a mesh takes a host value, by its identity: as the first call there does."""
         self._stack = ""
         """The transformations of JAX that have made the equation that is added, and those around it."""
@@ -101,7 +101,7 @@ class Placement:
         self._stack = around
         return [self._read(values, atom) for atom in jaxpr.outvars]
 
-    def on(self, value: Any, mesh: Mesh | None = None) -> ProgramTracer:
+    def on(self, value: Any, mesh: OwnMesh | None = None) -> ProgramTracer:
         """Return a value of the program, wherever it is; one that floats is computed on a mesh."""
         value = self._landed_on(value, mesh)
         if isinstance(value, Apart):
@@ -115,7 +115,7 @@ class Placement:
             return value.made
         return self._recorder.lift(value)
 
-    def result(self, value: Any, like: NamedSharding | None) -> ProgramTracer:
+    def result(self, value: Any, like: OwnSharding | None) -> ProgramTracer:
         """Return a result of the program; one that floats is computed as something that it looks like lies."""
         if isinstance(value, Floating) and like is not None and mesh_of(value) is None:
             value = self._landing(value, like.mesh)
@@ -185,7 +185,7 @@ class Placement:
         )
         return self._recorder.call(traced_call(kind, equation, types, self._stack), own)
 
-    def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: Mesh) -> ArrayType:
+    def _type(self, value: ProgramTracer, aval: Any, wanted: Any, mesh: OwnMesh) -> ArrayType:
         lies = value.sharding or self._taken.get((id(value), mesh), (None,))[0]
         type_ = type_in_call(aval, wanted, mesh, lies)
         if value.sharding is None:
@@ -195,7 +195,7 @@ class Placement:
     def _moved(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         made = []
         for value, target in zip(operands, equation.params["devices"], strict=True):
-            if isinstance(target, NamedSharding):
+            if isinstance(target, OwnSharding):
                 value = self._recorder.reshard(self.on(value, target.mesh), target)
             elif target is not None:
                 raise TracingError(
@@ -236,7 +236,7 @@ class Placement:
             return [Floating(equation, operands, index) for index in range(len(equation.outvars))]
         return self._on_mesh(equation, operands, mesh)
 
-    def _on_mesh(self, equation: Any, operands: Sequence[Any], mesh: Mesh) -> list[Pending]:
+    def _on_mesh(self, equation: Any, operands: Sequence[Any], mesh: OwnMesh) -> list[Pending]:
         own = []
         for operand in operands:
             if isinstance(operand, Floating):
@@ -254,13 +254,13 @@ class Placement:
             group = self._groups[mesh] = Group(mesh, self._recorder.name)
         return group.add(equation, own)
 
-    def _landed_on(self, value: Any, mesh: Mesh | None) -> Any:
+    def _landed_on(self, value: Any, mesh: OwnMesh | None) -> Any:
         """Return a value; one that floats is computed where its operands are, or else on `mesh`."""
         if not isinstance(value, Floating):
             return value
         return self._landing(value, mesh_of(value) or mesh or default_mesh())
 
-    def _landing(self, value: Floating, mesh: Mesh) -> Pending:
+    def _landing(self, value: Floating, mesh: OwnMesh) -> Pending:
         key = (id(value.operands), mesh)
         known = self._landed.get(key)
         landed = None if known is None else known[0][value.index]()
@@ -340,7 +340,7 @@ class Placement:
         assert value.merged is not None
         return value.merged
 
-    def _of_branch(self, predicate: ProgramTracer, mesh: Mesh | None) -> ProgramTracer:
+    def _of_branch(self, predicate: ProgramTracer, mesh: OwnMesh | None) -> ProgramTracer:
         """Return a predicate that is computed in the branch around, so it is skipped with that one."""
         if isinstance(predicate, JoinedTracer):
             predicate = predicate.parts[0]
@@ -353,7 +353,7 @@ class Placement:
         return self.on(made[0])
 
     def _branch(
-        self, closed: Any, operands: Sequence[Any], lie: Sequence[Mesh | None]
+        self, closed: Any, operands: Sequence[Any], lie: Sequence[OwnMesh | None]
     ) -> Callable[[], Any]:
         """Return a branch as a function; `lie` says where results are made that may be made anywhere."""
 
@@ -398,7 +398,7 @@ class Placement:
         columns = zip(*made, strict=True)
         return [*carry, *[Stacked(*pair) for pair in zip(avals, columns, strict=True)]]
 
-    def _elements(self, value: Any, aval: Any, length: int, mesh: Mesh | None) -> Sequence[Any]:
+    def _elements(self, value: Any, aval: Any, length: int, mesh: OwnMesh | None) -> Sequence[Any]:
         """Return the elements along the leading axis of a value; those of a host value lie on `mesh`."""
         if isinstance(value, Stacked):
             return value.parts
@@ -425,7 +425,7 @@ class Placement:
         function: Callable[..., Any],
         operands: Sequence[Any],
         avals: Sequence[Any],
-        mesh: Mesh | None,
+        mesh: OwnMesh | None,
     ) -> list[Pending]:
         """Add a function of JAX to the computations on a mesh; returns its results."""
         jaxpr = jax.make_jaxpr(function)(*avals).jaxpr

@@ -9,15 +9,15 @@ import jax
 import jax.extend
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.equations import CallKind
 from pw.client.trace.export import Traced
 from pw.client.trace.joined.traced import JoinedTraced, trace_on
 
 
-def type_in_call(aval: Any, wanted: Any, mesh: Mesh, lies: NamedSharding | None) -> ArrayType:
+def type_in_call(aval: Any, wanted: Any, mesh: OwnMesh, lies: OwnSharding | None) -> ArrayType:
     """Return the type of an argument of a call.
 
     Args:
@@ -28,7 +28,7 @@ def type_in_call(aval: Any, wanted: Any, mesh: Mesh, lies: NamedSharding | None)
     """
     sharding = _concrete(wanted, mesh)
     if sharding is None:
-        sharding = lies if lies and lies.mesh == mesh else NamedSharding.replicated(mesh)
+        sharding = lies if lies and lies.mesh == mesh else OwnSharding.replicated(mesh)
     return ArrayType.of(aval, sharding)
 
 
@@ -83,9 +83,9 @@ def _traced(
     )
 
 
-def _concrete(wanted: Any, mesh: Mesh) -> NamedSharding | None:
+def _concrete(wanted: Any, mesh: OwnMesh) -> OwnSharding | None:
     """Return the sharding of an equation over a mesh of virtual devices; None if it has none."""
     if not isinstance(wanted, jax.sharding.NamedSharding):
         return None
     spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return OwnSharding(mesh, PartitionSpec(*spec))
