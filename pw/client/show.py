@@ -45,6 +45,6 @@ def drawing_of(what: Any) -> Any:
 
 
 def html(what: Any) -> str | None:
-    """Return what a cell shows of a mesh or a sharding; None for the usual text, if it is not of virtual devices."""
+    """Return what a cell shows of a mesh or a sharding; None for the usual text, if it is not of pw."""
     drawing = drawing_of(what)
     return None if drawing is None else str(drawing._repr_html_())
