@@ -206,10 +206,11 @@ def test_habits_of_a_real_script(told: Any) -> None:
         float(value)
 
     def there_and_back(x: pw.Array, mesh: pw.Mesh) -> None:
+        whole = pw.NamedSharding(mesh, pw.PartitionSpec())
         for _ in range(3):
-            pw.put(np.asarray(x)[:], mesh.slice)  # a view
+            pw.put(np.asarray(x)[:], whole)  # a view
             pw.jit(lambda x: x)(pw.get(x))  # an argument
-            pw.put(np.asarray(x) * 2, mesh.slice)
+            pw.put(np.asarray(x) * 2, whole)
 
     with InProcessCluster(devices_per_island=2):
         mesh = mesh_on(0)
