@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 import pw
+from pw.client.connection import current
 from pw.client.timeline.timeline import Call, Computation, Launch, Timeline, Transfer
 from pw.core.ids import client_id
 from pw.profiling.report import Profile
@@ -180,7 +181,7 @@ def test_a_loop_is_profiled(capsys: pytest.CaptureFixture[str]) -> None:
         assert profile.parts_s["client"] > 0.2 * 0.9
         assert sum(profile.parts_s.values()) == pytest.approx(profile.length_s)
         assert any(words.startswith("client: ") for words in profile.advice)
-        assert f(x)._runtime.noted_in == ()
+        assert current.runtime().noted_in == ()
         assert "<table" in profile._repr_html_()
         assert profile.advice[0][:40] in profile._repr_html_()
         with pytest.raises(ZeroDivisionError), pw.profile(show=False):
