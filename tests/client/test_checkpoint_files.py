@@ -128,7 +128,7 @@ def test_any_sharding_is_read_from_any_other(
     save(pw.put(value, sharding=on(east, *before)), path)
     back = pw.restore(path, on(west, *after))
     np.testing.assert_array_equal(back, value)
-    assert back.sharding == on(west, *after)
+    assert back.sharding.is_equivalent_to(on(west, *after), back.ndim)
 
 
 def test_meshes_over_several_islands(east: pw.Mesh, west: pw.Mesh, path: Path) -> None:

@@ -45,7 +45,7 @@ class Place:
         self.is_huge = pw.jit(lambda x: x.sum() > 1000, mesh=self.there)
         self.nans = pw.jit(lambda x: jnp.log(-jnp.abs(x) - 1), mesh=self.here, check_nans=True)
         self.plain = SimpleNamespace(
-            **{name: fun.__wrapped__ for name, fun in vars(self).items() if callable(fun)}
+            **{name: fun.__wrapped__ for name, fun in vars(self).items() if hasattr(fun, "lower")}
         )
         """The same functions for JAX alone."""
 

@@ -54,7 +54,7 @@ class Place:
         self.is_above = pw.jit(lambda x, limit: x.sum() > limit, mesh=self.here)
         self.is_above_far = pw.jit(lambda x, limit: x[0].sum() > limit, mesh=self.far)
         self.plain = SimpleNamespace(
-            **{name: fun.__wrapped__ for name, fun in vars(self).items() if callable(fun)}
+            **{name: fun.__wrapped__ for name, fun in vars(self).items() if hasattr(fun, "lower")}
         )
         """The same functions for JAX alone."""
 
