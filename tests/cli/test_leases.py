@@ -76,3 +76,17 @@ def test_a_lease_ends_and_comes_back_with_others_and_losses(
     finally:
         for client in clients:
             client.program.kill()
+
+
+def test_a_program_over_two_islands_is_not_leased() -> None:
+    """Each island has a part that needs nothing of the other, so a lease of one would launch a half."""
+    with pw.LocalCluster(islands=2):
+        east, west = (pw.make_virtual_device_set().add_slice(devices=1) for _ in range(2))
+        add, double = pw.jit(lambda x: x + 1, devices=east), pw.jit(lambda x: x * 2, devices=west)
+
+        @pw.program
+        def both(x: int, y: int) -> tuple[pw.Array, pw.Array]:
+            return add(x), double(y)
+
+        for value in range(40):
+            assert [int(one) for one in both(value, value)] == [value + 1, value * 2]

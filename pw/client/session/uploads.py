@@ -50,6 +50,8 @@ class _Input:
     """This attempt fails: the value stays until the controller asks for it again."""
     forgotten: bool = False
     """The controller will not ask for it again."""
+    is_repeat: bool = False
+    """The controller has asked for it under this name, because an input was lost."""
 
     @property
     def under_way(self) -> bool:
@@ -94,7 +96,9 @@ class Uploads(Part):
             return
         self._env.count("inputs_sent_again")
         if name != array:
-            self.inputs[name] = _Input(upload.spec, upload.value, keep=False, forgotten=True)
+            self.inputs[name] = _Input(
+                upload.spec, upload.value, keep=False, forgotten=True, is_repeat=True
+            )
             self._send(name)
             return
         self._kept_bytes -= self._kept.pop(array, 0)
@@ -116,9 +120,13 @@ class Uploads(Part):
                 self._settle(array, upload)
 
     def host_lost(self, node: str) -> None:
-        """Stop waiting for this host; a live input stays until the controller asks for it again."""
+        """Stop waiting for this host; a live input stays until the controller asks for it again.
+
+        So does one that the controller has asked for. It may be on its way to the host's next incarnation
+        already; if not, its slice moves, or the controller asks once more.
+        """
         for array, upload in list(self.inputs.items()):
-            if upload.forgotten:
+            if upload.forgotten and not upload.is_repeat:
                 upload.missing.discard(node)
                 self._settle(array, upload)
 

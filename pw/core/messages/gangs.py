@@ -50,6 +50,8 @@ class Submit(Local, frozen=True, tag=61):
     """All islands of a run that needs memory on several; each must admit it before it starts."""
     is_timed: bool = False
     """Tell the controller when the run is launched."""
+    is_whole: bool = False
+    """The run has no segments on other islands."""
 
 
 class SegmentLaunched(Local, frozen=True, tag=62):

@@ -151,6 +151,7 @@ class RegisteredProgram:
                 (),
                 admitting,
                 self.body.timeout_s > 0,
+                len(indices) == 1,
             )
         return parts
 

@@ -135,9 +135,8 @@ class Leases(Part):
         """Whether such a run can be launched without the scheduler."""
         program = self.programs[submit.program]
         return (
-            not (submit.awaits or submit.islands or submit.is_timed)
-            and not any(submit.depends)
-            and not any(submit.notify)
+            submit.is_whole
+            and not (submit.awaits or submit.is_timed)
             and program.is_plain
             and not program.compiling
             and program.error is None

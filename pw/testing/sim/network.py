@@ -181,6 +181,7 @@ class SimNetwork(Links):
         until_s = max(world.blocked_until(self.name, node), world.blocked_until(node, self.name))
         there = world.listeners.get(connection.endpoint)
         if until_s or there is None:
+            world.held_until_s = max(world.held_until_s, until_s)
             world.at(until_s or world.now_s + RETRY_S, self._dial_again, connection)
             return
         other = SimConnection(there.network, self.name, other=connection)

@@ -34,6 +34,11 @@ from tests.sim.mutations.operators import wrap
 # --- launch leases -------------------------------------------------------------------------------
 
 
+def lend_parts(is_simple: Callable[..., bool], submit: Any, hosts: tuple[str, ...]) -> bool:
+    """Lend the hosts of one island for a program over several."""
+    return is_simple(replace(submit, is_whole=True), hosts)
+
+
 def answer_and_go_on(close: Callable[..., None], lease: Any, noticed: int) -> None:
     """Say what has been taken of a lease, and take more."""
     close(lease, noticed)

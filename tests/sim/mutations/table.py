@@ -172,6 +172,11 @@ row(
     seen("leases", 0, "leases", "G1", "liveness"),
 )
 # The scheduler does not take back what it has lent.
+row(
+    "lend-parts",
+    wrap("scheduler.leases._is_simple", breakages.lend_parts),
+    seen("leases", 39, "liveness"),
+)
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
 # A holder that is cut off from a host keeps its lease there.
 row("cut-off-holders-go-on", drop(m.HolderCutOff), seen("network", 2000667, "liveness"))
