@@ -417,7 +417,7 @@ def test_reads_say_which_function_they_wait_for(seen: Shown) -> None:
             lambda: pw.block_until_ready([f(x), f(x), x]),
             " of 3 are ready",
         )
-        during(cluster, seen, lambda: np.asarray(f(x)), "'step'. Work goes on")
+        during(cluster, seen, lambda: np.asarray(f(x)), ". Work goes on")
 
 
 def test_a_call_that_is_far_ahead_says_what_it_waits_for(seen: Shown) -> None:

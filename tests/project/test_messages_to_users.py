@@ -329,7 +329,8 @@ def test_arrays_of_another_session(cluster: InProcessCluster, mesh: pw.Mesh) -> 
     finally:
         current.use(mine)
         other.close()
-    check(raised(lambda: there.check_alive()), "devices", "connect again")
+    there_now = pw.NamedSharding(there, P())
+    check(raised(lambda: pw.put(numbers(4), sharding=there_now)), "devices", "connect again")
 
 
 def test_calls_that_are_ended_before_they_have() -> None:

@@ -504,7 +504,7 @@ def test_a_timeout_says_what_is_in_the_way() -> None:
         np.asarray(f(np.float32(1)))
         with held(cluster):
             y = f(np.float32(2))
-            session = mesh.runtime
+            session = pw.connect()
             for wait in (
                 session.wait([(number_of(y), type_of(y).spec)]),
                 session.fetch(number_of(y), type_of(y).spec),

@@ -118,7 +118,7 @@ class Leases(Part):
             habit = self._habits[client] = _Habit()
         habit.last_run = message.run
         hosts = tuple(dict.fromkeys(host for hosts in message.hosts for host in hosts))
-        if queue.tasks or queue.launched > 1 or not self._is_simple(message, hosts):
+        if queue.tasks or queue.launched > 1 or not self.is_simple(message, hosts):
             habit.count = 0
             return
         if habit.hosts != hosts:
@@ -131,7 +131,7 @@ class Leases(Part):
         if habit.count >= self.lending.after << habit.doubled:
             self._due.add(client)
 
-    def _is_simple(self, submit: msg.Submit, hosts: tuple[str, ...]) -> bool:
+    def is_simple(self, submit: msg.Submit, hosts: tuple[str, ...]) -> bool:
         """Whether such a run can be launched without the scheduler."""
         program = self.programs[submit.program]
         return (
@@ -185,7 +185,7 @@ class Leases(Part):
         programs = {
             number: submit
             for number, submit in habit.programs.items()
-            if self._is_simple(submit, habit.hosts)
+            if self.is_simple(submit, habit.hosts)
         }
         if not programs:
             return

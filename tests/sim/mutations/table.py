@@ -174,7 +174,7 @@ row(
 # The scheduler does not take back what it has lent.
 row(
     "lend-parts",
-    wrap("scheduler.leases._is_simple", breakages.lend_parts),
+    wrap("scheduler.leases.is_simple", breakages.lend_parts),
     seen("leases", 39, "liveness"),
 )
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
