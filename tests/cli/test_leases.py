@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def until_leased(client: Client, more: int = 200) -> None:
         client.look()
         return client.leased >= before + more
 
-    until(leased, "launches under a lease", 60.0)
+    waited_for(client, leased, "launches under a lease")
 
 
 def until_steps(client: Client, more: int = 200) -> None:
@@ -43,7 +43,16 @@ def until_steps(client: Client, more: int = 200) -> None:
         client.look()
         return client.steps >= before + more
 
-    until(made, "steps", 60.0)
+    waited_for(client, made, "steps")
+
+
+def waited_for(client: Client, condition: Callable[[], bool], what: str) -> None:
+    """Wait; a failure says what the client has done and said."""
+    try:
+        until(condition, what, 60.0)
+    except AssertionError as late:
+        said = client.program.out[-500:] + client.program.err[-2000:]
+        raise AssertionError(f"{client.steps} steps, {client.leased} leased: {said}") from late
 
 
 def test_a_lease_ends_and_comes_back_with_others_and_losses(
@@ -69,10 +78,10 @@ def test_a_lease_ends_and_comes_back_with_others_and_losses(
         runtime = cluster.hosts[1].runtime_pid()
         assert runtime is not None
         send(runtime, signal.SIGKILL)  # a host of the lease
-        until_leased(one)
+        until_steps(one)
 
         one.program.kill()  # the client, in the middle of its launches
-        until_leased(join(2))
+        until_steps(join(2))
     finally:
         for client in clients:
             client.program.kill()
