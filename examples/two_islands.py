@@ -49,7 +49,7 @@ def main() -> None:
     with cluster:
         slices = pw.make_virtual_device_set().add_slice(devices=4, islands=2)
         mesh = pw.Mesh(np.array(slices.devices).reshape(2, 2), ("island", "data"))
-        print(f"{mesh}; it joins {len(mesh.parts)} islands")
+        print(f"{mesh}; it joins {len(slices.parts)} islands")
         step = pw.jit(train, mesh=mesh, in_shardings=(None, BATCH, BATCH), donate_argnums=0)
         params = pw.jit(initial, mesh=mesh)(0)
         alone = jax.jit(initial)(0)

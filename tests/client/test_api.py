@@ -436,3 +436,24 @@ def test_threads_call_at_the_same_time(east: pw.Mesh, west: pw.Mesh) -> None:
         thread.join(60)
     assert wrong == []
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_results_of_calls_in_a_program_lie_as_shardings_of_jax_say(
+    cluster: InProcessCluster,
+) -> None:
+    mesh = mesh_on(0, devices=2)
+    rows, whole = (pw.NamedSharding(mesh, spec) for spec in (P("x"), P()))
+
+    def both(x: Any) -> Any:
+        return x + 1, {"twice": x * 2}
+
+    call = pw.jit(both, in_shardings=rows, out_shardings=(rows, {"twice": whole}))
+
+    @pw.program
+    def again(x: Any) -> Any:
+        return call(call(x)[0])
+
+    y, others = again(np.arange(4.0, dtype=np.float32))
+    np.testing.assert_array_equal(y, [2, 3, 4, 5])
+    np.testing.assert_array_equal(others["twice"], [2, 4, 6, 8])
+    assert (y.sharding, others["twice"].sharding) == (rows, whole)

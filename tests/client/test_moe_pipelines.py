@@ -81,14 +81,22 @@ def near(found: Any, expected: Any) -> None:
 ONE, TWO = (0, 0), (0, 1)
 
 
-@pytest.fixture(params=[ONE, TWO], ids=["one island", "two islands"])
+@pytest.fixture(
+    params=[pytest.param(ONE, marks=pytest.mark.long), TWO], ids=["one island", "two islands"]
+)
 def model(request: pytest.FixtureRequest) -> Model:
     return Model(request.param)
 
 
 @pytest.mark.parametrize(
     ("islands", "how"),
-    [(ONE, "1f1b"), (ONE, "marks"), (TWO, "1f1b"), (TWO, "zero-bubble"), (TWO, "recompute")],
+    [
+        pytest.param(ONE, "1f1b", marks=pytest.mark.long),
+        (ONE, "marks"),
+        (TWO, "1f1b"),
+        pytest.param(TWO, "zero-bubble", marks=pytest.mark.long),
+        pytest.param(TWO, "recompute", marks=pytest.mark.long),
+    ],
 )
 def test_gradients_are_those_of_the_unpipelined_model(islands: tuple[int, int], how: str) -> None:
     model = Model(islands)

@@ -98,7 +98,7 @@ def bound(
     def abstract(wanted: Any) -> Any:
         if isinstance(wanted, PartitionSpec):
             wanted = OwnSharding(kind.mesh, wanted)
-        return None if wanted is None else wanted.abstract()
+        return None if wanted is None else (own_sharding(wanted) or wanted).abstract()
 
     flat.__name__ = equation_name(kind)
     function_ = jax.jit(
