@@ -19,6 +19,8 @@ NAME_CHARACTERS = 256
 """The longest name of a node, and of anything that a user names."""
 
 _SERIAL_BITS = 40
+REPEATS = 1 << 39
+"""Serial numbers from here on are the controller's."""
 ADDRESSES = 4096
 """How many addresses of each kind are cached: a launch needs one for every host."""
 
@@ -43,6 +45,11 @@ def client_of(identifier: int) -> int:
 def serial_of(identifier: int) -> int:
     """The serial number that the client gave to `identifier`."""
     return identifier & ((1 << _SERIAL_BITS) - 1)
+
+
+def is_repeat(identifier: int) -> bool:
+    """Whether the controller has given an id, for something that is made again."""
+    return bool(identifier & REPEATS)
 
 
 def run_name(run: int) -> str:

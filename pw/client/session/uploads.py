@@ -26,7 +26,7 @@ from pw.client.session.thread_messages import Put
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, ErrorReport, TransferFailed
-from pw.core.ids import CONTROL, Address
+from pw.core.ids import CONTROL, Address, is_repeat
 from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, box_bytes, box_slices, host_boxes, packed_offsets
@@ -50,8 +50,6 @@ class _Input:
     """This attempt fails: the value stays until the controller asks for it again."""
     forgotten: bool = False
     """The controller will not ask for it again."""
-    is_repeat: bool = False
-    """The controller has asked for it under this name, because an input was lost."""
 
     @property
     def under_way(self) -> bool:
@@ -96,9 +94,7 @@ class Uploads(Part):
             return
         self._env.count("inputs_sent_again")
         if name != array:
-            self.inputs[name] = _Input(
-                upload.spec, upload.value, keep=False, forgotten=True, is_repeat=True
-            )
+            self.inputs[name] = _Input(upload.spec, upload.value, keep=False, forgotten=True)
             self._send(name)
             return
         self._kept_bytes -= self._kept.pop(array, 0)
@@ -126,7 +122,7 @@ class Uploads(Part):
         already; if not, its slice moves, or the controller asks once more.
         """
         for array, upload in list(self.inputs.items()):
-            if upload.forgotten and not upload.is_repeat:
+            if upload.forgotten and not is_repeat(array):
                 upload.missing.discard(node)
                 self._settle(array, upload)
 

@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from pw.core import messages as msg
-from pw.core.ids import Address, arrays_in, client_id, client_of
+from pw.core.ids import REPEATS, Address, arrays_in, client_id, client_of
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
-
-REPEATS = 1 << 39
-"""Serial numbers from here on are the controller's."""
 
 Ordered = (
     msg.Run
@@ -158,8 +155,3 @@ class Client:
         self.lineage.release(arrays)
         taken = [(number, self.arrays.take(number)) for number in arrays]
         return [(n, array) for n, array in taken if array is not None and not array.awaited]
-
-
-def is_repeat(identifier: int) -> bool:
-    """Return whether `Client.new_id` gave a number."""
-    return bool(identifier & REPEATS)

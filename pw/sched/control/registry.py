@@ -14,11 +14,11 @@ import msgspec
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
-from pw.core.ids import Address, client_of, scheduler_of
+from pw.core.ids import Address, client_of, is_repeat, scheduler_of
 from pw.core.messages.artifacts import Artifacts
 from pw.core.programs.program import Program
 from pw.core.programs.program_checks import check_program
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
 

@@ -13,11 +13,11 @@ from pw.core import events as published
 from pw.core import messages as msg
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
-from pw.core.ids import client_of, run_name, scheduler_of
+from pw.core.ids import client_of, is_repeat, run_name, scheduler_of
 from pw.core.recorder import CALLED
 from pw.core.tenants import OPERATOR
 from pw.sched.control.array_states import Array
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
 from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
 from pw.sched.control.run_states import RunEvent, RunInFlight

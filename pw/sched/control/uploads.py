@@ -21,12 +21,12 @@ from pw.core.errors import (
     ProtocolError,
 )
 from pw.core.events import TransferEvent
-from pw.core.ids import client_of, run_name, store_of
+from pw.core.ids import client_of, is_repeat, run_name, store_of
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec, layout_of
 from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.programs import holders
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.plan import named

@@ -20,12 +20,20 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.ids import Address, client_of, executor_of, run_name, scheduler_of, serial_of
+from pw.core.ids import (
+    Address,
+    client_of,
+    executor_of,
+    is_repeat,
+    run_name,
+    scheduler_of,
+    serial_of,
+)
 from pw.core.messages.owners import visible
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.client_order import ClientOrder
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.explain.inquiries import Inquiries, Inquiry
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from pw.core.actors.actor import handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.ids import Address, arrays_in
+from pw.core.ids import Address, arrays_in, is_repeat
 from pw.core.messages import ArraysLost, IslandLost, RunFailed
 from pw.sched.control.array_states import Array, ArrayState
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
 from pw.sched.control.run_states import RunEvent, RunInFlight

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from pw.core import messages as msg
 from pw.core.errors import Error, ErrorReport, HostLost, NotOwner, ProtocolError
-from pw.core.ids import arrays_in, client_of
+from pw.core.ids import arrays_in, client_of, is_repeat
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import NOWHERE, Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
-from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.clients import Client
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.shares import Shares
