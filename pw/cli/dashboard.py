@@ -1,4 +1,4 @@
-"""`pw dashboard`, by itself and as the process that daemons and clusters start."""
+"""The command `pw dashboard`. Daemons and local clusters start it as a process, too."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from pw.transport.access.authority import Authority
 SLACK_S = 10
 """Seconds of the notice that are left to end in."""
 SET_BY_PW = {"nodes", "ntasks", "ntasks-per-node", "output", "job-name", "signal", "chdir"}
-
 PATIENCE_S = 300
 """How long a script waits for all islands; then it begins, and is told what is missing."""
 FUNCTIONS = """

@@ -85,6 +85,11 @@ def own_sharding(sharding: Any) -> OwnSharding | None:
     return OwnSharding.over(mesh, spec)
 
 
+def own_or_given(sharding: Any) -> Any:
+    """Return a sharding over virtual devices as pw's own; anything else as it is."""
+    return own_sharding(sharding) or sharding
+
+
 def abstract(named: Any) -> Any:
     """Return a mesh or sharding over virtual devices without them, for tracing; anything else as it is."""
     if isinstance(named, jax.sharding.Mesh):

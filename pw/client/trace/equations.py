@@ -22,7 +22,7 @@ from jax._src.interpreters import ad, batching, partial_eval
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.arrays.of_jax import own_mesh, own_sharding
+from pw.client.arrays.of_jax import own_mesh, own_or_given, own_sharding
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.transformed import traces_for_hosts
 from pw.client.trace.export import tracing
@@ -98,7 +98,7 @@ def bound(
     def abstract(wanted: Any) -> Any:
         if isinstance(wanted, PartitionSpec):
             wanted = OwnSharding(kind.mesh, wanted)
-        return None if wanted is None else (own_sharding(wanted) or wanted).abstract()
+        return None if wanted is None else own_or_given(wanted).abstract()
 
     flat.__name__ = equation_name(kind)
     function_ = jax.jit(

@@ -15,7 +15,7 @@ import jax
 import jax.extend
 
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.arrays.of_jax import abstract, own_sharding
+from pw.client.arrays.of_jax import abstract, own_or_given, own_sharding
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import checks_nans
 from pw.client.trace.equations import CallKind, equation_name, kind_of, meshes_named_by
@@ -51,14 +51,9 @@ def with_calls(closed: Any, kinds: list[CallKind]) -> Any:
             mesh = _mesh_of(equation)
             if mesh is not None:
                 return _call(equation, mesh, kinds)
-        return _with_params(equation, change, own_target if name == "device_put" else _same)
+        return _with_params(equation, change, own_or_given if name == "device_put" else _same)
 
     return _changed(closed, change)
-
-
-def own_target(value: Any) -> Any:
-    """Return a sharding over virtual devices as pw's own; anything else as it is."""
-    return own_sharding(value) or value
 
 
 def _same(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.arrays.of_jax import own_sharding
+from pw.client.arrays.of_jax import own_or_given, own_sharding
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.core.errors import ArgumentError, ShardingError
 
@@ -25,7 +25,7 @@ def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
     except ValueError as error:
         raise ArgumentError(f"{what} does not fit the tree of the values: {error}") from None
     entries = [next(entry()) for entry in leaves]
-    return [own_sharding(entry) or entry for entry in entries]
+    return list(map(own_or_given, entries))
 
 
 def on_mesh(mesh: OwnMesh, wanted: Any) -> OwnSharding:
