@@ -123,9 +123,8 @@ def run_each(names: list[str], *, quick: bool, out: Path) -> int:
             failed += 1
             lines.append(f"  {name} did not run: {error}")
             continue
-        for bar in json.loads((out / f"{name}.json").read_text())["bars"]:
-            bar.pop("holds")
-            lines.append(report.line(report.Bar(**bar)).replace(": ", f": {name}: ", 1))
+        for bar in report.bars_of(json.loads((out / f"{name}.json").read_text())):
+            lines.append(report.line(bar).replace(": ", f": {name}: ", 1))
     console.print("\n".join(["bars:", *lines]), markup=False)
     console.print(f"  all: {(time.time() - first) / 60:.0f} minutes")
     return 1 if failed else 0

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import Bar, number
+from bench.report import Bar, bars_of, number
 
 LOADS = ("load_before", "load_after")
 
@@ -33,9 +33,8 @@ def read(folders: Sequence[Path]) -> tuple[Readings, list[str]]:
         if not results:
             raise FileNotFoundError(f"{folder} has no results of `python -m bench --out {folder}`")
         for result in results:
-            for bar in result["bars"]:
-                bar.pop("holds")
-                found.setdefault((result["name"], bar["text"]), []).append(Bar(**bar))
+            for bar in bars_of(result):
+                found.setdefault((result["name"], bar.text), []).append(bar)
         load = [result["machine"][when][0] for result in results for when in LOADS]
         loads.append(f"{min(load):.1f} to {max(load):.1f}")
     return found, loads

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -178,6 +179,13 @@ def show(result: Result, console: Console) -> None:
         console.print(line(bar), style="green" if bar.holds else "yellow", highlight=False)
     for note in result.notes:
         console.print(f"  note: {note}", highlight=False, markup=False)
+
+
+def bars_of(written: Mapping[str, Any]) -> list[Bar]:
+    """The bars of a result as `write` has written it."""
+    return [
+        Bar(bar["text"], bar["value"], bar["bound"], bar["at_least"]) for bar in written["bars"]
+    ]
 
 
 def line(bar: Bar) -> str:
