@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,32 +24,16 @@ def cluster() -> Iterator[pw.LocalCluster]:
         yield cluster
 
 
-def until_leased(client: Client, more: int = 200) -> None:
-    """Wait until it has made so many more launches itself."""
-    before = client.leased
-
-    def leased() -> bool:
-        client.look()
-        return client.leased >= before + more
-
-    waited_for(client, leased, "launches under a lease")
-
-
-def until_steps(client: Client, more: int = 200) -> None:
-    """Wait until it has made so many more steps."""
-    before = client.steps
+def until_more(client: Client, what: str, more: int = 200) -> None:
+    """Wait until it has made so many more `steps`, or `leased` launches; a failure says what it has done."""
+    wanted = getattr(client, what) + more
 
     def made() -> bool:
         client.look()
-        return client.steps >= before + more
+        return bool(getattr(client, what) >= wanted)
 
-    waited_for(client, made, "steps")
-
-
-def waited_for(client: Client, condition: Callable[[], bool], what: str) -> None:
-    """Wait; a failure says what the client has done and said."""
     try:
-        until(condition, what, 60.0)
+        until(made, what, 60.0)
     except AssertionError as late:
         said = client.program.out[-500:] + client.program.err[-2000:]
         raise AssertionError(f"{client.steps} steps, {client.leased} leased: {said}") from late
@@ -66,22 +50,22 @@ def test_a_lease_ends_and_comes_back_with_others_and_losses(
 
     try:
         one = join(2)
-        until_leased(one)
+        until_more(one, "leased")
 
         two = join(1)  # another client wants one of the hosts
-        until_steps(two)
-        until_steps(one)
+        until_more(two, "steps")
+        until_more(one, "steps")
 
         two.program.kill()
-        until_leased(one)
+        until_more(one, "leased")
 
         runtime = cluster.hosts[1].runtime_pid()
         assert runtime is not None
         send(runtime, signal.SIGKILL)  # a host of the lease
-        until_steps(one)
+        until_more(one, "steps")
 
         one.program.kill()  # the client, in the middle of its launches
-        until_steps(join(2))
+        until_more(join(2), "steps")
     finally:
         for client in clients:
             client.program.kill()
