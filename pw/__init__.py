@@ -66,9 +66,6 @@ if TYPE_CHECKING:
     from pw.client.loops.while_loop import while_loop
     from pw.client.memory import memory
     from pw.client.moe.layer import moe
-    from pw.client.pipeline.marks import stage_boundary
-    from pw.client.pipeline.pipeline import Pipeline, pipeline
-    from pw.client.pipeline.schedule import Schedule
     from pw.client.plan import plan
     from pw.client.show import show
     from pw.client.status import status
@@ -82,6 +79,9 @@ if TYPE_CHECKING:
     from pw.core.functions.parts import ResultPart
     from pw.deploy.on_ray import on_ray
     from pw.display.advice import PerformanceWarning
+    from pw.pipelines.marks import stage_boundary
+    from pw.pipelines.pipeline import Pipeline, pipeline
+    from pw.pipelines.schedule import Schedule
     from pw.profiling.profile import load_ipython_extension as load_ipython_extension
     from pw.profiling.profile import profile
 
@@ -110,10 +110,10 @@ _LAZY = {
     "ResultPart": "pw.core.functions.parts",
     "stream": "pw.client.feeding.stream",
     "Stream": "pw.client.feeding.stream",
-    "pipeline": "pw.client.pipeline.pipeline",
-    "Pipeline": "pw.client.pipeline.pipeline",
-    "stage_boundary": "pw.client.pipeline.marks",
-    "Schedule": "pw.client.pipeline.schedule",
+    "pipeline": "pw.pipelines.pipeline",
+    "Pipeline": "pw.pipelines.pipeline",
+    "stage_boundary": "pw.pipelines.marks",
+    "Schedule": "pw.pipelines.schedule",
     "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",

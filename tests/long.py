@@ -21,7 +21,7 @@ SEEDS, INPUTS = 100, 2_000_000
 """Seeds of each profile of the simulator, and inputs of the fuzzer, in a round."""
 KILLS = (
     *("tests/cli/test_survival.py", "tests/cli/test_secure_survival.py", "tests/cli/test_gangs.py"),
-    *("tests/client/test_pipeline_failures.py", "tests/gateway/test_gateway_deaths.py"),
+    *("tests/pipelines/test_pipeline_failures.py", "tests/gateway/test_gateway_deaths.py"),
     "tests/sched/test_controller_restart.py",
 )
 EXAMPLES = ("tests/core", "tests/sched", "tests/transport", "tests/devices/test_lanes.py")

@@ -1,14 +1,14 @@
-"""Programs with the shape of a pipeline's training step, in the order of a schedule (`pw.client.pipeline`)."""
+"""Programs with the shape of a pipeline's training step, in the order of a schedule (`pw.pipelines`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
-from pw.client.pipeline.schedules import named
-from pw.client.pipeline.table import Task
 from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec
+from pw.pipelines.schedules import named
+from pw.pipelines.table import Task
 from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 _ACTIVATIONS = ((8, 4), (16,), (8, 512))

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax._src.source_info_util import user_context
 
-from pw.client.pipeline.marks import mark
-from pw.client.pipeline.units import Place
 from pw.client.trace.graph import Graph, Literal
+from pw.pipelines.marks import mark
+from pw.pipelines.units import Place
 
 
 def with_marks(graph: Graph, places: Sequence[Place]) -> Graph:

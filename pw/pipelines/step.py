@@ -4,7 +4,7 @@ It runs while `pw.program` traces, so it sees shapes and shardings only. The tra
 follow from where the functions run. The order of the calls on each slice is the order of the schedule's row,
 and lowering keeps it (`pw.core.programs.segments`).
 
-Names of values are those of `pw.client.pipeline.stages`. `("x", i)` of a stage is `("y", i)` of the stage
+Names of values are those of `pw.pipelines.stages`. `("x", i)` of a stage is `("y", i)` of the stage
 before, and `("gy", i)`, the gradient of its result, is `("gx", i)` of the next stage.
 """
 
@@ -22,16 +22,16 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding
-from pw.client.pipeline.gradients import Tasks, total_dtype
-from pw.client.pipeline.schedule import Schedule
-from pw.client.pipeline.segments import Segment, Segments, has_calls
-from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.table import Task
 from pw.client.trace.graph import Name, StagePiece
 from pw.client.trace.jit import jit
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.shardings import sharding_of
 from pw.core.errors import ArgumentError
+from pw.pipelines.gradients import Tasks, total_dtype
+from pw.pipelines.schedule import Schedule
+from pw.pipelines.segments import Segment, Segments, has_calls
+from pw.pipelines.stages import Stage
+from pw.pipelines.table import Task
 
 Slot = tuple[int, int]
 """A parameter: its stage, and its number there."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pw.client.pipeline.table import Kind, Table, Task
 from pw.core.errors import ArgumentError
+from pw.pipelines.table import Kind, Table, Task
 
 
 @dataclass(frozen=True)

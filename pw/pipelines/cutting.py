@@ -18,24 +18,24 @@ from typing import Any
 import jax
 
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.pipeline.choosing import Cuts
-from pw.client.pipeline.groups import unrolled, with_marks
-from pw.client.pipeline.marks import counted, has_mark, mark
-from pw.client.pipeline.rows import divided, of_rows
-from pw.client.pipeline.segments import stays
-from pw.client.pipeline.stages import (
+from pw.client.trace.export import tracing
+from pw.client.trace.graph import Graph, Literal, Name
+from pw.client.trace.stage_trace import tracing_stages
+from pw.client.trace.wrapped import name_of
+from pw.core.errors import ArgumentError
+from pw.pipelines.choosing import Cuts
+from pw.pipelines.groups import unrolled, with_marks
+from pw.pipelines.marks import counted, has_mark, mark
+from pw.pipelines.rows import divided, of_rows
+from pw.pipelines.segments import stays
+from pw.pipelines.stages import (
     KEY,
     Stage,
     described,
     is_float,
     takes_key,
 )
-from pw.client.pipeline.units import sources
-from pw.client.trace.export import tracing
-from pw.client.trace.graph import Graph, Literal, Name
-from pw.client.trace.stage_trace import tracing_stages
-from pw.client.trace.wrapped import name_of
-from pw.core.errors import ArgumentError
+from pw.pipelines.units import sources
 
 
 def cut_stages(

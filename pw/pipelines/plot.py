@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pw.client.pipeline.table import Table
-from pw.client.pipeline.timing import Timetable
+from pw.pipelines.table import Table
+from pw.pipelines.timing import Timetable
 
 _COLOURS = {"F": "#7aa6d8", "B": "#e0a458", "W": "#8fbf7f", "U": "#b0b0b0"}
 _UPDATE_WIDTH = 0.3

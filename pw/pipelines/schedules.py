@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pw.client.pipeline.schedule import Schedule
-from pw.client.pipeline.table import Kind, Task
 from pw.core.errors import ArgumentError
+from pw.pipelines.schedule import Schedule
+from pw.pipelines.table import Kind, Task
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax._src.source_info_util import user_frames
 
-from pw.client.pipeline.costs import cost_of
 from pw.client.trace.graph import Graph, Literal, size_bytes
+from pw.pipelines.costs import cost_of
 
 _HERE = str(Path(__file__).parent)
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from pw.client.pipeline.plot import draw
-from pw.client.pipeline.table import Kind, Table, Task
-from pw.client.pipeline.timing import Timetable
 from pw.core.errors import ArgumentError
+from pw.pipelines.plot import draw
+from pw.pipelines.table import Kind, Table, Task
+from pw.pipelines.timing import Timetable
 
 
 class Schedule(Table):

@@ -15,17 +15,6 @@ import jax
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import given_mesh
 from pw.client.arrays.sharding import OwnSharding
-from pw.client.pipeline.forms import Listed, Marked, check_floats
-from pw.client.pipeline.gradients import Tasks, tasks_of
-from pw.client.pipeline.measured import Measured, Names, measured
-from pw.client.pipeline.microbatches import Microbatches
-from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
-from pw.client.pipeline.plan import PipelinePlan
-from pw.client.pipeline.schedule import Schedule, task_times
-from pw.client.pipeline.schedules import named
-from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.step import Step, StepPlan, by_mesh, placed
-from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.function import tree_unflatten
@@ -33,6 +22,17 @@ from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ArrayDeleted
+from pw.pipelines.forms import Listed, Marked, check_floats
+from pw.pipelines.gradients import Tasks, tasks_of
+from pw.pipelines.measured import Measured, Names, measured
+from pw.pipelines.microbatches import Microbatches
+from pw.pipelines.optimizing import Optimizer, first_state, stage_gradients, update_stage
+from pw.pipelines.plan import PipelinePlan
+from pw.pipelines.schedule import Schedule, task_times
+from pw.pipelines.schedules import named
+from pw.pipelines.stages import Stage
+from pw.pipelines.step import Step, StepPlan, by_mesh, placed
+from pw.pipelines.table import Task
 
 
 class Pipeline:

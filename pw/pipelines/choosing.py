@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pw.client.pipeline.groups import unrolled
-from pw.client.pipeline.units import Place, Unit, line_of, rounds_of, units_of
 from pw.client.trace.graph import Graph
 from pw.core.errors import ArgumentError
+from pw.pipelines.groups import unrolled
+from pw.pipelines.units import Place, Unit, line_of, rounds_of, units_of
 
 FLOPS_PER_SENT_BYTE = 300
 """Operations in the time that sending a byte costs; most of the time, other microbatches hide it."""

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pw
-from pw.client.pipeline.measured import Names, measured
-from pw.client.pipeline.schedules import NAMES, named
-from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Computation, Timeline
+from pw.pipelines.measured import Names, measured
+from pw.pipelines.schedules import NAMES, named
+from pw.pipelines.table import Task
 
 SPLIT = {"F": 1, "B": 1, "W": 1}
 WHOLE = {"F": 1, "B": 2}

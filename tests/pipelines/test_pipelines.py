@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.pipeline.schedules import NAMES
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.recorder import ProgramRecorder
+from pw.pipelines.schedules import NAMES
 from pw.testing import InProcessCluster
 from tests.stages.stage import mesh_on
 

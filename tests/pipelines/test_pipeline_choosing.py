@@ -17,12 +17,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pw
-from pw.client.pipeline import costs
-from pw.client.pipeline.choosing import balanced, choose
-from pw.client.pipeline.forms import Marked
-from pw.client.pipeline.plan import PlannedStage
-from pw.client.pipeline.units import units_of
 from pw.client.trace.graph import Graph
+from pw.pipelines import costs
+from pw.pipelines.choosing import balanced, choose
+from pw.pipelines.forms import Marked
+from pw.pipelines.plan import PlannedStage
+from pw.pipelines.units import units_of
 from pw.testing import InProcessCluster
 from tests.stages.samples import long
 from tests.stages.stage import mesh_on

@@ -13,10 +13,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.pipeline.choosing import Cuts, choose
-from pw.client.pipeline.cutting import cut_stages
-from pw.client.pipeline.rows import Rows, joined, rows_of, shape_of
-from pw.client.pipeline.stages import (
+from pw.client.trace.function import JitFunction
+from pw.client.trace.graph import Graph
+from pw.client.trace.prefixes import spread
+from pw.client.trace.wrapped import name_of
+from pw.core.errors import ArgumentError
+from pw.pipelines.choosing import Cuts, choose
+from pw.pipelines.cutting import cut_stages
+from pw.pipelines.rows import Rows, joined, rows_of, shape_of
+from pw.pipelines.stages import (
     Stage,
     described,
     inner,
@@ -24,11 +29,6 @@ from pw.client.pipeline.stages import (
     takes_key,
     trace_stages,
 )
-from pw.client.trace.function import JitFunction
-from pw.client.trace.graph import Graph
-from pw.client.trace.prefixes import spread
-from pw.client.trace.wrapped import name_of
-from pw.core.errors import ArgumentError
 
 Slot = tuple[int, int]
 Specs = dict[Slot, Any]

@@ -14,10 +14,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pw.client.pipeline.stages import Stage, is_float
-from pw.client.pipeline.table import Kind
 from pw.client.trace.graph import Graph, Name, StagePiece, cut, size_bytes
 from pw.client.trace.stage_trace import tracing_stages
+from pw.pipelines.stages import Stage, is_float
+from pw.pipelines.table import Kind
 
 
 @dataclass(frozen=True, eq=False)

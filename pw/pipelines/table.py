@@ -11,7 +11,7 @@ them. There are four kinds of tasks:
 
 `F` needs the `F` of the stage before, `B` the `F` of its own stage and the `B` of the next stage, `W` its
 own `B`, and `U` all tasks of its stage. The groups wait for nothing else, so the rows and the durations
-of the tasks give the time of each task (`pw.client.pipeline.timing`).
+of the tasks give the time of each task (`pw.pipelines.timing`).
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
 
-from pw.client.pipeline.costs import cost_of_jaxpr
-from pw.client.pipeline.stages import Stage
-from pw.client.pipeline.units import line_of
 from pw.client.trace.graph import size_bytes
 from pw.core.sizes import size_in_words
 from pw.display.tables import Shown, Table
+from pw.pipelines.costs import cost_of_jaxpr
+from pw.pipelines.stages import Stage
+from pw.pipelines.units import line_of
 
 
 @dataclass(frozen=True, slots=True)
