@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
     from pw.client.memory import memory
-    from pw.client.moe.layer import moe
     from pw.client.plan import plan
     from pw.client.show import show
     from pw.client.status import status
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     from pw.core.functions.parts import ResultPart
     from pw.deploy.on_ray import on_ray
     from pw.display.advice import PerformanceWarning
+    from pw.experts.layer import moe
     from pw.pipelines.marks import stage_boundary
     from pw.pipelines.pipeline import Pipeline, pipeline
     from pw.pipelines.schedule import Schedule
@@ -106,7 +106,7 @@ _LAZY = {
     "map": "pw.client.loops.mapping",
     "while_loop": "pw.client.loops.while_loop",
     "host_function": "pw.client.trace.host_function",
-    "moe": "pw.client.moe.layer",
+    "moe": "pw.experts.layer",
     "ResultPart": "pw.core.functions.parts",
     "stream": "pw.client.feeding.stream",
     "Stream": "pw.client.feeding.stream",

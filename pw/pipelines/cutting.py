@@ -20,7 +20,6 @@ import jax
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.export import tracing
 from pw.client.trace.graph import Graph, Literal, Name
-from pw.client.trace.stage_trace import tracing_stages
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 from pw.pipelines.choosing import Cuts
@@ -28,6 +27,7 @@ from pw.pipelines.groups import unrolled, with_marks
 from pw.pipelines.marks import counted, has_mark, mark
 from pw.pipelines.rows import divided, of_rows
 from pw.pipelines.segments import stays
+from pw.pipelines.stage_trace import tracing_stages
 from pw.pipelines.stages import (
     KEY,
     Stage,

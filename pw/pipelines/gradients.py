@@ -15,7 +15,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from pw.client.trace.graph import Graph, Name, StagePiece, cut, size_bytes
-from pw.client.trace.stage_trace import tracing_stages
+from pw.pipelines.stage_trace import tracing_stages
 from pw.pipelines.stages import Stage, is_float
 from pw.pipelines.table import Kind
 

@@ -22,9 +22,9 @@ from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.function import JitFunction
 from pw.client.trace.graph import Graph, Literal, Name
-from pw.client.trace.stage_trace import tracing_stages
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
+from pw.pipelines.stage_trace import tracing_stages
 
 KEY: Name = ("key", 0)
 

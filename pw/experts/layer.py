@@ -27,7 +27,6 @@ from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_mesh
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
-from pw.client.moe import routing
 from pw.client.trace.cond import cond
 from pw.client.trace.equations import program_trace
 from pw.client.trace.function import under_jax_trace
@@ -35,11 +34,12 @@ from pw.client.trace.jit import jit
 from pw.client.trace.joined.islands import apart, together
 from pw.client.trace.program import program
 from pw.client.trace.shardings import sharding_of
-from pw.client.trace.stage_trace import outside_of_stage
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ShardingError
+from pw.experts import routing
+from pw.pipelines.stage_trace import outside_of_stage
 
 tree_leaves, tree_map = jax.tree_util.tree_leaves, jax.tree_util.tree_map
 
