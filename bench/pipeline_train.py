@@ -41,9 +41,9 @@ from bench.report import Chart, Result
 from bench.train import on_pw
 from bench.training import SEED, Optimizer, Task, Trainer, apply, farthest
 from bench.waiting import Waiting, four_stages
-from pw.client.timeline.timeline import Timeline
 from pw.pipelines.measured import Measured
 from pw.pipelines.schedules import NAMES
+from pw.timeline.timeline import Timeline
 
 BOUND = 0.95
 PIPELINE_BOUND = 0.97

@@ -19,10 +19,10 @@ import pw
 from bench.pictures import of_hosts, window
 from bench.placement import new_mesh, put
 from bench.report import Span
-from pw.client.timeline.timeline import Computation, Timeline
 from pw.pipelines.measured import Measured, Names, measured
 from pw.pipelines.schedules import named
 from pw.pipelines.table import Kind, Task
+from pw.timeline.timeline import Computation, Timeline
 
 TASK_S = 0.06
 """A forward pass of a stage, and each of its two gradients."""

@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from pw.client.plan import plan
     from pw.client.show import show
     from pw.client.status import status
-    from pw.client.timeline.tracing import trace
     from pw.client.trace.cond import cond
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from pw.pipelines.schedule import Schedule
     from pw.profiling.profile import load_ipython_extension as load_ipython_extension
     from pw.profiling.profile import profile
+    from pw.timeline.tracing import trace
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -130,7 +130,7 @@ _LAZY = {
     "show": "pw.client.show",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
-    "trace": "pw.client.timeline.tracing",
+    "trace": "pw.timeline.tracing",
     "why": "pw.client.connection.current",
     "PerformanceWarning": "pw.display.advice",
     "load_ipython_extension": "pw.profiling.profile",

@@ -16,12 +16,12 @@ from pw.client.connection.threads import remote
 from pw.client.memory import ClusterMemory
 from pw.client.plan import Plan
 from pw.client.status import ClusterStatus
-from pw.client.timeline import tracing
 from pw.core.errors import Error
 from pw.core.ids import client_id
 from pw.core.messages import HostInfo, IslandInfo, Status
 from pw.dashboard.sampling import SlowHost, Stragglers
 from pw.display import tables
+from pw.timeline import tracing
 
 CONNECT_S = 3.0
 

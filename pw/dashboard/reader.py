@@ -25,9 +25,6 @@ from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
-from pw.client.timeline import chrome
-from pw.client.timeline.resolve import resolved
-from pw.client.timeline.timeline import Timeline
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages import LogLine, Status
@@ -35,6 +32,9 @@ from pw.core.tenants import OPERATOR
 from pw.dashboard.happenings import EventThread, changes, words_of
 from pw.dashboard.sampling import Picture, Sample, Stragglers, pictured, summed
 from pw.dashboard.snapshot import Happening, Known, ProcessLine, Rates, Snapshot, Work, snapshot
+from pw.timeline import chrome
+from pw.timeline.resolve import resolved
+from pw.timeline.timeline import Timeline
 
 PERIOD_S = 1.0
 ANSWER_S = 5.0

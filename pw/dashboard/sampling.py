@@ -1,6 +1,6 @@
 """What a short timeline says: how busy devices are, what hosts send each other, and which host is slow.
 
-Theory of operation. A timeline of a fraction of a second (`pw.client.timeline`) has every computation, transfer
+Theory of operation. A timeline of a fraction of a second (`pw.timeline`) has every computation, transfer
 and launch of the cluster in that time. Nothing is recorded between two samples, so they cost hardly anything.
 
 The hosts of a gang run the same computation at the same time. Where it has collectives, all wait in them for
@@ -18,8 +18,8 @@ from statistics import fmean, median, stdev
 
 import msgspec
 
-from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.ids import client_of
+from pw.timeline.timeline import Computation, Timeline
 
 REMEMBERED_S = 300.0
 """How far back the comparison of hosts goes."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
-from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.errors import ArgumentError
 from pw.pipelines.schedule import Schedule
 from pw.pipelines.table import Kind
+from pw.timeline.timeline import Computation, Timeline
 
 SHOWN = 4
 """So many computations of another timeline are named in an error."""

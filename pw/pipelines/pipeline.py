@@ -15,7 +15,6 @@ import jax
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import given_mesh
 from pw.client.arrays.sharding import OwnSharding
-from pw.client.timeline.timeline import Timeline
 from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.function import tree_unflatten
 from pw.client.trace.prefixes import on_mesh
@@ -33,6 +32,7 @@ from pw.pipelines.schedules import named
 from pw.pipelines.stages import Stage
 from pw.pipelines.step import Step, StepPlan, by_mesh, placed
 from pw.pipelines.table import Task
+from pw.timeline.timeline import Timeline
 
 
 class Pipeline:

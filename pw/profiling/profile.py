@@ -11,8 +11,8 @@ import jax
 from pw.client.connection import current
 from pw.client.show import html
 from pw.client.show import show as show_it
-from pw.client.timeline.tracing import trace
 from pw.profiling.report import Profile
+from pw.timeline.tracing import trace
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pw.client.timeline.timeline import Timeline
 from pw.core.sizes import size_in_words
 from pw.display.tables import Shown, Table, bar
 from pw.profiling.work import Function, Work
+from pw.timeline.timeline import Timeline
 
 LARGE = 0.2
 """A part of the time that is worth advice."""

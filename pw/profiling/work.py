@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.ids import client_of
 from pw.profiling.spans import Span, common, joined, length_s
+from pw.timeline.timeline import Computation, Timeline
 
 PARTS = ("devices", "transfers", "other clients", "hosts", "controller", "client")
 """A moment belongs to the first of them that has something under way for the client, or else to the last."""

@@ -26,7 +26,6 @@ import pw
 from pw.client.connection.children import LocalDaemon, options, start_dashboard
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
-from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.errors import ConnectionFailed
 from pw.core.events import RunEvent
 from pw.core.messages.roles import Role
@@ -35,6 +34,7 @@ from pw.dashboard.metrics import Metrics
 from pw.dashboard.reader import Busy, Reader, Totals
 from pw.dashboard.sampling import Stragglers
 from pw.dashboard.snapshot import Snapshot, devices_of
+from pw.timeline.timeline import Computation, Timeline
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.security import Security

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.timeline.timeline import Timeline
 from pw.client.trace.recorder import ProgramRecorder
 from pw.pipelines.schedules import NAMES
 from pw.testing import InProcessCluster
+from pw.timeline.timeline import Timeline
 from tests.stages.stage import mesh_on
 
 WIDTH, WORDS, ROWS = 8, 16, 8

@@ -20,7 +20,7 @@ from bench.baselines.peer import Peer
 from bench.clients import sizes_to
 from bench.measure import GaveUp, Sample
 from bench.processor import resident_bytes
-from pw.client.timeline.timeline import Computation, Process, Timeline, Transfer
+from pw.timeline.timeline import Computation, Process, Timeline, Transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 

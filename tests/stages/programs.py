@@ -27,8 +27,8 @@ HERE = {"PYTHONPATH": str(ROOT)}
 PRELOADED = (
     *("tests.stages.forked", "pw", "pw.jax", "jax.experimental.shard_map", "jax.extend", "optax"),
     *("pw.cli.gateway", "pw.cli.main", "pw.cli.preloaded", "rich.console", "rich.table"),
-    *("pw.client.status", "pw.client.timeline", "jaxlib.mlir.dialects.mhlo", "encodings.idna"),
-    *("numpy.testing", "pw.cli.requests", "pw.client.timeline.tracing", "pw.client.trace.jit"),
+    *("pw.client.status", "pw.timeline", "jaxlib.mlir.dialects.mhlo", "encodings.idna"),
+    *("numpy.testing", "pw.cli.requests", "pw.timeline.tracing", "pw.client.trace.jit"),
 )
 READ_AT_START = ("JAX_", "TF_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_")
 """Variables that an interpreter or a library reads at its start, except three that a fork can change."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from pw.client.session.thread_messages import StartTimeline, StopTimeline
 from pw.client.session.timelines import RecordedProcess
-from pw.client.timeline.resolve import records_in
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import CANCELLED, GangOrder, Launch
 from pw.core.recorder import LAUNCHED
@@ -22,6 +21,7 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.life import Life
 from pw.testing.sim.recording import LoggedRecorder
 from pw.testing.sim.world import Violation, World
+from pw.timeline.resolve import records_in
 
 LENGTH_S = 0.5
 """How long a timeline lasts at most."""

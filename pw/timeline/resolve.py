@@ -15,15 +15,6 @@ from typing import Any
 import msgspec
 
 from pw.client.session.timelines import RecordedProcess
-from pw.client.timeline.timeline import (
-    Call,
-    Computation,
-    Launch,
-    Process,
-    Timeline,
-    Transfer,
-    Wait,
-)
 from pw.core.ids import client_of
 from pw.core.recorder import (
     CALLED,
@@ -35,6 +26,15 @@ from pw.core.recorder import (
     SENT,
     UPLOADED,
     WIDTH,
+)
+from pw.timeline.timeline import (
+    Call,
+    Computation,
+    Launch,
+    Process,
+    Timeline,
+    Transfer,
+    Wait,
 )
 
 

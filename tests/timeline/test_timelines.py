@@ -22,15 +22,15 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.connection.script import process_name
 from pw.client.session.timelines import RecordedProcess
-from pw.client.timeline import chrome
-from pw.client.timeline.resolve import records_in, resolved
-from pw.client.timeline.timeline import Call, Launch, Timeline, letters
 from pw.core import recorder as kinds
 from pw.core.ids import CONTROLLER, Address, client_id, client_of, store_of
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import LIMIT, WIDTH, Recorder
 from pw.core.timeline import AT_ONCE, LEASE_S, PART, Recordings
 from pw.testing import InProcessCluster
+from pw.timeline import chrome
+from pw.timeline.resolve import records_in, resolved
+from pw.timeline.timeline import Call, Launch, Timeline, letters
 from tests.stages.actors import FakeEnv, World
 from tests.stages.daemons import start_module, until
 

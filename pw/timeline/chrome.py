@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pw.client.timeline.timeline import Computation, Launch, Timeline, Transfer, Wait, letters
 from pw.core.errors import ArgumentError
 from pw.core.ids import CONTROLLER, client_of, run_name
+from pw.timeline.timeline import Computation, Launch, Timeline, Transfer, Wait, letters
 
 Event = dict[str, Any]
 H = TypeVar("H", Computation, Transfer, Wait)

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pw.client.connection import current
-from pw.client.timeline import chrome
-from pw.client.timeline.resolve import resolved
-from pw.client.timeline.timeline import Timeline
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
+from pw.timeline import chrome
+from pw.timeline.resolve import resolved
+from pw.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime
