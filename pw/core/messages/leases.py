@@ -152,3 +152,8 @@ STEPS = 256
 def number_of(index: int, step: int) -> int:
     """Return the number of a step of a leased launch: below zero, where the scheduler's own are not."""
     return -1 - index * STEPS - step
+
+
+def index_of(number: int) -> int:
+    """Return the index of the launch to which a number below zero belongs."""
+    return (-1 - number) // STEPS

@@ -114,7 +114,7 @@ class InFlight(Part):
         key = self._reporting.pop(reporter, reporter) if self._reporting else reporter
         task = self.launches.get(key)
         if task is None:
-            if finished.sequence < 0 and self.leases.numbered:
+            if finished.sequence < 0 and self.leases.may_be_told_of(*reporter):
                 self.leases.early[reporter] = finished
             else:
                 self.env.count("messages_stale")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pw.core.actors.lifecycle import Lifecycle
-from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased
+from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased, index_of
 
 KEPT = 1024
 """So many launches are known, also when they have ended: some hosts may still lack them."""
@@ -97,6 +97,11 @@ class Lease:
         self.known[launch.index] = launch
         self.known.pop(launch.index - KEPT, None)
 
+    def may_tell_of(self, host: str, number: int) -> bool:
+        """Whether the client may still tell of the launch with this number on a host."""
+        is_behind = self.state is LeaseState.OVER and index_of(number) >= self.final
+        return host in self.hosts and index_of(number) >= self.noticed and not is_behind
+
     def segment_ended(self, run: int) -> bool:
         """A segment has ended. Returns whether the client needs a new window."""
         self.running[run] -= 1
@@ -134,6 +139,15 @@ class LeaseTable:
         if any(lease.state is not LeaseState.OPEN for lease in leases.values()):
             return None
         return {host: lease.noticed for host, lease in leases.items()}
+
+    def may_be_told_of(self, host: str, number: int) -> bool:
+        """Whether some client may still tell of the launch with this number on a host."""
+        return any(lease.may_tell_of(host, number) for lease in self.numbered.values())
+
+    def forget_early(self) -> None:
+        """Drop the ends of launches of which no client will tell."""
+        for host, number in [key for key in self.early if not self.may_be_told_of(*key)]:
+            del self.early[host, number]
 
     def clear(self) -> None:
         """The island has left its epoch."""

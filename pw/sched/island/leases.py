@@ -258,6 +258,7 @@ class Leases(Part):
         submit, index = message.submit, message.index
         lease.noticed = max(lease.noticed, index + 1)
         if not tasks:  # the client has left, or the run was cancelled
+            self.table.forget_early()
             return
         program = lease.programs[submit.program]
         launch = msg.LeasedLaunch(
@@ -369,10 +370,7 @@ class Leases(Part):
     def _forget(self, lease: Lease) -> None:
         """The client will not tell of any more launches."""
         self.table.numbered.pop(lease.number, None)
-        last, first = msg.number_of(lease.final, 0), msg.number_of(lease.first, 0)
-        for host, number in list(self.table.early):
-            if host in lease.hosts and last < number <= first:
-                del self.table.early[host, number]
+        self.table.forget_early()
 
     @handles(msg.RemoveClient)
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:

@@ -204,6 +204,12 @@ row(
     put("scheduler.leases.table.early", breakages.Nothing()),
     seen("leases", 37, "liveness", "credits"),
 )
+# An end is kept that is reported after the client has gone without telling of its launch.
+row(
+    "keep-early-ends",
+    forget("scheduler.leases.table.may_be_told_of", answer=True),
+    seen("clients", 6000531, "census"),
+)
 # A host drops an array before a leased launch that reads it.
 row(
     "discard-before-leased-launches",
