@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from pw.client.checkpoint_files import restore
     from pw.client.connection.cluster import LocalCluster
     from pw.client.connection.current import connect, disconnect, stats, why
-    from pw.client.feeding.stream import Stream, stream
     from pw.client.gradients.gradients import grad, value_and_grad
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from pw.deploy.on_ray import on_ray
     from pw.display.advice import PerformanceWarning
     from pw.experts.layer import moe
+    from pw.feeding.stream import Stream, stream
     from pw.pipelines.marks import stage_boundary
     from pw.pipelines.pipeline import Pipeline, pipeline
     from pw.pipelines.schedule import Schedule
@@ -108,8 +108,8 @@ _LAZY = {
     "host_function": "pw.client.trace.host_function",
     "moe": "pw.experts.layer",
     "ResultPart": "pw.core.functions.parts",
-    "stream": "pw.client.feeding.stream",
-    "Stream": "pw.client.feeding.stream",
+    "stream": "pw.feeding.stream",
+    "Stream": "pw.feeding.stream",
     "pipeline": "pw.pipelines.pipeline",
     "Pipeline": "pw.pipelines.pipeline",
     "stage_boundary": "pw.pipelines.marks",

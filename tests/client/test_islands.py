@@ -17,12 +17,12 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.devices import VirtualDeviceSet, make_virtual_device_set
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_mesh
-from pw.client.feeding.stream import stream
 from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.transfer import get, put
 from pw.core.errors import ArrayDeleted, PlacementError, TracingError
+from pw.feeding.stream import stream
 from pw.islands import cutting, sums
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT

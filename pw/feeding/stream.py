@@ -9,12 +9,12 @@ from typing import Any, Literal
 import jax
 
 from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
-from pw.client.feeding.in_client import InClient
-from pw.client.feeding.on_hosts import OnHosts
-from pw.client.feeding.source import Position, StreamSource
 from pw.client.trace.host_function import declared, output_types, takes_part
 from pw.client.trace.prefixes import mesh_in, spread
 from pw.core.errors import ArgumentError, PlacementError, PythonRefused
+from pw.feeding.in_client import InClient
+from pw.feeding.on_hosts import OnHosts
+from pw.feeding.source import Position, StreamSource
 from pw.transport.log import log
 
 STATE_BYTES = 992

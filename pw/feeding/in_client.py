@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.feeding.source import Position, StreamSource
 from pw.client.trace.host_function import structure
 from pw.client.transfer import put
 from pw.core.functions.feeding import Feeder, Note, note_of
 from pw.core.functions.parts import whole_share
+from pw.feeding.source import Position, StreamSource
 
 _LOOK_S = 0.5
 """How often the thread looks whether its stream is still there."""

@@ -18,10 +18,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.feeding.source import SAVED_BYTES, Position
 from pw.core.functions.feeding import Feeder, Note, note_of
 from pw.core.functions.parts import whole_share
 from pw.core.programs.trees import PlainTree
+from pw.feeding.source import SAVED_BYTES, Position
 from pw.testing import InProcessCluster
 
 LIKE = {

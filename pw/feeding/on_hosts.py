@@ -17,13 +17,13 @@ import numpy as np
 from pw.client.arrays.array import Array
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
-from pw.client.feeding.source import Position, StreamSource, notes_of
 from pw.client.trace.host_function import pickled, structure
 from pw.client.trace.launch import Feed, Launch
 from pw.core.errors import ResultMismatch
 from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, request
 from pw.core.functions.prefetch import Ahead
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef
+from pw.feeding.source import Position, StreamSource, notes_of
 
 
 class _Begun(NamedTuple):
