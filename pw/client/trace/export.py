@@ -19,7 +19,7 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift
-from pw.client.trace.exported import Alike, Made, made_once
+from pw.client.trace.exported import Call, Made, made_once
 from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.stablehlo import artifact_of, result_specs
 from pw.core.errors import TracingError
@@ -46,9 +46,6 @@ from pw.core.programs.program import Computation
 
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
-
-OutShardings = Callable[[Any, Sequence[Any]], Sequence[OwnSharding | None]]
-"""Maps the tree of results and their avals to their shardings; None for the compiler's choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,99 +64,73 @@ class Traced:
     """The positions of the rows and of the counts of each argument that is a `Ragged`."""
 
 
-def trace(
-    function: Callable[..., Any],
-    arguments: Any,
-    name: str,
-    mesh: OwnMesh,
-    inputs: Sequence[ArrayType],
-    out_shardings: OutShardings,
-    donated: Sequence[int],
-    check_nans: bool = False,
-    alike: Alike | None = None,
-) -> Traced:
-    """Trace and export `function`, for arguments in the tree `arguments` with leaves of types `inputs`.
-
-    With `check_nans`, results with NaNs raise `NaNFound`. `alike` says of which other calls the module can be.
+def trace(call: Call) -> Traced:
+    """Trace and export the function of a call.
 
     Raises:
         TracingError: the function can be traced but not sent to the hosts.
         Exception: the function's own errors.
     """
-    made = made_once(
-        alike,
-        mesh,
-        inputs,
-        lambda: export(function, arguments, name, mesh, inputs, out_shardings, check_nans),
-    )
+    made, mesh = made_once(call, export), call.mesh
     specs = [type_.spec for type_ in made.outputs]
     if made.checks:
         flags = jax.core.ShapedArray((len(made.checks),), np.dtype(bool))
         specs.append(ArrayType.of(flags, OwnSharding.replicated(mesh)).spec)
-    artifact = artifact_of(made.module, donated, () if made.is_divided else specs)
+    artifact = artifact_of(made.module, call.donated, () if made.is_divided else specs)
     computation = Computation(
-        name,
+        call.name,
         hashlib.sha256(artifact).digest(),
         mesh.placement,
         tuple(type_.spec for type_ in made.inputs),
         tuple(specs),
-        tuple(donated),
+        call.donated,
         checks=made.checks,
     )
     return Traced(
         computation,
         artifact,
         mesh,
-        tuple(inputs),
+        call.types,
         made.captured,
         made.outputs,
         made.tree,
-        pairs_of(arguments),
+        pairs_of(call.tree),
     )
 
 
-def export(
-    function: Callable[..., Any],
-    arguments: Any,
-    name: str,
-    mesh: OwnMesh,
-    inputs: Sequence[ArrayType],
-    out_shardings: OutShardings,
-    check_nans: bool = False,
-) -> Made:
-    """Trace and export `function` as `trace` does."""
-    closed, tree = jaxpr_of(function, arguments, mesh, inputs)
+def export(call: Call) -> Made:
+    """Trace and export the function of a call as `trace` does."""
+    mesh = call.mesh
+    closed, tree = jaxpr_of(call)
     jaxpr, constants, lifted = lift(closed, _must_lift)
     captured = tuple(_on_mesh(value, mesh) for value in lifted)
-    types = (*inputs, *(_captured_type(array, mesh) for array in captured))
+    types = (*call.types, *(_captured_type(array, mesh) for array in captured))
     avals = closed.out_avals
-    wanted = like_arguments(jaxpr, arguments, inputs, tree, out_shardings(tree, avals))
+    wanted = like_arguments(jaxpr, call.tree, call.types, tree, call.out_shardings(tree, avals))
     for aval, sharding in zip(avals, wanted, strict=True):
         if sharding is not None:
             sharding.core.check(tuple(aval.shape))
-    checks = _checks(tree, avals) if check_nans else {}
-    module = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
+    checks = _checks(tree, avals) if call.check_nans else {}
+    module = _exported(jaxpr, constants, call.name, mesh, types, wanted, tuple(checks))
     shardings = _settled(module, mesh, avals, wanted)
     outputs = tuple(map(ArrayType.of, avals, shardings))
     is_divided = mesh.size == 1 or None not in wanted
     return Made(module, captured, types, outputs, tuple(checks.values()), tree, is_divided)
 
 
-def jaxpr_of(
-    function: Callable[..., Any], arguments: Any, mesh: OwnMesh, inputs: Sequence[ArrayType]
-) -> tuple[Any, Any]:
-    """Trace a function for a mesh. Returns its closed jaxpr, and the tree of its results."""
-    mesh.check_alive()
+def jaxpr_of(call: Call) -> tuple[Any, Any]:
+    """Trace the function of a call. Returns its closed jaxpr, and the tree of its results."""
+    call.mesh.check_alive()
     trees = []
 
-    @functools.wraps(function)
+    @functools.wraps(call.function)
     def flat(*args: Any, **kwargs: Any) -> list[Any]:
-        results, tree = jax.tree_util.tree_flatten(function(*args, **kwargs))
+        results, tree = jax.tree_util.tree_flatten(call.function(*args, **kwargs))
         trees.append(tree)
         return results
 
-    given, named = jax.tree_util.tree_unflatten(arguments, [type_.aval for type_ in inputs])
-    with tracing(mesh):
+    given, named = jax.tree_util.tree_unflatten(call.tree, [type_.aval for type_ in call.types])
+    with tracing(call.mesh):
         closed = jax.make_jaxpr(flat)(*given, **named)
     return closed, trees[-1]
 

@@ -1,6 +1,7 @@
-"""A function is traced and exported once, for all slices of one shape: what is sent to hosts names no devices.
+"""`Call`: what is traced and exported, and what is made of it.
 
-`Alike` says what two calls have in common whose modules are the same.
+That is done once for all slices of one shape: what is sent to hosts names no devices. `Alike` says what two
+calls have in common whose modules are the same.
 """
 
 from __future__ import annotations
@@ -50,6 +51,37 @@ class Alike:
     """Static arguments, options, and shardings without devices."""
 
 
+OutShardings = Callable[[Any, Sequence[Any]], Sequence[OwnSharding | None]]
+"""Maps the tree of results and their avals to their shardings; None for the compiler's choice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a function on a mesh: the function to trace, and the types of its arguments."""
+
+    function: Callable[..., Any]
+    name: str
+    mesh: OwnMesh
+    types: tuple[ArrayType, ...]
+    """Of the leaves of the arguments."""
+    out_shardings: OutShardings
+    arguments: Any = None
+    """The tree of the arguments, (args, kwargs); None if the leaves are the arguments."""
+    donated: tuple[int, ...] = ()
+    """The numbers of leaves whose memory may be reused."""
+    check_nans: bool = False
+    """Results with NaNs raise `NaNFound`."""
+    alike: Alike | None = None
+    """Which other calls have the same module."""
+
+    @property
+    def tree(self) -> Any:
+        """The tree of the arguments."""
+        if self.arguments is None:
+            return jax.tree_util.tree_structure((self.types, {}))
+        return self.arguments
+
+
 def without_devices(shardings: Any) -> Any:
     """Return the user's shardings as a part of `Alike.how`."""
     leaves, tree = jax.tree_util.tree_flatten(shardings, is_leaf=_is_sharding)
@@ -61,21 +93,20 @@ def _is_sharding(entry: Any) -> bool:
     return isinstance(entry, (OwnSharding, PartitionSpec))
 
 
-def made_once(
-    alike: Alike | None, mesh: OwnMesh, inputs: Sequence[ArrayType], make: Callable[[], Made]
-) -> Made:
-    """Return what `make` makes for a mesh; or what it has made for another mesh, moved to this one."""
+def made_once(call: Call, make: Callable[[Call], Made]) -> Made:
+    """Return what `make` makes of a call, or what it has made of one alike, moved to the mesh of this one."""
+    alike, mesh = call.alike, call.mesh
     if alike is None or mesh.parts:
-        return make()
-    types = tuple((type_.aval, type_.sharding.core) for type_ in inputs)
+        return make(call)
+    types = tuple((type_.aval, type_.sharding.core) for type_ in call.types)
     key = alike.how, types, mesh.abstract_mesh, mesh.slice.platform
     try:
         kept = _modules.setdefault(alike.function, {})
         known = kept.get(key)
     except TypeError:  # something cannot be hashed, or not be held weakly
-        return make()
+        return make(call)
     if known is None:
-        made = make()
+        made = make(call)
         if not made.captured:
             # Without types: these hold the mesh, and with it the slice.
             outputs = tuple((type_.aval, type_.sharding.spec) for type_ in made.outputs)
@@ -87,7 +118,7 @@ def made_once(
     return Made(
         bare.module,
         (),
-        tuple(inputs),
+        call.types,
         tuple(ArrayType.of(aval, OwnSharding(mesh, spec)) for aval, spec in outputs),
         bare.checks,
         bare.tree,

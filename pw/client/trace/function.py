@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ from pw.client.trace.equations import (
     of_all_programs,
     program_trace,
 )
-from pw.client.trace.export import OutShardings, Traced
-from pw.client.trace.exported import Alike, without_devices
+from pw.client.trace.export import Traced
+from pw.client.trace.exported import Alike, Call, without_devices
 from pw.client.trace.joined.traced import JoinedTraced, trace_on
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.parameters import Donated, donated_leaves
@@ -96,21 +96,6 @@ def under_jax_trace(leaves: Sequence[Any]) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
-class Call(NamedTuple):
-    """A kind of calls of a function: the types of the arguments, and the function to trace."""
-
-    name: str
-    key: Any
-    tree: Any
-    """Of the arguments, (args, kwargs) without the static ones."""
-    types: tuple[ArrayType, ...]
-    mesh: OwnMesh
-    function: Callable[..., Any]
-    """Takes the arguments in their tree."""
-    output_shardings: OutShardings
-    check_nans: bool
-
-
 class JitFunction(Wrapped[P, R]):
     """A function that runs on virtual devices; made by `pw.jit`."""
 
@@ -134,7 +119,6 @@ class JitFunction(Wrapped[P, R]):
         self._mesh = given or mesh_in(in_shardings, out_shardings)
         self._donated = donated
         self._check_nans = check_nans
-        self._by_call: dict[Any, Traced | JoinedTraced] = {}
         self._by_types: dict[Any, Traced | JoinedTraced] = {}
         self._by_equation: dict[Any, Any] = {}
         self._tracing = threading.RLock()
@@ -232,13 +216,11 @@ class JitFunction(Wrapped[P, R]):
         return self._mesh_of_call(tree, types)
 
     def _equation(self, key: Any) -> Callable[..., Any]:
-        call = self.call_of(key)
+        call = self._call_of(key, "an equation")  # it has no tree of results
         tree, avals, _, mesh, _ = key
-        alike = self._alike(call, key, "an equation")  # it has no tree of results
-        kind = CallKind(self._name, mesh, call.check_nans, tree, avals, alike)
+        kind = CallKind(self._name, mesh, call.check_nans, tree, avals, call.alike)
         wanted = self._input_shardings(tree, avals, mesh)
-        donated = tuple(donated_leaves(tree, self._donated))
-        return bound(kind, call.function, wanted, self._asked_out_shardings(), donated)
+        return bound(kind, call.function, wanted, self._asked_out_shardings(), call.donated)
 
     def _asked_out_shardings(self) -> Any:
         """Return the shardings that the user asks for, a tree prefix of the results."""
@@ -289,49 +271,22 @@ class JitFunction(Wrapped[P, R]):
     # --- tracing -------------------------------------------------------------------------------------
 
     def _trace(self, key: Any) -> Traced | JoinedTraced:
-        traced = self._by_call.get(key)
-        if traced is not None:
-            return traced
         with self._tracing:
-            call = self.call_of(key)
-            traced = self._by_types.get(call.key)
+            call = self._call_of(key, "alone")
+            tree, _, *rest = key
+            types = tree, call.types, *rest
+            traced = self._by_types.get(types)
             if traced is None:
                 self._forget_closed()
-                traced = self._by_types[call.key] = trace_on(
-                    call.function,
-                    call.tree,
-                    self._name,
-                    call.mesh,
-                    call.types,
-                    call.output_shardings,
-                    tuple(donated_leaves(call.tree, self._donated)),
-                    call.check_nans,
-                    self._alike(call, key, "alone"),
-                )
-            self._by_call[key] = traced
+                traced = self._by_types[types] = trace_on(call)
             return traced
-
-    def _alike(self, call: Call, key: Any, way: str) -> Alike:
-        """Return what calls of this kind have in common with those on other devices."""
-        tree, _, statics, _, configuration = key
-        how = (
-            way,
-            type(self),
-            self._name,
-            tree,
-            statics,
-            configuration,
-            call.check_nans,
-            self._how(),
-        )
-        return Alike(self.__wrapped__, how)
 
     def _how(self) -> Any:
         """Return the options that are a part of the function's module, without devices."""
         return without_devices(self._out_shardings)
 
-    def call_of(self, key: Any) -> Call:
-        """Return the types of a call, and the function to trace for it. Raises ShardingError."""
+    def _call_of(self, key: Any, way: str) -> Call:
+        """Return what to trace for a kind of calls; `way` says how they are made. Raises ShardingError."""
         tree, signature, statics, mesh, configuration = key
         avals = [aval_of(leaf) for leaf in signature]
         check_pairs(pairs_of(tree), avals, self._name)
@@ -344,21 +299,23 @@ class JitFunction(Wrapped[P, R]):
                 arguments = tree_unflatten(tree, range(len(avals)))
                 where = describe_leaf(arguments, index)
                 raise ShardingError(f"{self._name}: {where}: {error}") from None
+        check_nans = checks_nans() if self._check_nans is None else self._check_nans
+        how = way, type(self), self._name, tree, statics, configuration, check_nans, self._how()
         return Call(
-            self._name,
-            (tree, tuple(types), statics, mesh, configuration),
-            tree,
-            tuple(types),
-            mesh,
             self._named(self._body(tree, statics, mesh, types)),
+            self._name,
+            mesh,
+            tuple(types),
             lambda out, results: self._output_shardings(out, results, mesh, types),
-            checks_nans() if self._check_nans is None else self._check_nans,
+            tree,
+            tuple(donated_leaves(tree, self._donated)),
+            check_nans,
+            Alike(self.__wrapped__, how),
         )
 
     def _forget_closed(self) -> None:
-        for cache in (self._by_call, self._by_types):
-            for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
-                del cache[stale]
+        for stale in [k for k in self._by_types if not k[3].runtime.alive]:
+            del self._by_types[stale]
         for stale in [k for k in self._by_equation if not k[3].runtime.alive]:
             del self._by_equation[stale]
 

@@ -18,6 +18,7 @@ from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, is_key
 from pw.client.trace.export import trace
+from pw.client.trace.exported import Call
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.sharding import Box
@@ -74,9 +75,8 @@ def _move(source: ArrayType, target: ArrayType) -> JoinedTraced:
         return x
 
     def make() -> JoinedTraced:
-        _, tree = jax.tree_util.tree_flatten(((source,), {}))
         wanted = [target.sharding]
-        return trace_joined(moved, tree, "move over islands", mesh, [source], lambda *_: wanted, ())
+        return trace_joined(Call(moved, "move over islands", mesh, (source,), lambda *_: wanted))
 
     made: JoinedTraced = mesh.slice.compiled.made(("move", source, target), make)
     return made
@@ -171,15 +171,10 @@ def applied(
 ) -> list[ProgramTracer]:
     """Record a small computation."""
     function.__name__ = name.replace(" ", "_")
-    _, tree = jax.tree_util.tree_flatten((tuple(types), {}))
-    traced = trace(
-        function,
-        tree,
-        name,
-        mesh,
-        types,
-        lambda _, avals: shardings or [types[0].sharding] * len(avals),
-        (),
-    )
+
+    def lie(_: Any, avals: Sequence[Any]) -> Sequence[OwnSharding]:
+        return shardings or [types[0].sharding] * len(avals)
+
+    traced = trace(Call(function, name, mesh, tuple(types), lie))
     made: list[ProgramTracer] = recorder.call(traced, arguments)
     return made

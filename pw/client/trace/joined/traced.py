@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.trace.export import OutShardings, Traced, export, trace
-from pw.client.trace.exported import Alike, Made
+from pw.client.trace.export import Traced, export, trace
+from pw.client.trace.exported import Call, Made
 from pw.client.trace.stablehlo import divide_results, parsed
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracingError
@@ -103,47 +103,28 @@ def _type_on(mesh: OwnMesh, lies: Lies) -> ArrayType:
     return ArrayType.of(aval, OwnSharding(mesh, spec))
 
 
-def trace_on(
-    function: Callable[..., Any],
-    arguments: Any,
-    name: str,
-    mesh: OwnMesh,
-    inputs: Sequence[ArrayType],
-    out_shardings: OutShardings,
-    donated: Sequence[int],
-    check_nans: bool = False,
-    alike: Alike | None = None,
-) -> Traced | JoinedTraced:
-    """Trace `function` for a mesh on one island, or on several: see `trace` and `trace_joined`."""
-    call = function, arguments, name, mesh, inputs, out_shardings, donated, check_nans
-    return trace_joined(*call) if mesh.parts else trace(*call, alike)
+def trace_on(call: Call) -> Traced | JoinedTraced:
+    """Trace the function of a call on one island, or on several: see `trace` and `trace_joined`."""
+    return trace_joined(call) if call.mesh.parts else trace(call)
 
 
-def trace_joined(
-    function: Callable[..., Any],
-    arguments: Any,
-    name: str,
-    mesh: OwnMesh,
-    inputs: Sequence[ArrayType],
-    out_shardings: OutShardings,
-    donated: Sequence[int],
-    check_nans: bool = False,
-) -> JoinedTraced:
-    """Trace `function` for a mesh that joins islands, and cut it at the collectives between islands.
+def trace_joined(call: Call) -> JoinedTraced:
+    """Trace a function for a mesh that joins islands, and cut it at the collectives between islands.
 
     Raises:
         TracingError: the function cannot be cut this way.
         Exception: the function's own errors.
     """
-    if check_nans:
+    name, mesh = call.name, call.mesh
+    if call.check_nans:
         raise TracingError(
             f"{name!r} runs on several islands, where check_nans (jax_debug_nans) does not work; use it on "
             "one island"
         )
-    made = export(function, arguments, name, mesh, inputs, out_shardings)
+    made = export(call)
     try:
         with mlir.make_ir_context(), ir.Location.unknown():
-            planned = _planned(made, name, mesh, donated)
+            planned = _planned(call, made)
     except CannotCut as error:
         raise TracingError(
             f"{name!r} cannot run on the islands {mesh.slice.island} together: {error.why}{error.where}"
@@ -151,18 +132,18 @@ def trace_joined(
     return JoinedTraced(
         name,
         mesh,
-        made.inputs[: len(inputs)],
+        call.types,
         made.captured,
         made.outputs,
         made.tree,
         made.inputs,
         planned,
-        pairs_of(arguments),
+        pairs_of(call.tree),
     )
 
 
-def _planned(made: Made, name: str, mesh: OwnMesh, donated: Sequence[int]) -> Plan:
-    module = parsed(made.module)
+def _planned(call: Call, made: Made) -> Plan:
+    module, mesh = parsed(made.module), call.mesh
     divide_results(module, [type_.spec for type_ in made.outputs])
     islands = {device: at for at, part in enumerate(mesh.parts) for device in part.devices.flat}
     sides = Sides(
@@ -171,7 +152,7 @@ def _planned(made: Made, name: str, mesh: OwnMesh, donated: Sequence[int]) -> Pl
         tuple(map(_lies, made.outputs)),
     )
     assignment = Assignment([islands[device] for device in mesh.devices.flat])
-    return cut(module, assignment, lambda _: sides, name, donated)
+    return cut(module, assignment, lambda _: sides, call.name, call.donated)
 
 
 def _lies(type_: ArrayType) -> tuple[Lies, ...]:

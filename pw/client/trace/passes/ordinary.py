@@ -12,6 +12,7 @@ import jax.extend
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
+from pw.client.trace.exported import Call
 from pw.client.trace.joined.traced import trace_on
 from pw.client.trace.tracer import ProgramTracer
 
@@ -117,16 +118,10 @@ class Group:
         def traced_now() -> Any:
             jaxpr = jex.Jaxpr([], inputs, outputs, used, debug_info=_UNNAMED)
             evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
-            tree = jax.tree_util.tree_structure((tuple(types), {}))
-            return trace_on(
-                lambda *leaves: evaluate(*leaves),
-                tree,
-                name,
-                self.mesh,
-                types,
-                lambda _, results: lies,
-                (),
+            call = Call(
+                lambda *leaves: evaluate(*leaves), name, self.mesh, types, lambda _, results: lies
             )
+            return trace_on(call)
 
         try:
             traced = self.mesh.slice.compiled.made(key, traced_now)

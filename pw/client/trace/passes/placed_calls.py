@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.equations import CallKind
 from pw.client.trace.export import Traced
+from pw.client.trace.exported import Call
 from pw.client.trace.joined.traced import JoinedTraced, trace_on
 
 
@@ -54,16 +54,14 @@ def traced_call(
 def _traced(
     kind: CallKind,
     equation: Any,
-    types: Sequence[ArrayType],
-    donated: Sequence[int],
+    types: tuple[ArrayType, ...],
+    donated: tuple[int, ...],
     is_backward: bool,
 ) -> Traced | JoinedTraced:
     name = f"{kind.name}_backward" if is_backward else kind.name
     params = equation.params
     evaluate = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
-    tree = kind.arguments
-    if is_backward or tuple(type_.aval for type_ in types) != kind.avals:
-        tree = jax.tree_util.tree_structure((tuple(types), {}))
+    is_as_called = not is_backward and tuple(type_.aval for type_ in types) == kind.avals
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
@@ -71,15 +69,17 @@ def _traced(
     function.__name__ = name
     outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
     return trace_on(
-        function,
-        tree,
-        name,
-        kind.mesh,
-        types,
-        lambda _, results: outs,
-        donated,
-        kind.check_nans,
-        kind.alike if params["jaxpr"] in kind.body else None,
+        Call(
+            function,
+            name,
+            kind.mesh,
+            types,
+            lambda _, results: outs,
+            kind.arguments if is_as_called else None,
+            donated,
+            kind.check_nans,
+            kind.alike if params["jaxpr"] in kind.body else None,
+        )
     )
 
 
