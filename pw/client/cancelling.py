@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pw.client.arrays.array import Array
-from pw.client.trace.function import under_jax_trace
+from pw.client.trace.wrapped import under_jax_trace
 from pw.core.errors import TracerError
 
 

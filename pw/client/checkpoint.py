@@ -21,7 +21,7 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
-from pw.client.trace.function import under_jax_trace
+from pw.client.trace.wrapped import under_jax_trace
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 

@@ -20,8 +20,8 @@ from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
 from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
-from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.prefixes import spread
+from pw.client.trace.wrapped import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, NotOwner, ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES, Described, FileSource

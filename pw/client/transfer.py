@@ -21,10 +21,10 @@ from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import program_trace
-from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
 from pw.client.trace.recorder import ProgramRecorder
+from pw.client.trace.wrapped import tree_flatten, tree_unflatten, under_jax_trace
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec

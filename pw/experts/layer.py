@@ -29,13 +29,12 @@ from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.trace.cond import cond
 from pw.client.trace.equations import program_trace
-from pw.client.trace.function import under_jax_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.joined.islands import apart, together
 from pw.client.trace.program import program
 from pw.client.trace.shardings import sharding_of
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import name_of
+from pw.client.trace.wrapped import name_of, under_jax_trace
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ShardingError
 from pw.experts import routing

@@ -9,9 +9,9 @@ import jax
 
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding
-from pw.client.trace.function import tree_unflatten
 from pw.client.trace.jit import jit
 from pw.client.trace.shardings import sharding_of
+from pw.client.trace.wrapped import tree_unflatten
 from pw.pipelines.stages import Stage
 from pw.pipelines.step import Step
 

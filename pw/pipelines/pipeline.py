@@ -16,9 +16,9 @@ from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import given_mesh
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.trace.argument_errors import naming_state
-from pw.client.trace.function import tree_unflatten
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
+from pw.client.trace.wrapped import tree_unflatten
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ArrayDeleted
 from pw.pipelines.forms import Listed, Marked, check_floats

@@ -416,13 +416,7 @@ def test_a_host_function_has_no_gradient(meshes: list[pw.Mesh]) -> None:
     def fine(x: Any) -> Any:
         return pw.grad(lambda x: (total(x, halt(ask(x))), ask(x)), has_aux=True)(x)
 
-    fine._trace(*traced_for(X))
-
-
-def traced_for(*args: Any) -> tuple[Any, Any, Any]:
-    """Return what a program is traced for, where it cannot run."""
-    leaves, tree = jax.tree.flatten((args, {}))
-    return tree, [(leaf.shape, leaf.dtype) for leaf in leaves], ()
+    assert fine.lower(X)
 
 
 def test_a_callback_is_refused(meshes: list[pw.Mesh]) -> None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from pw.client.arrays.signature import aval_of, describe_leaf
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.equations import ProgramTrace, program_trace
-from pw.client.trace.function import signature_of_call, tree_flatten, under_jax_trace
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.program import program
-from pw.client.trace.wrapped import name_of
+from pw.client.trace.wrapped import name_of, tree_flatten, under_jax_trace
 from pw.core.errors import ArgumentError
 
 

@@ -10,9 +10,9 @@ import jax
 
 from pw.client.arrays.signature import aval_of
 from pw.client.trace.argument_errors import in_words
-from pw.client.trace.function import signature_of_call, tree_flatten, tree_unflatten
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.predicate import boolean
-from pw.client.trace.wrapped import name_of
+from pw.client.trace.wrapped import name_of, tree_flatten, tree_unflatten
 from pw.core.errors import ArgumentError, ShardingError
 
 

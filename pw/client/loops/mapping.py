@@ -23,19 +23,14 @@ from pw.client.arrays.signature import aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import ProgramTrace, program_trace, tracing_program
-from pw.client.trace.function import (
-    signature_of_call,
-    tree_flatten,
-    tree_unflatten,
-    under_jax_trace,
-)
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.jit import jit
 from pw.client.trace.passes.meshes import first_mesh, is_on_several, meshes_in
 from pw.client.trace.program import program
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import in_words_of
-from pw.client.trace.wrapped import name_of
+from pw.client.trace.wrapped import name_of, tree_flatten, tree_unflatten, under_jax_trace
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32

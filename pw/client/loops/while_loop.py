@@ -21,9 +21,14 @@ from pw.client.loops.driver import drive
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import in_function, in_program
 from pw.client.trace.equations import program_trace
-from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import name_of, timeout_s_of
+from pw.client.trace.wrapped import (
+    name_of,
+    timeout_s_of,
+    tree_flatten,
+    tree_unflatten,
+    under_jax_trace,
+)
 from pw.core.errors import ArgumentError
 
 

@@ -28,12 +28,12 @@ from pw.client.trace.cond_errors import (
 )
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import ProgramTrace, program_trace
-from pw.client.trace.function import signature_of_call, tree_unflatten, under_jax_trace
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.predicate import boolean, check_is_one_value
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import name_of
+from pw.client.trace.wrapped import name_of, tree_unflatten, under_jax_trace
 from pw.core.errors import ArgumentError
 
 PROGRAMS_KEPT = 128

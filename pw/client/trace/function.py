@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
-from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import OwnMesh, default_mesh
 from pw.client.arrays.of_jax import given_mesh, own_sharding
 from pw.client.arrays.operators import compile_with
@@ -38,8 +36,6 @@ from pw.client.arrays.signature import (
     tracing_configuration,
 )
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
-from pw.client.connection import jax_backend
-from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import (
     CallKind,
@@ -56,15 +52,12 @@ from pw.client.trace.parameters import Donated, donated_leaves
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import P, R, Wrapped
-from pw.core.errors import ArgumentError, ArrayDeleted, PlacementError, ShardingError
-
-tree_flatten = jax.tree_util.tree_flatten
-tree_unflatten = jax.tree_util.tree_unflatten
+from pw.client.trace.wrapped import P, R, Wrapped, tree_flatten, tree_unflatten
+from pw.core.errors import ArgumentError, PlacementError, ShardingError
 
 
 def signature_of_call(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the types of a call's leaves; the cheapest test first, because this is the hot path."""
+    """Return the types of a call's leaves; the cheapest test first."""
     return tuple([leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves])
 
 
@@ -86,14 +79,6 @@ def _signature_of_described(leaf: Any) -> Any:
     aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
     sharding = own_sharding(leaf.sharding)
     return aval if sharding is None else ArrayType.of(aval, sharding)
-
-
-def under_jax_trace(leaves: Sequence[Any]) -> bool:
-    """Whether a call happens inside a JAX transformation."""
-    if not outside_traces():
-        return True
-    others = [leaf for leaf in leaves if type(leaf) is not Array]
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
 class JitFunction(Wrapped[P, R]):
@@ -123,45 +108,26 @@ class JitFunction(Wrapped[P, R]):
         self._by_equation: dict[Any, Any] = {}
         self._tracing = threading.RLock()
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def _under_trace(
+        self, args: Any, kwargs: Any, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        program = program_trace()
+        if program is not None:
+            return self._bound(program, tree, leaves, statics)
+        if traces_for_hosts() is None:
+            given, named = tree_unflatten(tree, only_shapes(leaves, self._transformed()))
+            args, kwargs = Statics.restore(given, named, statics)
+        return self._inlined(*args, **kwargs)
+
+    def _key(self, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]) -> Any:
         try:
-            given: Any = args
-            named: Any = kwargs
-            statics: tuple[Any, ...] = ()
-            if self._has_statics:
-                given, named, statics = self._statics.split(args, kwargs)
-            leaves, tree = tree_flatten((given, named))
-            if under_jax_trace(leaves):
-                program = program_trace()
-                if program is not None:
-                    return cast(R, self._bound(program, tree, leaves, statics))
-                if traces_for_hosts() is None:
-                    leaves = only_shapes(leaves, self._transformed())
-                    given, named = tree_unflatten(tree, leaves)
-                    given, named = Statics.restore(given, named, statics)
-                    return cast(R, self._inlined(*given, **named))
-                return cast(R, self._inlined(*args, **kwargs))
-            if jax_backend.client() is not None:
-                leaves = jax_arrays.taken(leaves)
-            try:
-                signature = signature_of_call(leaves)
-            except ArgumentError:
-                raise self._bad_argument((given, named), leaves) from None
-            mesh = self._mesh or self._mesh_of_call(tree, signature)
-            key = (tree, signature, statics, mesh, tracing_configuration())
-            launch = self._launches.get(key)
-            if launch is None:
-                with self._launches.lock:
-                    launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
-            results: R = tree_unflatten(launch.tree, launch(leaves))
-            return results
-        except ArrayDeleted as error:
-            error = naming_argument(error, self._name, (given, named), leaves)
-            leave_out_runtime(error)
-            raise error from None
-        except Exception as error:
-            leave_out_runtime(error)
-            raise
+            signature = tuple(
+                [leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves]
+            )
+        except ArgumentError:
+            raise self._bad_argument(tree_unflatten(tree, leaves), leaves) from None
+        mesh = self._mesh or self._mesh_of_call(tree, signature)
+        return tree, signature, statics, mesh, tracing_configuration()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Return the lowered function for these arguments, or for `jax.ShapeDtypeStruct`s.

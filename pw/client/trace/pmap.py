@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
-from pw.client.trace.function import JitFunction, tree_flatten, tree_unflatten
+from pw.client.trace.function import JitFunction
 from pw.client.trace.parameters import parameters_of
 from pw.client.trace.prefixes import spread
-from pw.client.trace.wrapped import P, R
+from pw.client.trace.wrapped import P, R, tree_flatten, tree_unflatten
 from pw.core.errors import ArgumentError
 
 _DEFAULT_AXIS = "pmap_axis"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 
@@ -29,15 +29,9 @@ from pw.client.arrays.signature import (
     signature_of,
     tracing_configuration,
 )
-from pw.client.connection import current, jax_backend
-from pw.client.trace.argument_errors import naming_argument
+from pw.client.connection import current
 from pw.client.trace.equations import ProgramTrace, tracing_program
-from pw.client.trace.function import (
-    signature_of_call,
-    tree_flatten,
-    tree_unflatten,
-    under_jax_trace,
-)
+from pw.client.trace.function import signature_of_call
 from pw.client.trace.jax_calls import with_calls
 from pw.client.trace.launch import Launch
 from pw.client.trace.like_arguments import like_arguments
@@ -48,7 +42,7 @@ from pw.client.trace.recorder import ProgramRecorder
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.traced_errors import check_constants, in_words_of, naming_mapped_axes
 from pw.client.trace.tracer import ProgramTracer
-from pw.client.trace.wrapped import P, R, Wrapped
+from pw.client.trace.wrapped import P, R, Wrapped, tree_flatten, tree_unflatten
 from pw.core.errors import ArgumentError, ArrayDeleted
 
 
@@ -102,35 +96,16 @@ class ProgramFunction(Wrapped[P, R]):
         super().__init__(fun, statics, timeout)
         self._donated = donated
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            given: Any = args
-            named: Any = kwargs
-            statics: tuple[Any, ...] = ()
-            if self._has_statics:
-                given, named, statics = self._statics.split(args, kwargs)
-            leaves, tree = tree_flatten((given, named))
-            if under_jax_trace(leaves):
-                return cast(R, self.__wrapped__(*args, **kwargs))
-            if jax_backend.client() is not None:
-                leaves = jax_arrays.taken(leaves)
-            signature = tuple([_leaf_signature(leaf) for leaf in leaves])
-            key = (tree, signature, statics, current.runtime(), tracing_configuration())
-            launch = self._launches.get(key)
-            if launch is None:
-                with self._launches.lock:
-                    launch = self._launches.get(key)
-                    if launch is None:
-                        launch = self._launches.add(key, self._trace(tree, signature, statics))
-            results: R = tree_unflatten(launch.tree, launch(leaves))
-            return results
-        except ArrayDeleted as error:
-            error = naming_argument(error, self._name, (given, named), leaves)
-            leave_out_runtime(error)
-            raise error from None
-        except Exception as error:
-            leave_out_runtime(error)
-            raise
+    def _under_trace(
+        self, args: Any, kwargs: Any, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def _key(self, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]) -> Any:
+        signature = tuple(
+            [leaf._type if type(leaf) is Array else _leaf_signature(leaf) for leaf in leaves]
+        )
+        return tree, signature, statics, current.runtime(), tracing_configuration()
 
     def lower(self, *args: Any, **kwargs: Any) -> LoweredProgram:
         """Return the program for these arguments, to print what the passes make of it. Nothing is sent."""
@@ -143,7 +118,8 @@ class ProgramFunction(Wrapped[P, R]):
             leave_out_runtime(error)
             raise
 
-    def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
+    def _recorded(self, key: Any) -> Launch:
+        tree, signature, statics, _, _ = key
         _, recorder, outputs, out_tree = self._placed(tree, signature, statics)
         return recorder.finish(outputs, out_tree)
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+import jax
+
+from pw.client.arrays import jax_arrays
+from pw.client.arrays.array import Array
+from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.signature import Statics
+from pw.client.connection import jax_backend
+from pw.client.trace.argument_errors import naming_argument
 from pw.client.trace.launch import Launch, Launches
-from pw.core.errors import ArgumentError
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.core.errors import ArgumentError, ArrayDeleted
 from pw.display.graph import Graph
+
+tree_flatten = jax.tree_util.tree_flatten
+tree_unflatten = jax.tree_util.tree_unflatten
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -63,9 +74,56 @@ class Wrapped(Generic[P, R]):
         """Return the launch of its newest kind of call."""
         return self._launches.newest()
 
-    @abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function."""
+        try:
+            given: Any = args
+            named: Any = kwargs
+            statics: tuple[Any, ...] = ()
+            if self._has_statics:
+                given, named, statics = self._statics.split(args, kwargs)
+            leaves, tree = tree_flatten((given, named))
+            results: R
+            if under_jax_trace(leaves):
+                results = self._under_trace(args, kwargs, tree, leaves, statics)
+                return results
+            if jax_backend.client() is not None:
+                leaves = jax_arrays.taken(leaves)
+            key = self._key(tree, leaves, statics)
+            launch = self._launches.get(key)
+            if launch is None:
+                with self._launches.lock:
+                    launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
+            results = tree_unflatten(launch.tree, launch(leaves))
+            return results
+        except ArrayDeleted as error:
+            error = naming_argument(error, self._name, (given, named), leaves)
+            leave_out_runtime(error)
+            raise error from None
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    @abstractmethod
+    def _under_trace(
+        self, args: Any, kwargs: Any, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
+    ) -> Any:
+        """Call the function while JAX traces another one; `tree` and `leaves` are without static arguments."""
+
+    @abstractmethod
+    def _key(self, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]) -> Any:
+        """Return the kind of a call."""
+
+    @abstractmethod
+    def _recorded(self, key: Any) -> Launch:
+        """Trace the function for a kind of calls."""
+
+
+def under_jax_trace(leaves: Sequence[Any]) -> bool:
+    """Whether a call happens inside a JAX transformation."""
+    if not outside_traces():
+        return True
+    others = [leaf for leaf in leaves if type(leaf) is not Array]
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
 def name_of(function: Any) -> str:
