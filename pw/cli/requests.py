@@ -94,6 +94,7 @@ def status_document(address: str, told: Status) -> dict[str, Any]:
         "runs": [_fields(run, function="program") for run in told.runs],
         "hidden_clients": told.hidden_clients,
         "hidden_runs": told.hidden_runs,
+        "awaited_islands": told.awaited_islands,
     }
 
 

@@ -36,6 +36,8 @@ class ClusterStatus(Shown):
     """Clients of other tenants, which this one may not see."""
     hidden_runs: int = 0
     """Calls in flight of those."""
+    awaited_islands: int = 0
+    """How many islands a cluster that starts still waits for."""
 
     @classmethod
     def of(cls, told: Status, address: str | None) -> ClusterStatus:
@@ -58,6 +60,8 @@ class ClusterStatus(Shown):
         """One line about the controller."""
         where = f"controller {self.address}" if self.address else "controller in this process"
         said = f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
+        if self.awaited_islands:
+            said += f"; it waits for {self.awaited_islands} more to come of its islands"
         if self.hidden_clients:
             clients = "1 client" if self.hidden_clients == 1 else f"{self.hidden_clients} clients"
             runs = "1 run" if self.hidden_runs == 1 else f"{self.hidden_runs} runs"

@@ -474,7 +474,7 @@ row(
     seen("islands", 20, "oracle", "replicas are equal"),
 )
 
-# --- slices that name hosts ----------------------------------------------------------------------
+# --- slices --------------------------------------------------------------------------------------
 
 # When a spare has the place of a host that a slice names, the slice goes on there.
 row(
@@ -482,8 +482,14 @@ row(
     wrap("resources.slices.bind_again", breakages.bind_anywhere),
     seen("slices", 17, "named hosts"),
 )
-# A slice that waits for the hosts that it names is not bound when they are there.
-row("leave-it-parked", forget("resources.slices.retry_parked"), seen("slices", 1, "named hosts"))
+# A slice that waits for an island is not bound when that is ready.
+row("leave-it-parked", forget("resources.slices.retry_parked"), seen("calm", 4, "start"))
+# While the cluster starts, requests for devices are refused at once.
+row(
+    "refuse-at-the-start",
+    put("resources.inventory.expected_islands", 0),
+    seen("calm", 5, "start"),
+)
 
 # --- streams -------------------------------------------------------------------------------------
 
