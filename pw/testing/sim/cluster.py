@@ -33,6 +33,8 @@ from pw.testing.sim.world import World
 SECRET = b"simulated"
 CLIENT_NUMBERS = 1000
 """The distance between the first client numbers of two starts of the controller."""
+STARTS = 0.25
+"""The share of clusters whose controller expects islands."""
 
 
 class _Services(Actor):
@@ -73,7 +75,7 @@ class SimCluster(Site):
         """When which segment of which run was launched, if users record timelines."""
         self.users: list[Any] = []
         """The users, for those that hand arrays to each other."""
-        self.expected_islands = 1
+        self.expected_islands = 0
         """How many islands each controller waits for at first."""
         self.starts = 0
         """How often the controller has been started."""
@@ -105,7 +107,9 @@ class SimCluster(Site):
                 )
                 self.hosts.append(spare)
                 self._spares.setdefault(devices, []).append(spare.name)
-        self.expected_islands = world.streams("start").randint(0, len(self.islands))
+        start = world.streams("beginning")
+        if start.random() < STARTS:
+            self.expected_islands = start.randint(1, len(self.islands))
         self._start_controller()
         for host in self.hosts:
             world.after(random.uniform(0.0, 0.05), host.start)
