@@ -95,6 +95,7 @@ def add_controller(
     stall_s: float = STALL_S,
     first_client: int = 1,
     events: Sink | None = None,
+    expected_islands: int = 1,
 ) -> CoordinationServices:
     """Give `node` the actors of a controller process.
 
@@ -111,6 +112,7 @@ def add_controller(
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
+        expected_islands: how many islands the cluster has when it has started.
 
     Returns:
         The coordination services; close them when the node is closed.
@@ -131,7 +133,9 @@ def add_controller(
             lambda env: IslandScheduler(env, island, POLICIES[policy](), stall_s),
         )
 
-    resources = node.add("resources", lambda env: ResourceManager(env, tickets.public, claims))
+    resources = node.add(
+        "resources", lambda env: ResourceManager(env, tickets.public, claims, expected_islands)
+    )
     node.add("services", lambda env: CoordinationActor(env, services))
 
     def island_status() -> tuple[msg.IslandInfo, ...]:
@@ -161,6 +165,7 @@ def add_controller(
             heard_s=node.network.heard_s,
             first_client=first_client,
             waiting_hosts=resources.waiting_hosts,
+            awaited_islands=lambda: resources.inventory.awaited_islands,
             events=events,
             claims=claims,
             rules=rules,

@@ -84,6 +84,14 @@ def serve(
     revoked: Revoked = "",
     insecure: Insecure = False,
     private_address: PrivateAddress = "",
+    islands: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How many islands the cluster is to have. Until so many have formed, requests for devices "
+            "that no island has wait, for 5 minutes at most.",
+        ),
+    ] = 1,
     recovery_timeout: Annotated[
         float,
         typer.Option(
@@ -173,6 +181,7 @@ def serve(
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,
+        expected_islands=islands,
     )
     log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
     if publisher is not None:

@@ -71,12 +71,12 @@ def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
         told = session.ask.status(timeout_s)
     others = tuple(client for client in told.clients if not client.is_me)
     told = msgspec.structs.replace(told, clients=others)
-    document = status_document(address, told)
+    document, shown = status_document(address, told), ClusterStatus.of(told, address)
     if not compared_s:
-        return Answer(document, ClusterStatus.of(told, address))
+        return Answer(document, shown)
     words = [one.words for one in slow] or [f"no host of a gang was slow in {compared_s:g} s"]
     document["slow"] = [msgspec.structs.asdict(one) for one in slow]
-    return Answer(document, "\n".join([repr(ClusterStatus.of(told, address)), "", *words]))
+    return Answer(document, "\n".join([tables.plain(shown.head, shown.tables()), "", *words]))
 
 
 def status_document(address: str, told: Status) -> dict[str, Any]:
@@ -94,6 +94,7 @@ def status_document(address: str, told: Status) -> dict[str, Any]:
         "runs": [_fields(run, function="program") for run in told.runs],
         "hidden_clients": told.hidden_clients,
         "hidden_runs": told.hidden_runs,
+        "awaited_islands": told.awaited_islands,
     }
 
 

@@ -36,6 +36,8 @@ class ClusterStatus(Shown):
     """Clients of other tenants, which this one may not see."""
     hidden_runs: int = 0
     """Calls in flight of those."""
+    awaited_islands: int = 0
+    """How many islands a cluster that starts still waits for."""
 
     @classmethod
     def of(cls, told: Status, address: str | None) -> ClusterStatus:
@@ -58,6 +60,9 @@ class ClusterStatus(Shown):
         """One line about the controller."""
         where = f"controller {self.address}" if self.address else "controller in this process"
         said = f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
+        if self.awaited_islands:
+            are = "is" if self.awaited_islands == 1 else "are"
+            said += f"; {self.awaited_islands} of its islands {are} still to come"
         if self.hidden_clients:
             clients = "1 client" if self.hidden_clients == 1 else f"{self.hidden_clients} clients"
             runs = "1 run" if self.hidden_runs == 1 else f"{self.hidden_runs} runs"
@@ -97,6 +102,11 @@ class ClusterStatus(Shown):
             Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
             Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
+
+    def foot(self) -> tuple[str, ...]:
+        """Say how to find a slow host, while gangs compute: only a comparison over seconds can name one."""
+        gangs = any(island.launched and island.expected_hosts > 1 for island in self.islands)
+        return ("Does a slow host hold up its gang? pw status --slow 10 compares them.",) * gangs
 
 
 def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ class InsufficientDevices(Error):
 
     What to do:
         `pw status` lists islands, hosts and devices. Ask for fewer, name another island, or start
-        workers. Right after a start, wait until the island is ready.
+        workers. While the cluster starts, a request waits for its islands.
     """
 
 

@@ -23,8 +23,6 @@ from pw.transport.access.authority import Authority
 SLACK_S = 10
 """Seconds of the notice that are left to end in."""
 SET_BY_PW = {"nodes", "ntasks", "ntasks-per-node", "output", "job-name", "signal", "chdir"}
-PATIENCE_S = 300
-"""How long a script waits for all islands; then it begins, and is told what is missing."""
 FUNCTIONS = """
 address_of() {  # the address of a node, as Slurm knows it
     scontrol show node -o "$1" | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p'
@@ -36,7 +34,6 @@ echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $(echo $
 address=$(address_of "$(echo "$nodes" | head -n 1)")
 export PW_ADDRESS="tcp://$address:{port}"
 echo "$PW_ADDRESS" >address
-before=$(cat controller.log 2>/dev/null | wc -l)
 {controller} >>controller.log 2>&1 &
 started=$!
 """
@@ -53,14 +50,6 @@ exec {command}
 """
 END = """
 child=${{started%% *}}  # the controller
-formed() {{
-    tail -n +$((before + 1)) controller.log | grep -c "island ready"
-}}
-rest={patience}
-while [ "$(formed)" -lt {islands} ] && [ "$rest" -gt 0 ] && kill -0 "$child" 2>/dev/null; do
-    sleep 1
-    rest=$((rest - 1))
-done
 {script}
 # Before the allocation ends, or is taken, Slurm sends SIGTERM: the script saves what it has.
 trap 'noticed=yes; kill -TERM "$child"' TERM
@@ -165,7 +154,7 @@ def _job(file: ClusterFile, folder: Path, steps: str, script: Sequence[str]) -> 
     return (
         "\n".join(lines)
         + f"\numask 077\n{FUNCTIONS}{begin}{steps}\nexport {allowed}"
-        + END.format(script=run, islands=len(file.islands), patience=PATIENCE_S)
+        + END.format(script=run)
     )
 
 

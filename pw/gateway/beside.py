@@ -18,13 +18,15 @@ from typing import Any
 
 from pw.client.connection.children import LocalDaemon
 from pw.client.connection.script import process_name
+from pw.core.waits import CLUSTER_START_S
 from pw.gateway import forks
 from pw.gateway.functions import FromGateway, Functions
 from pw.processes.child import STOP_S
 from pw.transport.access.private import PrivateFolder
 
 SOCKET = "gateway"
-START_S = 120.0
+START_S = CLUSTER_START_S + 120.0
+"""How long the gateway may take to begin: it waits for the islands of a cluster that starts."""
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
 _LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"

@@ -62,7 +62,12 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         InsufficientDevices: there are not so many.
         Error: the devices do not divide over the islands.
     """
-    known = {island.name: island.devices for island in runtime.ask.status().islands if island.hosts}
+    told = runtime.ask.status()
+    if told.awaited_islands:
+        ready = sum(island.state == "ready" for island in told.islands)
+        _await(runtime, wanted, ready + told.awaited_islands)
+        told = runtime.ask.status()
+    known = {island.name: island.devices for island in told.islands if island.hosts}
     names = sorted(known)
     if wanted.island_names is not None:
         names = list(wanted.island_names)
@@ -90,6 +95,23 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         raise InsufficientDevices(
             f"{wanted.devices} devices are asked for, {each} on each of {len(names)} islands: {error}"
         ) from None
+
+
+def _await(runtime: Runtime, wanted: Wanted, all_islands: int) -> None:
+    """Wait for the islands that are wanted of a cluster that starts, as each request for devices does.
+
+    `all_islands` is how many the cluster will have.
+    """
+    names = wanted.island_names or (None,) * (wanted.island_count or all_islands)
+    taken: list[int] = []
+    try:
+        for name in names:
+            taken.append(runtime.allocate_slice(1, None, name, None, apart=tuple(taken)).slice)
+    except InsufficientDevices:
+        return  # some have not come: those that are there are counted now
+    finally:
+        for number in taken:
+            runtime.release_slice(number)
 
 
 def _number(name: str, text: str) -> int | None:

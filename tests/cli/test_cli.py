@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pw.cli.host import DESCRIPTORS, take_descriptors
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.script import process_name
 from pw.client.connection.threads import remote
-from pw.core.errors import ConnectionFailed
+from pw.core.errors import ConnectionFailed, InsufficientDevices
 from pw.core.messages import SliceBound
 from pw.core.programs.program import Node, Output, ValueRef
 from pw.core.programs.program import Program as Graph
@@ -117,6 +118,29 @@ def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, 
         session.close()
         made.controller.process.kill()
         yield never, lost
+
+
+def test_requests_wait_for_the_islands_of_a_cluster_that_starts(start: Start) -> None:
+    controller = start("pw.cli.controller", "--bind", "tcp://127.0.0.1:0", "--islands", 2)
+    controller.until_says("listens at")
+    address = re.findall(r"listens at (\S+)", controller.out)[0]
+    session = Runtime(remote(address), 1.0, 0)
+    assert session.ask.status().awaited_islands == 2
+    with ThreadPoolExecutor(2) as pool:
+        named = pool.submit(session.allocate_slice, 1, None, "late")
+        both = pool.submit(session.allocate_slice, 2)
+        start("pw.cli.worker", "--controller", address, "--island", "early")
+        until_ready(session, "early")
+        assert session.ask.status().awaited_islands == 1
+        assert not named.done()
+        assert not both.done()
+        start("pw.cli.worker", "--controller", address, "--island", "late", "--devices", 2)
+        assert named.result(90).island == both.result(90).island == "late"
+    with pytest.raises(
+        InsufficientDevices, match=r"no island has 9 devices for one slice. There are: early"
+    ):
+        session.allocate_slice(9)
+    session.close()
 
 
 def until_ready(session: Runtime, name: str, epoch: int = 1) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -317,6 +318,23 @@ def test_what_is_still_being_written_at_the_end_is_not_sent_behind_what_is_left(
     runtime.listen()
     np.testing.assert_array_equal(runtime.values(), [np.arange(4)])
     assert runtime.kept == []
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_at_the_end_of_a_cluster_replicas_are_left_to_none_without_an_error(
+    runtime: Loop, is_full: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> Parcel:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    runtime.pair.supervisor.channel.close()
+    if is_full:
+        monkeypatch.setattr(handover, "pack_what_fits", full)
+    with caplog.at_level("DEBUG", "pw"):
+        runtime.keeper.hand_over([Replica(7, BOX, np.arange(4))])
+    said = [(one.levelname, one.getMessage()) for one in caplog.records]
+    expected = ("ERROR", "no replicas are handed over") if is_full else ("DEBUG", "no supervisor")
+    assert [(level, words[: len(expected[1])]) for level, words in said] == [expected]
 
 
 def test_where_there_is_no_room_what_was_kept_before_still_is(

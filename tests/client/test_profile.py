@@ -199,7 +199,6 @@ def test_time_that_is_traced_and_compiled_is_not_the_devices() -> None:
 
 
 def test_the_magic_of_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("IPython", reason="pip install ipython")
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance()

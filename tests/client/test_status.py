@@ -95,6 +95,21 @@ def html_of(thing: Any) -> list[str]:
 # --- pw.status ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("hosts", "launched"), [(2, 6), (2, 0), (1, 6)])
+def test_how_to_find_a_slow_host_is_said_while_gangs_compute(hosts: int, launched: int) -> None:
+    change = msgspec.structs.replace
+    island = change(TOLD.islands[0], expected_hosts=hosts, launched=launched)
+    status = ClusterStatus.of(change(TOLD, islands=(island,)), None)
+    is_said = hosts > 1 and launched > 0
+    assert repr(status).endswith("pw status --slow 10 compares them.") == is_said
+
+
+def test_islands_that_are_still_to_come_are_said() -> None:
+    assert "to come" not in ClusterStatus.of(TOLD, None).head
+    starts = msgspec.structs.replace(TOLD, awaited_islands=2)
+    assert ClusterStatus.of(starts, None).head.endswith("; 2 of its islands are still to come")
+
+
 def test_the_status_has_plain_attributes() -> None:
     status = ClusterStatus.of(TOLD, "tcp://c:7777")
     assert (status.address, status.policy, status.devices) == ("tcp://c:7777", "share", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -88,9 +89,15 @@ def write_cluster(folder: Path, **parts: Any) -> Path:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
+    """Return a free port that no connection gets by chance, for a daemon that is started later."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        try:
+            port = random.randrange(10_000, first)
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
+        except OSError:  # it is taken
+            continue
 
 
 def pw_command(*arguments: object, bound_s: float = 110.0) -> subprocess.CompletedProcess[str]:

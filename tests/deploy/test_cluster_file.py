@@ -40,7 +40,7 @@ def test_each_daemon_has_its_command_line(tmp_path: Path) -> None:
     controller, first, second, spare = daemons(file)
     assert controller.machine.ssh == "ann@10.0.0.1"
     assert " ".join(controller.command) == (
-        "/opt/pw/bin/python -m pw.cli.controller --bind tcp://10.0.0.1:7777 "
+        "/opt/pw/bin/python -m pw.cli.controller --bind tcp://10.0.0.1:7777 --islands 1 "
         "--credentials controller.pem --policy share"
     )
     assert " ".join(first.command) == (

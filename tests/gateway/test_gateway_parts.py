@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.core import errors
+from pw.core.messages import SliceBound
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.choosing import Wanted, allocate, are_slices
 from pw.gateway.dtypes import kind_of, name_of
@@ -233,12 +234,50 @@ def test_devices_divide_over_islands() -> None:
         Wanted(5, 2, None).devices_each(2)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "asked"),
+    [
+        (Wanted(None, None, None), [(None, ()), (None, (1,)), (None, (1, 2))]),
+        (Wanted(None, 2, None), [(None, ()), (None, (1,))]),
+        (Wanted(None, 2, ("b", "a")), [("b", ()), ("a", (1,))]),
+    ],
+)
+def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, asked: Any) -> None:
+    here, waits, released = (
+        [SimpleNamespace(name="a", devices=4, hosts=["h"], state="ready")],
+        [],
+        [],
+    )
+
+    def bind(devices: int, kind: None, island: str | None, topology: None, **how: Any) -> Any:
+        if not how:  # the islands have come
+            return SliceBound(0, island or "", "cpu", "kind", (), 1)
+        waits.append((island, how["apart"]))
+        if (name := "abc"[len(waits) - 1]) != "a":
+            here.append(SimpleNamespace(name=name, devices=4, hosts=["h"], state="ready"))
+        return SimpleNamespace(slice=len(waits))
+
+    def status() -> Any:
+        return SimpleNamespace(islands=tuple(here), awaited_islands=3 - len(here))
+
+    runtime: Any = SimpleNamespace(
+        ask=SimpleNamespace(status=status),
+        allocate_slice=bind,
+        release_slice=released.append,
+        alive=False,
+    )
+    slices = allocate(runtime, wanted)
+    assert waits == asked
+    assert released == list(range(1, len(asked) + 1))
+    assert len(slices) == len(asked)
+
+
 def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
     def refuse(devices: int, *_: Any) -> int:
         raise errors.InsufficientDevices(f"no island has {devices} devices")
 
     islands = [SimpleNamespace(name=name, devices=4, hosts=["a host"]) for name in "ab"]
-    ask = SimpleNamespace(status=lambda: SimpleNamespace(islands=islands))
+    ask = SimpleNamespace(status=lambda: SimpleNamespace(islands=islands, awaited_islands=0))
     runtime: Any = SimpleNamespace(ask=ask, allocate_slice=refuse)
     words = "^64 devices are asked for, 32 on each of 2 islands: no island has 32 devices$"
     with pytest.raises(errors.InsufficientDevices, match=words):

@@ -10,6 +10,7 @@ import pytest
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of, session_of
+from pw.core.waits import CLUSTER_START_S
 from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.cluster.slices import MOVE_S
@@ -19,10 +20,11 @@ from tests.stages.actors import TICKETS, Services, World
 class Bench:
     """A resource manager, and words put into the mouths of hosts and of the controller."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_islands: int = 1) -> None:
         self.world = World()
         self.manager: ResourceManager = self.world.add(
-            RESOURCES, lambda env: ResourceManager(env, TICKETS.public)
+            RESOURCES,
+            lambda env: ResourceManager(env, TICKETS.public, expected_islands=expected_islands),
         )
         self.world.add(SERVICES, Services)
 
@@ -56,11 +58,11 @@ class Bench:
         self.say(RESOURCES, msg.PeerLost(node, "silent"))
 
     def ask(self, number: int, devices: int, **how: Any) -> Any:
-        """What the controller is told of a new slice."""
+        """What the controller is told of a new slice; None if it has been told nothing at all."""
         wanted = [how.get(name) for name in ("kind", "island", "topology")]
         apart = how.get("apart", ())
         self.say(CONTROL, msg.AllocateSlice(number, devices, *wanted, apart=apart))
-        return self.world.to(CONTROL)[-1]
+        return next(iter(self.world.to(CONTROL)[-1:]), None)
 
     def told(self, node: str, kind: type) -> list[Any]:
         return self.world.to(executor_of(node), kind)
@@ -248,10 +250,10 @@ def test_a_topology_is_a_block_of_hosts_and_devices() -> None:
 
 
 def test_a_refusal_names_what_was_asked_and_what_there_is() -> None:
-    bench = Bench()
+    bench = Bench(expected_islands=0)
     refused = bench.ask(1, 3)
     assert "3 devices" in refused.error.message
-    assert "no islands yet" in refused.error.message
+    assert refused.error.message.endswith("There are: no islands yet")
     bench.island("a", 1, 2)
     bench.host("b0", "b", hosts=2)
     refused = bench.ask(2, 3, kind="TPU", island="a")
@@ -361,6 +363,56 @@ def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_aske
     assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [1]
     bench.world.wait(29)
     assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [1, 2]
+
+
+def test_requests_wait_for_the_islands_of_a_cluster_that_starts() -> None:
+    bench = Bench(expected_islands=2)
+    bench.ask(1, 2)
+    bench.ask(2, 1, kind="kind")
+    bench.ask(3, 9)
+    bench.world.wait(CLUSTER_START_S / 2)
+    bench.island("a", 1, 1)
+    assert [bound.slice for bound in bench.news(msg.SliceBound)] == [2]
+    bench.ask(4, 1, apart=(2,))
+    assert not bench.news(msg.SliceRefused), "the other island may have what the first one has not"
+    bench.host("b0", "b", hosts=2)
+    bench.host("b1", "b", hosts=2)
+    assert bench.manager.inventory.awaited_islands == 0
+    bench.joined("b0", island="b")
+    bench.joined("b1", island="b")
+    assert [bound.slice for bound in bench.news(msg.SliceBound)] == [2, 1, 4]
+    assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [3]
+    bench.ask(5, 9)
+    assert bench.news(msg.SliceRefused)[-1].slice == 5, "the cluster has started"
+
+
+def test_a_request_waits_no_longer_than_a_cluster_may_take_to_start() -> None:
+    bench = Bench()
+    bench.host("s", "", spare=True)
+    bench.ask(1, 2)
+    bench.world.wait(CLUSTER_START_S - 1)
+    assert not bench.news(msg.SliceRefused)
+    bench.world.wait(2)
+    (refused,) = bench.news(msg.SliceRefused)
+    for words in ("no islands yet. Hosts without an island: s (spare)", "for 1 island: start the"):
+        assert words in refused.error.message
+
+
+def test_an_island_that_lacks_hosts_is_waited_for() -> None:
+    bench = Bench()
+    bench.island("a", 1, 1)
+    bench.host("b0", "b", hosts=2)
+    bench.ask(1, 2, island="b", kind="kind")
+    bench.ask(2, 3, island="b")
+    assert [refused.slice for refused in bench.news(msg.SliceRefused)] == [2], "it has two devices"
+    bench.host("b1", "b", hosts=2)
+    bench.joined("b0", island="b")
+    bench.joined("b1", island="b")
+    assert [bound.slice for bound in bench.news(msg.SliceBound)] == [1]
+    bench.host("c0", "c", hosts=2)
+    bench.ask(3, 2, island="c")
+    bench.world.wait(MOVE_S + 1)
+    assert bench.news(msg.SliceRefused)[-1].slice == 3
 
 
 def test_slices_of_a_late_island_go_where_there_is_room_as_soon_as_there_is() -> None:

@@ -269,6 +269,16 @@ def test_a_host_that_a_slice_names_is_named() -> None:
     assert verdict.startswith("client 1 (client) waits for b1, which its slices name (hosts=), to")
 
 
+def test_devices_that_have_not_come_yet_are_said() -> None:
+    cluster = Cluster()
+    cluster.world.host("c0", "c", 2)
+    cluster.world.settle()
+    cluster.client.slice(2, island="c")
+    cluster.world.settle()
+    verdict = cluster.verdict()
+    assert verdict.startswith("client 1 (client) waits for 2 devices that no island has yet")
+
+
 def test_a_client_has_few_questions_open() -> None:
     """Each costs the controller and the hosts time in which other clients wait."""
     cluster = Cluster()

@@ -270,12 +270,15 @@ class Runtime:
         topology: tuple[int, ...] | None = None,
         **how: Any,
     ) -> msg.SliceBound:
-        """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused."""
+        """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused.
+
+        The controller bounds the wait for devices that are not there yet.
+        """
         where = f" of island {island}" if island else ""
         bound: Future[msg.SliceBound] = self.ask.waiting(f"{devices} devices{where}")
         request = msg.AllocateSlice(self._id(), devices, kind, island, topology, **how)
         self._post(Allocate(request, bound))
-        return bound.result(self._patience_s)
+        return bound.result()
 
     def island(self, slice: int) -> str:
         """Return the island to which a slice is bound, or was last; empty if it was given back."""

@@ -142,6 +142,8 @@ class Status(ControllerToSession, frozen=True, tag=48):
     """Clients of other tenants, which the asker may not see."""
     hidden_runs: int = 0
     """Calls in flight of those clients."""
+    awaited_islands: int = 0
+    """How many islands a cluster that starts still waits for."""
 
 
 class GetStats(ClientToController, ClientToStore, frozen=True, tag=49):

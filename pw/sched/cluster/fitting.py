@@ -18,10 +18,11 @@ def fits(island: Island, request: AllocateSlice) -> bool:
     """Whether an island has the devices that a slice needs, or will have them when its hosts are back."""
     if request.island is not None and request.island != island.name:
         return False
-    if request.kind is not None and request.kind.lower() not in (
-        island.platform.lower(),
-        island.kind.lower(),
-    ):
+    kinds = (island.platform.lower(), island.kind.lower())
+    is_known = (
+        bool(island.kind) or island.state == "ready"
+    )  # its hosts tell the kind when they join
+    if request.kind is not None and is_known and request.kind.lower() not in kinds:
         return False
     ranks = _ranks(island, request)
     if request.hosts:
@@ -70,7 +71,7 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
             what = f"is {waiting[node]}" if node in waiting else "is not connected"
             return InsufficientDevices(
                 f"host {node!r} has no place in an island: it {what} (see pw status). Hosts of islands "
-                f"are: {', '.join(sorted(seated)) or 'none yet'}"
+                f"are: {', '.join(sorted(seated)) or 'none yet'}{_to_come(inventory)}"
             )
     if request.python:
         named = [seated[node] for node in request.hosts] or list(seated.values())
@@ -104,6 +105,20 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
     besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
     return InsufficientDevices(
         f"no island{besides * bool(request.apart)} has {asked} for one slice. There are: {there}"
+        f"{_to_come(inventory)}"
+    )
+
+
+def _to_come(inventory: Inventory) -> str:
+    """Return which islands and hosts a cluster that starts still waits for, and what to do."""
+    if not inventory.awaited_islands:
+        return ""
+    waiting = [f"{host.name} ({host.state})" for host in inventory.waiting_hosts()]
+    besides = f" Hosts without an island: {', '.join(waiting)}." if waiting else ""
+    return (
+        f".{besides} The cluster still waits for {counted(inventory.awaited_islands, 'island')}: start the "
+        "missing workers (pw-worker), or see in their logs why they have not come; pw status shows the hosts "
+        "that are here"
     )
 
 

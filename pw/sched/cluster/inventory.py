@@ -172,6 +172,13 @@ class Inventory:
     """Hosts that are drained; None until they have come back without a seat."""
     settling_until_s: float = 0.0
     """Until then hosts of an earlier controller may register."""
+    expected_islands: int = 1
+    """How many islands the cluster has when it has started."""
+
+    @property
+    def awaited_islands(self) -> int:
+        """How many islands have yet to form for the first time, for the cluster to have started."""
+        return max(0, self.expected_islands - sum(i.formed for i in self.islands.values()))
 
     def declare(self, registration: msg.RegisterHost, expected_hosts: int) -> Island:
         """Add an island of hosts like this one, in place of one with the same name."""

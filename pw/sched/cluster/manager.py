@@ -16,9 +16,11 @@ from pw.sched.cluster.slices import Slices, WaitedEnough
 class ResourceManager(Actor):
     """Owns all devices of all islands and maps virtual devices to them."""
 
-    def __init__(self, env: Env, tickets: bytes, claims: Claims = NO_SECRET) -> None:
+    def __init__(
+        self, env: Env, tickets: bytes, claims: Claims = NO_SECRET, expected_islands: int = 1
+    ) -> None:
         super().__init__(env)
-        self.inventory = Inventory()
+        self.inventory = Inventory(expected_islands=expected_islands)
         self.slices = Slices(env, self.inventory)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
         drains = Drains(env, self.inventory, self.slices, epochs)

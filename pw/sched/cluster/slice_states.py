@@ -3,8 +3,9 @@
 Theory of operation. A client asks for a slice. The slice is bound if an island that is ready fits
 it, and refused if no island can. It is parked while only an island that is away could have it: one
 that left its epoch and has not formed again, or, for a slice of an earlier controller, any island
-that hosts may still bring back. A parked slice is tried again whenever an island becomes ready, and
-when it has waited for long enough.
+that hosts may still bring back. While the cluster starts, it is parked whatever it asks for: the
+islands that are still to come may have that. A parked slice is tried again whenever an island becomes
+ready, and when it has waited for long enough.
 
 A bound slice keeps its positions (ranks and ordinals) when its island is formed again, so that
 arrays lie where they lay; it is only bound again, to the hosts that now have the ranks. If its

@@ -3,7 +3,8 @@
 A slice goes to the island whose devices it would share the least, or has the devices of another slice that it
 is to be like. A slice that names hosts has devices of those only. A slice of an earlier controller
 waits first for the island that it was on, then for any that has room
-(`pw.sched.cluster.slice_states`). `pw.sched.cluster.fitting` knows the devices that a slice may have.
+(`pw.sched.cluster.slice_states`). While the cluster starts, a slice that no island fits waits for those that
+are still to come. `pw.sched.cluster.fitting` knows the devices that a slice may have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
+from pw.core.waits import CLUSTER_START_S
 from pw.sched.cluster.fitting import choose, fits, refusal, suits
 from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
 from pw.sched.cluster.slice_states import BoundSlice, SliceEvent, SliceState
@@ -54,7 +56,8 @@ class Slices(Part):
         piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
         if not request.resumed and piece.state is SliceState.PARKED:
-            self.env.call_later(MOVE_S, WaitedEnough(request.slice, True))
+            waits_s = CLUSTER_START_S if self.inventory.awaited_islands else MOVE_S
+            self.env.call_later(waits_s, WaitedEnough(request.slice, True))
 
     @handles(ReleaseSlice)
     def _release(self, sender: Address, message: ReleaseSlice) -> None:
@@ -148,7 +151,8 @@ class Slices(Part):
         elif (
             request.resumed
             or self._waits_for_hosts(piece)
-            or any(i.formed and i.state != "ready" and fits(i, request) for i in islands.values())
+            or self.inventory.awaited_islands
+            or any(i.state != "ready" and fits(i, request) for i in islands.values())
         ):
             self._slices[request.slice] = piece
             piece.happened(SliceEvent.PARK)

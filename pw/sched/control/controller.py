@@ -69,6 +69,7 @@ class Controller(Actor):
         rules: ShareRules = NO_RULES,
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
         lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
+        awaited_islands: Callable[[], int] = int,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -76,6 +77,7 @@ class Controller(Actor):
         self._spawn_scheduler = spawn_scheduler
         self._island_status = island_status
         self._waiting_hosts = waiting_hosts
+        self._awaited_islands = awaited_islands
         self._counters = counters
         self._uses = uses
         self._lines = lines
@@ -289,6 +291,7 @@ class Controller(Actor):
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
                 len(self.sessions.clients) - len(seen),
                 sum(count for number, count in used.items() if not sees(number)),
+                self._awaited_islands(),
             ),
         )
 

@@ -123,6 +123,12 @@ class Slices(ControlPart):
         here = {host.name for island in ready for host in island.hosts}
         return tuple(host for host in named if host not in here) or tuple(named)
 
+    def unplaced(self, client: Client) -> int:
+        """Return how many devices a client has asked for and not got yet."""
+        slices = client.slices
+        waiting = slices.owned - self._bindings.keys() - slices.unbound.keys()
+        return sum(slices.requests[number].devices for number in waiting)
+
     # --- given back -------------------------------------------------------------------------------
 
     def release(self, client: Client, message: msg.ReleaseSlice) -> None:

@@ -33,6 +33,8 @@ from pw.testing.sim.world import World
 SECRET = b"simulated"
 CLIENT_NUMBERS = 1000
 """The distance between the first client numbers of two starts of the controller."""
+STARTS = 0.25
+"""The share of clusters whose controller expects islands."""
 
 
 class _Services(Actor):
@@ -73,11 +75,12 @@ class SimCluster(Site):
         """When which segment of which run was launched, if users record timelines."""
         self.users: list[Any] = []
         """The users, for those that hand arrays to each other."""
+        self.expected_islands = 0
+        """How many islands each controller waits for at first."""
         self.starts = 0
         """How often the controller has been started."""
         if world.profile.device_memory_bytes:
             world.ledger.injected["memory is short"] += 1
-        self._start_controller()
         self.hosts: list[SimHost] = []
         self.islands: dict[str, list[SimHost]] = {}
         self._spares: dict[int, list[str]] = {}
@@ -104,6 +107,10 @@ class SimCluster(Site):
                 )
                 self.hosts.append(spare)
                 self._spares.setdefault(devices, []).append(spare.name)
+        start = world.streams("beginning")
+        if start.random() < STARTS:
+            self.expected_islands = start.randint(1, len(self.islands))
+        self._start_controller()
         for host in self.hosts:
             world.after(random.uniform(0.0, 0.05), host.start)
 
@@ -136,7 +143,8 @@ class SimCluster(Site):
                 act(schedulers[island])
 
         resources = node.add(
-            "resources", lambda env: ResourceManager(env, tickets.public, self.claims)
+            "resources",
+            lambda env: ResourceManager(env, tickets.public, self.claims, self.expected_islands),
         )
         node.add("services", lambda env: _Services(env, node))
 

@@ -17,6 +17,7 @@
 | fair | a peer's message waits for its turn no longer because others flood (in `floods`) |
 | program order | a host computes the parts of a run in the order of its program, as a schedule may ask |
 | named hosts | a slice that names hosts has as many devices of each, and of no other, whatever is lost |
+| start | while the cluster starts, requests for devices are not refused; none waits if its island is ready |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
@@ -41,10 +42,11 @@ from functools import partial
 from typing import Any
 
 from pw.core import messages as msg
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, RESOURCES, Address
 from pw.core.programs.guards import is_skipped
 from pw.core.programs.plan import Execute
 from pw.core.sharding import Box
+from pw.core.waits import CLUSTER_START_S
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
@@ -86,10 +88,12 @@ class Monitors:
         world.watch_sent(msg.Holdings, self._told_of_copies)
         world.watch_sent(msg.Checkpoint, self._checkpoint_asked)
         world.watch_sent(msg.Answered, self._answered)
-        self._named: dict[int, msg.AllocateSlice] = {}
-        """Slices that name hosts."""
+        self._slices: dict[int, msg.AllocateSlice] = {}
+        self._asked_s: dict[int, float] = {}
+        """When each slice was last asked for, of which controller, in seconds of the world."""
         world.watch_sent(msg.AllocateSlice, self._asked_for)
         world.watch_sent(msg.SliceBound, self._bound)
+        world.watch_sent(msg.SliceRefused, self._refused)
         cluster.on_start["host"].append(self._watch_order)
         self._taken: dict[tuple[int, int], bool] = {}
         """Whether the computation that makes a slot of a run was enqueued, or skipped."""
@@ -295,29 +299,49 @@ class Monitors:
     # --- slices --------------------------------------------------------------------------------------
 
     def _asked_for(self, sender: Address, to: Address, message: msg.AllocateSlice) -> None:
-        if message.hosts:
-            self._named[message.slice] = message
+        if to.node == CONTROLLER:
+            self._slices[message.slice] = message
+            self._asked_s[message.slice] = self._world.now_s
 
     def _check_parked(self) -> None:
         """When an island is ready, a slice waits only for hosts that it does not have."""
         resources = self._cluster.resources
         for piece in resources.slices.parked:
-            names, home = set(piece.request.hosts), piece.request.formerly
+            request = piece.request
+            names, home = set(request.hosts), request.formerly
             for island in resources.inventory.islands.values():
-                if not names or island.state != "ready":
+                if island.state != "ready" or request.like or request.apart:
                     continue
-                allowed = piece.request.island in (None, island.name)
-                if allowed and names <= set(island.ranks) and home in ("", island.name):
+                allowed = request.island in (None, island.name) and home in ("", island.name)
+                is_there = names <= set(island.ranks) and request.devices <= island.device_count
+                if allowed and is_there:
+                    monitor = "named hosts" if names else "start"
                     raise Violation(
-                        "named hosts", f"slice {piece.request.slice} waits, and its hosts are there"
+                        monitor, f"slice {request.slice} waits, and its devices are there"
                     )
-                if piece.island == island.name:
+                if names and piece.island == island.name:
                     self._world.ledger.injected["named host replaced"] += 1
+
+    def _refused(self, sender: Address, to: Address, message: msg.SliceRefused) -> None:
+        """While islands have yet to form for the first time, a request waits for them."""
+        cluster, world = self._cluster, self._world
+        request = self._slices.get(message.slice)
+        if sender != RESOURCES or request is None or request.resumed:
+            return
+        formed = sum(island.formed > 0 for island in cluster.status())
+        waited_s = world.now_s - self._asked_s[message.slice]
+        world.checked["start"] += 1
+        if formed < cluster.expected_islands and waited_s < CLUSTER_START_S:
+            raise Violation(
+                "start",
+                f"slice {message.slice} is refused after {waited_s:g} s, and {formed} of "
+                f"{cluster.expected_islands} islands have formed",
+            )
 
     def _bound(self, sender: Address, to: Address, message: msg.SliceBound) -> None:
         """A slice has devices: of the hosts that it names, in their order."""
-        request = self._named.get(message.slice)
-        if request is None:
+        request = self._slices.get(message.slice)
+        if request is None or not request.hosts:
             return
         self._world.checked["named hosts"] += 1
         each = request.devices // len(request.hosts)

@@ -135,7 +135,7 @@ row(
 row(
     "forget-early-orders",
     forget("host.executor.order.next_early"),
-    seen("calm", 13, "epochs last", "liveness"),
+    seen("calm", 1, "epochs last", "liveness"),
 )
 # A host does not report that a link is lost, with what it has passed on, and another one does not miss that.
 row(
@@ -319,7 +319,7 @@ row(
 row(
     "re-shard-in-another-order",
     mishear("host.executor", m.Install, breakages.reshard_reversed),
-    seen("moves", 7, "oracle", "replicas are equal"),
+    seen("moves", 0, "oracle", "replicas are equal"),
 )
 
 # --- shares and fairness -------------------------------------------------------------------------
@@ -335,7 +335,7 @@ row(
 # The scheduler launches all queued work at once, however much is in flight.
 row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 124, "response"))
 # A launch without room on some of its devices keeps none of them free.
-row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 1, "shares"))
+row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.
 row(
     "shares-of-clients-alone",
@@ -474,7 +474,7 @@ row(
     seen("islands", 20, "oracle", "replicas are equal"),
 )
 
-# --- slices that name hosts ----------------------------------------------------------------------
+# --- slices --------------------------------------------------------------------------------------
 
 # When a spare has the place of a host that a slice names, the slice goes on there.
 row(
@@ -482,8 +482,14 @@ row(
     wrap("resources.slices.bind_again", breakages.bind_anywhere),
     seen("slices", 17, "named hosts"),
 )
-# A slice that waits for the hosts that it names is not bound when they are there.
-row("leave-it-parked", forget("resources.slices.retry_parked"), seen("slices", 1, "named hosts"))
+# A slice that waits for an island is not bound when that is ready.
+row("leave-it-parked", forget("resources.slices.retry_parked"), seen("calm", 1, "start"))
+# While the cluster starts, requests for devices are refused at once.
+row(
+    "refuse-at-the-start",
+    put("resources.inventory.expected_islands", 0),
+    seen("calm", 1, "start"),
+)
 
 # --- streams -------------------------------------------------------------------------------------
 

@@ -181,6 +181,8 @@ class Explainer(ControlPart):
         elif client.slices.unbound:
             count = len(client.slices.unbound)
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
+        elif count := self.slices.unplaced(client):
+            yield f"{count} device{'' if count == 1 else 's'} that no island has yet"
         elif client.arrays.lost:
             programs = (*client.programs.values(), *client.retired.values())
             names = sorted({repr(p.body.name) for p in programs if p.installing})
