@@ -104,6 +104,7 @@ class HostRuntime:
                     form.rank,
                     len(form.hosts),
                     form.epoch,
+                    self._options.devices,
                     host=self._address,
                 )
                 own = devices

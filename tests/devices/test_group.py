@@ -36,6 +36,7 @@ import jax, jax.extend.backend, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 def join(thread=False, **how):
+    how["local_devices"] = int(sys.argv[1])
     if thread:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             devices = pool.submit(group.join, **how).result()
@@ -52,6 +53,11 @@ def psum():
     total = jax.jit(jax.shard_map(lambda v: jax.lax.psum(v, "hosts") + 1,
                                   mesh=mesh, in_specs=P("hosts"), out_specs=P("hosts")))(x)
     return [float(shard.data[0]) for shard in total.addressable_shards]
+
+def threads():
+    jax.block_until_ready(jax.numpy.ones(8) + 1)
+    tasks = "/proc/self/task"
+    return sum("XLAEigen" in open(f"{tasks}/{task}/comm").read() for task in os.listdir(tasks))
 
 def leave():
     # As the end of a process does; this one can join the next epoch.
@@ -244,6 +250,15 @@ def test_a_host_listens_where_the_others_dial_it(services: Services) -> None:
             services.services.stop("east", epoch)
         assert pair[0].ask(do="join", address="", rank=0, size=1, epoch=3) == [0]
         assert pair[0].ask(do="psum") == [2.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_an_island_of_one_device_computes_with_as_many_threads_as_processors() -> None:
+    """More would divide each matrix into too many pieces; collectives need them."""
+    with workers(1) as (alone,), workers(1, devices=2) as (pair,):
+        for host, threads in ((alone, len(os.sched_getaffinity(0))), (pair, 64)):
+            host.ask(do="join", address="", rank=0, size=1, epoch=1)
+            assert host.ask(do="threads") == threads
 
 
 def test_a_killed_host_is_replaced_in_the_next_epoch(services: Services) -> None:

@@ -1,8 +1,9 @@
 """Keeps compiled executables in a folder, so that a restarted island need not compile again.
 
-Each executable is a file. Its name is a digest of the code, the number of devices, the versions and
-the kind of processor. The next incarnation of a worker finds it, and so do other workers and later
-clusters. On accelerators, the name says also which devices: there an executable is for these only.
+Each executable is a file. Its name is a digest of the code, the number of devices, the versions,
+the kind of processor and the threads that XLA divides the code for. The next incarnation of a worker
+finds it, and so do other workers and later clusters. On accelerators, the name says also which devices:
+there an executable is for these only.
 
 A file holds what `pw.devices.jax.making.saved` writes: facts, and XLA's executable.
 
@@ -21,6 +22,7 @@ from pathlib import Path
 import jax
 
 from pw.core.platforms import platform_of
+from pw.devices.jax.group import POOL_VARIABLES
 from pw.processes.kept_files import KeptFiles, cache_folder
 
 LIMIT_BYTES = 2 << 30
@@ -83,7 +85,7 @@ class Executables(KeptFiles):
 
 @functools.cache
 def _machine() -> bytes:
-    """The versions, flags and kind of processor that an executable depends on."""
+    """The versions, flags, threads and kind of processor that an executable depends on."""
     try:
         cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         processor = [line for line in cpu if line.startswith(("model name", "flags", "Features"))]
@@ -98,6 +100,7 @@ def _machine() -> bytes:
         device.device_kind,
         os.environ.get("XLA_FLAGS", ""),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
+        os.environ.get(POOL_VARIABLES[0], ""),
         processor,
     )
     return repr(said).encode()

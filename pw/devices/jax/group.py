@@ -33,10 +33,10 @@ from pw.core.errors import Error
 from pw.core.platforms import jax_platform, platform_of
 from pw.devices.jax.coordination import private_runtime
 
-# XLA sizes its CPU pool from these. With too few threads, collectives that are enqueued back to back
-# starve each other and abort the process.
+# XLA sizes its CPU pools from these, and divides matrices for so many threads.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")
-MINIMUM_POOL = 64
+# With too few threads, collectives that are enqueued back to back starve each other and abort the process.
+COLLECTIVE_POOL = 64
 # All hosts connect within milliseconds of the roll-call. If one dies just then, the runtime aborts the
 # others after this time.
 CONNECT_S = 15
@@ -61,9 +61,7 @@ def prepare(platform: str, local_devices: int) -> None:
     """
     if xla_bridge.backends_are_initialized():
         raise GroupError("a worker must be prepared before its process uses JAX for the first time")
-    pool = str(max(MINIMUM_POOL, 2 * local_devices))
-    for variable in POOL_VARIABLES:
-        os.environ[variable] = pool
+    _set_pool(max(COLLECTIVE_POOL, 2 * local_devices))
     # A worker must not narrow the types that a client has traced.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", jax_platform(platform))
@@ -78,6 +76,7 @@ def join(
     rank: int,
     size: int,
     epoch: int,
+    local_devices: int,
     timeout_s: float = 60.0,
     host: str = "127.0.0.1",
 ) -> list[jax.Device]:
@@ -88,6 +87,7 @@ def join(
         rank: this host's position in the island, 0 <= rank < size.
         size: the number of hosts. With 1 there is no group, on any platform.
         epoch: the island's epoch.
+        local_devices: how many devices this host has.
         timeout_s: how long to wait for the other hosts, in seconds. If one dies within milliseconds
             after all have come, it takes up to a minute more.
         host: the address of this machine at which the other hosts' CPU collectives dial it.
@@ -102,6 +102,8 @@ def join(
     if not 0 <= rank < size:
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
     where = f"epoch {epoch} at {address} as rank {rank} of {size}"
+    if size == local_devices == 1:  # no collectives: as many threads as plain JAX has
+        _set_pool(_processors())
     if size > 1:
         if xla_bridge.backends_are_initialized():
             raise GroupError(f"JAX is in use already, so this process cannot join {where}")
@@ -128,6 +130,18 @@ def join(
             f"{sorted({device.process_index for device in devices})}: this platform formed no group"
         )
     return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def _set_pool(threads: int) -> None:
+    for variable in POOL_VARIABLES:
+        os.environ[variable] = str(threads)
+
+
+def _processors() -> int:
+    """Return how many processors the system gives this process, as XLA counts them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _connect(address: str, rank: int, size: int, where: str) -> None:
