@@ -36,16 +36,21 @@ from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node as ActorNode
 
 HEARTBEAT_S = 1.0
+BEATS = 50
+"""Hosts begin at different times, so their heartbeats come in so many parts."""
 ARTIFACT = b"a computation that is never compiled"
 WINDOW = 512
 
 
 _ENVELOPES = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, str, msgspec.Raw]]])
 _MESSAGE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
-_FORM = messages.FormIsland.__struct_config__.tag
+_INSTALL = msgspec.msgpack.Decoder(
+    tuple[int, int, int, int, msgspec.Raw, msgspec.Raw, msgspec.Raw, int, str]
+)
+"""Of an `Install`, what a modelled host reads."""
+_FORM, _INSTALLS = (kind.__struct_config__.tag for kind in (messages.FormIsland, messages.Install))
 _HEARD = {
-    kind.__struct_config__.tag
-    for kind in (messages.Hello, messages.Install, messages.Launch, messages.GangOrder)
+    kind.__struct_config__.tag for kind in (messages.Hello, messages.Launch, messages.GangOrder)
 }
 
 
@@ -98,6 +103,11 @@ class ModelledHost:
             tag = _tag_of(memoryview(body))
             if tag == _FORM:  # all hosts get the same, and it names all hosts
                 message = self.swarm.form = self.swarm.form or _MESSAGE.decode(body)
+            elif tag == _INSTALLS:
+                _, _, _, program, *_, install, _ = _INSTALL.decode(body)
+                installed = messages.Installed(self._epoch, program, None, install=install)
+                self.send(sender, "executor", installed)
+                continue
             elif tag in _HEARD:
                 message = _MESSAGE.decode(body)
             else:
@@ -113,11 +123,6 @@ class ModelledHost:
                     self._epoch = epoch
                     joined = messages.IslandJoined(island, epoch, "modelled", devices, None)
                     self.send("resources", "executor", joined)
-                case messages.Install():
-                    installed = messages.Installed(
-                        self._epoch, message.program, None, install=message.install
-                    )
-                    self.send(sender, "executor", installed)
                 case messages.Launch(report=True):
                     self.swarm.lead(self, sender, message.run, message.sequence)
                 case messages.Launch() if self.is_last:
@@ -302,9 +307,9 @@ class Swarm:
             print(json.dumps(answer), flush=True)
         os._exit(0)  # without closing hundreds of connections
 
-    def _beat(self) -> None:
-        self.loop.call_later(HEARTBEAT_S, self._beat)
-        for host in self.hosts:
+    def _beat(self, part: int = 0) -> None:
+        self.loop.call_later(HEARTBEAT_S / BEATS, self._beat, (part + 1) % BEATS)
+        for host in self.hosts[part::BEATS]:
             host.send("", "", messages.Heartbeat())
 
     async def _answers(

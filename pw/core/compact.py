@@ -1,8 +1,9 @@
 """`Compact`: programs and plans in messages, with each placement once.
 
 A placement has one number for each device, and a training step takes and returns thousands of
-arrays on the same devices. So a message has each placement once. Where a spec has a placement, the
-message has its index: a `Placement` whose `slice` is the index and which has no devices.
+arrays on the same devices. So a message has each placement once, as runs of devices that follow each
+other: all devices of thousands of hosts are one run. Where a spec has a placement, the message has its
+index: a `Placement` whose `slice` is the index and which has no devices.
 """
 
 from __future__ import annotations
@@ -28,12 +29,51 @@ class Placed(Protocol):
 
 T = TypeVar("T", bound=Placed)
 
+DEVICES = 1 << 20
+"""The most devices of all placements of a message; a run has as many as it says, whatever its size."""
+
+
+class Runs(msgspec.Struct, frozen=True, array_like=True):
+    """A placement in a message."""
+
+    slice: int
+    runs: tuple[int, ...]
+    """The first device of each run, and after it how many the run has."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> Self:
+        """Find the runs of a placement."""
+        runs: list[int] = []
+        first, count = 0, 0
+        for device in placement.devices:
+            if count and device == first + count:
+                count += 1
+                continue
+            if count:
+                runs += (first, count)
+            first, count = device, 1
+        if count:
+            runs += (first, count)
+        return cls(placement.slice, tuple(runs))
+
+    def placement(self) -> Placement:
+        """Return the placement; `counts` are known to be in bounds."""
+        ranges = zip(self.runs[::2], self.counts, strict=True)
+        return Placement(
+            self.slice, tuple([at for first, count in ranges for at in range(first, first + count)])
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many devices each run has."""
+        return self.runs[1::2]
+
 
 class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """A value whose placements are indices; `whole` restores it."""
 
     held: T
-    placements: tuple[Placement, ...]
+    placements: tuple[Runs, ...]
 
     @classmethod
     def of(cls, whole: T) -> Compact[T]:
@@ -44,20 +84,26 @@ class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
             return numbers.setdefault(placement, Placement(len(numbers), ()))
 
         held = whole.with_placed(_once(number), number)
-        return cls(held, tuple(numbers))
+        return cls(held, tuple(map(Runs.of, numbers)))
 
     def whole(self) -> T:
         """Return the value with its placements; equal specs are one object.
 
         Raises:
-            ProtocolError: an index is out of bounds.
+            ProtocolError: an index or a run is out of bounds.
         """
-        return self.held.with_placed(_once(self._said), self._said)
+        if any(len(runs.runs) % 2 or min(runs.counts, default=1) < 1 for runs in self.placements):
+            raise ProtocolError("a message has a placement with an empty run")
+        if sum(sum(runs.counts) for runs in self.placements) > DEVICES:
+            raise ProtocolError(f"a message has placements on more than {DEVICES} devices")
+        placements = [runs.placement() for runs in self.placements]
 
-    def _said(self, number: Placement) -> Placement:
-        if not 0 <= number.slice < len(self.placements) or number.devices:
-            raise ProtocolError("a message names a placement that it does not have")
-        return self.placements[number.slice]
+        def said(number: Placement) -> Placement:
+            if not 0 <= number.slice < len(placements) or number.devices:
+                raise ProtocolError("a message names a placement that it does not have")
+            return placements[number.slice]
+
+        return self.held.with_placed(_once(said), said)
 
 
 def _once(other: OnPlacement) -> OnSpec:

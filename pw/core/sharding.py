@@ -9,8 +9,9 @@ of pw needs an object per shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from typing import Annotated, Self
 
 import ml_dtypes
 import msgspec
@@ -23,6 +24,9 @@ Box = tuple[tuple[int, int], ...]
 
 ALIGNMENT_BYTES = 64
 """The alignment of shards in a transfer: JAX can alias them without a copy."""
+
+RUN_DEVICES = 1 << 12
+"""The most devices of a host in one run of a binding."""
 
 BOXES_KEPT = 16_384
 """How many boxes are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
@@ -197,16 +201,57 @@ class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
     ordinal: int
 
 
-class Binding(msgspec.Struct, frozen=True, array_like=True):
+class DeviceRun(msgspec.Struct, frozen=True, array_like=True):
+    """Devices of a host that follow each other."""
+
+    host: str
+    first: int
+    count: Annotated[int, msgspec.Meta(ge=1, le=RUN_DEVICES)]
+
+
+class Binding(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The physical devices of a slice."""
 
     slice: int
     island: str
-    devices: tuple[DeviceAddress, ...]
+    runs: tuple[DeviceRun, ...]
+    """Each host gets this in a message, so it must not grow with the devices of a host."""
     platform: str = ""
     """Of the devices."""
     machine: str = ""
     """The machine of all hosts of the island; empty if they are on several, or on unknown ones."""
+
+    @classmethod
+    def of(
+        cls,
+        slice: int,
+        island: str,
+        devices: Iterable[DeviceAddress],
+        platform: str = "",
+        machine: str = "",
+    ) -> Self:
+        """Return the binding of a slice to these devices."""
+        runs: list[DeviceRun] = []
+        host, first, count = "", 0, 0
+        for device in devices:
+            if device.host == host and device.ordinal == first + count and count < RUN_DEVICES:
+                count += 1
+                continue
+            if count:
+                runs.append(DeviceRun(host, first, count))
+            host, first, count = device.host, device.ordinal, 1
+        if count:
+            runs.append(DeviceRun(host, first, count))
+        return cls(slice, island, tuple(runs), platform, machine)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceAddress, ...]:
+        """The device at each index of the slice."""
+        return tuple(
+            DeviceAddress(run.host, run.first + ordinal)
+            for run in self.runs
+            for ordinal in range(run.count)
+        )
 
     def located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         """Physical device at every position of `placement`."""

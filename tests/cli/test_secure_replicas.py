@@ -45,8 +45,9 @@ class Rogue(Actor):
 
     def receive(self, sender: Address, message: object) -> None:
         self.received.append(message)
-        if isinstance(message, msg.Directory):
-            self.key = message.key or self.key
+        if isinstance(message, msg.HostRegistered):
+            self.key = message.key
+        elif isinstance(message, msg.Directory):
             for peer in message.peers:
                 self.env.introduce(peer.node, peer.endpoint)
         elif isinstance(message, msg.FormIsland):

@@ -380,7 +380,7 @@ def test_merges_that_do_not_fit_are_refused() -> None:
     """A client of another version might send one."""
     placement = Placement(1, (0,))
     spec = ArraySpec((4,), "float32", Sharding(("x",), (1,)), placement)
-    binding = {1: Binding(1, "island", (DeviceAddress("host", 0),))}
+    binding = {1: Binding.of(1, "island", (DeviceAddress("host", 0),))}
     good = merge("choice", [spec])
 
     def choice(inputs: tuple[ArraySpec, ...]) -> Program:

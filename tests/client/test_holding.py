@@ -273,7 +273,7 @@ def test_the_memory_of_a_hold_is_that_of_its_value() -> None:
             (Output(ValueRef(len(nodes) - 1, 0), here),),
         )
         device = DeviceAddress("host", 0)
-        bindings = {n: Binding(n, "island", (device,)) for n in (1, 2)}
+        bindings = {n: Binding.of(n, "island", (device,)) for n in (1, 2)}
         _, memory = lower_with_memory(program, bindings)
         peaks.append([one.peaks() for one in memory])
     assert peaks[0] == peaks[1]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pw.core.compact import Compact
+from pw.core.compact import Compact, Runs
 from pw.core.errors import ArgumentError, PlacementError, ProtocolError
 from pw.core.messages import Install, RegisterProgram
 from pw.core.programs.lower import lower
@@ -30,11 +30,11 @@ A0, A1, B0, B1 = (
     tuple(DeviceAddress(host, ordinal) for ordinal in range(2)) for host in A_HOSTS + B_HOSTS
 )
 BINDINGS = {
-    0: Binding(0, "a", A0 + A1),
-    1: Binding(1, "b", B0 + B1),
-    2: Binding(2, "a", (A1[1], A0[0], A1[0], A0[1])),
-    3: Binding(3, "b", B1),
-    4: Binding(4, "c", (DeviceAddress("c0", 0),)),
+    0: Binding.of(0, "a", A0 + A1),
+    1: Binding.of(1, "b", B0 + B1),
+    2: Binding.of(2, "a", (A1[1], A0[0], A1[0], A0[1])),
+    3: Binding.of(3, "b", B1),
+    4: Binding.of(4, "c", (DeviceAddress("c0", 0),)),
 }
 ROWS = Sharding(("x",), (4,), (("x",),))
 COLUMNS = Sharding(("x",), (4,), ((), ("x",)))
@@ -237,18 +237,41 @@ def test_a_thousand_arrays_on_two_thousand_devices_travel() -> None:
     results = tuple(Output(ValueRef(0, index), spec) for index, spec in enumerate(specs))
     args = tuple(ValueRef(-1, index) for index in range(1000))
     program = Program("p", (step,), (Node(0, args),), specs, results)
-    plan = lower(program, {0: Binding(0, "a", devices)}).hosts[7]
+    plan = lower(program, {0: Binding.of(0, "a", devices)}).hosts[7]
     body = Compact.of(program)
     size = len(codec.encode_message(RegisterProgram(1, body, ())))
     assert size < 200_000
     assert len(codec.encode_message(Install(1, 0, 1, body, Compact.of(plan), ()))) < size + 100_000
 
 
+def test_a_message_to_a_host_does_not_grow_with_the_devices_of_hosts() -> None:
+    def install_bytes(devices: int) -> int:
+        count = 64 * devices
+        place = Placement(0, tuple(range(count)))
+        spec = ArraySpec((count,), "float32", Sharding(("x",), (count,), (("x",),)), place)
+        step = Computation("step", b"", place, (spec,), (spec,))
+        node, output = Node(0, (ValueRef(-1, 0),)), Output(ValueRef(0, 0), spec)
+        program = Program("p", (step,), (node,), (spec,), (output,))
+        located = [DeviceAddress(f"host-{at // devices}", at % devices) for at in range(count)]
+        plan = lower(program, {0: Binding.of(0, "a", located)}).hosts[7]
+        install = Install(1, 0, 1, Compact.of(program), Compact.of(plan), ())
+        return len(codec.encode_message(install))
+
+    assert install_bytes(16) < install_bytes(2) + 50
+
+
+@pytest.mark.parametrize("runs", [(0,), (0, 0), (0, -1), (0, 4, 9, 0), (0, 2**40)])
+def test_a_placement_with_a_wrong_run_cannot_be_whole(runs: tuple[int, ...]) -> None:
+    spec = msgspec.structs.replace(lies(ROWS, 0), placement=Placement(0, ()))
+    with pytest.raises(ProtocolError, match="placement"):
+        Compact(Program("p", (), (), (spec,), ()), (Runs(0, runs),)).whole()
+
+
 @pytest.mark.parametrize("number", [Placement(1, ()), Placement(-1, ()), Placement(0, (0,))])
 def test_what_names_a_placement_that_was_not_said_cannot_be_whole(number: Placement) -> None:
     spec = msgspec.structs.replace(lies(ROWS, 0), placement=number)
     with pytest.raises(ProtocolError, match="does not have"):
-        Compact(Program("p", (), (), (spec,), ()), (Placement(0, (0, 1, 2, 3)),)).whole()
+        Compact(Program("p", (), (), (spec,), ()), (Runs(0, (0, 4)),)).whole()
 
 
 def instructions(plan: BoundProgram, host: str) -> list[list[Instruction]]:

@@ -54,7 +54,7 @@ TAGS = """
     Described=146 ReadArray=147 HoldsNoMore=148 Printed=149 Compile=150 Compiled=151
     CallClient=152 CallReturned=153 CallLanding=154 ReadRecords=170 Records=171 GetMemory=180
     MeasureIsland=181 IslandMeasured=182 MeasureHost=183 HostMeasured=184 Memory=185 Observe=186
-    Observed=187 GetPlan=188 ProgramPlan=189
+    Observed=187 GetPlan=188 ProgramPlan=189 HostRegistered=201
 """
 """Each message with its tag."""
 

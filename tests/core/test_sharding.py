@@ -116,5 +116,5 @@ def test_packed_buffers_are_aligned_and_do_not_touch(sizes_bytes: list[int]) -> 
 
 def test_a_binding_locates_virtual_devices() -> None:
     devices = tuple(DeviceAddress(f"h{i // 2}", i % 2) for i in range(4))
-    binding = Binding(3, "island", devices)
+    binding = Binding.of(3, "island", devices)
     assert binding.located(Placement(3, (3, 0))) == (devices[3], devices[0])

@@ -75,7 +75,7 @@ def test_a_wrong_view_is_refused(
         view_program(inputs, outputs, shards)
 
 
-HOSTS = Binding(1, "i", tuple(DeviceAddress(f"h{n // 2}", n % 2) for n in range(4)))
+HOSTS = Binding.of(1, "i", tuple(DeviceAddress(f"h{n // 2}", n % 2) for n in range(4)))
 
 
 def test_a_host_makes_its_part_alone_and_compiles_nothing() -> None:

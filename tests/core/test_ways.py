@@ -44,7 +44,7 @@ def keen(monkeypatch: pytest.MonkeyPatch) -> None:
 def binding(number: int, hosts: int = 4, platform: str = "cpu", machine: str = "") -> Binding:
     island = "abcdefghij"[number]
     devices = tuple(DeviceAddress(f"{island}{host}", 0) for host in range(hosts))
-    return Binding(number, island, devices, platform, machine)
+    return Binding.of(number, island, devices, platform, machine)
 
 
 def lies(mib: float, slice_: int, *split: int, hosts: int = 4) -> ArraySpec:
@@ -106,9 +106,9 @@ def test_re_shards_in_one_island(
 
 
 def test_slices_of_the_same_devices_are_one_place() -> None:
-    other = Binding(1, "a", binding(0).devices, "cpu")
+    other = Binding.of(1, "a", binding(0).devices, "cpu")
     assert edge(lies(16, 0), lies(16, 1, 1), binding(0), other).way is Way.SLICES
-    turned = Binding(1, "a", binding(0).devices[::-1], "cpu")
+    turned = Binding.of(1, "a", binding(0).devices[::-1], "cpu")
     assert edge(lies(16, 0), lies(16, 1, 1), binding(0), turned).way is Way.TRANSFERS
 
 

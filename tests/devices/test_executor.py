@@ -51,11 +51,11 @@ class Bench:
         """The numbers of the programs that were installed."""
         self.serial = 0
         self.slices = {
-            number: Binding(number, name[0], (DeviceAddress(name, 0),))
+            number: Binding.of(number, name[0], (DeviceAddress(name, 0),))
             for number, name in ((1, "a0"), (2, "b0"), (3, "c0"))
         }
         gang = tuple(DeviceAddress(name, 0) for name in ("a0", "a1"))
-        self.slices[4] = Binding(4, "a", gang)
+        self.slices[4] = Binding.of(4, "a", gang)
         self.wide = split(4, 2)
         self.here, self.there, self.third = (split(number, 1) for number in (1, 2, 3))
 
@@ -650,7 +650,7 @@ def test_a_launch_that_only_receives_ends_when_all_has_come() -> None:
 
 def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> None:
     bench = Bench()
-    bench.slices[5] = Binding(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
+    bench.slices[5] = Binding.of(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
     one, other = (replace(bench.here, placement=Placement(5, (at,))) for at in (0, 1))
     body = chain([one, one])
     aside = Computation("aside", digest(b"1"), other.placement, (other,), (other,))
@@ -684,7 +684,7 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
 def test_slices_that_share_a_device_end_with_the_last_computation_there() -> None:
     bench = Bench()
     at = DeviceAddress("a0", 0)
-    bench.slices[5], bench.slices[6] = Binding(5, "a", (at,)), Binding(6, "a", (at,))
+    bench.slices[5], bench.slices[6] = Binding.of(5, "a", (at,)), Binding.of(6, "a", (at,))
     both = [replace(bench.here, placement=Placement(number, (0,))) for number in (5, 6, 5, 6)]
     program = bench.install(chain(both))
     bench.launch(program, X.tobytes())
@@ -694,7 +694,7 @@ def test_slices_that_share_a_device_end_with_the_last_computation_there() -> Non
 
 def test_what_ends_on_another_device_takes_nothing_from_the_time_of_a_launch() -> None:
     bench = Bench()
-    bench.slices[5] = Binding(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
+    bench.slices[5] = Binding.of(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
     one, other = (replace(bench.here, placement=Placement(5, (at,))) for at in (0, 1))
     long, short = bench.install(chain([one])), bench.install(chain([other]))
     bench.settle()

@@ -171,7 +171,7 @@ def test_much_is_kept_only_where_no_other_host_has_it(
 ) -> None:
     monkeypatch.setattr(replica_memory, "KEPT_BYTES", 10)
     bench = Bench()
-    bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}), b"key")
+    bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}))
     bench.hold(A, B)
     assert bench.sent == ([] if others else [{A, B}])
     if not others:

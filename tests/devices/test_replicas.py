@@ -68,7 +68,8 @@ class Bench:
 
     def hosts_are(self, *names: str) -> None:
         for node in self.nodes.values():
-            node.store.replicas.hosts_are(frozenset(names), NO_SECRET.key_of(node.name))
+            node.store.replicas.registered(NO_SECRET.key_of(node.name))
+            node.store.replicas.hosts_are(frozenset(names))
 
     def say(self, message: object, sender: Address | None = None, to: str = "a") -> None:
         self.world.mailboxes[to].append((sender or session_of("x"), store_of(to), message))

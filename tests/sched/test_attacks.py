@@ -297,7 +297,7 @@ def wide(arguments: int, donated: bool = True) -> tuple[Program, dict[int, Bindi
         tuple([Output(ValueRef(0, index), spec) for index in range(arguments)]),
         every,
     )
-    return body, {1: Binding(1, "i", devices)}
+    return body, {1: Binding.of(1, "i", devices)}
 
 
 @pytest.mark.parametrize("lowering", [lower, lower_with_memory])

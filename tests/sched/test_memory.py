@@ -40,8 +40,8 @@ LARGE_SHARD = LARGE * 8
 # --- what a run takes --------------------------------------------------------------------------------
 
 ONE_HOST = {
-    1: Binding(1, "a", (DEVICE,)),
-    2: Binding(2, "b", (OTHER,)),
+    1: Binding.of(1, "a", (DEVICE,)),
+    2: Binding.of(2, "b", (OTHER,)),
 }
 
 

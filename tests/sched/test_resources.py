@@ -162,8 +162,27 @@ def test_a_host_that_waits_for_others_hears_that_it_has_its_seat() -> None:
     bench.island("i", 2, 1)
     for node in ("i0", "i1"):
         bench.lose(node)
+    before = len(bench.told("i0", msg.HostRegistered)), len(bench.told("i0", msg.Directory))
     bench.host("i0", hosts=2)
-    assert [peer.node for peer in bench.told("i0", msg.Directory)[-1].peers] == ["i0"]
+    after = len(bench.told("i0", msg.HostRegistered)), len(bench.told("i0", msg.Directory))
+    assert after == (before[0] + 1, before[1]), "it hears of all hosts with the others"
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_what_a_host_costs_until_its_island_is_ready_does_not_grow_with_the_hosts(
+    count: int,
+) -> None:
+    bench = Bench()
+    bench.island("i", count, 1)
+    told = [m for sender, to, m in bench.world.sent if to.node.startswith("i")]
+    kinds = Counter(type(message) for message in told)
+    assert kinds == {
+        msg.HostRegistered: count,
+        msg.FormIsland: count,
+        msg.Directory: count,
+    }
+    directories = {id(message) for message in told if isinstance(message, msg.Directory)}
+    assert len(directories) == 1, "it is encoded once for all"
 
 
 def test_what_comes_from_an_old_epoch_changes_nothing() -> None:

@@ -298,7 +298,7 @@ def test_the_window_bounds_what_is_launched() -> None:
 def runs_on(bench: Bench, client: int, *at: int, share: float = 1.0, priority: int = 0) -> None:
     """The client's program, on some of the two devices of each of two hosts."""
     devices = tuple(DeviceAddress(f"h{number // 2}", number % 2) for number in range(4))
-    binding = Binding(7, "i", devices)
+    binding = Binding.of(7, "i", devices)
     body = Program("p", (Computation("f", b"", Placement(7, at), (), ()),), (), (), ())
     hosts = dict.fromkeys(devices[number].host for number in at)
     does = (HostSegment(7, (Execute(0, (), (), ()),)),)

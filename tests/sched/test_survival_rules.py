@@ -245,7 +245,7 @@ def test_what_a_controller_sent_before_it_noticed_the_loss_is_no_answer() -> Non
         world.mailboxes["a0"].append((sender, address, message))
         world.drain("a0")
 
-    here = msg.Directory((msg.Peer("a0", ""),))
+    here = msg.HostRegistered(b"key")
     tell(RESOURCES, here)
     tell(address, msg.PeerLost(RESOURCES.node, "connected anew"))
     tell(RESOURCES, here)

@@ -540,7 +540,7 @@ def test_what_failed_with_a_timeout_is_not_explained() -> None:
 
 
 def test_a_part_of_a_program_is_called_after_what_all_its_hosts_compute() -> None:
-    at = {4: Binding(4, "a", (DeviceAddress("a0", 0), DeviceAddress("a1", 0)))}
+    at = {4: Binding.of(4, "a", (DeviceAddress("a0", 0), DeviceAddress("a1", 0)))}
     places = [msgspec.structs.replace(split(4, 1), placement=Placement(4, (n,))) for n in (0, 1)]
     body = chain(places)
     names = names_of(msg.InstallProgram(1, body, lower(body, at).hosts, ()))

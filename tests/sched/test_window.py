@@ -68,7 +68,7 @@ def test_devices_that_are_used_together_are_one_group() -> None:
 
 def test_where_each_segment_of_a_program_runs() -> None:
     devices = tuple(DeviceAddress(f"h{at // 2}", at % 2) for at in range(4))
-    binding = Binding(7, "i", devices)
+    binding = Binding.of(7, "i", devices)
 
     def computation(*at: int, python: bool = False) -> Computation:
         return Computation(

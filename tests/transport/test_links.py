@@ -18,7 +18,7 @@ import zmq
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address
-from pw.transport.links import codec
+from pw.transport.links import codec, links
 from pw.transport.links.link import Versions
 from pw.transport.links.zmtp import Zmtp
 from tests.stages.cluster import Cluster, Recorder, make_cluster, numbers
@@ -213,6 +213,20 @@ def test_idle_links_stay_open(sockets: Cluster) -> None:
     sockets.until(lambda: sockets.of(a).counters["frames_received"] > 20)
     assert not a.lost
     assert not b.lost
+
+
+def test_links_that_are_looked_at_in_parts_all_stay_open(
+    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LOOKS", 2)
+    a = tcp.node("a", heartbeat_s=0.05, silence_s=2.0)
+    peers = [tcp.node(f"b{at}", listens=False, heartbeat_s=0.05, silence_s=2.0) for at in range(5)]
+    for peer in peers:
+        tcp.introduce(a, peer)
+        peer.env.send(a.env.address, msg.Ready(0))
+    for peer in peers:
+        tcp.until(lambda peer=peer: tcp.of(peer).counters["frames_received"] > 10)
+    assert not a.lost
 
 
 def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:

@@ -46,6 +46,13 @@ class HostRejected(ControllerToExecutor, frozen=True, tag=11):
     error: ErrorReport
 
 
+class HostRegistered(ControllerToExecutor, frozen=True, tag=201):
+    """ResourceManager to HostExecutor: this controller knows the host, which waits for its place."""
+
+    key: bytes
+    """The host's own, with which it checks the permits of others (`pw.core.permits`)."""
+
+
 class FormIsland(ControllerToExecutor, frozen=True, tag=12):
     """ResourceManager to every HostExecutor of an island: join the group of this epoch at this rank."""
 
@@ -98,8 +105,6 @@ class Directory(ControllerToSession, ControllerToExecutor, frozen=True, tag=16):
     """ResourceManager to all hosts and clients: the hosts that exist now, and their endpoints."""
 
     peers: tuple[Peer, ...]
-    key: bytes = b""
-    """For a host: its own, with which it checks the permits of others (`pw.core.permits`)."""
 
 
 class IslandFormed(Local, frozen=True, tag=17):

@@ -161,14 +161,17 @@ class Membership(Part):
             self.env.count("messages_refused")
             return
         host = self.order.host
-        is_asked = self._lost_s is None or self._is_calling
-        if not self.order.epoch and is_asked and any(p.node == host for p in message.peers):
-            self._heard()  # only an answer proves that the controller has heard of the loss
         for peer in message.peers:
             if peer.node != host:
                 self.env.introduce(peer.node, peer.endpoint)
         self.coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
-        self.store.replicas.hosts_are(frozenset(p.node for p in message.peers), message.key)
+        self.store.replicas.hosts_are(frozenset(p.node for p in message.peers))
+
+    @handles(msg.HostRegistered)
+    def _registered(self, sender: Address, message: msg.HostRegistered) -> None:
+        self.store.replicas.registered(message.key)
+        if not self.order.epoch and (self._lost_s is None or self._is_calling):
+            self._heard()  # only an answer proves that the controller has heard of the loss
 
     @handles(msg.LeaveIsland)
     def _leave(self, sender: Address, message: msg.LeaveIsland) -> None:

@@ -334,12 +334,16 @@ class Replicas(Part):
 
     # --- hosts come and go ---------------------------------------------------------------------------
 
-    def hosts_are(self, nodes: frozenset[str], key: bytes) -> None:
-        """Take the controller's list of hosts, and the key of this host."""
-        gone, self.hosts, self.key = self.hosts - nodes, nodes, key
+    def hosts_are(self, nodes: frozenset[str]) -> None:
+        """Take the controller's list of hosts."""
+        gone, self.hosts = self.hosts - nodes, nodes
         self.memory.has_others = bool(nodes - {self._host})
         for node in sorted(gone):
             self._lose(node, "it has gone")
+
+    def registered(self, key: bytes) -> None:
+        """Take the key of this host, and answer those that have asked before."""
+        self.key = key
         early, self.early = self.early, []
         for sender, message in early:
             self._serve(sender, message)

@@ -18,8 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, Error, ErrorReport, HostLost
@@ -85,6 +83,7 @@ class Epochs(Part):
             return
         if node in self.inventory.draining:
             self.inventory.draining[node] = host
+            self._greet(host)
             self.announce()
             self.tell_draining()
             self._form_complete()
@@ -114,6 +113,7 @@ class Epochs(Part):
         elif known.has_seat(node):
             if message.island_hosts and known.name != message.island:
                 self._remember_home(message)
+            self._greet(host)
             self._seat(known, host)
         else:
             self._wait_as_spare(host, f"island {known.name} has its hosts, or waits for them")
@@ -188,13 +188,20 @@ class Epochs(Part):
         if island.is_complete:
             self._form(island)
             return
-        # The host hears that this controller is here.
-        self._tell(host.node, self.inventory.directory())
         if island.formed:
             self._fill(island)
 
+    def _greet(self, host: Host) -> None:
+        """Tell a host that this controller is here; who else is here it hears with all (`announce`).
+
+        When thousands of hosts start, each would be told of all before it.
+        """
+        key = self.claims.key_of(host.node)
+        self.env.send(executor_of(host.node), msg.HostRegistered(key))
+
     def _wait_as_spare(self, host: Host, reason: str) -> None:
         self.inventory.spares[host.node] = host
+        self._greet(host)
         self.env.log("info", "host waits as a spare", host=host.node, reason=reason)
         self.announce()
         for island in list(self.inventory.islands.values()):
@@ -301,13 +308,8 @@ class Epochs(Part):
         """Tell hosts and clients which hosts are registered."""
         directory = self.inventory.directory()
         for peer in directory.peers:
-            self._tell(peer.node, directory)
+            self.env.send(executor_of(peer.node), directory)
         self.env.send(CONTROL, directory)
-
-    def _tell(self, node: str, directory: msg.Directory) -> None:
-        """Tell a host which hosts are registered, and its own key."""
-        own = msgspec.structs.replace(directory, key=self.claims.key_of(node))
-        self.env.send(executor_of(node), own)
 
     def tell_draining(self) -> None:
         """Tell the controller which hosts are registered only to be emptied."""

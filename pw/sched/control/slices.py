@@ -84,7 +84,7 @@ class Slices(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
-        self._bindings[number] = Binding(
+        self._bindings[number] = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
         self._env.send(client.address, message)

@@ -195,12 +195,12 @@ class Launcher(Part):
 
     def _discard(self, task: DiscardTask) -> None:
         if task.program and self.programs.uninstall(task.program, task.install):
-            self.members.drops[task.hosts[0]].programs.append(task.program)
+            self.members.drop_on(task.hosts[0]).programs.append(task.program)
         memory = self.admission.memory
         for array, hosts in zip(task.arrays, task.hosts, strict=False):
             if memory is not None:
                 memory.release(array)
-            self.members.drops[hosts].arrays.append(array)
+            self.members.drop_on(hosts).arrays.append(array)
 
     def _copy(self, task: CopyTask) -> None:
         """Send hosts their copies at once: a later launch may overwrite the arrays."""

@@ -117,8 +117,11 @@ class Leases(Part):
         if habit is None:
             habit = self._habits[client] = _Habit()
         habit.last_run = message.run
+        if queue.tasks or queue.launched > 1 or not self.is_simple(message):
+            habit.count = 0
+            return
         hosts = tuple(dict.fromkeys(host for hosts in message.hosts for host in hosts))
-        if queue.tasks or queue.launched > 1 or not self.is_simple(message, hosts):
+        if len(hosts) > GANG:
             habit.count = 0
             return
         if habit.hosts != hosts:
@@ -131,7 +134,7 @@ class Leases(Part):
         if habit.count >= self.lending.after << habit.doubled:
             self._due.add(client)
 
-    def is_simple(self, submit: msg.Submit, hosts: tuple[str, ...]) -> bool:
+    def is_simple(self, submit: msg.Submit) -> bool:
         """Whether such a run can be launched without the scheduler."""
         program = self.programs[submit.program]
         return (
@@ -140,7 +143,7 @@ class Leases(Part):
             and program.is_plain
             and not program.compiling
             and program.error is None
-            and len(hosts) <= GANG
+            and all(len(hosts) <= GANG for hosts in submit.hosts)
             and len(submit.segments) <= msg.STEPS
             and self._time_us(submit) <= SHORT_US
         )
@@ -183,9 +186,7 @@ class Leases(Part):
 
     def _lend(self, client: int, habit: _Habit) -> None:
         programs = {
-            number: submit
-            for number, submit in habit.programs.items()
-            if self.is_simple(submit, habit.hosts)
+            number: submit for number, submit in habit.programs.items() if self.is_simple(submit)
         }
         if not programs:
             return

@@ -46,10 +46,8 @@ class Members(Part):
     _number: int = field(default=-1, init=False)
     """The recorder's number for the name of the island; -1 before it is needed."""
     _numbers: Numbers = field(default_factory=Numbers, init=False)
-    drops: defaultdict[tuple[str, ...], GangDiscard] = field(
-        default_factory=lambda: defaultdict(GangDiscard), init=False
-    )
-    """What each gang may drop, collected during a turn."""
+    drops: dict[tuple[str, ...] | Gang, GangDiscard] = field(default_factory=dict, init=False)
+    """What each gang may drop, collected during a turn; the key of a large gang takes no step for each host."""
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
@@ -140,6 +138,10 @@ class Members(Part):
             self.env.send(executor_of(gang.hosts[position]), message)
         return spans
 
+    def drop_on(self, hosts: tuple[str, ...]) -> GangDiscard:
+        """Return what these hosts are told at the end of this turn to drop, for more to be added."""
+        return self.drops.setdefault(self._large(hosts) or hosts, GangDiscard())
+
     def send_drops(self, leases: LeaseTable) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once.
 
@@ -147,21 +149,21 @@ class Members(Part):
         without leases gets a message of its own.
         """
         of_hosts: defaultdict[str, list[GangDiscard]] = defaultdict(list)
-        waiting: dict[tuple[str, ...], GangDiscard] = {}
+        waiting: dict[tuple[str, ...] | Gang, GangDiscard] = {}
         behind: dict[str, int] = {}
         for gang, drop in self.drops.items():
-            known = leases.behind(gang) if leases.holders else {}
+            hosts = gang.hosts if isinstance(gang, Gang) else gang
+            known = leases.behind(hosts) if leases.holders else {}
             if known is None:
                 waiting[gang] = drop
                 continue
-            if not known and (large := self._large(gang)) is not None:
-                self._send_all(large, self._discard([drop]))
+            if not known and isinstance(gang, Gang):
+                self._send_all(gang, self._discard([drop]))
                 continue
             behind |= known
-            for host in gang:
+            for host in hosts:
                 of_hosts[host].append(drop)
-        self.drops.clear()
-        self.drops.update(waiting)
+        self.drops = waiting
         alike: dict[tuple[int, ...], msg.Discard] = {}
         for host, drops in of_hosts.items():
             if host not in self._numbers:

@@ -59,7 +59,7 @@ class Queues(Part):
             del self._uploads[array]
         self.policy.forget(queue.stake, self.window.accounts())
         if self.members.hosts:
-            self.members.drops[self.members.hosts].clients.append(message.client)
+            self.members.drop_on(self.members.hosts).clients.append(message.client)
 
     @handles(msg.IslandLost)
     def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:

@@ -44,6 +44,9 @@ from pw.transport.log import Warnings, log
 
 UNNUMBERED = -1
 
+LOOKS = 128
+"""Links that are looked at in one turn of the loop, in about a millisecond."""
+
 _LastWord = msg.Goodbye | msg.Refused | None
 _LINK_KINDS = frozenset((msg.Hello, msg.Refused, msg.Heartbeat, msg.Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(msg.Heartbeat())]
@@ -93,6 +96,10 @@ class Links:
         self._to_ship: list[Link] = []
         self._encoded: dict[int, tuple[object, bytes]] = {}
         self._ticked_s = clock()
+        self._away_s = 0.0
+        """The time between the last two ticks."""
+        self._unlooked: list[Link] = []
+        """Links that are still to be looked at in this tick."""
         self._closed = False
 
     def connect(self, node: str, endpoint: str) -> Connection:
@@ -417,15 +424,27 @@ class Links:
     # --- time ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Look at all links; to be called every `heartbeat_s`."""
+        """Begin to look at all links (`look_at_some`); to be called every `heartbeat_s`."""
+        while self.look_at_some():
+            pass  # this process is late
         now_s = self._clock()
-        away_s, self._ticked_s = now_s - self._ticked_s, now_s
-        was_away = away_s > 2 * self._heartbeat_s + 0.5
+        self._away_s, self._ticked_s = now_s - self._ticked_s, now_s
         self._end_revoked()
-        for link in list(self.links.values()):
-            if link.may_be_silent() or was_away:
-                link.excuse(away_s)
-            self.look(link)
+        self._unlooked = list(self.links.values())
+
+    def look_at_some(self) -> bool:
+        """Look at the next links of this tick, and return whether some are left.
+
+        Thousands of links at once would delay launches.
+        """
+        was_away = self._away_s > 2 * self._heartbeat_s + 0.5
+        some, self._unlooked = self._unlooked[:LOOKS], self._unlooked[LOOKS:]
+        for link in some:
+            if self.links.get(link.node) is link:
+                if link.may_be_silent() or was_away:
+                    link.excuse(self._away_s)
+                self.look(link)
+        return bool(self._unlooked)
 
     def look(self, link: Link) -> None:
         """Lose a peer that is silent for too long; send it a heartbeat if nothing else was sent."""

@@ -23,6 +23,8 @@ from pw.transport.links.link import Versions
 from pw.transport.links.links import Links
 
 CLOSE_LINGER_S = 0.2
+LOOK_S = 0.01
+"""Time between looks at some links and at the next ones."""
 
 
 class StreamNetwork(Links):
@@ -90,6 +92,7 @@ class StreamNetwork(Links):
         self.take_chunks: TakeChunks = lambda stream, head: stream.close()
         """Takes connections that are for chunks: `BulkPlane.adopt`."""
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._look_handle: asyncio.TimerHandle | None = None
 
     def attach(self, node: Mailroom) -> None:
         """Deliver to this node from now on, and begin to listen."""
@@ -136,11 +139,19 @@ class StreamNetwork(Links):
         """Look at all links, now and every `heartbeat_s`."""
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self.tick)
         super().tick()
+        self._look_on()
+
+    def _look_on(self) -> None:
+        """Look at the links of this tick, with time for messages between some and the next."""
+        if self._look_handle is not None:
+            self._look_handle.cancel()
+        more = self.look_at_some()
+        self._look_handle = self._loop.call_later(LOOK_S, self._look_on) if more else None
 
     def close(self, linger_s: float = CLOSE_LINGER_S) -> None:
         """Say goodbye to all peers, and stop listening."""
         super().close(linger_s)
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+        for handle in filter(None, (self._tick_handle, self._look_handle)):
+            handle.cancel()
         if self._entrance is not None:
             self._entrance.close()

@@ -34,9 +34,9 @@ from tests.sim.mutations.operators import wrap
 # --- launch leases -------------------------------------------------------------------------------
 
 
-def lend_parts(is_simple: Callable[..., bool], submit: Any, hosts: tuple[str, ...]) -> bool:
+def lend_parts(is_simple: Callable[..., bool], submit: Any) -> bool:
     """Lend the hosts of one island for a program over several."""
-    return is_simple(replace(submit, is_whole=True), hosts)
+    return is_simple(replace(submit, is_whole=True))
 
 
 def answer_and_go_on(close: Callable[..., None], lease: Any, noticed: int) -> None:
