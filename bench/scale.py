@@ -1,4 +1,4 @@
-"""The controller's cost of a launch, from 16 to 512 hosts (the paper's figures 5 and 6).
+"""The controller's cost of a launch, from 16 to 4,096 hosts (the paper's figures 5 and 6).
 
 The controller daemon is the real one, on its real sockets; its hosts are modelled (see
 `bench.modelled`). A launch is one call of a function over all devices of one island, `x = f(x)`:
@@ -6,6 +6,9 @@ the controller gets a `Run` and a `Delete`, and every host a `Launch` and a `Dis
 up to 512 calls are in flight, and messages to one host leave in few frames. *One at a time*: every
 call waits for the one before, and each launch is one frame for every host, the most that it can
 cost.
+
+With 512 hosts and more, of eight devices each, launches go down a tree: each such cluster is measured
+alone. What it takes includes the heartbeats of all its hosts in that time.
 
 The readings are processor time of the daemon's event loop, which runs controller and schedulers,
 and not time on a clock: other load on the machine hardly changes them.
@@ -32,6 +35,10 @@ Size = tuple[int, int, int]
 """Hosts, devices of each host, and arrays that the function takes and returns."""
 MANY_ARRAYS = 64
 """About the arrays of a training step: parameters and the optimizer's state."""
+THOUSANDS = (512, 2048, 4096)
+TREE_LAUNCHES = 2_000
+TREE_GROWTH = 2.0
+"""With eight times the hosts a tree has one step more."""
 
 
 def run(quick: bool) -> Result:
@@ -51,6 +58,7 @@ def run(quick: bool) -> Result:
         _add_installs(result, by_size)
         _add_memory(result, by_size[hosts[-1], 4, 1], HELD_ARRAYS // (100 if quick else 1))
     _add_bars(result, samples, hosts, middle)
+    _add_trees(result, (4, 8) if quick else THOUSANDS, 32 if quick else TREE_LAUNCHES)
     result.notes += [
         "one process models hosts, devices and client, with real sockets and the real codec; "
         "the controller is the daemon itself",
@@ -151,3 +159,21 @@ def _add_bars(
             ratio = samples[(middle, 8, arrays), mode].over(samples[(middle, 1, arrays), mode])
             text = f"8 devices a host over 1, {arrays} array{'s' * (arrays > 1)}, {mode}"
             result.at_most(FLAT, ratio.median, text)
+
+
+def _add_trees(result: Result, hosts: tuple[int, ...], count: int) -> None:
+    """Measure clusters with trees, one after the other: launches, and the memory of the controller."""
+    taken_us = []
+    for size in hosts:
+        with ModelledCluster(size, 8) as cluster:
+            cluster.launch(count)
+            before = cluster.usage()
+            cluster.launch(count)
+            used = cluster.usage().since(before)
+            memory = cluster.resident_bytes() / 1e6
+        taken_us.append(used.loop_s / count * 1e6)
+        params = {"hosts": size, "devices": 8, "messages": f"{used.messages_sent / count:.1f}"}
+        result.add("loop, pipelined, alone", params, Sample((taken_us[-1],)), "µs/launch")
+        result.add("memory after the launches", params, Sample((memory,)), "MB")
+    growth = taken_us[-1] / taken_us[0]
+    result.at_most(TREE_GROWTH, growth, f"launch with {hosts[-1]} hosts over {hosts[0]}, pipelined")
