@@ -73,6 +73,10 @@ class Rogue(Actor):
                 self.env.send(host, msg.ReplicaData(array & 0xFF, lie))
         self.env.send(CONTROL, msg.ArraysLost(tuple(arrays)))
 
+    def known(self) -> set[str]:
+        """Return the hosts whose endpoints it was told."""
+        return {peer.node for directory in self.of(msg.Directory) for peer in directory.peers}
+
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.received if type(message) is kind]
 
@@ -158,6 +162,7 @@ def test_a_worker_of_another_island_reads_and_falsifies_nothing(
     intruder = Intruder(where, Credentials.read(Path(issue(Role.WORKER, "rogue"))))
     try:
         until(lambda: intruder.actor.key, "its own key", 30)
+        until(lambda: intruder.actor.known() >= set(HOSTS), "where the hosts are", 30)
         number = current.runtime().client
         arrays = range(client_id(number, 1), client_id(number, 20))
         assert {number_of(x), number_of(y)} <= set(arrays)
