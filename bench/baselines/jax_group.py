@@ -34,6 +34,7 @@ def enter(address: str, hosts: int, rank: int) -> jax.sharding.Mesh:
     """Make this process a member of the group; returns the mesh, axis `steps.AXIS`."""
     group.prepare("cpu", 1)
     if hosts > 1:
+        group.set_pool(1, hosts)
         jax.distributed.initialize(address, hosts, rank)
     return jax.sharding.Mesh(np.array(jax.devices()), (steps.AXIS,))
 

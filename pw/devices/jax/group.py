@@ -50,7 +50,9 @@ class GroupError(Error):
 
 
 def prepare(platform: str, local_devices: int) -> None:
-    """Configure JAX for a worker; call it before the process uses JAX for the first time.
+    """Configure JAX for a worker that is an island of its own.
+
+    Call it before the process uses JAX for the first time; `join` adds what a larger island needs.
 
     Args:
         platform: the platform of the island's devices (`pw.core.platforms`).
@@ -61,7 +63,7 @@ def prepare(platform: str, local_devices: int) -> None:
     """
     if xla_bridge.backends_are_initialized():
         raise GroupError("a worker must be prepared before its process uses JAX for the first time")
-    _set_pool(max(COLLECTIVE_POOL, 2 * local_devices))
+    set_pool(local_devices)
     # A worker must not narrow the types that a client has traced.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", jax_platform(platform))
@@ -102,11 +104,10 @@ def join(
     if not 0 <= rank < size:
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
     where = f"epoch {epoch} at {address} as rank {rank} of {size}"
-    if size == local_devices == 1:  # no collectives: as many threads as plain JAX has
-        _set_pool(_processors())
     if size > 1:
         if xla_bridge.backends_are_initialized():
             raise GroupError(f"JAX is in use already, so this process cannot join {where}")
+        set_pool(local_devices, size)
         deadline_s = time.monotonic() + timeout_s
         line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
         lifeline.append(line)
@@ -132,7 +133,13 @@ def join(
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
-def _set_pool(threads: int) -> None:
+def set_pool(local_devices: int, hosts: int = 1) -> None:
+    """Choose the number of XLA's threads, before the process opens its devices.
+
+    Without collectives there are as many as plain JAX has.
+    """
+    alone = local_devices * hosts == 1
+    threads = _processors() if alone else max(COLLECTIVE_POOL, 2 * local_devices)
     for variable in POOL_VARIABLES:
         os.environ[variable] = str(threads)
 
