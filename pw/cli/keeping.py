@@ -77,9 +77,8 @@ class Keeper:
         try:
             parcel = handover.pack_what_fits(replicas, self._supervisor.beat)
             self._supervisor.hand_over(parcel)
-        except (
-            ConnectionError
-        ):  # the supervisor has ended first: no incarnation comes after this one
+        except ConnectionError:
+            # The supervisor has ended first: no incarnation comes after this one.
             log("debug", "no supervisor takes replicas", self._name)
             return
         except OSError as error:

@@ -1,20 +1,21 @@
 """`Compact`: programs and plans in messages, with each placement once.
 
 A placement has one number for each device, and a training step takes and returns thousands of
-arrays on the same devices. So a message has each placement once, as runs of devices that follow each
-other: all devices of thousands of hosts are one run. Where a spec has a placement, the message has its
+arrays on the same devices. So a message has each placement once, as ranges of devices that follow
+each other: all devices of thousands of hosts are one range. Where a spec has a placement, the message has its
 index: a `Placement` whose `slice` is the index and which has no devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Generic, Protocol, Self, TypeVar
 
 import msgspec
 
 from pw.core.errors import ProtocolError
-from pw.core.sharding import ArraySpec, Placement
+from pw.core.sharding import ArraySpec, Placement, ranges_of
 
 OnSpec = Callable[[ArraySpec], ArraySpec]
 OnPlacement = Callable[[Placement], Placement]
@@ -30,50 +31,39 @@ class Placed(Protocol):
 T = TypeVar("T", bound=Placed)
 
 DEVICES = 1 << 20
-"""The most devices of all placements of a message; a run has as many as it says, whatever its size."""
+"""The most devices of all placements of a message; a range has as many as it says, whatever its size."""
 
 
-class Runs(msgspec.Struct, frozen=True, array_like=True):
+class Ranges(msgspec.Struct, frozen=True, array_like=True):
     """A placement in a message."""
 
     slice: int
-    runs: tuple[int, ...]
-    """The first device of each run, and after it how many the run has."""
+    ranges: tuple[int, ...]
+    """The first device of each range, and after it how many the range has."""
 
     @classmethod
     def of(cls, placement: Placement) -> Self:
-        """Find the runs of a placement."""
-        runs: list[int] = []
-        first, count = 0, 0
-        for device in placement.devices:
-            if count and device == first + count:
-                count += 1
-                continue
-            if count:
-                runs += (first, count)
-            first, count = device, 1
-        if count:
-            runs += (first, count)
-        return cls(placement.slice, tuple(runs))
+        """Find the ranges of a placement."""
+        return cls(placement.slice, tuple(chain.from_iterable(ranges_of(placement.devices))))
 
     def placement(self) -> Placement:
         """Return the placement; `counts` are known to be in bounds."""
-        ranges = zip(self.runs[::2], self.counts, strict=True)
+        pairs = zip(self.ranges[::2], self.counts, strict=True)
         return Placement(
-            self.slice, tuple([at for first, count in ranges for at in range(first, first + count)])
+            self.slice, tuple([at for first, count in pairs for at in range(first, first + count)])
         )
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many devices each run has."""
-        return self.runs[1::2]
+        """How many devices each range has."""
+        return self.ranges[1::2]
 
 
 class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """A value whose placements are indices; `whole` restores it."""
 
     held: T
-    placements: tuple[Runs, ...]
+    placements: tuple[Ranges, ...]
 
     @classmethod
     def of(cls, whole: T) -> Compact[T]:
@@ -84,19 +74,19 @@ class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
             return numbers.setdefault(placement, Placement(len(numbers), ()))
 
         held = whole.with_placed(_once(number), number)
-        return cls(held, tuple(map(Runs.of, numbers)))
+        return cls(held, tuple(map(Ranges.of, numbers)))
 
     def whole(self) -> T:
         """Return the value with its placements; equal specs are one object.
 
         Raises:
-            ProtocolError: an index or a run is out of bounds.
+            ProtocolError: an index or a range is out of bounds.
         """
-        if any(len(runs.runs) % 2 or min(runs.counts, default=1) < 1 for runs in self.placements):
-            raise ProtocolError("a message has a placement with an empty run")
-        if sum(sum(runs.counts) for runs in self.placements) > DEVICES:
+        if any(len(one.ranges) % 2 or min(one.counts, default=1) < 1 for one in self.placements):
+            raise ProtocolError("a message has a placement with an empty range")
+        if sum(sum(one.counts) for one in self.placements) > DEVICES:
             raise ProtocolError(f"a message has placements on more than {DEVICES} devices")
-        placements = [runs.placement() for runs in self.placements]
+        placements = [one.placement() for one in self.placements]
 
         def said(number: Placement) -> Placement:
             if not 0 <= number.slice < len(placements) or number.devices:

@@ -9,8 +9,10 @@ of pw needs an object per shard.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Annotated, Self
 
 import ml_dtypes
@@ -25,8 +27,8 @@ Box = tuple[tuple[int, int], ...]
 ALIGNMENT_BYTES = 64
 """The alignment of shards in a transfer: JAX can alias them without a copy."""
 
-RUN_DEVICES = 1 << 12
-"""The most devices of a host in one run of a binding."""
+RANGE_DEVICES = 1 << 12
+"""The most devices of a host in one range of a binding."""
 
 BOXES_KEPT = 16_384
 """How many boxes are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
@@ -201,12 +203,28 @@ class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
     ordinal: int
 
 
-class DeviceRun(msgspec.Struct, frozen=True, array_like=True):
+def ranges_of(numbers: Iterable[int], most: int = sys.maxsize) -> list[tuple[int, int]]:
+    """Group numbers that follow each other, at most so many: the first of each range, and how many it has."""
+    ranges: list[tuple[int, int]] = []
+    first, count = 0, 0
+    for number in numbers:
+        if count and number == first + count and count < most:
+            count += 1
+            continue
+        if count:
+            ranges.append((first, count))
+        first, count = number, 1
+    if count:
+        ranges.append((first, count))
+    return ranges
+
+
+class DeviceRange(msgspec.Struct, frozen=True, array_like=True):
     """Devices of a host that follow each other."""
 
     host: str
     first: int
-    count: Annotated[int, msgspec.Meta(ge=1, le=RUN_DEVICES)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=RANGE_DEVICES)]
 
 
 class Binding(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -214,7 +232,7 @@ class Binding(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     slice: int
     island: str
-    runs: tuple[DeviceRun, ...]
+    ranges: tuple[DeviceRange, ...]
     """Each host gets this in a message, so it must not grow with the devices of a host."""
     platform: str = ""
     """Of the devices."""
@@ -231,26 +249,20 @@ class Binding(msgspec.Struct, frozen=True, array_like=True, dict=True):
         machine: str = "",
     ) -> Self:
         """Return the binding of a slice to these devices."""
-        runs: list[DeviceRun] = []
-        host, first, count = "", 0, 0
-        for device in devices:
-            if device.host == host and device.ordinal == first + count and count < RUN_DEVICES:
-                count += 1
-                continue
-            if count:
-                runs.append(DeviceRun(host, first, count))
-            host, first, count = device.host, device.ordinal, 1
-        if count:
-            runs.append(DeviceRun(host, first, count))
-        return cls(slice, island, tuple(runs), platform, machine)
+        ranges = [
+            DeviceRange(host, first, count)
+            for host, own in groupby(devices, lambda device: device.host)
+            for first, count in ranges_of((device.ordinal for device in own), RANGE_DEVICES)
+        ]
+        return cls(slice, island, tuple(ranges), platform, machine)
 
     @cached_property
     def devices(self) -> tuple[DeviceAddress, ...]:
         """The device at each index of the slice."""
         return tuple(
-            DeviceAddress(run.host, run.first + ordinal)
-            for run in self.runs
-            for ordinal in range(run.count)
+            DeviceAddress(one.host, one.first + ordinal)
+            for one in self.ranges
+            for ordinal in range(one.count)
         )
 
     def located(self, placement: Placement) -> tuple[DeviceAddress, ...]:

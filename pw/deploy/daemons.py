@@ -73,15 +73,8 @@ def named(file: ClusterFile, names: Sequence[str]) -> list[Daemon]:
 def controller_command(file: ClusterFile, bind: str, credentials: str) -> list[str]:
     """Return the command of the controller."""
     return [
-        *(
-            file.python,
-            "-m",
-            CONTROLLER_MODULE,
-            "--bind",
-            bind,
-            "--islands",
-            str(len(file.islands)),
-        ),
+        *(file.python, "-m", CONTROLLER_MODULE, "--bind", bind),
+        *("--islands", str(len(file.islands))),
         *_security(file, credentials),
         *_options(file.controller.options),
     ]

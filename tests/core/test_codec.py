@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pw.core import messages
-from pw.core.compact import Compact, Runs
+from pw.core.compact import Compact, Ranges
 from pw.core.errors import ProtocolError
 from pw.transport.links import codec
 from tests.stages.programs import ROOT
@@ -50,7 +50,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is typing.Annotated:
         return within(values_of(args[0]), args[1:])
     if isinstance(origin, type) and issubclass(origin, Compact):
-        return st.builds(Compact, values_of(args[0]), st.lists(values_of(Runs)).map(tuple))
+        return st.builds(Compact, values_of(args[0]), st.lists(values_of(Ranges)).map(tuple))
     if origin in (types.UnionType, typing.Union):
         return functools.reduce(operator.or_, map(values_of, args))
     if origin is tuple and args[1:] == (...,):

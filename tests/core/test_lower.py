@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pw.core.compact import Compact, Runs
+from pw.core.compact import Compact, Ranges
 from pw.core.errors import ArgumentError, PlacementError, ProtocolError
 from pw.core.messages import Install, RegisterProgram
 from pw.core.programs.lower import lower
@@ -260,18 +260,18 @@ def test_a_message_to_a_host_does_not_grow_with_the_devices_of_hosts() -> None:
     assert install_bytes(16) < install_bytes(2) + 50
 
 
-@pytest.mark.parametrize("runs", [(0,), (0, 0), (0, -1), (0, 4, 9, 0), (0, 2**40)])
-def test_a_placement_with_a_wrong_run_cannot_be_whole(runs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ranges", [(0,), (0, 0), (0, -1), (0, 4, 9, 0), (0, 2**40)])
+def test_a_placement_with_a_wrong_range_cannot_be_whole(ranges: tuple[int, ...]) -> None:
     spec = msgspec.structs.replace(lies(ROWS, 0), placement=Placement(0, ()))
     with pytest.raises(ProtocolError, match="placement"):
-        Compact(Program("p", (), (), (spec,), ()), (Runs(0, runs),)).whole()
+        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, ranges),)).whole()
 
 
 @pytest.mark.parametrize("number", [Placement(1, ()), Placement(-1, ()), Placement(0, (0,))])
 def test_what_names_a_placement_that_was_not_said_cannot_be_whole(number: Placement) -> None:
     spec = msgspec.structs.replace(lies(ROWS, 0), placement=number)
     with pytest.raises(ProtocolError, match="does not have"):
-        Compact(Program("p", (), (), (spec,), ()), (Runs(0, (0, 4)),)).whole()
+        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, (0, 4)),)).whole()
 
 
 def instructions(plan: BoundProgram, host: str) -> list[list[Instruction]]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pw.core import messages
-from pw.core.compact import Compact, Runs
+from pw.core.compact import Compact, Ranges
 from pw.transport.links import codec
 
 KINDS = messages.REMOTE
@@ -38,7 +38,7 @@ def value_of(kind: Any, rng: random.Random) -> Any:
     if origin is typing.Annotated:
         return within(value_of(args[0], rng), args[1:])
     if isinstance(origin, type) and issubclass(origin, Compact):
-        return Compact(value_of(args[0], rng), (value_of(Runs, rng),))
+        return Compact(value_of(args[0], rng), (value_of(Ranges, rng),))
     if origin in (types.UnionType, typing.Union):
         return value_of(rng.choice(args), rng)
     if origin is tuple and args[1:] == (...,):

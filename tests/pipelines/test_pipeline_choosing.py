@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -23,9 +23,7 @@ from pw.pipelines.choosing import balanced, choose
 from pw.pipelines.forms import Marked
 from pw.pipelines.plan import PlannedStage
 from pw.pipelines.units import units_of
-from pw.testing import InProcessCluster
 from tests.stages.samples import long
-from tests.stages.stage import mesh_on
 
 WIDTH, WORDS, ROWS, LENGTH = 16, 32, 4, 8
 
@@ -75,17 +73,6 @@ def first_params(layers: int, width: int = WIDTH) -> Any:
 def batch(seed: int = 0) -> tuple[Any, Any]:
     words = np.random.default_rng(seed).integers(0, WORDS, (2, ROWS, LENGTH), dtype=np.int32)
     return words[0], words[1]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[InProcessCluster]:
-    with InProcessCluster(islands=2, devices_per_island=4) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def meshes(cluster: InProcessCluster) -> list[pw.Mesh]:
-    return [mesh_on(stage // 2, devices=1, axis="data") for stage in range(4)]
 
 
 def near(found: Any, expected: Any) -> None:

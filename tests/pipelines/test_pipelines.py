@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,18 +23,6 @@ from tests.stages.stage import mesh_on
 WIDTH, WORDS, ROWS = 8, 16, 8
 MICROBATCHES = 4
 TIED = [[(0, "words"), (3, "words")]]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[InProcessCluster]:
-    with InProcessCluster(islands=2, devices_per_island=4) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def meshes(cluster: InProcessCluster) -> list[pw.Mesh]:
-    """Four slices of one device, two on each island."""
-    return [mesh_on(stage // 2, devices=1, axis="data") for stage in range(4)]
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,8 @@ def fits(island: Island, request: AllocateSlice) -> bool:
     if request.island is not None and request.island != island.name:
         return False
     kinds = (island.platform.lower(), island.kind.lower())
-    is_known = (
-        bool(island.kind) or island.state == "ready"
-    )  # its hosts tell the kind when they join
+    # Hosts tell the kind when they join.
+    is_known = bool(island.kind) or island.state == "ready"
     if request.kind is not None and is_known and request.kind.lower() not in kinds:
         return False
     ranks = _ranks(island, request)

@@ -99,8 +99,9 @@ class Lease:
 
     def may_tell_of(self, host: str, number: int) -> bool:
         """Whether the client may still tell of the launch with this number on a host."""
-        is_behind = self.state is LeaseState.OVER and index_of(number) >= self.final
-        return host in self.hosts and index_of(number) >= self.noticed and not is_behind
+        index = index_of(number)
+        is_made = self.state is not LeaseState.OVER or index < self.final
+        return host in self.hosts and index >= self.noticed and is_made
 
     def segment_ended(self, run: int) -> bool:
         """A segment has ended. Returns whether the client needs a new window."""
