@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import pw.client.trace.function  # noqa: F401 - compiles the operators of what is put
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import uploaded
