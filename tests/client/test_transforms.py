@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -333,3 +334,47 @@ def test_a_lowered_program_shows_what_the_passes_make_of_it(model: Model) -> Non
     ]
     with pytest.raises(pw.ArgumentError, match="no pass 'ways'; choose trace"):
         lowered.as_text("ways")
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_branches_keep_no_more_residuals_than_calls_outside_of_them(is_nested: bool) -> None:
+    """Each branch keeps one array for its backward half, and takes its rows as they have come."""
+
+    def gelu(x: Any, w: Any) -> Any:
+        return jax.nn.gelu(x @ w)
+
+    def other(x: Any, w: Any) -> Any:
+        return jnp.tanh(jnp.sin(x @ w))
+
+    with InProcessCluster(islands=2, devices_per_island=2):
+        slices = pw.make_virtual_device_set()
+        meshes = [
+            pw.Mesh(slices.add_slice(2, island=f"island-{at}").devices, ("x",)) for at in range(2)
+        ]
+        split = {"in_shardings": (P("x"), P())}
+        calls = [pw.jit(f, mesh=m, **split) for f, m in zip((gelu, other), meshes, strict=True)]
+        total = pw.jit(lambda x: x.sum(), mesh=meshes[0])
+
+        def loss(w: Any, x: Any, one: Any, two: Any, total: Any) -> Any:
+            def apply(w: Any) -> Any:
+                return jax.lax.cond(x[0, 0] > 0, lambda w: one(x, w), lambda w: two(x, w), w)
+
+            if is_nested:
+                return total(jax.lax.cond(x.sum() > 0, apply, lambda w: x[:, :3] * w.sum(), w))
+            return total(apply(w))
+
+        grad = pw.program(jax.grad(lambda w, x: loss(w, x, *calls, total)))
+        w = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
+        for sign in (1, -1):
+            x = np.abs(W)
+            x[0, 0] *= sign
+            expected = jax.grad(lambda w: loss(w, x, gelu, other, jnp.sum))(w)  # noqa: B023
+            x = pw.put(x, sharding=pw.NamedSharding(meshes[0], P("x")))
+            np.testing.assert_allclose(pw.get(grad(w, x)), expected, atol=1e-5)
+        text = grad.lower(w, x).as_text()
+    for name in ("gelu", "other"):
+        ((results,),) = [re.findall(rf"= {name}\(.*\) -> (.*)", text)]
+        assert results.count("float32") == 2, text
+    moved = re.findall(r"in0 as (\S+) on slice1", text)
+    assert len(moved) == 2, text
+    assert len(set(moved)) == 1, text

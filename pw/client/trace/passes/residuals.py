@@ -18,6 +18,8 @@ import jax.extend
 
 from pw.client.trace.equations import kind_of
 from pw.client.trace.graph import UNSPECIFIED, Graph, Literal, Name, smallest
+from pw.client.trace.passes.branch_halves import with_fewer_in_branches
+from pw.client.trace.passes.renamed import replaced, with_own_variables
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
@@ -39,6 +41,7 @@ class _Halves:
 
 def with_fewer_residuals(jaxpr: Any) -> Any:
     """Return the jaxpr of a program in which backward halves take fewer bytes from forward ones."""
+    jaxpr = with_fewer_in_branches(jaxpr, with_fewer_residuals)
     pairs = _pairs(jaxpr)
     if not pairs:
         return jaxpr
@@ -117,7 +120,7 @@ def _rewritten(forward: Any, residuals: Sequence[int], backward: Sequence[Any]) 
     for equation, (own, sources) in zip(backward, halves.backward, strict=True):
         operands_of = {"own": equation.invars, "argument": forward.invars, "result": results}
         operands = [operands_of[where][number] for where, number in sources]
-        made.append(_with_operands(equation, own, sources, operands))
+        made.append(_with_operands(equation, own, sources, operands, forward))
     return made
 
 
@@ -161,7 +164,7 @@ def _backward(
     graph: Graph, sources: dict[Any, Source], closed: Any, takes: Sequence[Source | None]
 ) -> tuple[Any, tuple[Source, ...]]:
     """Return a backward half that computes again what it took, and its operands."""
-    body = _with_own_variables(closed.jaxpr)
+    body = with_own_variables(closed.jaxpr)
     named = {name: variable for variable, name in graph.arguments.items()} | graph.results
     again = {
         variable: named[source]
@@ -180,40 +183,17 @@ def _backward(
             variables.append(start)
             own.append(sources[start])
     rest = [
-        equation.replace(invars=[_replaced(atom, again) for atom in equation.invars])
+        equation.replace(invars=[replaced(atom, again) for atom in equation.invars])
         for equation in body.eqns
     ]
     jaxpr = body.replace(
         constvars=list(constants),
         invars=variables,
-        outvars=[_replaced(atom, again) for atom in body.outvars],
+        outvars=[replaced(atom, again) for atom in body.outvars],
         eqns=[*(graph.equations[at] for at in sorted(equations)), *rest],
         debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
     )
     return ClosedJaxpr(jaxpr, list(constants.values())), tuple(own)
-
-
-def _with_own_variables(jaxpr: Any) -> Any:
-    """Return a jaxpr with new variables: halves of one trace may share some."""
-    made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    own = {variable: jax.extend.core.Var(variable.aval) for variable in made}
-
-    def renamed(atoms: Sequence[Any]) -> list[Any]:
-        return [_replaced(atom, own) for atom in atoms]
-
-    return jaxpr.replace(
-        constvars=renamed(jaxpr.constvars),
-        invars=renamed(jaxpr.invars),
-        outvars=renamed(jaxpr.outvars),
-        eqns=[
-            eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars))
-            for eqn in jaxpr.eqns
-        ],
-    )
-
-
-def _replaced(atom: Any, again: dict[Any, Any]) -> Any:
-    return atom if isinstance(atom, Literal) else again.get(atom, atom)
 
 
 def _with_results(equation: Any, body: Any, stay: Sequence[int], results: list[Any]) -> Any:
@@ -225,8 +205,19 @@ def _with_results(equation: Any, body: Any, stay: Sequence[int], results: list[A
     return equation.replace(outvars=results, params=params | changed)
 
 
-def _with_operands(equation: Any, body: Any, sources: Sequence[Source], operands: list[Any]) -> Any:
+def _with_operands(
+    equation: Any, body: Any, sources: Sequence[Source], operands: list[Any], forward: Any
+) -> Any:
+    """Return a backward half with other operands; those of the forward half lie as that takes them.
+
+    So they are moved once for both.
+    """
     params = equation.params
+    lie = {
+        "own": params["in_shardings"],
+        "argument": forward.params["in_shardings"],
+        "result": forward.params["out_shardings"],
+    }
 
     def of_own(name: str, otherwise: Any) -> tuple[Any, ...]:
         given = params[name]
@@ -234,7 +225,7 @@ def _with_operands(equation: Any, body: Any, sources: Sequence[Source], operands
 
     changed = {
         "jaxpr": body,
-        "in_shardings": of_own("in_shardings", UNSPECIFIED),
+        "in_shardings": tuple(lie[where][at] if at >= 0 else UNSPECIFIED for where, at in sources),
         "in_layouts": of_own("in_layouts", None),
         "donated_invars": of_own("donated_invars", False),
     }
