@@ -36,23 +36,37 @@ INLINE_BYTES = 8192
 """Host values up to this size are not uploaded before a second run needs them."""
 
 
-class Reads:
-    """The small results of an executable that the script reads, by their positions."""
+class Habits:
+    """What the script does with results of an executable, by their positions.
 
-    def __init__(self) -> None:
-        self.lately: set[int] = set()
+    Args:
+        small: those that can be fetched before the script asks.
+    """
+
+    def __init__(self, small: Iterable[int] = ()) -> None:
+        self.read: set[int] = set()
         """Those of the last run that the script has read; of the next run they are fetched before it asks."""
-        self._donated: set[int] = set()
+        self.awaited: set[int] = set()
+        """Those of the last run that it has waited for; of the next run they are awaited before it asks."""
+        self.has_waited = False
+        """It has read one of the last run, or waited for one, before the next run."""
+        self._small = set(small)
 
-    def read(self, position: int) -> None:
+    def reads(self, position: int) -> None:
         """Remember that the script has read this result."""
-        if position not in self._donated:
-            self.lately.add(position)
+        self.has_waited = True
+        if position in self._small:
+            self.read.add(position)
 
-    def donated(self, position: int) -> None:
+    def awaits(self, position: int) -> None:
+        """Remember that the script has waited for this result."""
+        self.has_waited = True
+        self.awaited.add(position)
+
+    def donates(self, position: int) -> None:
         """Fetch this result no more before the script asks: what a fetch reads cannot be donated."""
-        self._donated.add(position)
-        self.lately.discard(position)
+        self._small.discard(position)
+        self.read.discard(position)
 
 
 class Stored:
@@ -66,7 +80,9 @@ class Stored:
         "number",
         "origin",
         "reads",
+        "ready",
         "spec",
+        "was_awaited",
         "was_read",
     )
 
@@ -78,29 +94,41 @@ class Stored:
         """Arrays of the client that consist of it."""
         self.reads = 0
         """Fetches in flight."""
-        self.origin: tuple[Reads, int] | None = None
-        """What the script reads of its executable, and its position among the results; if it is small."""
-        self.was_read = False
+        self.origin: tuple[Habits, int] | None = None
+        """What the script does with results of its executable, and its position among them."""
+        self.was_read = self.was_awaited = False
         self.ahead: Future[Any] | None = None
         """The fetch of its first shard that began before the script asked."""
+        self.ready: Future[None] | None = None
+        """The wait for it that began before the script asked."""
 
     def is_read(self) -> None:
         """Remember that the script reads this result of its executable."""
         self.was_read = True
         if self.origin is not None:
-            reads, position = self.origin
-            reads.read(position)
+            habits, position = self.origin
+            habits.reads(position)
+
+    def is_awaited(self) -> None:
+        """Remember that the script waits for this result of its executable."""
+        self.was_awaited = True
+        if self.origin is not None:
+            habits, position = self.origin
+            habits.awaits(position)
 
     def is_donated(self) -> None:
         """Remember that the script donates this result of its executable."""
         if self.origin is not None:
-            reads, position = self.origin
-            reads.donated(position)
+            habits, position = self.origin
+            habits.donates(position)
 
     def __del__(self) -> None:
-        if self.ahead is not None and self.origin is not None and not self.was_read:
-            reads, position = self.origin
-            reads.lately.discard(position)  # it was fetched in vain
+        if self.origin is not None:
+            habits, position = self.origin
+            if self.ahead is not None and not self.was_read:
+                habits.read.discard(position)  # it was fetched in vain
+            if not self.was_awaited:
+                habits.awaited.discard(position)
         self._runtime.release(self.number, self.spec.size_bytes)
 
     @property

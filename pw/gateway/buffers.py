@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 
@@ -18,6 +17,8 @@ class HostBuffers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._buffers: dict[int, asyncio.Future[Any]] = {}
+        self._lookups: dict[int, list[Callable[[asyncio.Future[Any]], None]]] = {}
+        """What is called at once when a buffer is settled."""
         self._error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -36,25 +37,31 @@ class HostBuffers:
         future = self._future(handle)
         if not future.done():
             future.set_result(data)
+            self._tell(handle, future)
 
     def fail(self, handle: int, error: BaseException) -> None:
         """Settle a buffer with the reason why its bytes will not come."""
         future = self._future(handle)
         if not future.done():
             _fail(future, error)
+            self._tell(handle, future)
+
+    def _tell(self, handle: int, future: asyncio.Future[Any]) -> None:
+        for call in self._lookups.pop(handle, ()):
+            call(future)
 
     def are_here(self, handles: Sequence[int]) -> bool:
         """Whether the bytes of all these buffers are here, or will not come."""
         return all(self._future(handle).done() for handle in handles)
 
-    async def wait(self, handles: Sequence[int]) -> None:
-        """Return when the bytes of all these buffers are here, or will not come."""
-        for handle in handles:
-            future = self._future(handle)
-            if not future.done():
-                here: asyncio.Future[None] = self._loop.create_future()
-                future.add_done_callback(partial(_wake, here))
-                await here
+    def when_all_here(self, handles: Sequence[int], call: Callable[[], object]) -> None:
+        """Call `call` when the bytes of all these buffers are here, or will not come."""
+        missing = next((at for at, one in enumerate(handles) if not self._future(one).done()), None)
+        if missing is None:
+            call()
+        else:
+            rest = handles[missing + 1 :]
+            self.when_here(handles[missing], lambda _: self.when_all_here(rest, call))
 
     def take(self, handle: int) -> Any:
         """Return the bytes that are here, and forget the buffer. Raises why they will not come."""
@@ -68,11 +75,17 @@ class HostBuffers:
         if future.done():
             call(future)
         else:
-            future.add_done_callback(call)
+            self._lookups.setdefault(handle, []).append(call)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the client waits for a buffer that is not here."""
+        return bool(self._lookups)
 
     def drop(self, handle: int) -> None:
         """Forget a buffer."""
         self._buffers.pop(handle, None)
+        self._lookups.pop(handle, None)
 
     def close(self, error: BaseException) -> None:
         """Fail all buffers whose bytes are not here."""
@@ -84,8 +97,3 @@ class HostBuffers:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     future.set_exception(error)
     future.exception()  # seen: it is no fault if no request asks for the buffer
-
-
-def _wake(here: asyncio.Future[None], _: object) -> None:
-    if not here.done():
-        here.set_result(None)

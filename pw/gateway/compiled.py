@@ -12,7 +12,7 @@ from pw.core.programs.program import Computation, Node, Output, Program, ValueRe
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.core.sharding import ArraySpec, Placement
 from pw.gateway import protos, shardings
-from pw.gateway.arrays import AHEAD_BYTES, DEFAULT_MEMORY, Reads, Stored, memory_of
+from pw.gateway.arrays import AHEAD_BYTES, DEFAULT_MEMORY, Habits, Stored, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,8 @@ class GatewayExecutable:
     """Of the parts of all results: result by result, island by island."""
     calls_back: bool = field(init=False)
     """Whether it calls functions of the script."""
-    small: tuple[int, ...] = field(init=False)
-    """Positions in `specs` of results that can be fetched before the script asks."""
-    reads: Reads = field(default_factory=Reads)
-    """What the script reads of them."""
+    habits: Habits = field(init=False)
+    """What the script does with results, by their positions in `specs`."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
 
@@ -88,7 +86,7 @@ class GatewayExecutable:
             else hashlib.sha256(b"".join(self.artifacts)).digest()
         )
         self.specs = tuple(spec for result in self.results for spec in result.specs)
-        self.small = tuple(
+        self.habits = Habits(
             at
             for at, spec in enumerate(self.specs)
             if not self.islands and not self.has_completion and spec.size_bytes <= AHEAD_BYTES

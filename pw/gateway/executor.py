@@ -163,10 +163,16 @@ class Executor:
                     one.is_donated()
         program = self._program(made, donated)
         stored = self._runs.run(program, (*arguments, *made.numbers), made.specs)
-        for at in made.small:
-            stored[at].origin = made.reads, at
-        for at in tuple(made.reads.lately):
+        habits = made.habits
+        for at, one in enumerate(stored):
+            one.origin = habits, at
+        for at in tuple(habits.read):
             self._runs.fetch_ahead(stored[at])
+        if habits.has_waited:  # it is about to wait again: the run goes before other requests
+            habits.has_waited = False
+            for at in tuple(habits.awaited):
+                self._runs.wait_ahead(stored[at])
+            self._runs.hurry()
         if made.calls_back:
             made.last = tuple(stored)
         for at in given:

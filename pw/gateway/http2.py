@@ -106,6 +106,10 @@ class Http2Stream:
         """End the stream after all that was written."""
         self._connection.end(self, headers, trailers, is_awaited=is_awaited)
 
+    def hurry(self) -> None:
+        """Send now what the client waits for."""
+        self._connection.hurry()
+
 
 class Http2Connection(asyncio.Protocol):
     """One client's connection.
@@ -149,6 +153,8 @@ class Http2Connection(asyncio.Protocol):
         """If the last of them is a DATA frame: its stream, the place of its head, and its bytes."""
         self._flush_is_due = False
         """The frames leave at the end of this turn of the loop."""
+        self._has_hurried = False
+        """Some have left already."""
         self._late: asyncio.TimerHandle | None = None
         """Sends frames that the client does not wait for."""
         self._is_paused = False
@@ -486,12 +492,21 @@ class Http2Connection(asyncio.Protocol):
         else:
             self._frame(DATA, 0, number, data, is_awaited=is_awaited)
 
+    def hurry(self) -> None:
+        """Send what the client waits for now, if nothing has left in this turn; the rest follows at its end."""
+        if self._flush_is_due and not self._has_hurried:
+            self._has_hurried = True
+            self._send()
+
     def _flush_late(self) -> None:
         self._late = None
         self._flush()
 
     def _flush(self) -> None:
-        self._flush_is_due = False
+        self._flush_is_due = self._has_hurried = False
+        self._send()
+
+    def _send(self) -> None:
         if self._out and self._transport is not None:
             out, self._out, self._tail = self._out, [], (0, 0, 0)
             self._transport.writelines(out)

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from pw.client.connection.runtime import Runtime
@@ -55,9 +56,12 @@ _UNCOUNTED = ("delete_array_request", "destruct_array_request")
 _DELETIONS = 1 << 62
 """The first handle of a future of a deletion; the replies to questions for these do not count, either."""
 
+FEW = 4
+"""After a wait of the script, so many requests go on as soon as their host buffers are here."""
+
 Handler = Callable[[Any, Any], Any]
-"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or, if the reply
-may come out of order, `Later` or `When`."""
+"""Fills the reply. Returns None; or what does the rest before the next request, an awaitable or `Buffered`; or,
+if the reply may come out of order, `Later` or `When`."""
 
 
 class When(NamedTuple):
@@ -73,6 +77,13 @@ class Later:
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.work = work
+
+
+class Buffered(NamedTuple):
+    """What a handler returns whose work, and all requests behind it, wait for host buffers."""
+
+    handles: Sequence[int]
+    make: Callable[[], None]
 
 
 class GatewayClient:
@@ -111,6 +122,8 @@ class GatewayClient:
         self.executables = Executables(self.arrays, self._runs, executor, self._caller, loaders)
         self.reply: Callable[[bytes, bool], None] = lambda reply, is_awaited: None
         """Takes each encoded reply, and whether the client may be waiting for it."""
+        self.hurry: Callable[[], None] = lambda: None
+        """Sends the replies now."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
         self._heads = ReplyHeads()
         self._next_deletion = _DELETIONS
@@ -118,6 +131,8 @@ class GatewayClient:
         self._waiting: deque[Any] = deque()
         """Requests behind one that waits; `_is_busy` then."""
         self._is_busy = False
+        self._since_wait = 0
+        """How many requests have waited for host buffers since the script last waited."""
         self._left: Callable[[], object] | None = None
         """Called when the requests before the client's end are handled."""
         executables = self.executables
@@ -188,6 +203,9 @@ class GatewayClient:
                 self._start(self._finish(rest.work, metadata.op_id, reply))
             elif type(rest) is When:
                 self._answer_when(rest, metadata.op_id, reply)
+            elif type(rest) is Buffered:
+                self._is_busy = True
+                self._make_when_here(rest, kind, body, metadata.op_id, reply)
             else:
                 self._is_busy = True
                 self._start(self._go_on(rest, kind, body, metadata.op_id, reply))
@@ -204,6 +222,34 @@ class GatewayClient:
             self._fail(kind, body, operation, error)
         else:
             self._answer(operation, reply, is_awaited=_is_awaited(kind, body))
+        self._resume()
+
+    def _make_when_here(
+        self, buffered: Buffered, kind: str, body: Any, operation: int, reply: Any
+    ) -> None:
+        make = partial(self._make, buffered.make, kind, body, operation, reply)
+        then: Callable[[], object] = make
+        if (
+            self._since_wait >= FEW
+        ):  # runs gather until the next turn, and hosts are woken less often
+            then = partial(self._loop.call_soon, make)
+        self._since_wait += 1
+        self.buffers.when_all_here(buffered.handles, then)
+
+    def _make(
+        self, make: Callable[[], None], kind: str, body: Any, operation: int, reply: Any
+    ) -> None:
+        """Handle a request whose host buffers are here now, and then the requests behind it."""
+        try:
+            make()
+        except Exception as error:  # noqa: BLE001 - the reply carries it
+            self._fail(kind, body, operation, error)
+        else:
+            self._answer(operation, reply, is_awaited=_is_awaited(kind, body))
+        self._resume()
+
+    def _resume(self) -> None:
+        """Handle the requests behind one that has waited."""
         self._is_busy = False
         while self._waiting and not self._is_busy:
             self._handle(self._waiting.popleft())
@@ -227,6 +273,7 @@ class GatewayClient:
             end()
             error = ended.exception()
             self._answer(operation, reply if error is None else self._reply_class(), error)
+            self.hurry()
             kept.clear()
 
         self._runs.then(when.future, settled)
@@ -279,6 +326,7 @@ class GatewayClient:
         """Release all that the client has."""
         for task in self._working:
             task.cancel()
+        self._waiting.clear()
         self.buffers.close(Disconnected("the client has left"))
         self.executables.close()
         self._moves.close()
@@ -287,8 +335,7 @@ class GatewayClient:
         self._runs.close()
         self.arrays.clear()
         self._constants.clear()
-        self._waiting.clear()
-        self.reply = lambda reply, is_awaited: None
+        self.reply, self.hurry = lambda reply, is_awaited: None, lambda: None
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -299,32 +346,28 @@ class GatewayClient:
     def _check_future(self, body: Any, reply: Any) -> None:
         reply.check_future_response.SetInParent()  # all that futures are given for has ended
 
-    def _make_array(self, body: Any, reply: Any) -> Awaitable[None] | None:
+    def _make_array(self, body: Any, reply: Any) -> Buffered | None:
         return self._with_buffers(
             [body.host_buffer_handle], self._transfers.make_array_from_host_buffer, body, reply
         )
 
-    def _make_arrays(self, body: Any, reply: Any) -> Awaitable[None] | None:
+    def _make_arrays(self, body: Any, reply: Any) -> Buffered | None:
         handles = [one.host_buffer_handle for spec in body.specs for one in spec.host_buffers]
         make = self._transfers.make_arrays_from_host_buffer_shards
         return self._with_buffers(handles, make, body, reply)
 
     def _with_buffers(
         self, handles: Sequence[int], make: Handler, body: Any, reply: Any
-    ) -> Awaitable[None] | None:
+    ) -> Buffered | None:
         """Call `make` when all these host buffers are here."""
-        if self.buffers.are_here(handles):
-            make(body, reply)
-            return None
-
-        async def wait() -> None:
-            await self.buffers.wait(handles)
-            make(body, reply)
-
-        return wait()
+        if not self.buffers.are_here(handles):
+            return Buffered(handles, partial(make, body, reply))
+        make(body, reply)
+        return None
 
     def _check_ready(self, body: Any, reply: Any) -> Any:
         reply.check_value_ready_response.SetInParent()
+        self._since_wait = 0
         arrays = [self.arrays.usable(handle) for handle in body.value_handles]
         waiting = self._runs.ready(arrays)
         return None if waiting is None else When(waiting, arrays)
@@ -344,24 +387,17 @@ class GatewayClient:
             reply.reshard_arrays_response.array_handles.append(self.arrays.name(array, handle))
 
     def _copy_to_host(self, body: Any, reply: Any) -> None:
+        self._since_wait = 0
         array = self.arrays.usable(body.array_handle)
         strides = tuple(body.byte_strides.strides) if body.HasField("byte_strides") else None
         value = None if array.dtype == STRING else self._runs.here(array)
         if value is None:
-            reading = self._transfers.copy_to_host(array, strides)
-            self._start(self._read(reading, body.host_buffer_handle))
+            self._transfers.copy_to_host(array, strides, body.host_buffer_handle)
         else:
             data = self._transfers.laid_out(value, strides)
             self.buffers.put(body.host_buffer_handle, data)
         # Answered at once: the client's lookup of the buffer, which comes next, waits for the bytes.
         reply.copy_to_host_buffer_response.SetInParent()
-
-    async def _read(self, reading: Awaitable[Any], handle: int) -> None:
-        """Settle a host buffer with the bytes that are read."""
-        try:
-            self.buffers.put(handle, await reading)
-        except Exception as error:  # noqa: BLE001 - the lookup raises it
-            self.buffers.fail(handle, error)
 
     def _delete(self, body: Any, reply: Any) -> None:
         self._transfers.delete(body.array_handle)

@@ -135,6 +135,10 @@ class RpcCall:
             self._stream.write(_HEADERS, prefix + head)
             self._stream.write(_HEADERS, rest)
 
+    def hurry(self) -> None:
+        """Send now what the client waits for: this turn of the loop has more to do."""
+        self._stream.hurry()
+
     def end(self, code: int = OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the call with a status."""
         if self.is_over:

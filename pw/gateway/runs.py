@@ -22,6 +22,8 @@ from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored, memory_of
 from pw.gateway.waits import Waits
 
 T = TypeVar("T")
+Came = Callable[[np.ndarray[Any, Any] | None, BaseException | None], None]
+"""Takes a value, or why there is none."""
 
 MOVES_KEPT = 256
 """Registered programs that only move an array; the one used longest ago is released first."""
@@ -204,6 +206,27 @@ class Runs:
 
     def shard(self, array: ProxyArray, position: int) -> Awaitable[np.ndarray[Any, Any]]:
         """Begin to read one shard: later requests may delete it. Returns what gets its value."""
+        found = self._begin_to_read(array, position)
+        return self._fetched(found) if isinstance(found, Future) else self._here(found)
+
+    def read(self, array: ProxyArray, position: int, came: Came) -> None:
+        """Do as `shard`; call `came` with the value or the error, as soon as it comes."""
+        found = self._begin_to_read(array, position)
+        if not isinstance(found, Future):
+            came(found, None)
+            return
+        end = self._waits.begin(found)
+
+        def settled(ended: Future[Any]) -> None:  # names no `found`: it would keep itself
+            end()
+            error = ended.exception()
+            came(ended.result()[0][1] if error is None else None, error)
+
+        self.then(found, settled)
+
+    def _begin_to_read(
+        self, array: ProxyArray, position: int
+    ) -> np.ndarray[Any, Any] | Future[Any]:
         array, position = array.root(position)
         if array.error is not None:
             raise array.error
@@ -211,12 +234,12 @@ class Runs:
             raise statuses.deleted()
         value = array.host_shard(position)
         if value is not None:
-            return self._here(value)
+            return value
         stored = self.own(array)
         stored.is_read()
         if stored.ahead is not None and not position:
-            return self._fetched(stored.ahead)
-        return self._fetched(self._fetch(stored, position))
+            return stored.ahead
+        return self._fetch(stored, position)
 
     def here(self, array: ProxyArray) -> np.ndarray[Any, Any] | None:
         """Return the first shard if it is in this process; None if it must be awaited, or cannot be read."""
@@ -239,6 +262,14 @@ class Runs:
         """Begin to fetch the first shard of a result before the script asks."""
         stored.ahead = self._fetch(stored, 0)
 
+    def wait_ahead(self, stored: Stored) -> None:
+        """Begin to wait for a result before the script asks."""
+        stored.ready = self.runtime.wait([(stored.number, stored.spec)])
+
+    def hurry(self) -> None:
+        """Send what the session has been asked for at once: the script waits for it."""
+        self.runtime.thread.hurry()
+
     def _fetch(self, stored: Stored, position: int) -> Future[Any]:
         asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
         stored.reads += 1
@@ -258,10 +289,14 @@ class Runs:
         wanted = []
         for array in arrays:
             array.check()
-            for root in array.roots():
-                if root.stored is not None:
-                    wanted.append((root.stored.number, root.stored.spec))
-        return self.runtime.wait(wanted) if wanted else None
+            wanted += [root.stored for root in array.roots() if root.stored is not None]
+        if len(wanted) == 1:
+            (stored,) = wanted
+            stored.is_awaited()
+            begun, stored.ready = stored.ready, None
+            if begun is not None and not (begun.done() and begun.exception()):
+                return None if begun.done() else begun
+        return self.runtime.wait([(one.number, one.spec) for one in wanted]) if wanted else None
 
     def close(self) -> None:
         """Release the programs."""

@@ -167,6 +167,8 @@ class Server:
             call.end(rpc.NOT_FOUND, "there is no such session")
             return
 
+        is_late = not client.buffers.are_here([request.handle])
+
         def send(here: asyncio.Future[Any]) -> None:
             if (error := here.exception()) is not None:
                 call.end(*statuses.status_of(error))
@@ -178,6 +180,8 @@ class Server:
             if not len(whole):
                 call.send(b"")
             call.end()
+            if is_late and not client.buffers.are_awaited:
+                call.hurry()
 
         client.buffers.when_here(request.handle, send)
 
@@ -229,6 +233,7 @@ class _Session(rpc.RpcCall):
             return
         self._client = client
         client.reply = lambda reply, is_awaited: self.send(reply, is_awaited=is_awaited)
+        client.hurry = self.hurry
         if self.is_over:
             self._leave()
             return

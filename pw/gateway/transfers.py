@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,7 @@ class Transfers:
             array.value.flags.writeable = False
         if array.value.nbytes > INLINE_BYTES:
             self._runs.own(array)
+            self._runs.hurry()
         else:
             self._constants.add(array)
         return array
@@ -127,23 +128,22 @@ class Transfers:
 
     # --- to the host ---------------------------------------------------------------------------------
 
-    def copy_to_host(
-        self, array: ProxyArray, strides: Sequence[int] | None
-    ) -> Coroutine[Any, Any, Any]:
-        """Begin to read an array whose shards are all equal. Returns what gets its bytes."""
-        if array.dtype == STRING:
-            return self._string(self._runs.shard(array, 0))
-        return self._laid_out(self._runs.shard(array, 0), strides)
+    def copy_to_host(self, array: ProxyArray, strides: Sequence[int] | None, buffer: int) -> None:
+        """Begin to read an array whose shards are all equal into a host buffer."""
+        is_text = array.dtype == STRING
 
-    async def _string(self, reading: Awaitable[np.ndarray[Any, Any]]) -> Any:
-        text = (await reading).tobytes().rstrip(bytes(1))
-        contents = protos.message("xla.ifrt.proto.StringArrayContents")(strings=[text])
-        return contents.SerializeToString()
+        def came(value: np.ndarray[Any, Any] | None, error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                assert value is not None
+                data = _text(value) if is_text else self.laid_out(value, strides)
+            except Exception as wrong:  # noqa: BLE001 - the lookup of the buffer raises it
+                self._buffers.fail(buffer, wrong)
+            else:
+                self._buffers.put(buffer, data)
 
-    async def _laid_out(
-        self, reading: Awaitable[np.ndarray[Any, Any]], strides: Sequence[int] | None
-    ) -> Any:
-        return self.laid_out(await reading, strides)
+        self._runs.read(array, 0, came)
 
     def laid_out(self, value: np.ndarray[Any, Any], strides: Sequence[int] | None) -> Any:
         """Return the bytes of a value that lies as the strides say."""
@@ -333,6 +333,11 @@ class Transfers:
         """Forget the names of arrays."""
         for handle in handles:
             self._arrays.pop(handle, None)
+
+
+def _text(value: np.ndarray[Any, Any]) -> Any:
+    text = value.tobytes().rstrip(bytes(1))
+    return protos.message("xla.ifrt.proto.StringArrayContents")(strings=[text]).SerializeToString()
 
 
 def _bytes_of(value: np.ndarray[Any, Any]) -> Any:

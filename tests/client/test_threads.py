@@ -13,6 +13,7 @@ import pytest
 from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import Forget
+from pw.core.actors.actor import Actor, handles
 from pw.core.errors import Disconnected, InternalError
 from pw.core.ids import CONTROLLER, Address
 from pw.testing import InProcessCluster
@@ -59,6 +60,34 @@ def test_an_interval_that_the_user_has_chosen_stays(
     assert sys.getswitchinterval() == pytest.approx(0.0001)
     other.stop()
     assert sys.getswitchinterval() == pytest.approx(0.0001)
+
+
+def test_what_is_posted_in_a_hurry_is_handled_at_once_but_not_within_a_turn() -> None:
+    thread = LoopThread("session")
+    came: list[str] = []
+
+    class Noting(Actor):
+        @handles(str)
+        def _on_note(self, sender: Address, note: str) -> None:
+            if note == "first":
+                node.post("noting", "third")
+                node.turn_now()
+            came.append(note)
+
+    def act() -> list[str]:
+        node.post("noting", "first")
+        node.post("noting", "second")
+        before = list(came)
+        node.turn_now()
+        return before + came
+
+    node = thread.call(lambda: Node("one", thread.loop, LocalHub(thread.loop).network("one")))
+    thread.call(lambda: node.add("noting", Noting))
+    try:
+        assert thread.call(act) == ["first", "second", "third"]
+    finally:
+        thread.call(node.close)
+        thread.stop()
 
 
 def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -622,6 +622,31 @@ def values_that_are_read_at_each_step(devices: Devices) -> Any:
 
 
 @case
+def values_that_are_awaited_at_each_step(devices: Devices) -> Any:
+    """Then not for some steps, and again; also values that are donated, deleted or never used afterwards."""
+    here = SingleDeviceSharding(devices[0])
+    step = jax.jit(lambda x, y: (x + y, x * y), donate_argnums=0)
+    twice = jax.jit(lambda x: x * 2)
+    x, y = jax.device_put(numbers(64, 64), here), jax.device_put(np.float32(0.5), here)
+    split = jax.device_put(numbers(8), over(devices, "x"))
+    seen: list[Any] = []
+    for at in range(16):
+        before = x
+        x, product = step(x, y)
+        if at % 8 < 5:
+            x.block_until_ready()
+            seen.append((before.is_deleted(), is_refused(lambda gone=before: twice(gone))))
+        if at % 8 == 4:
+            product.delete()
+        split = twice(split)
+        if at % 4:
+            split.block_until_ready()
+            seen.append(float(twice(y.block_until_ready())))
+            y = jax.device_put(np.float32(at), here)
+    return seen, x, split
+
+
+@case
 def errors_of_compiling(devices: Devices) -> Any:
     x = jax.device_put(numbers(3), devices[0])
     unknown = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -316,6 +316,9 @@ jax.effects_barrier()
 print(seen)
 """
 
+STEPS = "[0.0, 2.0, 4.0, True, 8.0, 10.0]"
+"""What it prints of the steps that it waits for."""
+
 
 def test_functions_of_the_script_are_called_once() -> None:
     variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", "PW_ISLANDS": "2"}
@@ -351,6 +354,18 @@ for function in (jax.pure_callback, jax.experimental.io_callback):
     except jax.errors.JaxRuntimeError as error:
         print("bad batch" in str(error))
 print(jax.jit(lambda x: x.sum())(x))
+
+def picky(v):
+    return wrong(v) if v == 3 else v
+
+step = jax.jit(lambda x: jax.pure_callback(picky, like, x) * 2)
+came = []
+for at in range(6):
+    try:
+        came.append(float(step(np.float32(at)).block_until_ready()))
+    except jax.errors.JaxRuntimeError as error:
+        came.append("bad batch" in str(error))
+print(came)
 """
 
 
@@ -359,7 +374,7 @@ def test_functions_of_the_script_return_or_fail_the_call() -> None:
     script = "import jax.experimental\n" + RAISING
     ran = run_python(["-c", script], environment=without_address() | variables, timeout_s=60.0)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["[0. 2. 4. 6.]", "True", "True", "28.0"]
+    assert ran.stdout.splitlines() == ["[0. 2. 4. 6.]", "True", "True", "28.0", STEPS]
 
 
 def test_islands_are_slices_if_that_is_asked_for() -> None:

@@ -24,6 +24,9 @@ class SessionThread(Protocol):
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
 
+    def hurry(self) -> None:
+        """Handle what was posted at once; on the session's own thread."""
+
     def drive(self, future: Future[Any]) -> None:
         """Do the session's work in this thread while it waits for a future, if that is quicker."""
 

@@ -74,6 +74,10 @@ class LoopThread:
         finally:
             self.loop.close()
 
+    def is_current(self) -> bool:
+        """Whether the caller is this thread."""
+        return self._thread.ident == threading.get_ident()
+
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the loop and return what it returns, or raise what it raises."""
 
@@ -194,11 +198,19 @@ class SessionOnNode:
         """Deliver a note to the session; from any thread."""
         driver = self.driver
         if driver is None or not driver.is_mine():
-            self.node.post_threadsafe("session", note)
+            if self._thread.is_current():
+                self.node.collect()
+                self.node.post("session", note)
+            else:
+                self.node.post_threadsafe("session", note)
             return
         self.node.post_here("session", note)
         if not driver.turn():
             self.node.wake()
+
+    def hurry(self) -> None:
+        """Handle what was posted at once; on the session's own thread."""
+        self.node.turn_now()
 
     def drive(self, future: Future[Any]) -> None:
         """Do the session's work in this thread while it waits for a future, if that is quicker."""

@@ -98,6 +98,7 @@ class Node:
         self.mailbox = Mailbox(self._group_of)
         self._own = self.mailbox.own
         self._turn_requested = False
+        self._is_turning = False
         self._from_threads: deque[tuple[str, object]] = deque()
         self._woken_by_thread = False
         self._unknown: set[str] = set()
@@ -235,7 +236,14 @@ class Node:
             act()
             self._turn()
 
+    def turn_now(self) -> None:
+        """Handle the mailbox and flush the network at once, unless a turn is under way."""
+        if not self._is_turning and not self.closed:
+            self.collect()
+            self._turn()
+
     def _turn(self) -> None:
+        self._is_turning = True
         mailbox = self.mailbox
         budget = MESSAGES_PER_TURN
         until_s = self.clock() + TURN_S if mailbox.waiting else 0.0
@@ -245,7 +253,7 @@ class Node:
                 if not self._own and (not mailbox.waiting or self.clock() > until_s):
                     break
         finally:
-            self._turn_requested = False
+            self._is_turning = self._turn_requested = False
             if not self.closed:
                 self.network.flush()
                 if mailbox.at_work is not None:
