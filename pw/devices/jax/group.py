@@ -31,6 +31,7 @@ from jax._src import distributed, xla_bridge
 
 from pw.core.errors import Error
 from pw.core.platforms import jax_platform, platform_of
+from pw.core.processors import processors
 from pw.devices.jax.coordination import private_runtime
 
 # XLA sizes its CPU pools from these, and divides matrices for so many threads.
@@ -139,16 +140,9 @@ def set_pool(local_devices: int, hosts: int = 1) -> None:
     Without collectives there are as many as plain JAX has.
     """
     alone = local_devices * hosts == 1
-    threads = _processors() if alone else max(COLLECTIVE_POOL, 2 * local_devices)
+    threads = processors() if alone else max(COLLECTIVE_POOL, 2 * local_devices)
     for variable in POOL_VARIABLES:
         os.environ[variable] = str(threads)
-
-
-def _processors() -> int:
-    """Return how many processors the system gives this process, as XLA counts them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _connect(address: str, rank: int, size: int, where: str) -> None:

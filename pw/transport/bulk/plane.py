@@ -10,8 +10,9 @@ client, dials the hosts that send to it.
 
     loop thread      land, cancel, push, deliver, done; the pool of blocks; `SharedReceiver`
     bulk thread      copying; connections for chunks; `SharedSender` (`pw.transport.bulk.thread`)
+    helpers          pieces of long copies (`pw.transport.bulk.copying`)
 
-The two share the queue of pushes, the dictionary of expected transfers, of which the bulk thread
+Loop and bulk thread share the queue of pushes, the dictionary of expected transfers, of which the bulk thread
 reads single entries, and `call_soon_threadsafe`.
 
 One push is one transfer: it is complete when all parts of that push are in. Parts need not cover

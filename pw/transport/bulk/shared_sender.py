@@ -7,17 +7,17 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
 from pw.core.landing import Landing
 from pw.transport.access.unix import is_trusted
-from pw.transport.bulk.blocks import Array, Block, Bytes, Mapping, map_received
-from pw.transport.bulk.pieces import Push, Unwatch, Watch, cut, packed, place
+from pw.transport.bulk.blocks import Block, Bytes, map_received
+from pw.transport.bulk.copying import Copying, Target
+from pw.transport.bulk.pieces import Push, Unwatch, Watch, cut, packed
 from pw.transport.bulk.shared import (
     BLOCK,
     DROP,
@@ -39,20 +39,9 @@ from pw.transport.bulk.shared import (
     socket_name,
 )
 
-PIECE_BYTES = 16 << 20
-"""Copied between two looks at the sockets: about a millisecond."""
 SILENCE_S = 30.0
 """A receiver that owes an answer for so long counts as dead."""
 WANTS_AT_ONCE = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Target:
-    """A receiver's block, mapped here: its bytes, and the transfer that may write there now."""
-
-    mapping: Mapping
-    bytes: Bytes
-    word: npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,23 +53,12 @@ class _Receiver:
     descriptors: deque[int] = field(default_factory=deque)
     outbox: deque[tuple[memoryview, Push | None]] = field(default_factory=deque)
     blocked: bool = False
-    targets: dict[int, _Target] = field(default_factory=dict)
+    targets: dict[int, Target] = field(default_factory=dict)
     shares: dict[int, tuple[Landing, Block]] = field(default_factory=dict)
     waiting: dict[int, list[Push]] = field(default_factory=dict)
     unasked: deque[int] = field(default_factory=deque)
     asked: int = 0
     heard_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A transfer that is being copied."""
-
-    push: Push
-    receiver: _Receiver
-    target: _Target
-    pieces: Iterator[tuple[int, Array]]
-    missing_bytes: int
 
 
 @dataclass(eq=False)
@@ -91,9 +69,9 @@ class SharedSender:
     _unwatch: Unwatch
     _finish: Callable[[Push, Exception | None], None]
     _unshare: Callable[[Block, bool], None]
+    _copying: Copying
     _receivers: dict[str, _Receiver] = field(default_factory=dict)
     _by_descriptor: dict[int, str] = field(default_factory=dict)
-    _copies: deque[_Copy] = field(default_factory=deque)
 
     @property
     def owed(self) -> bool:
@@ -114,7 +92,7 @@ class SharedSender:
         elif number == 0:
             self._send_inline(name, peer, push)
         elif number in peer.targets:
-            self._begin(peer, push, peer.targets[number])
+            self._begin(push, peer.targets[number])
         elif number in peer.waiting:
             peer.waiting[number].append(push)
         else:
@@ -124,32 +102,20 @@ class SharedSender:
             self._ask(name, peer)
 
     def work(self) -> bool:
-        """Copy one piece of one transfer, each in turn; True if there is more to copy."""
-        if not self._copies:
-            return False
-        copy = self._copies.popleft()
-        landing = copy.push.landing
-        if copy.target.word[0] != landing.transfer:
-            self._finish(
-                copy.push,
-                TransferFailed("the receiver does not want these bytes any more"),
-            )
-            return bool(self._copies)
-        try:
-            piece = next(copy.pieces, None)
-            if piece is not None:
-                place(copy.target.bytes, *piece)
-                copy.missing_bytes -= piece[1].nbytes
-        except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
-            why = f"an array cannot be read to be sent: {error!r}"
-            self._finish(copy.push, TransferFailed(why))
-            return bool(self._copies)
-        if copy.missing_bytes:
-            self._copies.append(copy)
-        else:
-            line = record(FINISH, landing.transfer, landing.block)
-            self._send(landing.socket, copy.receiver, line, copy.push)
-        return bool(self._copies)
+        """Copy some pieces of transfers, of each in turn; False if there were none."""
+        worked = self._copying.work()
+        self._settle()
+        return worked
+
+    def _settle(self) -> None:
+        """End the pushes whose copies are over."""
+        for copy in self._copying.settled():
+            landing = copy.push.landing
+            if copy.error:
+                self._finish(copy.push, TransferFailed(copy.error))
+            else:
+                line = record(FINISH, landing.transfer, landing.block)
+                self._send(landing.socket, self._receivers[landing.socket], line, copy.push)
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
         name = self._by_descriptor[descriptor]
@@ -169,6 +135,8 @@ class SharedSender:
     def close(self) -> None:
         for name, peer in list(self._receivers.items()):
             self._hang_up(name, peer, "this process has closed its connections")
+        self._copying.close()
+        self._settle()
 
     def _touch(self, peer: _Receiver) -> None:
         if not peer.waiting and not peer.outbox:
@@ -200,28 +168,21 @@ class SharedSender:
         close_all(peer.descriptors)
         lost = [push for pushes in peer.waiting.values() for push in pushes]
         lost += [push for _, push in peer.outbox if push is not None]
-        lost += [copy.push for copy in self._copies if copy.receiver is peer]
-        self._copies = deque(copy for copy in self._copies if copy.receiver is not peer)
+        words = f"the connection to {name!r} was lost while an array was sent there: {why}"
         for push in lost:
-            self._finish(
-                push,
-                TransferFailed(
-                    f"the connection to {name!r} was lost while an array was sent there: {why}"
-                ),
-            )
+            self._finish(push, TransferFailed(words))
+        self._copying.give_up(name, words)
         for _, block in peer.shares.values():
             self._unshare(block, False)
 
-    def _begin(self, peer: _Receiver, push: Push, target: _Target) -> None:
+    def _begin(self, push: Push, target: Target) -> None:
         if push.landing.size_bytes > target.bytes.size:
             self._finish(
                 push,
                 TransferFailed("the receiver has too little room for the array that it asked for"),
             )
             return
-        self._copies.append(
-            _Copy(push, peer, target, cut(push.parts, PIECE_BYTES), push.size_bytes)
-        )
+        self._copying.begin(push, target)
 
     def _send_inline(self, name: str, peer: _Receiver, push: Push) -> None:
         size_bytes = push.landing.size_bytes
@@ -337,9 +298,9 @@ class SharedSender:
             raise
         finally:
             os.close(descriptor)
-        peer.targets[number] = target = _Target(mapping, *mapping.views())
+        peer.targets[number] = target = Target(mapping, *mapping.views())
         for push in pushes:
-            self._begin(peer, push, target)
+            self._begin(push, target)
 
     def _copy_shared(self, landing: Landing, block: Block) -> None:
         """Copy a share that the receiver could not map; its push has ended, and its bytes stay

@@ -1,7 +1,8 @@
-"""The thread of a process that moves bytes: it copies and sends one piece of each transfer in turn.
+"""The thread of a process that moves bytes: it copies and sends pieces of each transfer in turn.
 
-Between two pieces it looks at its sockets, so no transfer delays another for longer than a piece
-takes. The loop gives it pushes; it reports to the loop with `call_soon_threadsafe`.
+Between some pieces it looks at its sockets, so no transfer delays another for longer than they
+take. Helpers copy pieces of long transfers (`pw.transport.bulk.copying`). The
+loop gives it pushes; it reports to the loop with `call_soon_threadsafe`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pw.transport.bulk.chunk_dial import ChunkDialler
 from pw.transport.bulk.chunk_receiver import ChunkReceiver, Inflows
 from pw.transport.bulk.chunk_sender import ChunkSender
 from pw.transport.bulk.chunks import HEADER, RECEIVE, plane_of
+from pw.transport.bulk.copying import Copying
 from pw.transport.bulk.pieces import Push, Ready
 from pw.transport.bulk.shared_sender import SharedSender
 from pw.transport.streams.stream import Stream
@@ -64,7 +66,9 @@ class BulkThread:
         self._credentials = security.credentials
         self._inflows = inflows
         self._dialler = dialler = ChunkDialler(security)
-        self.by_memory = SharedSender(self.watch, self.unwatch, finish, unshare)
+        self.by_memory = SharedSender(
+            self.watch, self.unwatch, finish, unshare, Copying(self._wake)
+        )
         self.by_chunks = ChunkSender(dialler, self.watch, self.unwatch, finish)
         self.receiver = ChunkReceiver(inflows, plane, dialler, self.watch, self.unwatch)
         self._ends: list[SharedSender | ChunkSender | ChunkReceiver]
