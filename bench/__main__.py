@@ -43,6 +43,7 @@ SUITE = {
     "pipeline-train": 600,
     "stages": 600,
     "islands": 1200,
+    "traces": 300,
     "control": 180,
     "moe": 300,
     "security": 120,

@@ -7,11 +7,10 @@ exchange values.
 
 - The bytes that a host sends are counted by its bulk plane. The least that any algorithm needs to add
   gradients up is 2 (N - 1) / N times their size over N islands, divided by the hosts of an island.
-- A timeline of a step shows gradients on their way while hosts compute (figure 12).
 - Cutting takes time in the client; it is compared with XLA's compilation for one island (`bench.cutting_time`).
 
 All hosts share the cores of one machine, so nothing is gained by overlap, and the network is memory: the
-ratios show what the runtime costs.
+ratios show what the runtime costs. `traces` draws a step (figure 12).
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from bench.over_islands import (
     split_layers,
     tasks,
 )
-from bench.pictures import hidden, of_hosts, window
 from bench.pipeline_train import OPTIMIZER
-from bench.report import Chart, Result
+from bench.report import Result
 from bench.training import SEED, TASKS, Task, Trainer, farthest
 
 BOUND, FSDP_BOUND = 0.95, 0.8
@@ -96,7 +94,6 @@ def run(quick: bool) -> Result:
         sent, size = sent_bytes(trainers[TWO], 4), gradient_bytes(lm)
         least = 2 * (ISLANDS - 1) / ISLANDS * size / (hosts // ISLANDS)
         result.at_most(BYTES_BOUND, sent / least, "data-parallel: bytes that a host sends / least")
-        result.charts.append(picture(trainers[TWO]))
 
         trainers = compare("FSDP", partial(language_model, scan, specs=split_layers), scan)
         result.at_least(FSDP_BOUND, ratio(result, "FSDP"), f"FSDP: {TWO} / {ONE}")
@@ -209,20 +206,6 @@ def cutting(result: Result, layers: int, mesh: pw.Mesh, rounds: int) -> None:
     found = added.over(samples["compile"]).median
     text = f"cutting a decoder of {layers} layers in {counted[-1]} computations / XLA's compilation"
     result.at_most(CUTTING_BOUND, found, text)
-
-
-def picture(trainer: Trainer) -> Chart:
-    """Return a picture of a step (figure 12)."""
-    with pw.trace(None) as timeline:
-        trainer.run(4)
-    runs = sorted({one.run for one in timeline.computations})
-    middle = [one for one in timeline.computations if one.run == runs[len(runs) // 2]]
-    spans = of_hosts(timeline, lambda one: one.name)
-    shown = window(spans, min(one.start_s for one in middle), max(one.end_s for one in middle))
-    title = (
-        f"a step over two islands: hosts compute during {hidden(shown):.0%} of the transfers' time"
-    )
-    return Chart("figure-12", title, shown, {"two-islands": timeline})
 
 
 def sent_bytes(trainer: Trainer, steps: int) -> float:

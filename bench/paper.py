@@ -75,9 +75,10 @@ FIGURES: dict[str, tuple[str, Callable[[Written], list[Figure]]]] = {
 }
 CHARTS = {
     "figure-9": "timeline",
-    "figure-10": "pipeline-train",
+    "figure-10": "traces",
     "figure-11": "timeline",
-    "figure-12": "islands",
+    "figure-12": "traces",
+    "schedules": "pipeline-train",
 }
 
 

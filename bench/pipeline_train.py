@@ -1,4 +1,4 @@
-"""One decoder LM trained in several ways on the same devices (the paper's Table 2, Fig. 10, Fig. 12).
+"""One decoder LM trained in several ways on the same devices (the paper's Table 2, Fig. 12).
 
 - *SPMD*: one island of four hosts, data parallel, one `pw.jit` function.
 - *two islands*: the whole model on each of two islands of two hosts, which exchange gradients: one
@@ -14,7 +14,7 @@ the order of sums; the benchmark checks it.
 On a machine with fewer cores than devices, a pipeline's bubble costs nothing, since the other
 devices use the core. The readings show the cost of the runtime and of small microbatches. Activations are
 counted in a timeline. So is the bubble, but there it is that of the cores. The bubbles of the schedules are
-therefore measured once more with tasks that wait instead of computing (`bench.waiting`), which figure 10 shows.
+therefore measured once more with tasks that wait instead of computing (`bench.waiting`): `schedules.png`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEVICES = 4
 MICRO_BATCHES_PER_STAGE = 4
 READING_S = 1.5
 TRACED_STEPS = 2
-WHAT = "tokens/s of one decoder LM: SPMD, two islands, pipelines (Table 2, Fig. 10, Fig. 12)"
+WHAT = "tokens/s of one decoder LM: SPMD, two islands, pipelines (Table 2, Fig. 12)"
 
 _WHOLE, _ROWS = P(), P("data")
 State = Any
@@ -177,7 +177,7 @@ def _bubbles(result: Result, quick: bool) -> None:
         bubble, timeline = ordered[len(ordered) // 2]
         title = f"{name}: bubble {bubble:.1%} measured, {expected:.1%} expected"
         spans = cases[name].picture(timeline)
-        result.charts.append(Chart("figure-10", title, spans, {name: timeline}))
+        result.charts.append(Chart("schedules", title, spans, {name: timeline}))
     ratio = samples["zero-bubble"].over(samples["1f1b"]).median
     result.at_most(0.75, ratio, "zero-bubble / 1f1b: bubble measured, tasks wait")
     apart = max(sample.median - cases[name].expected for name, sample in samples.items())

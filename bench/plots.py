@@ -65,7 +65,9 @@ def draw(
         axis.set_ylabel(figure.y_label)
         if figure.log_x:
             axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.xaxis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:.4g}" if value >= 1 else f"{value:.2g}")
+            )
         if figure.log_y:
             axis.set_yscale("log")
         else:
@@ -130,5 +132,5 @@ def _chart(charts: Sequence[Chart]) -> Any:
     axes[-1, 0].set_xlim(left=0)
     axes[-1, 0].set_xlabel("ms")
     handles = [Patch(color=_colour(index), label=kind) for index, kind in enumerate(kinds)]
-    canvas.legend(handles=handles, fontsize=8, ncols=len(kinds), loc="outside lower center")
+    canvas.legend(handles=handles, fontsize=8, ncols=len(kinds), loc="outside upper right")
     return canvas

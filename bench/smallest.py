@@ -24,7 +24,7 @@ from bench.report import Figure, Result, Series
 from pw import LocalCluster
 
 ENOUGH = 0.95
-STEPS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000)
+STEPS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000)
 REAL_HOSTS = (1, 2, 4)
 MODELLED_HOSTS = (16, 64, 128, 512, 2048, 4096)
 DEVICES = 8

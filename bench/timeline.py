@@ -7,7 +7,7 @@
 - *concurrency* (figure 11): 1 to 16 clients on one device. Each waits for a result before its next call, and
   its computations are so short that one client leaves the device idle.
 
-`pipeline-train` draws figure 10, and `islands` figure 12.
+`traces` draws figures 10 and 12.
 """
 
 from __future__ import annotations
@@ -187,8 +187,11 @@ def _of_clients(timeline: Timeline, names: Sequence[str]) -> list[Span]:
     ones = timeline.computations
     began_s = max(min(c.start_s for c in ones if c.client == number) for number in numbers)
     ended_s = min(max(c.end_s for c in ones if c.client == number) for number in numbers)
-    return [
+    shown = [
         Span("device", known[c.client], c.start_s, c.end_s)
         for c in ones
         if c.start_s >= began_s and c.end_s <= ended_s
     ]
+    if not shown:
+        raise GaveUp(f"the {len(names)} clients were not at work at the same time")
+    return shown

@@ -91,9 +91,13 @@ LONG = {
     *("test_cli.py", "test_exits.py", "test_gateway.py", "test_gateway_scripts.py", "test_live.py"),
     *(
         "test_embedded.py",
+        "test_examples.py",
         "test_islands.py",
         "test_local_cluster.py",
+        "test_moe_pipelines.py",
+        "test_packaging.py",
         "test_pages.py",
+        "test_pipeline_choosing.py",
         "test_secure_cluster.py",
         "test_survival.py",
     ),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.trace.export import tracing

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax._src.source_info_util import user_context
 

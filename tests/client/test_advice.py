@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.display import advice
 from pw.display.advice import CALLS, LARGE_BYTES, TIMES, WAITS, Habits, Line, user_line
 from pw.testing import InProcessCluster
-from tests.stages.programs import ROOT, without_address
+from tests.stages.programs import run_python
 from tests.stages.stage import mesh_on, split
 
 HERE = Line("script.py", 7)
@@ -261,17 +260,12 @@ def test_a_script_sees_its_own_line(tmp_path: Path) -> None:
         "    x = f(x)\n"
         "    float(x)\n"
     )
-    for variables, count in (({}, 1), ({"PW_ADVICE": "0"}, 0)):
-        environment = {k: v for k, v in without_address().items() if k != "PW_ADVICE"}
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            env=environment | variables | {"PW_EMBEDDED_DEVICES": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("PerformanceWarning") == count, done.stderr
-        assert (f"{script}:6: PerformanceWarning: a result is waited for" in done.stderr) is bool(
-            count
-        )
+    environment = {name: value for name, value in os.environ.items() if name != "PW_ADVICE"}
+    with pw.LocalCluster(connect=False) as cluster:
+        for variables, count in (({}, 1), ({"PW_ADVICE": "0"}, 0)):
+            where = {"PW_ADDRESS": cluster.address}
+            done = run_python([str(script)], tmp_path, environment=environment | where | variables)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr.count("PerformanceWarning") == count, done.stderr
+            said = f"{script}:6: PerformanceWarning: a result is waited for"
+            assert (said in done.stderr) is bool(count)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,29 +47,6 @@ def test_the_quickstart_runs_as_it_is() -> None:
     output = finish(start_client("", code)).strip()
     assert output == "(array([3., 5.], dtype=float32), array([2., 4.], dtype=float32))"
     assert PRELUDE
-
-
-@pytest.mark.processes
-def test_operators_of_what_is_put_are_there_before_anything_is_compiled(tmp_path: Path) -> None:
-    """In a Python that has imported nothing else: programs of other tests are forked from one that has."""
-    body = """
-        import numpy as np
-        import pw
-
-        x = pw.put(np.arange(4.0, dtype=np.float32))
-        print(np.asarray(x[1]), np.asarray(x + 1).tolist())
-    """
-    variables = {name: value for name, value in os.environ.items() if name != "PW_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        cwd=tmp_path,
-        env=variables | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout.strip(), done.returncode) == ("1.0 [1.0, 2.0, 3.0, 4.0]", 0), done.stderr
 
 
 SURVIVE = """

@@ -17,12 +17,13 @@ from tests.stages.daemons import until
 from tests.stages.programs import start
 
 SCRIPT = """
-import time
+import os, time
 import jax, jax.numpy as jnp
 from jax.experimental import io_callback
 
 def slow(value):
-    time.sleep(5)
+    while not os.path.exists("SEEN"):
+        time.sleep(0.01)
     return value
 
 made = jax.jit(lambda x: io_callback(slow, x, x))(jnp.ones(()))
@@ -40,23 +41,28 @@ def test_a_terminal_shows_the_line(tmp_path: Path) -> None:
             ours, theirs = pty.openpty()
             where = {"PW_ADDRESS": address} if address else {"PW_DEVICES": "2"}
             more = {"JAX_PLATFORMS": "pw", "TERM": "xterm", "COLUMNS": "120"} | where
-            code = SCRIPT.replace("WAIT", WAITS[how])
+            seen = tmp_path / f"{how} is seen"
+            code = SCRIPT.replace("WAIT", WAITS[how]).replace("SEEN", str(seen))
             variables = os.environ | {"PW_PROGRESS": "1"} | more
             with (tmp_path / how).open("w") as out, open(os.devnull) as nothing:
                 streams = (nothing.fileno(), out.fileno(), theirs)
                 script = start(["-c", code], variables, tmp_path, streams)
             os.close(theirs)
-            started[how] = script, ours
+            started[how] = script, ours, seen
         try:
-            for how, (script, ours) in started.items():
-                script.wait(90)
+            for how, (script, ours, seen) in started.items():
                 terminal = os.read(ours, 1 << 16)
+                while b"of 'jit__lambda'" not in terminal:
+                    terminal += os.read(ours, 1 << 16)
+                seen.touch()
+                script.wait(90)
+                terminal += os.read(ours, 1 << 16)
                 assert (tmp_path / how).read_text() == "1.0\n", terminal
                 assert re.search(rb"waiting \d s for float32\[\] of 'jit__lambda'", terminal), how
                 assert terminal.endswith(b"\r\x1b[2K")
                 assert b"\n" not in terminal
         finally:
-            for script, ours in started.values():
+            for script, ours, _ in started.values():
                 script.kill()
                 script.wait()
                 os.close(ours)

@@ -73,7 +73,17 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("openpathways-*.whl")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     clean = folder / "venv" / "bin" / "python"
-    run(*PIP, "--python", clean, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(
+        *PIP,
+        "--python",
+        clean,
+        "install",
+        "--no-compile",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     (packages,) = (folder / "venv" / "lib").glob("python3*/site-packages")
     (installed,) = metadata.distributions(name="openpathways", path=[str(packages)])
     found: dict[str, metadata.Distribution] = {"openpathways": installed}
