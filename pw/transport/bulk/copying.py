@@ -19,6 +19,7 @@ its receiver told:
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections import deque
@@ -179,8 +180,9 @@ class Copying:
 
     def _help(self) -> None:
         """Copy pieces whenever called, as long as no other thread wants the processor."""
-        # By default Linux may let a thread sleep for 50 µs longer, which is more than a rest.
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        if sys.platform == "linux":
+            # By default a thread may sleep for 50 µs longer, which is more than a rest.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         while self._calls.get():
             while self._step():
                 began_s = time.monotonic()
