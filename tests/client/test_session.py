@@ -46,7 +46,7 @@ from pw.core.errors import (
     TransferFailed,
     VersionMismatch,
 )
-from pw.core.ids import CONTROL, CONTROLLER, Address, session_of, store_of
+from pw.core.ids import CONTROL, CONTROLLER, Address, executor_of, session_of, store_of
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
 from tests.stages.actors import Recorder, World
@@ -755,3 +755,66 @@ def test_counters_of_a_host_that_is_lost_do_not_take_those_of_others_along(bench
     (request,) = bench.asked(CONTROLLER, msg.GetStats)
     bench.tell(msg.RequestFailed(request.request, ErrorReport.of(InternalError("no"))))
     assert isinstance(failed.exception(0), InternalError)
+
+
+# --- a wait that comes with its run --------------------------------------------------------------
+
+ONE = split(SLICE, 1)
+
+
+def run_and_wait(bench: Bench, run: int, arg: int | bytes, made: int) -> Future[Any]:
+    """Run program 5 and wait for its result, in one note."""
+    future: Future[Any] = Future()
+    note = Await(((made, ONE),), future)
+    bench.note(Tell(msg.Run(run, 5, (arg,), (made,)), note))
+    return future
+
+
+@pytest.fixture
+def lent() -> tuple[Bench, Recorder]:
+    """A session that has waited on host "a" and has a lease of it, and the host's executor."""
+    bench = Bench(hosts=("a",))
+    executor: Recorder = bench.world.add(executor_of("a"), Recorder)
+    ready = run_and_wait(bench, 20, b"x" * 64, X)
+    (wait,) = bench.asked("a", msg.Wait)  # without a lease the host is asked as always
+    bench.answer("a", wait)
+    assert ready.result(0) is None
+    program = msg.LentProgram(5, 1, ((msg.Step(0, True),),))
+    bench.tell(msg.Lent(3, 1, ("a",), (program,), 0, 100, 20))
+    bench.controller.received.clear()
+    return bench, executor
+
+
+def test_a_leased_launch_asks_for_the_result(lent: tuple[Bench, Recorder]) -> None:
+    bench, executor = lent
+    ready = run_and_wait(bench, 21, X, Y)
+    (launch,) = executor.of(msg.LeasedLaunch)
+    assert launch.request > 0
+    assert launch.awaited == Y
+    assert not bench.asked("a", msg.Wait)
+    assert not ready.done()
+    bench.tell(msg.Ready(launch.request), sender=store_of("a"))
+    assert ready.result(0) is None
+
+
+def test_what_was_asked_with_a_launch_is_asked_again_after_a_loss(
+    lent: tuple[Bench, Recorder],
+) -> None:
+    bench, executor = lent
+    ready = run_and_wait(bench, 21, X, Y)
+    assert executor.of(msg.LeasedLaunch)
+    bench.lose("a")
+    inquiry = bench.inquiry()
+    assert inquiry.arrays == (Y,)
+    bench.bind("a")
+    bench.tell(msg.Answered(inquiry.request, None))
+    (wait,) = bench.asked("a", msg.Wait)
+    assert wait.arrays == (Y,)
+    bench.answer("a", wait)
+    assert ready.result(0) is None
+
+
+def test_a_wait_with_a_run_of_an_ended_session_fails() -> None:
+    bench = Bench(hosts=("a",))
+    bench.note(Close(Disconnected("closed"), Future()))
+    assert isinstance(run_and_wait(bench, 20, b"x", X).exception(0), Disconnected)

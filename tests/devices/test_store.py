@@ -160,6 +160,27 @@ def test_requests_wait_for_the_launch_and_are_answered_once() -> None:
     bench.check_empty()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_request_with_its_launch_is_answered_as_soon_as_the_value_is_there(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(bench.backend, "is_there", lambda value: at_once)
+    asked: list[object] = []
+    submit = bench.backend.submit
+    monkeypatch.setattr(bench.backend, "submit", lambda ops: (asked.extend(ops), submit(ops)))
+    at = session_of("c")
+    bench.store.requests.wait_with_launch(at, 2, ARRAY)  # the launch was ignored
+    assert bench.answers() == []
+    bench.launch()
+    bench.launch(client_id(1, 6))
+    bench.store.requests.wait_with_launch(at, 3, client_id(1, 6))
+    assert bench.answers() == [msg.Ready(2), msg.Ready(3)]
+    assert bool(asked) is not at_once
+    bench.store.requests.wait_with_launch(at, 4, client_id(2, 1))
+    assert bench.failed() == {4: "NotOwner"}
+
+
 def test_a_failed_array_fails_its_requests_with_its_error() -> None:
     bench = Bench()
     value = bench.launch(made=False)

@@ -144,6 +144,9 @@ class FakeBackend:
     def submit(self, batch: Sequence[ops.Op]) -> None:
         self.queue += batch
 
+    def is_there(self, value: Value) -> bool:
+        return False
+
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:

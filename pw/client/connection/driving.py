@@ -43,8 +43,10 @@ HELD_S = 20e-3
 """How long the loop's timers, and whatever else it does, wait at most."""
 ASKED_S = 1e-3
 """How long a thread waits until the loop rests; it may be at work."""
-PAUSE_S = 0.1
-"""How long nothing is borrowed after a wait that was too long."""
+PAUSE_S = 1e-3
+LONGEST_PAUSE_S = 0.1
+"""How long nothing is borrowed after a wait that was too long; twice as long after the next one, and half as
+long after a short one."""
 
 _SIGNALS = tuple(number for number in signal.valid_signals() if number < 32)
 _handler_of: Callable[[int], Any] = _signal.getsignal
@@ -128,7 +130,9 @@ class Driver:
         self._left_s = -1.0
         """When the last short wait was over."""
         self._not_before_s = 0.0
+        self._pause_s = PAUSE_S
         self._signals = _Signals()
+        self._main = threading.main_thread().ident
         self._known: list[Connection] = []
         self._poll = select.poll()
         self._by_number: dict[int, StreamConnection] = {}
@@ -157,10 +161,12 @@ class Driver:
         now_s = time.monotonic()
         if now_s - began_s < LONGEST_S:
             self._left_s = now_s
+            if self._pause_s > PAUSE_S:
+                self._pause_s /= 2
 
     def _in_turns(self, act: Callable[[], bool]) -> bool:
         """Do something in which no handler of a signal may raise; return whether it was done."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != self._main:
             return act()
         try:
             self._signals.begin()
@@ -170,7 +176,7 @@ class Driver:
 
     def _may_borrow(self, now_s: float) -> bool:
         if self._borrower:
-            return self.is_mine()
+            return self._borrower == threading.get_ident()
         return (
             not self._is_closed and now_s >= self._not_before_s and now_s - self._left_s <= AWAY_S
         )
@@ -184,7 +190,7 @@ class Driver:
         self._borrower, self._is_wanted = threading.get_ident(), False
         self._loop.call_soon_threadsafe(self._rest)
         if not self._rested.acquire(timeout=ASKED_S):
-            self._not_before_s = now_s + PAUSE_S
+            self._pause(now_s)
             with self._lock:
                 if not self._is_resting:
                     self._borrower = 0
@@ -192,11 +198,15 @@ class Driver:
         self._since_s = time.monotonic()
         return self._begin()
 
+    def _pause(self, now_s: float) -> None:
+        self._not_before_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
     def _begin(self) -> bool:
         """Begin to work; False if the loop is running."""
         if not self._lock.acquire(blocking=False):
             return False
-        if self._is_resting and self.is_mine():
+        if self._is_resting and self._borrower == threading.get_ident():
             return True
         self._lock.release()
         return False
@@ -220,12 +230,14 @@ class Driver:
         if not self._borrow(began_s):
             return False
         try:
-            self._node.turn_of(self._node.collect)
+            if self._node.has_posts:
+                self._node.turn_of(self._node.collect)
             poll = self._sockets()
             while not (future.done() or self._is_wanted):
                 rest_s = began_s + LONGEST_S - time.monotonic()
                 if rest_s <= 0:
-                    self._is_wanted, self._not_before_s = True, began_s + PAUSE_S
+                    self._is_wanted = True
+                    self._pause(began_s)
                     break
                 self._signals.may_raise = True
                 ready = poll.poll(rest_s * 1e3)

@@ -95,6 +95,11 @@ class Runtime:
         """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
         self._habits = Habits()
         self._waits = 0
+        self._newest: tuple[int, Sequence[int]] = (0, ())
+        """The program and the results of the newest run of a thread that waits again and again."""
+        self._ahead: tuple[int, int, Future[None]] | None = None
+        """What was asked for together with the newest run, until a thread waits for it: its program, the
+        array, and the future of its existence."""
         self._released: deque[int] = deque()
         self._released_bytes = 0  # approximate: several threads may change it at once
         self._closing: Error | None = None  # why no calls can be made any more
@@ -169,7 +174,7 @@ class Runtime:
 
     def check_alive(self) -> None:
         """Raise Disconnected, or the error that ended the session, unless calls can still be made."""
-        if self.forked:
+        if self._process is not _process:
             raise Disconnected(
                 "this process was forked from one with a pw session; sessions do not survive a fork. "
                 "Call pw.connect() in the child"
@@ -329,17 +334,36 @@ class Runtime:
             check_arguments(args)
         self._make_room()
         with self._lock:
-            self.check_alive()
+            if self._closing is not None:
+                self.check_alive()
             if not self._run_credits.has_credit():
                 return None
-            *made, run = self._ids(results + 1)
-            self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made))))
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
+            *made, run = self._ids(results + 1)
+            then = None
+            self._newest = (program, made)
+            if self._ahead is not None or program in programs.awaited:
+                then = self._asked_ahead(program, made)
+            self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
             self._run_credits.started(run, results, name, has_effects)
             for sent_s in self.noted_in:
                 sent_s[run] = time.monotonic()
             return made
+
+    def _asked_ahead(self, program: int, made: Sequence[int]) -> Await | None:
+        """Ask for a result together with its run, if a thread has waited for that result of the last run."""
+        awaited = self.programs.awaited
+        if self._ahead is not None:  # asked in vain
+            awaited.pop(self._ahead[0], None)
+            self._ahead = None
+        if (known := awaited.get(program)) is None:
+            return None
+        position, spec = known
+        wanted = ((made[position], spec),)
+        future = self._future_of(wanted)
+        self._ahead = (program, made[position], future)
+        return Await(wanted, future)
 
     def has_credit(self) -> bool:
         """Whether another run may be sent now."""
@@ -421,11 +445,22 @@ class Runtime:
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
         """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
-        about = partial(self._about_arrays, wanted)
-        drive = partial(self._drive, wanted[-1][0]) if wanted else None
-        future: Future[None] = Waiting(self.ask.in_the_way, about, self._show_output, drive)
+        ahead = self._ahead
+        if ahead is not None and len(wanted) == 1 and wanted[0][0] == ahead[1]:
+            self._ahead = None
+            if not ahead[2].done() or ahead[2].exception() is None:
+                return ahead[2]
+        program, made = self._newest
+        if len(wanted) == 1 and wanted[0][0] in made and not self.programs.has_effects(program):
+            self.programs.awaited[program] = (wanted[0][0] - made[0], wanted[0][1])
+        future = self._future_of(wanted)
         self._post(Await(wanted, future))
         return future
+
+    def _future_of(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Future[None]:
+        about = partial(self._about_arrays, wanted)
+        drive = partial(self._drive, wanted[-1][0]) if wanted else None
+        return Waiting(self.ask.in_the_way, about, self._show_output, drive)
 
     def _drive(self, array: int, future: Future[Any]) -> None:
         """A thread begins to wait for an array."""

@@ -49,7 +49,7 @@ class Waiting(Future[T]):
         drive: Callable[[Future[Any]], None] | None = None,
     ) -> None:
         super().__init__()
-        self._condition = _Condition()
+        self._condition.__class__ = _Condition
         self._explain = explain
         self.about = about
         self._before = before
@@ -65,6 +65,8 @@ class Waiting(Future[T]):
     def _outcome(self, timeout: float | None) -> T:
         if self._drive is not None and (timeout is None or timeout > QUIET_S):
             self._drive(self)
+            if self.done():
+                return self._at_most(0, timeout)
         if self.about is None or (timeout is not None and timeout <= QUIET_S):
             return self._at_most(timeout, timeout)
         if not self.settles(QUIET_S):

@@ -127,6 +127,11 @@ class Hosts(Part):
             return None
         return tuple(bound.devices[index] for index in spec.placement.devices)
 
+    def that_know_me(self, spec: ArraySpec) -> frozenset[str]:
+        """Return the hosts that have such an array, if they all know the client."""
+        hosts = frozenset(device.host for device in self.devices(spec) or ())
+        return hosts if hosts <= self._identified else frozenset()
+
     def binding(self, spec: ArraySpec) -> msg.SliceBound | None:
         """Return the binding of such an array's slice; None while it has none."""
         slice = spec.placement.slice

@@ -107,7 +107,8 @@ class Journal(Part):
         donated, made = effects
         self.runs[message.run] = message
         self._runs_of[message.program] += 1
-        self._let_go(arrays_in(message.args[index] for index in donated))
+        if donated:
+            self._let_go(arrays_in(message.args[index] for index in donated))
         self.held.update(zip(message.results, made, strict=False))
 
     def _let_go(self, arrays: Sequence[int]) -> None:

@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pw.client.session.hosts import Hosts
+from pw.client.session.requests import Requests
+from pw.client.session.thread_messages import Await
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, arrays_in, executor_of
+from pw.core.sharding import ArraySpec
 
 RECENT = 64
 """So many runs without a lease are remembered: their arrays are on the hosts when a lease begins."""
@@ -43,6 +47,8 @@ class _Template:
     install: int
     sends: list[tuple[tuple[msg.Step, ...], list[Address]]]
     """The hosts that do the same, and what they do."""
+    holders: tuple[ArraySpec | None, frozenset[str]] = (None, frozenset())
+    """The spec of the result that was waited for last, and the hosts that have it, if all know the client."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +56,8 @@ class Leases(Part):
     """The leases of one session."""
 
     _env: Env
+    _hosts: Hosts
+    _requests: Requests
     _programs: dict[int, _Template] = field(default_factory=dict)
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _recent: deque[msg.Run] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -57,20 +65,27 @@ class Leases(Part):
     _kept_out: set[int] = field(default_factory=set)
     """Arrays that other sessions may not have taken yet, or that do not exist."""
 
-    def launch(self, run: msg.Run, donated: tuple[int, ...]) -> msg.Run:
-        """Launch a run if that is possible; returns what to tell the controller.
+    def launch(
+        self, run: msg.Run, donated: tuple[int, ...], wanted: Await | None
+    ) -> tuple[msg.Run, Await | None]:
+        """Launch a run if that is possible, and wait for a result if that is `wanted`.
 
-        `donated` are the arrays that the run takes.
+        `donated` are the arrays that the run takes. Returns what to tell the controller, and the wait if it
+        has not begun.
         """
         template = self._programs.get(run.program)
         if template is None:
-            return self._ordinary(run)
+            return self._ordinary(run), wanted
         lease = template.lease
         index = lease.index
         arrays = arrays_in(run.args)
         if index >= lease.until or not lease.known.issuperset(arrays):
-            return self._ordinary(run)
+            return self._ordinary(run), wanted
         lease.index = index + 1
+        requests: dict[str, int] = {}
+        awaited = 0
+        if wanted is not None:
+            requests, awaited = self._asked(template, wanted), wanted.arrays[0][0]
         for steps, executors in template.sends:
             launch = msg.LeasedLaunch(
                 lease.epoch,
@@ -84,11 +99,26 @@ class Leases(Part):
                 run.results,
             )
             for executor in executors:
-                self._env.send(executor, launch)
+                if (request := requests.get(executor.node)) is not None:
+                    asking = msgspec.structs.replace(launch, request=request, awaited=awaited)
+                    self._env.send(executor, asking)
+                else:
+                    self._env.send(executor, launch)
         lease.known.update(run.results)
         lease.known.difference_update(donated)
         self._env.count("leased_launches")
-        return msgspec.structs.replace(run, lease=lease.number, index=index)
+        noted = msgspec.structs.replace(run, lease=lease.number, index=index)
+        return noted, None if requests else wanted
+
+    def _asked(self, template: _Template, wanted: Await) -> dict[str, int]:
+        """Begin to wait; returns the number of the request to each host that the launch asks."""
+        spec = wanted.arrays[0][1]
+        if template.holders[0] is not spec:
+            hosts = self._hosts.that_know_me(spec)
+            launched = {executor.node for _, executors in template.sends for executor in executors}
+            template.holders = (spec, hosts if hosts <= launched else frozenset())
+        hosts = template.holders[1]
+        return self._requests.wait_with_launch(wanted, hosts) if hosts else {}
 
     def _ordinary(self, run: msg.Run) -> msg.Run:
         self.stop()

@@ -20,7 +20,7 @@ client, so the client asks again after pauses that grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -130,10 +130,21 @@ class Requests(Part):
 
     @handles(Await)
     def _on_await(self, sender: Address, note: Await) -> None:
+        self.wait(note)
+
+    def wait(self, note: Await) -> None:
+        """Wait for arrays, or fail the future if the session has ended."""
         arrays = tuple(array for array, _ in note.arrays)
         opened = _Open(note.ready, arrays, tuple(spec for _, spec in note.arrays), self._wait)
         if self._begin(opened):
             self._ask(opened)
+
+    def wait_with_launch(self, note: Await, hosts: Iterable[str]) -> dict[str, int]:
+        """Wait for arrays whose launch asks the hosts for them; returns the number for each host."""
+        arrays, specs = zip(*note.arrays, strict=True)
+        opened = _Open(note.ready, arrays, specs, self._wait)
+        self._open[opened] = None
+        return {host: self._request(_Request(opened, host)) for host in hosts}
 
     @handles(Ask)
     def _on_ask(self, sender: Address, note: Ask) -> None:

@@ -24,6 +24,7 @@ from pw.client.session.leases import Leases
 from pw.client.session.requests import Requests
 from pw.client.session.thread_messages import (
     Allocate,
+    Await,
     AwaitHosts,
     Called,
     Close,
@@ -86,7 +87,7 @@ class ClientSession(Actor):
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
         self.timelines = Timelines(link, self.hosts)
-        self.leases = Leases(link)
+        self.leases = Leases(link, self.hosts, self.requests)
         link.on_order = self.leases.stop
         self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
         self.compose(self.timelines, self.leases)
@@ -265,9 +266,14 @@ class ClientSession(Actor):
 
     @handles(Tell)
     def _on_tell(self, sender: Address, note: Tell) -> None:
-        if self.closed is not None:
-            return
-        message = note.message
+        then = note.then
+        if self.closed is None:
+            then = self._tell(note.message, then)
+        if then is not None:
+            self.requests.wait(then)
+
+    def _tell(self, message: object, then: Await | None) -> Await | None:
+        """Send a message; returns what is still to be waited for."""
         if isinstance(message, msg.Run):
             donated = self._donating.get(message.program, ())
             if donated:
@@ -275,7 +281,7 @@ class ClientSession(Actor):
                 donated = tuple(arrays_in(args[position] for position in donated))
                 self.requests.forget(donated)
             if self.link.is_open:
-                message = self.leases.launch(message, donated)
+                message, then = self.leases.launch(message, donated, then)
         elif isinstance(message, msg.Offer):
             self.leases.offered(message.arrays)
         elif isinstance(message, msg.RegisterProgram):
@@ -284,6 +290,7 @@ class ClientSession(Actor):
         elif isinstance(message, msg.ReleaseProgram):
             self._donating.pop(message.program, None)
         self.env.send(CONTROL, message)
+        return then
 
     @handles(Forget)
     def _on_forget(self, sender: Address, note: Forget) -> None:

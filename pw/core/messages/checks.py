@@ -114,7 +114,8 @@ _WITHIN = (msg.Run, msg.LeasedLaunch, msg.Fetch)
 
 
 @cache
-def _has_bounds(kind: type) -> bool:
+def has_bounds(kind: type) -> bool:
+    """Whether a client's message of this type may be beyond its bounds."""
     hints = get_type_hints(kind, include_extras=True).values()
     return kind not in _WITHIN and any("Meta(" in repr(hint) for hint in hints)
 
@@ -122,7 +123,7 @@ def _has_bounds(kind: type) -> bool:
 def beyond_bounds(message: Any) -> ErrorReport | None:
     """Return why a client may not send a message, which would not decode; None if it may."""
     kind: type[msgspec.Struct] = type(message)
-    if _has_bounds(kind):
+    if has_bounds(kind):
         try:
             msgspec.convert((kind.__struct_config__.tag, *msgspec.structs.astuple(message)), kind)
         except msgspec.ValidationError as error:

@@ -85,6 +85,9 @@ class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
     steps: tuple[Step, ...]
     args: RunArguments
     results: ManyArrays
+    request: Count = 0
+    """The client waits for `awaited`, as with a `Wait` of this number; 0 if it does not."""
+    awaited: int = 0
 
 
 class CloseLease(ControllerToExecutor, frozen=True, tag=194):

@@ -238,6 +238,9 @@ class Backend(Protocol):
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all ops submitted before; one wake-up for all."""
 
+    def is_there(self, value: Value) -> bool:
+        """Whether a value is ready, without an error, as far as that is known at once."""
+
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:

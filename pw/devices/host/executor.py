@@ -74,7 +74,15 @@ class HostExecutor(Actor):
         self.explanations = Explanations(
             env, self.order, self.interpreter, coordinator, backend, self._watchdog
         )
-        self.leases = Leases(env, self.order, self.programs, store.clients, self._do, self.receive)
+        self.leases = Leases(
+            env,
+            self.order,
+            self.programs,
+            store.clients,
+            self._do,
+            store.requests.wait_with_launch,
+            self.receive,
+        )
         self.passing = Passing(env, self.order, self.receive)
         self.compose(
             self.leases,

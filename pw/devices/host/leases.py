@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROLLER, Address, arrays_in, client_of
@@ -54,6 +56,8 @@ class Leases(Part):
     clients: Clients
     launch: Callable[[msg.Launch], None]
     """Does a launch that has been taken."""
+    wait: Callable[[Address, int, int], None]
+    """Answers a request of the client when an array is ready."""
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
     current: HostLease | None = None
@@ -109,12 +113,17 @@ class Leases(Part):
 
     @handles(msg.LeasedLaunch)
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
+        self._take(sender, message)
+        if message.request and sender.node != CONTROLLER:
+            self.wait(sender, message.request, message.awaited)
+
+    def _take(self, sender: Address, message: msg.LeasedLaunch) -> None:
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
             return
         lease = self.current
         if message.lease > self.newest:
-            self._keep(sender, message)
+            self._keep(sender, replace(message, request=0))
             return
         if (
             lease is None
@@ -156,15 +165,14 @@ class Leases(Part):
             return False
         lease.node = sender.node
         program = self.programs.get(message.program)
+        named = (message.run, *arrays_in(message.args), *message.results)
         return (
             message.program in lease.programs
             and program is not None
             and program.install == message.install
-            and client_of(message.run) == client
             and len(message.args) == len(program.body.inputs)
             and len(message.results) == len(program.body.outputs)
-            and all(client_of(array) == client for array in arrays_in(message.args))
-            and all(client_of(array) == client for array in message.results)
+            and client_of(min(named)) == client == client_of(max(named))
         )
 
     # --- closing -------------------------------------------------------------------------------------

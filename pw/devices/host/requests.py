@@ -14,7 +14,7 @@ import numpy as np
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ArgumentError, ErrorReport, NotOwner, ProtocolError
-from pw.core.ids import CONTROL, Address
+from pw.core.ids import CONTROL, Address, client_of
 from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.recorder import FETCHED
@@ -41,6 +41,8 @@ class _Request:
     fetch: msg.Fetch | None = None
     over: bool = False
     """It was answered, failed or withdrawn."""
+    with_launch: bool = False
+    """It came with a leased launch, whose end nothing waits for: the answer may overtake the report."""
 
 
 @dataclass(eq=False, repr=False)
@@ -102,11 +104,17 @@ class Requests(Part):
         arrays = tuple(dict.fromkeys(message.arrays))
         self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
 
+    def wait_with_launch(self, sender: Address, number: int, array: int) -> None:
+        """Answer a client when an array is ready that the launch in the same message makes."""
+        request = _Request(sender, number, {array}, with_launch=True)
+        self._accept(sender, request, (array,))
+
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
-        if self.clients.at(sender.node) is None:
+        client = self.clients.at(sender.node)
+        if client is None:
             self._fail(request, self.clients.refusal())
             return
-        if not all(self.clients.owns(sender, array) for array in arrays):
+        if arrays and not client_of(min(arrays)) == client == client_of(max(arrays)):
             error = NotOwner(
                 "an array of another client was asked for; have that client pass its value"
             )
@@ -140,15 +148,22 @@ class Requests(Part):
             self._read(entry, request, request.fetch)
             return
 
+        if request.with_launch and self.backend.is_there(entry.value):
+            self._ready(entry, request)
+            return
+
         def watched(error: ErrorReport | None) -> None:
             if error is not None:
                 self._missing(entry, request, error)
-                return
-            request.waiting_for.discard(entry.array)
-            if not request.waiting_for:
-                self._answer(request, msg.Ready(request.number))
+            else:
+                self._ready(entry, request)
 
         self.backend.submit([Watch((entry.value,), watched)])
+
+    def _ready(self, entry: Entry, request: _Request) -> None:
+        request.waiting_for.discard(entry.array)
+        if not request.waiting_for:
+            self._answer(request, msg.Ready(request.number))
 
     def _missing(self, entry: Entry, request: _Request, error: ErrorReport) -> None:
         """There is no value: fail the request, or park it until a lost array is rebuilt."""

@@ -125,7 +125,7 @@ class Arriving(dict[Value, list[Callable[[], None]]]):
 
     def when_here(self, values: Sequence[Value], act: Callable[[], None]) -> None:
         """Call `act` as soon as none of these values is missing."""
-        missing = [value for value in dict.fromkeys(values) if value in self]
+        missing = [value for value in dict.fromkeys(values) if value in self] if self else []
         if not missing:
             act()
             return

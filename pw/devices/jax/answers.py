@@ -49,7 +49,7 @@ class Answers:
     def __init__(self, layouts: Layouts, completions: Completions, failures: Failures) -> None:
         self._layouts = layouts
         self._completions = completions
-        self._failures = failures
+        self.failures = failures
         self.watchers = Watchers(completions.fail)
         self._lock = threading.Lock()
 
@@ -63,7 +63,7 @@ class Answers:
         """
         values = op.values if isinstance(op, Watch) else (op.value,)
         if nothing_comes and any(not is_made(v) and v.building is None for v in values):
-            self._completions.post(op.done, self._failures.unmade)
+            self._completions.post(op.done, self.failures.unmade)
         else:
             self._look(op, is_watcher=False)
 
@@ -84,8 +84,8 @@ class Answers:
                     if at or values is not op.values:
                         op = Watch((*heirs, *values[at:]), op.done, op.hurried)
                     return self._come_back(value, op)
-                error = self._failures.settled(value)
-                if error is self._failures.deleted:
+                error = self.failures.settled(value)
+                if error is self.failures.deleted:
                     if value.heir is not None:
                         heirs[value.heir] = None
                 elif error is not None:
@@ -140,12 +140,12 @@ class Answers:
         return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in PACKED
 
     def _answer(self, op: Read) -> None:
-        answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._failures.settled(op.value)
+        answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self.failures.settled(op.value)
         if answer is None:
             try:
                 answer = shard_views(op, self._layouts)
             except Exception as error:  # noqa: BLE001 - the error is the answer
-                answer = self._failures.report(error)
+                answer = self.failures.report(error)
         with self._lock:
             op.value.end_read()  # a view is a copy, or JAX sees it and does not donate
         self._completions.post(op.done, answer)

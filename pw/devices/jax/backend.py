@@ -68,7 +68,7 @@ from pw.devices.jax.python_functions import PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, join_all
 from pw.devices.jax.timing import Timing
-from pw.devices.jax.values import Failures
+from pw.devices.jax.values import Failures, is_pending
 from pw.devices.python.confining import NO_BOUNDS, Bounds
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -184,6 +184,10 @@ class JaxBackend:
             self._answers.look(question, nothing_comes=nothing_comes)
         if computing:
             self.execution.submit(computing, urgent=urgent)
+
+    def is_there(self, value: Value) -> bool:
+        """Whether a value is ready, without an error, as far as that is known at once."""
+        return not is_pending(value) and self._answers.failures.settled(value) is None
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]

@@ -92,14 +92,19 @@ class Execution:
         return isinstance(op, Watch)
 
     def _run_here(self, ops: deque[Op]) -> None:
-        """Run and remove the first ops that take no time; none of them submits anything."""
-        with jax.enable_x64(True):
-            while ops and self._takes_no_time(ops[0]):
-                op = ops.popleft()
-                began_s = time.monotonic()
-                self._run(deque((op,)))
-                if isinstance(op, Execute):
-                    self._quick.took(op.key, time.monotonic() - began_s)
+        """Run and remove the first ops that take no time, one at least; none of them submits anything."""
+        if not jax.enable_x64.value:  # an embedded host
+            with jax.enable_x64(True):
+                return self._run_here(ops)
+        goes_on = True
+        while goes_on:
+            op = ops.popleft()
+            began_s = time.monotonic()
+            self._run(deque((op,)))
+            if isinstance(op, Execute):
+                self._quick.took(op.key, time.monotonic() - began_s)
+            goes_on = bool(ops) and self._takes_no_time(ops[0])
+        return None
 
     def _run_batch(self, ops: deque[Op]) -> None:
         self._run(ops)

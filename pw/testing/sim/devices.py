@@ -165,6 +165,10 @@ class SimBackend:
             self._look(question)
         self._plan_pump()
 
+    def is_there(self, value: Value) -> bool:
+        """Nothing is known at once: the clock makes all calls."""
+        return False
+
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:

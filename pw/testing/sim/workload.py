@@ -7,7 +7,7 @@ waits: each is an event, and the user checks the session's answers when they com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -252,9 +252,13 @@ class SimClient(Life):
         return args
 
     def launch(
-        self, number: int, draft: ProgramDraft, given: tuple[int | bytes, ...]
+        self,
+        number: int,
+        draft: ProgramDraft,
+        given: tuple[int | bytes, ...],
+        waited: Callable[[Any, BaseException | None], None] | None = None,
     ) -> tuple[int, ...]:
-        """Run a program; returns its results."""
+        """Run a program; returns its results. `waited` is called when the last one is ready."""
         results = tuple(self._id() for _ in draft.body.outputs)
         self.oracle.run(draft, given, results)
         for index in draft.body.donated:
@@ -266,7 +270,12 @@ class SimClient(Life):
         self.credits -= 1
         self.runs_left -= 1
         self.world.checked["runs"] += 1
-        self._post(Tell(msg.Run(self._id(), number, given, results)))
+        then = None
+        if waited is not None:
+            array = results[-1]
+            promise = self._promise(f"wait {array:x} with its run", waited)
+            then = Await(((array, self.arrays[array]),), promise)
+        self._post(Tell(msg.Run(self._id(), number, given, results), then))
         return results
 
     def fetch(self, array: int | None = None) -> None:

@@ -209,6 +209,11 @@ class Node:
         """Like `post_threadsafe`, from a thread that has a turn next (`turn_of`)."""
         self._from_threads.append((actor, message))
 
+    @property
+    def has_posts(self) -> bool:
+        """Whether threads have posted what is not in the mailbox yet."""
+        return bool(self._from_threads)
+
     def collect(self) -> None:
         """Put what threads have posted into the mailbox."""
         # Cleared first: a thread that saw it set has appended before.
