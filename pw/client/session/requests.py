@@ -144,7 +144,7 @@ class Requests(Part):
         arrays, specs = zip(*note.arrays, strict=True)
         opened = _Open(note.ready, arrays, specs, self._wait)
         self._open[opened] = None
-        return {host: self._request(_Request(opened, host)) for host in hosts}
+        return {host: self._request(_Request(opened, host)) for host in sorted(hosts)}
 
     @handles(Ask)
     def _on_ask(self, sender: Address, note: Ask) -> None:

@@ -184,7 +184,7 @@ row("cut-off-holders-go-on", drop(m.HolderCutOff), seen("network", 2000667, "liv
 row(
     "take-after-the-answer",
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
-    seen("leases-lost", 256, "leases", "liveness", "epochs last", "once"),
+    seen("leases-lost", 224, "leases", "liveness", "epochs last", "once"),
 )
 # What some hosts have taken of a lease does not reach the others.
 row(

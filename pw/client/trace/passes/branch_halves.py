@@ -59,7 +59,8 @@ def with_fewer_in_branches(jaxpr: Any, fewer: Callable[[Any], Any]) -> Any:
         fewer: the residuals pass. It replaces equations and keeps their order.
     """
     changed: dict[int, Any] = {}
-    for at, numbers in kept_apart(jaxpr).items():
+    # In order: a backward half may take over operands of its forward half, which others have made.
+    for at, numbers in sorted(kept_apart(jaxpr).items()):
         kept = {jaxpr.eqns[at].outvars[number] for number in numbers}
         users = [n for n, equation in enumerate(jaxpr.eqns) if kept & _variables(equation.invars)]
         if len(users) == 1:
