@@ -42,9 +42,12 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
     before = dict.fromkeys(client.arrays)
     again = partial(_step, client, random, chosen, life, tidy)
 
+    goes_on = random.random() < 0.15
+
     def waited(result: Any, error: BaseException | None) -> None:
         client.judge_wait([array], error)
-        client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
+        if not goes_on:
+            client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
 
     asks_with_run = client.looping % 2
     given = tuple(client.arguments(draft.body.inputs))
@@ -54,10 +57,8 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
         mine = [array for array in before if array in client.arrays][-8:]
         if mine and random.random() < 0.4:
             client._delete(random.choice(mine))
-    if asks_with_run:
-        return
-    if random.random() < 0.15 or array not in client.arrays:
+    if not asks_with_run and array in client.arrays and not goes_on:
+        promise = client._promise(f"loop {array:x}", waited)
+        client._post(Await(((array, client.arrays[array]),), promise))
+    elif goes_on or not asks_with_run:
         client.world.after(1e-4, again)
-        return
-    promise = client._promise(f"loop {array:x}", waited)
-    client._post(Await(((array, client.arrays[array]),), promise))

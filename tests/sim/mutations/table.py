@@ -178,8 +178,6 @@ row(
     seen("leases", 8, "liveness"),
 )
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
-# A holder that is cut off from a host keeps its lease there.
-row("cut-off-holders-go-on", drop(m.HolderCutOff), seen("network", 2000667, "liveness"))
 # A host takes launches of a client after it has said what it has taken.
 row(
     "take-after-the-answer",
