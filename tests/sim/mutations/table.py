@@ -182,7 +182,7 @@ row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
 row(
     "take-after-the-answer",
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
-    seen("leases-lost", 224, "leases", "liveness", "epochs last", "once"),
+    seen("leases-lost", 10, "leases", "liveness", "epochs last", "once"),
 )
 # What some hosts have taken of a lease does not reach the others.
 row(
@@ -200,7 +200,7 @@ row(
 row(
     "forget-early-ends",
     put("scheduler.leases.table.early", breakages.Nothing()),
-    seen("leases", 4, "liveness", "credits"),
+    seen("leases", 33, "liveness", "credits"),
 )
 # An end is kept that is reported after the client has gone without telling of its launch.
 row(
@@ -305,7 +305,7 @@ row(
 row(
     "blame-all-for-a-crash-of-the-compiler",
     each("host.backend.compilers", breakages.crash_all_compilations),
-    seen("calm", 12, "oracle"),
+    seen("calm", 13, "oracle"),
 )
 # Hosts compute a task before the one in front of it; the results are the same.
 row(
