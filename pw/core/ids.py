@@ -8,7 +8,7 @@ in its upper bits. So an ownership check is a shift and a comparison, and no cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,6 +40,11 @@ def client_id(client: int, serial: int) -> int:
 def client_of(identifier: int) -> int:
     """The number of the client that made `identifier`."""
     return identifier >> _SERIAL_BITS
+
+
+def are_of(client: int, identifiers: Collection[int]) -> bool:
+    """Whether a client has made all of these; at least one is given."""
+    return client_of(min(identifiers)) == client == client_of(max(identifiers))
 
 
 def serial_of(identifier: int) -> int:

@@ -229,9 +229,8 @@ class GatewayClient:
     ) -> None:
         make = partial(self._make, buffered.make, kind, body, operation, reply)
         then: Callable[[], object] = make
-        if (
-            self._since_wait >= FEW
-        ):  # runs gather until the next turn, and hosts are woken less often
+        if self._since_wait >= FEW:
+            # Runs gather until the next turn, and hosts are woken less often.
             then = partial(self._loop.call_soon, make)
         self._since_wait += 1
         self.buffers.when_all_here(buffered.handles, then)

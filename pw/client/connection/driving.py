@@ -176,7 +176,7 @@ class Driver:
 
     def _may_borrow(self, now_s: float) -> bool:
         if self._borrower:
-            return self._borrower == threading.get_ident()
+            return self.is_mine()
         return (
             not self._is_closed and now_s >= self._not_before_s and now_s - self._left_s <= AWAY_S
         )
@@ -206,7 +206,7 @@ class Driver:
         """Begin to work; False if the loop is running."""
         if not self._lock.acquire(blocking=False):
             return False
-        if self._is_resting and self._borrower == threading.get_ident():
+        if self._is_resting and self.is_mine():
             return True
         self._lock.release()
         return False

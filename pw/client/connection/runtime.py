@@ -96,7 +96,7 @@ class Runtime:
         self._habits = Habits()
         self._waits = 0
         self._newest: tuple[int, Sequence[int]] = (0, ())
-        """The program and the results of the newest run of a thread that waits again and again."""
+        """The program and the results of the newest run."""
         self._ahead: tuple[int, int, Future[None]] | None = None
         """What was asked for together with the newest run, until a thread waits for it: its program, the
         array, and the future of its existence."""
@@ -174,7 +174,7 @@ class Runtime:
 
     def check_alive(self) -> None:
         """Raise Disconnected, or the error that ended the session, unless calls can still be made."""
-        if self._process is not _process:
+        if self.forked:
             raise Disconnected(
                 "this process was forked from one with a pw session; sessions do not survive a fork. "
                 "Call pw.connect() in the child"

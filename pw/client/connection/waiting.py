@@ -49,7 +49,7 @@ class Waiting(Future[T]):
         drive: Callable[[Future[Any]], None] | None = None,
     ) -> None:
         super().__init__()
-        self._condition.__class__ = _Condition
+        self._condition.__class__ = _Condition  # cheaper than another condition
         self._explain = explain
         self.about = about
         self._before = before

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import CONTROLLER, Address, arrays_in, client_of
+from pw.core.ids import CONTROLLER, Address, are_of, arrays_in
 from pw.devices.host.clients import Clients
 from pw.devices.host.installs import Installs
 from pw.devices.host.launch_order import LaunchOrder
@@ -172,7 +172,7 @@ class Leases(Part):
             and program.install == message.install
             and len(message.args) == len(program.body.inputs)
             and len(message.results) == len(program.body.outputs)
-            and client_of(min(named)) == client == client_of(max(named))
+            and are_of(client, named)
         )
 
     # --- closing -------------------------------------------------------------------------------------

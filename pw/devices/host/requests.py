@@ -14,7 +14,7 @@ import numpy as np
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ArgumentError, ErrorReport, NotOwner, ProtocolError
-from pw.core.ids import CONTROL, Address, client_of
+from pw.core.ids import CONTROL, Address, are_of
 from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.recorder import FETCHED
@@ -114,7 +114,7 @@ class Requests(Part):
         if client is None:
             self._fail(request, self.clients.refusal())
             return
-        if arrays and not client_of(min(arrays)) == client == client_of(max(arrays)):
+        if arrays and not are_of(client, arrays):
             error = NotOwner(
                 "an array of another client was asked for; have that client pass its value"
             )

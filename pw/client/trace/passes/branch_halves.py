@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.extend
 
-from pw.client.trace.graph import Literal
-from pw.client.trace.passes.branches import kept_apart
+from pw.client.trace.passes.branches import is_variable, kept_apart
 from pw.client.trace.passes.renamed import replaced, with_own_variables
 
 Var = jax.extend.core.Var
@@ -37,14 +37,14 @@ class _Both:
     own: list[Any]
     """Those of the backward half for its operands that are no residuals."""
 
-    @property
+    @cached_property
     def taken(self) -> set[Any]:
         """What the backward half uses and does not make itself."""
         atoms = [atom for equation in self.behind for atom in equation.invars]
         made = {variable for equation in self.behind for variable in equation.outvars}
         return _variables([*atoms, *self.returned]) - made
 
-    @property
+    @cached_property
     def residuals(self) -> list[Any]:
         """What the forward half makes for it."""
         taken = self.taken
@@ -92,7 +92,7 @@ def _rewritten(
         for number in range(len(forward.invars) - 1)
         if any(branch.arguments[number] in branch.taken for branch in both)
     ]
-    own = [atom for atom in backward.invars[1:] if isinstance(atom, Literal) or atom not in kept]
+    own = [atom for atom in backward.invars[1:] if not (is_variable(atom) and atom in kept)]
     first, second = [], []
     for at, branch in enumerate(both):
         empty, zeros = _empty([slot for n, more in enumerate(slots) if n != at for slot in more])
@@ -150,9 +150,7 @@ def _fewer_in(
     sources = dict(zip(forward.outvars, before.outvars, strict=True))
     operands = list(zip(backward.invars[1:], behind.invars, strict=True))
     again = {
-        variable: sources[atom]
-        for atom, variable in operands
-        if not isinstance(atom, Literal) and atom in kept
+        variable: sources[atom] for atom, variable in operands if is_variable(atom) and atom in kept
     }
     own = [variable for _, variable in operands if variable not in again]
     results = [sources[variable] for variable in forward.outvars if variable not in kept]
@@ -204,4 +202,4 @@ def _closed(like: Any, arguments: list[Any], equations: list[Any], results: list
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
+    return set(filter(is_variable, atoms))

@@ -31,4 +31,5 @@ def with_own_variables(jaxpr: Any) -> Any:
 
 
 def replaced(atom: Any, again: dict[Any, Any]) -> Any:
+    """Return what stands in the place of an operand now."""
     return atom if isinstance(atom, Literal) else again.get(atom, atom)
