@@ -13,7 +13,7 @@ from pw.core.ids import client_id
 from pw.sched.island.launch_states import LAUNCH, LaunchEvent, LaunchState, SegmentTask
 from pw.testing.sim.profiles import PROFILES
 from pw.testing.sim.runner import simulate
-from tests.sched.test_scheduler import Bench
+from tests.stages.scheduling import Bench
 
 FINAL = {LaunchState.ENDED, LaunchState.CANCELLED, LaunchState.LOST}
 QUEUED = {LaunchState.WAITING, LaunchState.ELIGIBLE, LaunchState.READY, LaunchState.REFUSED}

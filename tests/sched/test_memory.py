@@ -26,9 +26,9 @@ from pw.sched.island.memory import Claim, DeviceMemory
 from pw.sched.island.memory_report import counted, never_fits, no_room
 from pw.testing.sim.census import held
 from tests.core.test_lower import BINDINGS, programs
-from tests.sched.test_scheduler import Bench
 from tests.stages.actors import World
 from tests.stages.samples import examples, parts
+from tests.stages.scheduling import Bench
 from tests.stages.scripted import LARGE, SMALL, chain, copy, join, split
 
 DEVICE = DeviceAddress("h0", 0)

@@ -13,7 +13,7 @@ from pw.sched.island import window
 from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import ProportionalShare
 from pw.sched.island.window import Account, Stake
-from tests.sched.test_scheduler import Bench, runs_on
+from tests.stages.scheduling import Bench, runs_on
 
 
 class Island:

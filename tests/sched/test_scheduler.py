@@ -14,19 +14,19 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, client_id, executor_of, scheduler_of
 from pw.core.messages import copying
 from pw.core.messages.copying import unpacked
-from pw.core.programs.plan import Execute, HostPlan, HostSegment
-from pw.core.programs.program import Computation, Program
-from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
+from pw.core.programs.plan import HostPlan
+from pw.core.programs.program import Program
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.sched.island import window
 from pw.sched.island.install_queues import AT_ONCE
 from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.quarantine import STRIKES
-from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
 from pw.transport.links import codec
 from tests.stages.actors import FakeHost, World
 from tests.stages.samples import parts
+from tests.stages.scheduling import Bench, runs_on
 from tests.stages.scripted import LARGE, SMALL, Client, chain, copy, join, split
 from tests.stages.supervised import SupervisedHost
 
@@ -182,72 +182,6 @@ def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only(seeds: list[
 # --- one scheduler alone -----------------------------------------------------------------------------
 
 
-class Bench:
-    """One scheduler of island "i", and answers of its hosts when the test gives them."""
-
-    def __init__(self, policy: str = "fifo", hosts: tuple[str, ...] = ("h0", "h1")) -> None:
-        self.world = World()
-        self.address = scheduler_of("i")
-        self.scheduler: IslandScheduler = self.world.add(
-            self.address, lambda env: IslandScheduler(env, "i", POLICIES[policy]())
-        )
-        self.hosts = hosts
-        self.runs = 0
-        self.scanned = 0
-        self.known: list[msg.Launch] = []
-        self.tell(msg.IslandFormed("i", 1, hosts))
-
-    def tell(self, *messages: object, sender: Any = None) -> None:
-        for message in messages:
-            self.world.mailboxes["controller"].append(
-                (sender or self.address, self.address, message)
-            )
-        self.world.drain("controller")
-
-    def client(self, number: int, share: float = 1.0, priority: int = 0, *tenant: Any) -> None:
-        """Add a client, perhaps with its tenant and the tenant's share."""
-        self.tell(msg.AddClient(number, share, priority, *tenant))
-        body = Program("p", (Computation("f", b"", Placement(7, ()), (), ()),), (), (), ())
-        self.tell(msg.InstallProgram(client_id(number, 1), body, (), ()))
-
-    def submission(self, client: int, depends: tuple[int, ...] = (), **how: Any) -> msg.Submit:
-        self.runs += 1
-        producers = tuple(("j", producer) for producer in depends)
-        return msg.Submit(
-            client_id(client, 1000 + self.runs),
-            client_id(client, 1),
-            (7,),
-            (how.get("hosts", self.hosts),),
-            (how.get("reporters", 1),),
-            (producers,),
-            (),
-            (),
-            ((),),
-            how.get("awaits", ()),
-        )
-
-    def launches(self) -> list[msg.Launch]:
-        """All launches so far on host h0, which is in every gang."""
-        new = self.world.sent[self.scanned :]
-        self.scanned = len(self.world.sent)
-        first = executor_of("h0")
-        self.known += [m for _, to, m in new if to == first and isinstance(m, msg.Launch)]
-        return self.known
-
-    def owners(self) -> list[int]:
-        return [launch.run >> 40 for launch in self.launches()]
-
-    def end(self, launch: msg.Launch, device_time_us: int = 100, host: str = "h0") -> None:
-        finished = (msg.Finished(launch.sequence, device_time_us),)
-        self.tell(msg.Progress(launch.epoch, finished), sender=executor_of(host))
-
-    def measure(self, *clients: int) -> None:
-        """One run of each of these clients ends, so that the device time of its program is known."""
-        for client in clients:
-            self.tell(self.submission(client))
-            self.end(self.launches()[-1])
-
-
 def test_a_consumer_waits_for_the_launch_of_its_producers_but_not_for_their_end() -> None:
     bench = Bench()
     bench.client(1)
@@ -293,18 +227,6 @@ def test_the_window_bounds_what_is_launched() -> None:
     for launch in contended.launches()[2:]:
         contended.end(launch, 50_000)
     assert 2 <= contended.scheduler.launched < window.CONTENDED_SEGMENTS, "time counts, too"
-
-
-def runs_on(bench: Bench, client: int, *at: int, share: float = 1.0, priority: int = 0) -> None:
-    """The client's program, on some of the two devices of each of two hosts."""
-    devices = tuple(DeviceAddress(f"h{number // 2}", number % 2) for number in range(4))
-    binding = Binding.of(7, "i", devices)
-    body = Program("p", (Computation("f", b"", Placement(7, at), (), ()),), (), (), ())
-    hosts = dict.fromkeys(devices[number].host for number in at)
-    does = (HostSegment(7, (Execute(0, (), (), ()),)),)
-    plans = tuple(HostPlan(host, does, (), (), (binding,)) for host in hosts)
-    bench.tell(msg.AddClient(client, share, priority))
-    bench.tell(msg.InstallProgram(client_id(client, 1), body, plans, ()))
 
 
 def test_long_runs_do_not_delay_clients_on_other_devices() -> None:

@@ -14,8 +14,8 @@ from pw.sched.island.launching import AROUND_S, TIMER_S
 from pw.sched.island.policy import AGE_S
 from pw.sched.island.think_time import KEPT_S, KEPT_SHARE, KEPT_TIMES
 from pw.sched.island.window import CONTENDED_TIME_US
-from tests.sched.test_scheduler import Bench, runs_on
 from tests.stages.samples import diagonal
+from tests.stages.scheduling import Bench, runs_on
 
 
 @dataclass

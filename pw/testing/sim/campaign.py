@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections import Counter
@@ -79,5 +80,7 @@ def _outcomes(seeds: Iterable[int], profile: Profile, jobs: int, digest: bool) -
     if jobs <= 1:
         yield from map(one, seeds)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    # What is imported is left out of the collections of the seeds.
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawned, initializer=gc.freeze) as pool:
         yield from pool.map(one, seeds, chunksize=4)

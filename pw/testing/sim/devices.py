@@ -92,6 +92,9 @@ class SimBackend:
         self._running = False
         self._pump_planned = False
         self._pumping = False
+        self._quick = node.world.streams(f"quick/{node.name}")
+        self.in_turn = False
+        """What is submitted now is computed at once, before `submit` returns."""
         self.compilers = Compilers(node, self._random, self._awake, self.answer)
 
     # --- what actors ask for -------------------------------------------------------------------------
@@ -154,6 +157,7 @@ class SimBackend:
     def submit(self, batch: Sequence[ops.Op]) -> None:
         """Run what computes after all that was submitted before; the rest at once."""
         asked: list[ops.Watch | ops.Read] = []
+        is_alone = self.idle and not self._pump_planned
         for op in batch:
             if isinstance(op, ops.Build):
                 self._build(op)
@@ -163,7 +167,23 @@ class SimBackend:
                 self._queue.append(op)
         for question in asked:
             self._look(question)
+        if is_alone and self._queue and self._takes_no_time(self._queue[0]):
+            self.in_turn = True
+            self._pump()
+            self.in_turn = False
         self._plan_pump()
+
+    def _takes_no_time(self, op: ops.Op) -> bool:
+        """Whether the loop computes this op itself (see `pw.devices.jax.execution`); decided anew for each."""
+        if not isinstance(op, ops.Execute):
+            return False
+        installed = self.programs.get(op.key)
+        return (
+            installed is not None
+            and len(installed.layout.hosts) == 1
+            and installed.lasts_s is None
+            and self._quick.random() < self._world.profile.quick
+        )
 
     def is_there(self, value: Value) -> bool:
         """Whether a value is made, without an error."""
@@ -257,6 +277,8 @@ class SimBackend:
         queue = self._queue
         while queue and not self._running and not self.closed:
             op = queue[0]
+            if self.in_turn and isinstance(op, ops.RunFunction):
+                return
             if isinstance(op, ops.Execute):
                 if any(self._is_building(arg) for arg in op.args):
                     return

@@ -157,7 +157,10 @@ class Gangs:
             words = world.ledger.failure(first.name)
             failure = ErrorReport.of(ComputationFailed(words), host)
         slowness = max(member.backend.node.slowness for member in members)
-        if first.lasts_s is not None:
+        in_turn = members[0].backend.in_turn and len(members) == 1
+        if in_turn:
+            delay_s = 0.0
+        elif first.lasts_s is not None:
             delay_s = first.lasts_s * slowness
         else:
             delay_s = COMPUTE_S * slowness * self._random.expovariate(1.0)
@@ -177,6 +180,9 @@ class Gangs:
                 cut(whole, place, member.backend.host)
                 for whole, place in zip(shared, first.layout.outputs, strict=False)
             ]
+            if in_turn:
+                member.backend.executed(member.op, failure, results)
+                continue
             spread_s = 1e-5 * self._random.random() * member.backend.node.slowness
             world.after(delay_s + spread_s, member.backend.executed, member.op, failure, results)
 

@@ -171,6 +171,13 @@ class Oracle:
             return f"array {array:x} ({spec.dtype}{list(spec.shape)}) has a wrong value"
         return None
 
+    def check_ready(self, array: int) -> str | None:
+        """Return the error of a wait that has ended without one, or None if it is right."""
+        truth = self.arrays[array]
+        if truth.data is None:
+            return f"array {array:x} is said to be ready, but can only be {sorted(truth.kinds)}"
+        return None
+
     def check_error(self, array: int, error: BaseException, *, held: bool = True) -> str | None:
         """Return the violation if no program asks for this error and no fault excuses it, else None.
 

@@ -82,6 +82,9 @@ class Profile:
     """For each act of a client, the probability that it runs a program of which only some rows travel."""
     loops: float = 0.06
     """For each act of a client, the probability that it begins a loop that waits for each result."""
+    quick: float = 0.0
+    """For each computation on one host with nothing before it, the probability that its host computes it in
+    the turn in which it is launched."""
     timelines: float = 0.0
     """For each act of a client, the probability that it records a timeline."""
     branches: float = 0.15
@@ -125,6 +128,7 @@ _NO_FAULTS = (
     "streams",
     "cuts",
     "loops",
+    "quick",
     "timelines",
     "branches",
     "ragged",
@@ -252,8 +256,16 @@ PROFILES = {
             timelines=0.1,
             **(_NETWORK | _LOSSES),
         ),
-        Profile("leases", clients=2, runs=60, loops=0.3, latency_spike=0.01),
-        Profile("leases-lost", span_s=20.0, clients=2, runs=60, loops=0.3, **(_NETWORK | _LOSSES)),
+        Profile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
+        Profile(
+            "leases-lost",
+            span_s=20.0,
+            clients=2,
+            runs=60,
+            loops=0.3,
+            quick=0.3,
+            **(_NETWORK | _LOSSES),
+        ),
         Profile("branches", branches=0.8),
         Profile("reads", branches=0.8, read_failure=0.02),
         Profile(
@@ -263,6 +275,6 @@ PROFILES = {
             device_memory_bytes=256 << 10,
             **(_NETWORK | _LOSSES),
         ),
-        Profile("chaos", span_s=20.0, **(_NETWORK | _LOSSES)),
+        Profile("chaos", span_s=20.0, quick=0.2, **(_NETWORK | _LOSSES)),
     )
 }

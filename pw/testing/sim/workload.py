@@ -339,6 +339,8 @@ class SimClient(Life):
             wrong = [self._check_error(array, error) for array in chosen]
             if all(wrong):
                 raise Violation("oracle", f"{self.name}: {wrong[0]}")
+        elif wrong := [said for array in chosen if (said := self.oracle.check_ready(array))]:
+            raise Violation("oracle", f"{self.name}: {wrong[0]}")
         self.world.checked["oracle"] += 1
 
     def _checkpoint(self) -> None:

@@ -208,6 +208,12 @@ row(
     forget("scheduler.leases.table.may_be_told_of", answer=True),
     seen("clients", 6000531, "census"),
 )
+# What was asked for with a launch is said to be ready without a look.
+row(
+    "ready-without-a-look",
+    forget("host.backend.is_there", True),
+    seen("leases", 12, "oracle"),
+)
 # A host drops an array before a leased launch that reads it.
 row(
     "discard-before-leased-launches",

@@ -1,0 +1,70 @@
+"""How a scheduler ends a lease when the holder has lost its link to a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pw.core import messages as msg
+from pw.core.ids import client_id, executor_of
+from tests.stages.scheduling import Bench, runs_on
+
+HOLDER = 1
+
+
+def lent() -> Bench:
+    """Hosts h0 and h1, lent to a client."""
+    bench = Bench()
+    runs_on(bench, HOLDER, 0, 2, node="user")
+    for host in bench.hosts:
+        installed = msg.Installed(1, client_id(HOLDER, 1), None)
+        bench.tell(installed, sender=executor_of(host))
+    for _ in range(9):
+        bench.tell(bench.submission(HOLDER, is_whole=True))
+        bench.end(bench.launches()[-1])
+    assert len(sent(bench, msg.Lend)) == 2
+    return bench
+
+
+def sent(bench: Bench, kind: type[Any]) -> list[tuple[str, Any]]:
+    """All messages of a kind, with their hosts."""
+    return [(to.node, message) for _, to, message in bench.world.sent if isinstance(message, kind)]
+
+
+def launched(bench: Bench) -> msg.LeasedLaunch:
+    """The holder launches a run, and tells of it; returns what it sends to h0."""
+    (lease,) = {message.lease for _, message in sent(bench, msg.Lend)}
+    submit = bench.submission(HOLDER, is_whole=True)
+    bench.tell(msg.SubmitLeased(submit, lease, 0))
+    steps = msg.steps_of(submit, "h0")
+    return msg.LeasedLaunch(1, lease, 0, submit.run, submit.program, 0, steps, (), ())
+
+
+def closed(bench: Bench, host: str, lease: int, taken: int, *launches: msg.LeasedLaunch) -> None:
+    bench.tell(msg.LeaseClosed(1, lease, taken, launches), sender=executor_of(host))
+
+
+def test_a_launch_that_was_lost_with_the_link_reaches_its_host() -> None:
+    bench = lent()
+    launch = launched(bench)
+    bench.tell(msg.HolderCutOff(HOLDER, "h1"))
+    assert {host for host, _ in sent(bench, msg.CloseLease)} == {"h0", "h1"}
+    closed(bench, "h0", launch.lease, 1)
+    closed(bench, "h1", launch.lease, 0)
+    ((host, passed_on),) = sent(bench, msg.LeasedLaunch)
+    assert (host, passed_on.run) == ("h1", launch.run)
+    assert {host for host, _ in sent(bench, msg.EndLease)} == {"h0", "h1"}
+
+
+def test_a_launch_that_no_host_has_told_of_reaches_all() -> None:
+    bench = lent()
+    launch = launched(bench)
+    bench.tell(msg.HolderCutOff(HOLDER, "h0"), msg.HolderCutOff(HOLDER, "h1"))
+    closed(bench, "h0", launch.lease, 0)
+    closed(bench, "h1", launch.lease, 0)
+    assert sorted(host for host, _ in sent(bench, msg.LeasedLaunch)) == ["h0", "h1"]
+
+
+def test_others_that_are_cut_off_end_no_lease() -> None:
+    bench = lent()
+    bench.tell(msg.HolderCutOff(HOLDER + 1, "h0"), msg.HolderCutOff(HOLDER, "h2"))
+    assert not sent(bench, msg.CloseLease)
