@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pw.core.errors import TransferFailed
+
 
 class HostBuffers:
     """The host buffers of one client by their handles; used on one event loop."""
@@ -19,6 +21,8 @@ class HostBuffers:
         self._buffers: dict[int, asyncio.Future[Any]] = {}
         self._lookups: dict[int, list[Callable[[asyncio.Future[Any]], None]]] = {}
         """What is called at once when a buffer is settled."""
+        self._coming: set[int] = set()
+        """Buffers whose bytes the client has begun to send."""
         self._error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -31,6 +35,10 @@ class HostBuffers:
             if self._error is not None:
                 _fail(future, self._error)
         return future
+
+    def begin(self, handle: int) -> None:
+        """The client begins to send a buffer; `put` or `fail` follows."""
+        self._coming.add(handle)
 
     def put(self, handle: int, data: Any) -> None:
         """Settle a buffer with its bytes."""
@@ -46,7 +54,16 @@ class HostBuffers:
             _fail(future, error)
             self._tell(handle, future)
 
+    def fail_missing(self, handles: Sequence[int]) -> None:
+        """Fail those of these buffers that the client, which opens no more streams, has not begun to send."""
+        for handle in handles:
+            if handle not in self._coming:
+                self.fail(
+                    handle, TransferFailed("the client left without sending this host buffer")
+                )
+
     def _tell(self, handle: int, future: asyncio.Future[Any]) -> None:
+        self._coming.discard(handle)
         for call in self._lookups.pop(handle, ()):
             call(future)
 
@@ -83,9 +100,11 @@ class HostBuffers:
         return bool(self._lookups)
 
     def drop(self, handle: int) -> None:
-        """Forget a buffer."""
-        self._buffers.pop(handle, None)
-        self._lookups.pop(handle, None)
+        """Forget a buffer; what waits for it fails."""
+        if handle in self._lookups:
+            self.fail(handle, TransferFailed("the client has deleted this host buffer"))
+        else:
+            self._buffers.pop(handle, None)
 
     def close(self, error: BaseException) -> None:
         """Fail all buffers whose bytes are not here."""

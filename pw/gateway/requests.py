@@ -131,6 +131,8 @@ class GatewayClient:
         self._waiting: deque[Any] = deque()
         """Requests behind one that waits; `_is_busy` then."""
         self._is_busy = False
+        self._wanted: Sequence[int] = ()
+        """Host buffers that the request at work waits for."""
         self._since_wait = 0
         """How many requests have waited for host buffers since the script last waited."""
         self._left: Callable[[], object] | None = None
@@ -233,7 +235,10 @@ class GatewayClient:
             # Runs gather until the next turn, and hosts are woken less often.
             then = partial(self._loop.call_soon, make)
         self._since_wait += 1
-        self.buffers.when_all_here(buffered.handles, then)
+        self._wanted = buffered.handles
+        if self._left is not None:
+            self.buffers.fail_missing(self._wanted)
+        self.buffers.when_all_here(self._wanted, then)
 
     def _make(
         self, make: Callable[[], None], kind: str, body: Any, operation: int, reply: Any
@@ -249,7 +254,7 @@ class GatewayClient:
 
     def _resume(self) -> None:
         """Handle the requests behind one that has waited."""
-        self._is_busy = False
+        self._is_busy, self._wanted = False, ()
         while self._waiting and not self._is_busy:
             self._handle(self._waiting.popleft())
         if self._left is not None and not self._is_busy:
@@ -318,6 +323,7 @@ class GatewayClient:
         """Call `then` when the requests that have come are handled: the client sends no more."""
         if self._is_busy:
             self._left = then
+            self.buffers.fail_missing(self._wanted)
         else:
             then()
 

@@ -308,6 +308,7 @@ class _Store(rpc.RpcCall):
                 return
             whole: Any = self._data
             self._whole = memoryview(whole)
+            self._client.buffers.begin(self._handle)
 
     def _fail(self, words: str, code: int = rpc.RESOURCE_EXHAUSTED) -> None:
         if self._client is not None:

@@ -22,8 +22,6 @@ from tests.stages.gateway_stage import Stage
 
 pytestmark = pytest.mark.processes
 
-RNG = random.Random(7)
-
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
@@ -74,7 +72,7 @@ GARBAGE = {
     "a window of three bytes": lambda wire: wire.frame(8, 0, 0, b"abc"),
     "a pushed stream": lambda wire: wire.frame(5, 4, 2, b"\x00" * 8),
     "more padding than bytes": lambda wire: wire.frame(1, 4 | 8, 1, b"\x09ab"),
-    "noise": lambda wire: wire.raw(RNG.randbytes(4096)),
+    "noise": lambda wire: wire.raw(random.Random(7).randbytes(4096)),
 }
 
 
@@ -187,12 +185,13 @@ def test_requests_with_impossible_contents_are_refused(talker: Talker) -> None:
 
 def test_random_requests_are_answered_or_end_the_session(stage: Stage, neighbour: None) -> None:
     """Fields of real requests with random bytes: the session ends, or all requests are answered."""
+    rng = random.Random(7)
     for _ in range(12):
         with Talker(stage.address) as talker:
             request = bytearray(talker.array_request(1, 2, 10).SerializeToString())
             store(talker, 1, numbers(10))
             for _ in range(3):
-                request[RNG.randrange(len(request))] = RNG.randrange(256)
+                request[rng.randrange(len(request))] = rng.randrange(256)
             talker.message(talker.stream, bytes(request))
             last = talker.request("check_future_request")
             talker.message(talker.stream, last.SerializeToString(), last=True)
@@ -231,6 +230,38 @@ def test_a_host_buffer_of_the_wrong_size_is_the_error_of_its_array(
     assert (code, words in said) == ("15", True)
     assert words in talker.reply(operation).response_metadata.status.message
     assert words in talker.refusal("check_value_ready_request", value_handles=[2])[1]
+    put(talker, array=3)  # the session goes on
+
+
+def test_a_client_that_leaves_without_a_host_buffer_has_its_requests_failed(stage: Stage) -> None:
+    """The bytes of one are on their way when it leaves; nobody sends those of two others."""
+    with Talker(stage.address) as talker:
+        stream = talker.store(8, 40)
+        operations = [
+            talker.send(talker.array_request(buffer=buffer, array=buffer, size=10))
+            for buffer in (8, 9, 10)
+        ]
+        talker.frame(0, 1, talker.stream, b"")
+        talker.chunk(stream, numbers(10).tobytes(), last=True)
+        sent, *missing = [talker.reply(one).response_metadata.status for one in operations]
+        assert sent.code == 0
+        for status in missing:
+            assert status.code == CODES["UNAVAILABLE"]
+            assert "the client left without sending this host buffer" in status.message
+        assert talker.ending(talker.stream) == ("0", "")
+    stage.until_alone()
+
+
+def test_a_request_for_a_host_buffer_that_is_deleted_fails(talker: Talker) -> None:
+    operation = talker.send(talker.array_request(buffer=8, array=2, size=10))
+    deleted = protos.message(PROXY + "GrpcHostBufferDeleteRequest")(
+        session_id=talker.session, handle=8
+    )
+    stream = talker.open("HostBufferDelete")
+    talker.message(stream, deleted.SerializeToString(), last=True)
+    status = talker.reply(operation).response_metadata.status
+    assert status.code == CODES["UNAVAILABLE"]
+    assert "the client has deleted this host buffer" in status.message
     put(talker, array=3)  # the session goes on
 
 
