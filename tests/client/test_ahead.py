@@ -17,44 +17,17 @@ import pytest
 import pw
 from pw.client.connection import run_credits
 from pw.client.connection.runtime import Runtime
-from pw.client.session.thread_messages import Close, Open, Put, Tell, resolve
 from pw.core.errors import Disconnected
-from pw.core.messages import Attached, Run
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
-from tests.stages.local_runtime import QuietThread
+from tests.stages.scripted_thread import CREDITS, Scripted
 from tests.stages.stage import BOUND_S, held, mesh_on
 
 SIZE = 10_000
 FEW = 3
 """Inputs under way that are too many."""
-CREDITS = 8
 SPEC = ArraySpec((SIZE,), "uint8", Sharding((), ()), Placement(1, (0,)))
-
-
-class Scripted(QuietThread):
-    """A session that gives no credits back."""
-
-    address = endpoint = None
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.notes: list[object] = []
-
-    def post(self, note: object) -> None:
-        self.notes.append(note)
-        if isinstance(note, Open):
-            resolve(note.attached, Attached(1, b"", CREDITS, ()))
-        elif isinstance(note, Close):
-            resolve(note.closed, ())
-
-    @property
-    def puts(self) -> int:
-        return sum(isinstance(note, Put) for note in self.notes)
-
-    @property
-    def runs(self) -> int:
-        return sum(isinstance(note, Tell) and isinstance(note.message, Run) for note in self.notes)
 
 
 class Loop:

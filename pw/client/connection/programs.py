@@ -9,7 +9,6 @@ from pw.core.compact import Compact
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES, Artifact, RegisterProgram
 from pw.core.programs.program import Program
-from pw.core.sharding import ArraySpec
 from pw.transport.links import codec
 
 MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
@@ -25,8 +24,6 @@ class Programs:
         self._needs: dict[int, tuple[bytes, ...]] = {}
         self._bodies: dict[int, Compact[Program]] = {}
         self._with_effects: set[int] = set()
-        self.awaited: dict[int, tuple[int, ArraySpec]] = {}
-        """The result of each program that a thread has waited for right after a run: position and spec."""
         self._released: deque[int] = deque()
         self.release = self._released.append
         """Takes a program to be released with the next tick; callable from `__del__`."""
@@ -65,7 +62,6 @@ class Programs:
             program = self._released.popleft()
             self._bodies.pop(program, None)
             self._with_effects.discard(program)
-            self.awaited.pop(program, None)
             for digest in self._needs.pop(program, ()):
                 self.artifacts[digest] -= 1
                 if not self.artifacts[digest]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Set
+from itertools import islice
 
 AHEAD_BYTES = 1 << 30
 """Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
 It has room for some large batches, so that hosts receive the next one while they compute."""
+RECENT = 8
+"""A result of an older run is not known by its program: a thread seldom waits for it."""
 CALLS_NAMED = 1024
 """How many of the newest runs keep their names: more than may be in flight."""
 
@@ -37,15 +40,15 @@ class RunCredits:
         self._inputs: deque[tuple[int, int]] = deque()
         """For each upload, the number of the run that needs it, and its size in bytes."""
         self.inputs_bytes = 0
-        self._calls: deque[tuple[int, int, str, bool]] = deque(maxlen=CALLS_NAMED)
-        """Of each of the newest runs: number, count of results, name of the program, whether it has effects."""
+        self._calls: deque[tuple[int, int, int, str, bool]] = deque(maxlen=CALLS_NAMED)
+        """Of each of the newest runs: number, count of results, program, its name, whether it has effects."""
 
-    def started(self, run: int, results: int, name: str, has_effects: bool = False) -> None:
+    def started(self, run: int, results: int, program: int, name: str, has_effects: bool) -> None:
         """Count a run that was sent."""
         self.sent += 1
         if has_effects:
             self._effects = self.sent
-        self._calls.append((run, results, name, has_effects))
+        self._calls.append((run, results, program, name, has_effects))
 
     def ended(self, count: int) -> None:
         """Count runs that have ended; wake waiting calls."""
@@ -86,7 +89,7 @@ class RunCredits:
 
     def with_effects(self, runs: Collection[int]) -> dict[int, str]:
         """Return those of these runs that call Python functions, with the names of their programs."""
-        return {run: name for run, _, name, effects in self._calls if effects and run in runs}
+        return {run: name for run, _, _, name, effects in self._calls if effects and run in runs}
 
     def has_room(self) -> bool:
         """Whether another upload may be sent. Assumes that runs end in the order of their calls."""
@@ -100,11 +103,24 @@ class RunCredits:
         run, results, *_ = self._calls[-1] if self._calls else (0, 0)
         return run - results <= array < run
 
+    def place(self, array: int) -> tuple[int, int] | None:
+        """Return the program and the position of a result of its newest run; None for other arrays.
+
+        One of the `RECENT` newest runs makes it, and calls no Python functions.
+        """
+        newer = set()
+        for run, results, program, _, has_effects in islice(reversed(self._calls), RECENT):
+            position = array - (run - results)
+            if 0 <= position < results:
+                return None if has_effects or program in newer else (program, position)
+            newer.add(program)
+        return None
+
     def makers(self, arrays: Set[int]) -> list[str]:
         """Return the names of the programs that make these arrays, if they are among the newest runs."""
         found = (
             name
-            for run, results, name, _ in list(self._calls)
+            for run, results, _, name, _ in list(self._calls)
             if any(array in arrays for array in range(run - results, run))
         )
         return list(dict.fromkeys(filter(None, found)))

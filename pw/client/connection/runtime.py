@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,15 @@ DRIVEN_BYTES = 1 << 16
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
+@dataclass(slots=True)
+class _Awaited:
+    position: int
+    """Among the results of its program."""
+    spec: ArraySpec
+    array: int = 0
+    """The result of the newest run, if it was asked for with the run."""
+
+
 class Runtime:
     """One session with a cluster."""
 
@@ -95,11 +105,10 @@ class Runtime:
         """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
         self._habits = Habits()
         self._waits = 0
-        self._newest: tuple[int, Sequence[int]] = (0, ())
-        """The program and the results of the newest run."""
-        self._ahead: tuple[int, int, Future[None]] | None = None
-        """What was asked for together with the newest run, until a thread waits for it: its program, the
-        array, and the future of its existence."""
+        self._awaited: dict[int, _Awaited] = {}
+        """The result of each program's newest run that a thread has waited for."""
+        self._ahead: dict[int, Future[None]] = {}
+        """Of results that were asked for with their runs, until a thread waits for them."""
         self._released: deque[int] = deque()
         self._released_bytes = 0  # approximate: several threads may change it at once
         self._closing: Error | None = None  # why no calls can be made any more
@@ -245,6 +254,8 @@ class Runtime:
             self._delete_released()
         with self._lock:
             for program in self.programs.forget_released():
+                if (known := self._awaited.pop(program, None)) is not None:
+                    self._ahead.pop(known.array, None)
                 self._tell(msg.ReleaseProgram(program))
 
     def stats(self) -> dict[str, dict[str, int]]:
@@ -341,28 +352,22 @@ class Runtime:
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             *made, run = self._ids(results + 1)
-            then = None
-            self._newest = (program, made)
-            if self._ahead is not None or program in programs.awaited:
-                then = self._asked_ahead(program, made)
+            then = self._ask_ahead(program, made) if program in self._awaited else None
             self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
-            self._run_credits.started(run, results, name, has_effects)
+            self._run_credits.started(run, results, program, name, has_effects)
             for sent_s in self.noted_in:
                 sent_s[run] = time.monotonic()
             return made
 
-    def _asked_ahead(self, program: int, made: Sequence[int]) -> Await | None:
-        """Ask for a result together with its run, if a thread has waited for that result of the last run."""
-        awaited = self.programs.awaited
-        if self._ahead is not None:  # asked in vain
-            awaited.pop(self._ahead[0], None)
-            self._ahead = None
-        if (known := awaited.get(program)) is None:
+    def _ask_ahead(self, program: int, made: Sequence[int]) -> Await | None:
+        """Ask for a result together with its run, as a thread has waited for that result of the last run."""
+        known = self._awaited[program]
+        if self._ahead.pop(known.array, None) is not None:  # no thread has waited for it
+            del self._awaited[program]
             return None
-        position, spec = known
-        wanted = ((made[position], spec),)
-        future = self._future_of(wanted)
-        self._ahead = (program, made[position], future)
+        known.array = made[known.position]
+        wanted = ((known.array, known.spec),)
+        future = self._ahead[known.array] = self._future_of(wanted)
         return Await(wanted, future)
 
     def has_credit(self) -> bool:
@@ -445,14 +450,16 @@ class Runtime:
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
         """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
-        ahead = self._ahead
-        if ahead is not None and len(wanted) == 1 and wanted[0][0] == ahead[1]:
-            self._ahead = None
-            if not ahead[2].done() or ahead[2].exception() is None:
-                return ahead[2]
-        program, made = self._newest
-        if len(wanted) == 1 and wanted[0][0] in made and not self.programs.has_effects(program):
-            self.programs.awaited[program] = (wanted[0][0] - made[0], wanted[0][1])
+        if len(wanted) == 1:
+            array, spec = wanted[0]
+            ahead = self._ahead.pop(array, None)
+            if ahead is not None and not (ahead.done() and ahead.exception()):
+                return ahead
+            with self._lock:
+                if (place := self._run_credits.place(array)) is not None:
+                    known = self._awaited.get(place[0])
+                    if known is None or known.array not in self._ahead:
+                        self._awaited[place[0]] = _Awaited(place[1], spec)
         future = self._future_of(wanted)
         self._post(Await(wanted, future))
         return future
