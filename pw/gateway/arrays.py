@@ -46,8 +46,6 @@ class Habits:
     def __init__(self, small: Iterable[int] = ()) -> None:
         self.read: set[int] = set()
         """Those of the last run that the script has read; of the next run they are fetched before it asks."""
-        self.awaited: set[int] = set()
-        """Those of the last run that it has waited for; of the next run they are awaited before it asks."""
         self.has_waited = False
         """It has read one of the last run, or waited for one, before the next run."""
         self._small = set(small)
@@ -57,11 +55,6 @@ class Habits:
         self.has_waited = True
         if position in self._small:
             self.read.add(position)
-
-    def awaits(self, position: int) -> None:
-        """Remember that the script has waited for this result."""
-        self.has_waited = True
-        self.awaited.add(position)
 
     def donates(self, position: int) -> None:
         """Fetch this result no more before the script asks: what a fetch reads cannot be donated."""
@@ -80,9 +73,7 @@ class Stored:
         "number",
         "origin",
         "reads",
-        "ready",
         "spec",
-        "was_awaited",
         "was_read",
     )
 
@@ -96,11 +87,9 @@ class Stored:
         """Fetches in flight."""
         self.origin: tuple[Habits, int] | None = None
         """What the script does with results of its executable, and its position among them."""
-        self.was_read = self.was_awaited = False
+        self.was_read = False
         self.ahead: Future[Any] | None = None
         """The fetch of its first shard that began before the script asked."""
-        self.ready: Future[None] | None = None
-        """The wait for it that began before the script asked."""
 
     def is_read(self) -> None:
         """Remember that the script reads this result of its executable."""
@@ -110,11 +99,9 @@ class Stored:
             habits.reads(position)
 
     def is_awaited(self) -> None:
-        """Remember that the script waits for this result of its executable."""
-        self.was_awaited = True
+        """Remember that the script waits for a result of its executable."""
         if self.origin is not None:
-            habits, position = self.origin
-            habits.awaits(position)
+            self.origin[0].has_waited = True
 
     def is_donated(self) -> None:
         """Remember that the script donates this result of its executable."""
@@ -127,8 +114,6 @@ class Stored:
             habits, position = self.origin
             if self.ahead is not None and not self.was_read:
                 habits.read.discard(position)  # it was fetched in vain
-            if not self.was_awaited:
-                habits.awaited.discard(position)
         self._runtime.release(self.number, self.spec.size_bytes)
 
     @property

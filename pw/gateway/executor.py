@@ -170,8 +170,6 @@ class Executor:
             self._runs.fetch_ahead(stored[at])
         if habits.has_waited:  # it is about to wait again: the run goes before other requests
             habits.has_waited = False
-            for at in tuple(habits.awaited):
-                self._runs.wait_ahead(stored[at])
             self._runs.hurry()
         if made.calls_back:
             made.last = tuple(stored)

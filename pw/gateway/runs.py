@@ -262,10 +262,6 @@ class Runs:
         """Begin to fetch the first shard of a result before the script asks."""
         stored.ahead = self._fetch(stored, 0)
 
-    def wait_ahead(self, stored: Stored) -> None:
-        """Begin to wait for a result before the script asks."""
-        stored.ready = self.runtime.wait([(stored.number, stored.spec)])
-
     def hurry(self) -> None:
         """Send what the session has been asked for at once: the script waits for it."""
         self.runtime.thread.hurry()
@@ -291,11 +287,7 @@ class Runs:
             array.check()
             wanted += [root.stored for root in array.roots() if root.stored is not None]
         if len(wanted) == 1:
-            (stored,) = wanted
-            stored.is_awaited()
-            begun, stored.ready = stored.ready, None
-            if begun is not None and not (begun.done() and begun.exception()):
-                return None if begun.done() else begun
+            wanted[0].is_awaited()
         return self.runtime.wait([(one.number, one.spec) for one in wanted]) if wanted else None
 
     def close(self) -> None:
