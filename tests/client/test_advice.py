@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.connection import runtime
+from pw.client.connection import results, runtime
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.display import advice
 from pw.display.advice import CALLS, LARGE_BYTES, TIMES, WAITS, Habits, Line, user_line
@@ -179,6 +179,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PW_ADVICE", raising=False)
     for module in (advice, runtime):
         monkeypatch.setattr(module, "CALLS", 8)
+    for module in (advice, results):
         monkeypatch.setattr(module, "WAITS", 4)
     monkeypatch.setattr(advice, "SHORT_S", 10.0)
     monkeypatch.setattr(advice, "STEP_S", 10.0)

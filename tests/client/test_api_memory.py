@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.connection import runtime, threads
+from pw.client.connection import released, threads
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
 from tests.stages.stage import live, mesh_on, numbers, split, until_live
@@ -55,7 +55,7 @@ def test_large_arrays_are_deleted_by_the_next_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threads, "TICK_S", 3600.0)
     with InProcessCluster(islands=2, devices_per_island=2):
         here, there = split(mesh_on(0)), split(mesh_on(1))
-        x = pw.put(np.zeros(runtime.RELEASED_BYTES + 2, np.uint8), sharding=here)
+        x = pw.put(np.zeros(released.KEPT_BYTES + 2, np.uint8), sharding=here)
         base = live()
         for _ in range(5):
             pw.put(x, sharding=there).block_until_ready()

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.connection import runtime
+from pw.client.connection import released
 from tests.stages.samples import some
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -185,7 +185,7 @@ def test_checkpoints_on_disk(mesh: pw.Mesh, tmp_path: Path) -> None:
 def test_what_moves_for_a_checkpoint_lives_until_it_is_written(
     mesh: pw.Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "RELEASES_KEPT", 0)  # each call deletes what has no handle
+    monkeypatch.setattr(released, "KEPT", 0)  # each call deletes what has no handle
     split = pw.NamedSharding(mesh, P("island"))
     arrays = [pw.put(rows(step), sharding=split) for step in range(3)]
     pw.checkpoint(arrays, path=tmp_path / "split").result(60)

@@ -12,10 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,19 +22,19 @@ import numpy as np
 from pw.client.connection.calls import Calls
 from pw.client.connection.handovers import Handovers
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
-from pw.client.connection.questions import Questions, counted
+from pw.client.connection.questions import Questions
+from pw.client.connection.released import Released
+from pw.client.connection.results import Results
 from pw.client.connection.run_credits import RunCredits
 from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
-from pw.client.connection.waiting import Fetching, Waiting
+from pw.client.connection.waiting import Waiting
 from pw.client.session.session import with_advice
 from pw.client.session.thread_messages import (
     Allocate,
-    Await,
     Close,
     Forget,
-    Get,
     Listen,
     Open,
     Put,
@@ -49,32 +47,16 @@ from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error,
 from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
-from pw.display.advice import CALLS, LARGE_BYTES, WAITS, Habits
+from pw.display.advice import CALLS, LARGE_BYTES, Habits
 from pw.display.live import About, patiently
 from pw.display.tables import html, link_to
 from pw.display.worker_output import WorkerOutput, is_wanted
 
-PARTS_COUNTED = 256
-"""The line of a wait for more arrays does not count the ready ones."""
 CONNECT_S = 30.0
 CLOSE_S = 30.0
 """How long `close` waits: a busy machine may take a while to settle thousands of notes."""
 RECONNECT_S = 60.0
-RELEASES_KEPT = 64
-RELEASED_BYTES = 16 << 20
-"""A call deletes more, or larger, released arrays before the next tick: hosts then reuse warm pages."""
-DRIVEN_BYTES = 1 << 16
-"""Values up to this size come in a message; a thread that waits for one may do the session's work."""
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
-
-
-@dataclass(slots=True)
-class _Awaited:
-    position: int
-    """Among the results of its program."""
-    spec: ArraySpec
-    array: int = 0
-    """The result of the newest run, if it was asked for with the run."""
 
 
 class Runtime:
@@ -92,8 +74,6 @@ class Runtime:
         name: str = "",
     ) -> None:
         self._output = WorkerOutput() if is_wanted(worker_output) else None
-        self._show_output = (lambda: None) if self._output is None else self._output.flush
-        """Shows the output of host functions that belongs before a result."""
         self._lock = threading.RLock()
         self._serial = 0
         self._run_credits = RunCredits(self._lock)
@@ -104,13 +84,8 @@ class Runtime:
         self.noted_in: tuple[dict[int, float], ...] = ()
         """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
         self._habits = Habits()
-        self._waits = 0
-        self._awaited: dict[int, _Awaited] = {}
-        """The result of each program's newest run that a thread has waited for."""
-        self._ahead: dict[int, Future[None]] = {}
-        """Of results that were asked for with their runs, until a thread waits for them."""
-        self._released: deque[int] = deque()
-        self._released_bytes = 0  # approximate: several threads may change it at once
+        self._released = Released(self.delete)
+        self.release = self._released.add
         self._closing: Error | None = None  # why no calls can be made any more
         self._ended: ErrorReport | None = None
         self._is_closed = False
@@ -119,6 +94,18 @@ class Runtime:
         self.thread = start(self)
         """Where the session's actors live."""
         self.ask = Questions(self._post, self.thread.address)
+        self._results = Results(
+            self._post,
+            self.thread,
+            self.ask,
+            self._run_credits,
+            self._lock,
+            self._habits,
+            (lambda: None) if self._output is None else self._output.flush,
+        )
+        self.wait = self._results.wait
+        self.fetch = self._results.fetch
+        self.fetch_shards = self._results.fetch_shards
         attached: Future[msg.Attached] = Waiting(
             about=lambda: About(f"an answer of the controller at {self.thread.address}")
         )
@@ -213,6 +200,7 @@ class Runtime:
             if self._closing is None:
                 self._closing = error or Disconnected(CLOSED)
             self._run_credits.close()
+            self._released.close()
             self.thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             failed = {one.run: one.error for one in closed.result(CLOSE_S)}
@@ -247,15 +235,14 @@ class Runtime:
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
                 self._run_credits.close()
+                self._released.close()
 
     def tick(self) -> None:
         """Release the arrays and programs without handles; called on the session's thread now and then."""
-        if self._released:
-            self._delete_released()
+        self._released.delete()
         with self._lock:
             for program in self.programs.forget_released():
-                if (known := self._awaited.pop(program, None)) is not None:
-                    self._ahead.pop(known.array, None)
+                self._results.forget(program)
                 self._tell(msg.ReleaseProgram(program))
 
     def stats(self) -> dict[str, dict[str, int]]:
@@ -343,7 +330,7 @@ class Runtime:
         self.check_alive()
         if len(args) > MANY_ARGUMENTS and self.thread.has_frames:
             check_arguments(args)
-        self._make_room()
+        self._released.make_room()
         with self._lock:
             if self._closing is not None:
                 self.check_alive()
@@ -352,23 +339,14 @@ class Runtime:
             programs = self.programs
             name, has_effects = programs.name(program), programs.has_effects(program)
             *made, run = self._ids(results + 1)
-            then = self._ask_ahead(program, made) if program in self._awaited else None
+            then = None
+            if program in self._results.awaited:
+                then = self._results.ask_ahead(program, made)
             self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
             self._run_credits.started(run, results, program, name, has_effects)
             for sent_s in self.noted_in:
                 sent_s[run] = time.monotonic()
             return made
-
-    def _ask_ahead(self, program: int, made: Sequence[int]) -> Await | None:
-        """Ask for a result together with its run, as a thread has waited for that result of the last run."""
-        known = self._awaited[program]
-        if self._ahead.pop(known.array, None) is not None:  # no thread has waited for it
-            del self._awaited[program]
-            return None
-        known.array = made[known.position]
-        wanted = ((known.array, known.spec),)
-        future = self._ahead[known.array] = self._future_of(wanted)
-        return Await(wanted, future)
 
     def has_credit(self) -> bool:
         """Whether another run may be sent now."""
@@ -404,7 +382,7 @@ class Runtime:
         call, waits while the uploads of runs in flight take `AHEAD_BYTES` or more.
         """
         self.check_alive()
-        self._make_room()
+        self._released.make_room()
         if for_run:
             self._count_upload(value.nbytes)
         if value.nbytes >= LARGE_BYTES:
@@ -432,57 +410,6 @@ class Runtime:
         self._post(Tell(msg.CreateArray(array, spec, source=source)))
         return array
 
-    def fetch(self, array: int, spec: ArraySpec) -> Fetching:
-        """Return the future of the whole value, which hosts send to this process."""
-        about = partial(self._about_arrays, ((array, spec),))
-        drive = partial(self._drive, array) if spec.size_bytes <= DRIVEN_BYTES else None
-        came = self._habits.fetched if spec.size_bytes >= LARGE_BYTES else None
-        future = Fetching(spec, self.ask.in_the_way, about, self._show_output, drive, came)
-        self._post(Get(array, spec, future))
-        return future
-
-    def fetch_shards(self, array: int, spec: ArraySpec, positions: tuple[int, ...]) -> Future[Any]:
-        """Return the future of the shards at these mesh positions, as (box, value) in any order."""
-        future: Future[Any] = Waiting(about=partial(self._about_arrays, ((array, spec),)))
-        self._post(Get(array, spec, future, positions))
-        return future
-
-    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
-        """Return a future that is settled when all arrays are ready; it fails with the first error."""
-        wanted = tuple(arrays)
-        if len(wanted) == 1:
-            array, spec = wanted[0]
-            ahead = self._ahead.pop(array, None)
-            if ahead is not None and not (ahead.done() and ahead.exception()):
-                return ahead
-            with self._lock:
-                if (place := self._run_credits.place(array)) is not None:
-                    known = self._awaited.get(place[0])
-                    if known is None or known.array not in self._ahead:
-                        self._awaited[place[0]] = _Awaited(place[1], spec)
-        future = self._future_of(wanted)
-        self._post(Await(wanted, future))
-        return future
-
-    def _future_of(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Future[None]:
-        about = partial(self._about_arrays, wanted)
-        drive = partial(self._drive, wanted[-1][0]) if wanted else None
-        return Waiting(self.ask.in_the_way, about, self._show_output, drive)
-
-    def _drive(self, array: int, future: Future[Any]) -> None:
-        """A thread begins to wait for an array."""
-        self._waits += 1
-        if not self._waits % WAITS:
-            is_newest = self._run_credits.is_newest(array) and not future.done()
-            self._habits.waited(self._run_credits.sent, is_newest)
-        self.thread.drive(future)
-
-    def release(self, array: int, size_bytes: int) -> None:
-        """Delete an array without handles later; callable from `__del__`, even in the garbage collector."""
-        if self._closing is None:
-            self._released.append(array)
-            self._released_bytes += size_bytes
-
     def delete(self, arrays: Sequence[int]) -> None:
         """Delete arrays now, in order with the runs that use them."""
         if arrays and self.alive:
@@ -493,29 +420,6 @@ class Runtime:
         """Cancel the runs that make these arrays."""
         if arrays:
             self._tell(msg.Cancel(tuple(arrays)))
-
-    def _make_room(self) -> None:
-        if len(self._released) > RELEASES_KEPT or self._released_bytes > RELEASED_BYTES:
-            self._delete_released()
-
-    def _delete_released(self) -> None:
-        arrays = []
-        self._released_bytes = 0
-        with contextlib.suppress(IndexError):  # empty: another thread may have taken the last one
-            while True:
-                arrays.append(self._released.popleft())
-        self.delete(arrays)
-
-    def _about_arrays(self, arrays: tuple[tuple[int, ArraySpec], ...]) -> About:
-        """Describe a wait for these arrays."""
-        parts: Sequence[Future[None]] = ()
-        if 1 < len(arrays) <= PARTS_COUNTED:
-            parts = [self.wait([one]) for one in arrays]
-        what = arrays[0][1].short if len(arrays) == 1 else counted(len(arrays))
-        with self._lock:
-            makers = self._run_credits.makers({array for array, _ in arrays})
-        names = ", ".join(map(repr, makers[:3])) + (", ..." if len(makers) > 3 else "")
-        return About(f"{what} of {names}" if names else what, self.ask.ask_why, parts)
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:
