@@ -5,9 +5,7 @@ costs. Here it is some microseconds; `docs/decisions.md` has the figures of the 
 
 Receiving: the windows are as large as they can be and are opened again in large steps: what a
 client may send is bounded where the bytes go (`pw.gateway.server`). Sending: bytes wait in their
-stream until the client's windows have room. All that is written in one turn of the loop leaves in one system
-call, and what the client does not wait for leaves with what is written next, or after `LAZY_S`: each system
-call wakes threads of the client.
+stream until the client's windows have room.
 """
 
 from __future__ import annotations
@@ -20,36 +18,44 @@ from typing import Any, Protocol
 
 from hpack import HPACKError
 
+from pw.gateway.frames import (
+    ACK,
+    COMPRESSION_ERROR,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FLOW_CONTROL_ERROR,
+    FRAME_BYTES,
+    FRAME_SIZE_ERROR,
+    GOAWAY,
+    HEADERS,
+    INITIAL_WINDOW,
+    MAX_FRAME,
+    MAX_STREAMS,
+    PADDED,
+    PING,
+    PROTOCOL_ERROR,
+    PUSH,
+    RST_STREAM,
+    SETTINGS,
+    TRUE_BINARY,
+    WINDOW,
+    WINDOW_UPDATE,
+    WITH_PRIORITY,
+    FrameReader,
+    FrameSender,
+    ProtocolViolation,
+)
 from pw.gateway.headers import HeaderDecoder
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
-    range(10)
-)
-END_STREAM, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x4, 0x8, 0x20
-ACK = 0x1
-MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, TRUE_BINARY = 3, 4, 5, 0xFE03
-"""Numbers of settings; the last is gRPC's own: binary metadata come as they are, not as text."""
-
-PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR = 1, 3, 6, 9
-CANCEL = 8
-
-FRAME_BYTES = 1 << 20
-"""The largest frame that a client may send."""
 HEADER_BYTES = 1 << 16
 """The most bytes of the headers of one stream."""
 STREAMS = 4096
 """How many streams of a connection may be open."""
-WINDOW = (1 << 31) - 1
-LAZY_S = 0.005
-"""How long bytes that the client does not wait for may wait for others."""
 _REOPEN = 1 << 29
 _DEFAULT_WINDOW = 65535
-_SMALL_FRAME = 16384
 _BATCH_BYTES = 1 << 18
-_HEAD = struct.Struct(">HBBBI")
-"""Of a frame: its length in three bytes, its kind, its flags, its stream."""
-_HEAD_BYTES = 9
 
 
 class Handler(Protocol):
@@ -66,19 +72,6 @@ class Handler(Protocol):
 
     def has_room(self) -> None:
         """All that was written has left."""
-
-
-class ProtocolViolation(Exception):
-    """A client breaks HTTP/2.
-
-    Args:
-        code: HTTP/2's number of the error.
-        words: what is wrong.
-    """
-
-    def __init__(self, code: int, words: str) -> None:
-        super().__init__(words)
-        self.code = code
 
 
 class Http2Stream:
@@ -129,10 +122,9 @@ class Http2Connection(asyncio.Protocol):
         self._opened = opened
         self._closed = closed
         self._refuses = refuses
-        self._loop = asyncio.get_running_loop()
-        self._transport: Any = None
-        self._received = bytearray()
-        self._has_preface = False
+        self._sender = FrameSender(asyncio.get_running_loop())
+        self.hurry = self._sender.hurry
+        self._reader = FrameReader(self._handle)
         self._decoder = HeaderDecoder(HEADER_BYTES)
         self._streams: dict[int, Http2Stream] = {}
         self._last = 0
@@ -140,23 +132,8 @@ class Http2Connection(asyncio.Protocol):
         """The stream, flags and bytes of headers that CONTINUATION frames go on with."""
         self._window = _DEFAULT_WINDOW
         self._initial_window = _DEFAULT_WINDOW
-        self._frame_bytes = _SMALL_FRAME
-        self._data_stream = 0
-        self._data_left = 0
-        """Bytes of a DATA frame that have not come yet."""
-        self._data_ends = False
         self._credit = 0
         """Bytes received since the connection's window was opened last."""
-        self._out: list[Any] = []
-        """Heads and payloads of frames that have not left."""
-        self._tail = (0, 0, 0)
-        """If the last of them is a DATA frame: its stream, the place of its head, and its bytes."""
-        self._flush_is_due = False
-        """The frames leave at the end of this turn of the loop."""
-        self._has_hurried = False
-        """Some have left already."""
-        self._late: asyncio.TimerHandle | None = None
-        """Sends frames that the client does not wait for."""
         self._is_paused = False
         self._waiting: dict[int, Http2Stream] = {}
         """Streams with pending bytes."""
@@ -165,7 +142,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Announce the server's settings."""
-        self._transport = transport
+        self._sender.transport = transport
         if self._refuses(transport):
             transport.abort()
             return
@@ -176,14 +153,15 @@ class Http2Connection(asyncio.Protocol):
             TRUE_BINARY: 1,
         }
         said = b"".join(struct.pack(">HI", *setting) for setting in settings.items())
-        self._frame(SETTINGS, 0, 0, said)
-        self._frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW - _DEFAULT_WINDOW))
+        self._sender.add(SETTINGS, 0, 0, said)
+        self._sender.add(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW - _DEFAULT_WINDOW))
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all streams."""
         streams, self._streams = list(self._streams.values()), {}
         self._waiting.clear()
-        self._transport = None
+        self._sender.transport = None
+        self._reader.is_closed = True
         for stream in streams:
             if stream.handler is not None:
                 stream.handler.lost()
@@ -200,74 +178,25 @@ class Http2Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection after all that was written."""
-        if self._transport is not None:
-            self._flush()
-            self._transport.close()
+        if self._sender.transport is not None:
+            self._sender.flush()
+            self._sender.transport.close()
 
     # --- receiving -----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Handle all complete frames."""
         try:
-            self._take(data)
+            self._reader.take(data)
         except ProtocolViolation as error:
             self._fail(error.code, str(error))
         except HPACKError as error:
             self._fail(COMPRESSION_ERROR, str(error))
 
     def _fail(self, code: int, words: str) -> None:
-        if self._transport is not None:
-            self._frame(GOAWAY, 0, 0, struct.pack(">II", self._last, code) + words.encode())
+        if self._sender.transport is not None:
+            self._sender.add(GOAWAY, 0, 0, struct.pack(">II", self._last, code) + words.encode())
             self.close()
-
-    def _take(self, data: bytes) -> None:
-        received = self._received
-        if received:
-            received += data
-            whole = memoryview(bytes(received))
-            received.clear()
-        else:
-            whole = memoryview(data)
-        at, end = 0, len(whole)
-        if not self._has_preface:
-            if end < len(PREFACE):
-                received += whole
-                return
-            if whole[: len(PREFACE)] != PREFACE:
-                raise ProtocolViolation(
-                    PROTOCOL_ERROR, "this is a gRPC server, and that was no gRPC"
-                )
-            self._has_preface = True
-            at = len(PREFACE)
-        if self._data_left:
-            at += self._take_data(whole[at:])
-        while end - at >= _HEAD_BYTES:
-            high, low, kind, flags, number = _HEAD.unpack_from(whole, at)
-            size = high << 8 | low
-            number &= WINDOW
-            if size > FRAME_BYTES:
-                raise ProtocolViolation(FRAME_SIZE_ERROR, f"{size} bytes at once")
-            begin = at + _HEAD_BYTES
-            if end - begin < size:
-                if kind == DATA and not flags & PADDED and self._headers is None:
-                    self._data_stream, self._data_left = number, size
-                    self._data_ends = bool(flags & END_STREAM)
-                    at = begin + self._take_data(whole[begin:])
-                break
-            at = begin + size
-            self._handle(kind, flags, number, whole[begin:at])
-            if self._transport is None:
-                return
-        if at < end:
-            received += whole[at:]
-
-    def _take_data(self, available: memoryview) -> int:
-        """Pass on bytes of a DATA frame as they come; returns how many."""
-        part = available[: self._data_left]
-        self._data_left -= len(part)
-        is_last = self._data_ends and not self._data_left
-        self._on_data(END_STREAM if is_last else 0, self._data_stream, part)
-        return len(part)
 
     def _handle(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if self._headers is not None and kind != CONTINUATION:
@@ -282,7 +211,7 @@ class Http2Connection(asyncio.Protocol):
             self._on_continuation(flags, number, payload)
         elif kind == PING:
             if not flags & ACK:
-                self._frame(PING, ACK, 0, bytes(payload))
+                self._sender.add(PING, ACK, 0, bytes(payload))
         elif kind == SETTINGS:
             if not flags & ACK:
                 self._on_settings(payload)
@@ -297,7 +226,7 @@ class Http2Connection(asyncio.Protocol):
     def _on_data(self, flags: int, number: int, payload: memoryview) -> None:
         self._credit += len(payload)
         if self._credit >= _REOPEN:
-            self._frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._credit))
+            self._sender.add(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._credit))
             self._credit = 0
         if flags & PADDED:
             payload = _without_padding(payload, 1)
@@ -307,7 +236,7 @@ class Http2Connection(asyncio.Protocol):
         if payload:
             stream.credit += len(payload)
             if stream.credit >= _REOPEN:
-                self._frame(WINDOW_UPDATE, 0, number, struct.pack(">I", stream.credit))
+                self._sender.add(WINDOW_UPDATE, 0, number, struct.pack(">I", stream.credit))
                 stream.credit = 0
             stream.handler.received(payload)
         if flags & END_STREAM:
@@ -334,8 +263,8 @@ class Http2Connection(asyncio.Protocol):
                 for stream in self._streams.values():
                     stream.window += change
             elif setting == MAX_FRAME:
-                self._frame_bytes = value
-        self._frame(SETTINGS, ACK, 0, b"")
+                self._sender.frame_bytes = value
+        self._sender.add(SETTINGS, ACK, 0, b"")
         self._pump()
 
     def _on_headers(self, flags: int, number: int, payload: memoryview) -> None:
@@ -366,7 +295,7 @@ class Http2Connection(asyncio.Protocol):
             if number <= self._last or not number % 2:
                 return  # trailers of a stream that was reset
             if len(self._streams) >= STREAMS:
-                self._frame(RST_STREAM, 0, number, struct.pack(">I", 7))
+                self._sender.add(RST_STREAM, 0, number, struct.pack(">I", 7))
                 return
             self._last = number
             stream = self._streams[number] = Http2Stream(self, number, self._initial_window)
@@ -389,13 +318,13 @@ class Http2Connection(asyncio.Protocol):
             return
         if not stream.headers_sent:
             stream.headers_sent = True
-            self._frame(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
+            self._sender.add(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
         size = len(data)
-        room = min(self._window, stream.window, self._frame_bytes)
+        room = min(self._window, stream.window, self._sender.frame_bytes)
         if size <= room and not stream.pending and not self._is_paused:
             self._window -= size
             stream.window -= size
-            self._data(stream.number, data, is_awaited=is_awaited)
+            self._sender.add_data(stream.number, data, is_awaited=is_awaited)
         elif size:
             stream.pending.append(memoryview(data))
             stream.unsent += size
@@ -410,7 +339,7 @@ class Http2Connection(asyncio.Protocol):
             return
         if not stream.headers_sent:
             stream.headers_sent = True
-            self._frame(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
+            self._sender.add(HEADERS, END_HEADERS, stream.number, headers, is_awaited=is_awaited)
         stream.trailers = trailers
         if not stream.pending:
             self._finish(stream, is_awaited=is_awaited)
@@ -418,7 +347,7 @@ class Http2Connection(asyncio.Protocol):
     def _finish(self, stream: Http2Stream, *, is_awaited: bool = True) -> None:
         assert stream.trailers is not None
         flags = END_HEADERS | END_STREAM
-        self._frame(HEADERS, flags, stream.number, stream.trailers, is_awaited=is_awaited)
+        self._sender.add(HEADERS, flags, stream.number, stream.trailers, is_awaited=is_awaited)
         self._streams.pop(stream.number, None)
 
     def _pump(self) -> None:
@@ -427,7 +356,7 @@ class Http2Connection(asyncio.Protocol):
         while self._waiting and self._window > 0 and not self._is_paused:
             progress = False
             for stream in list(self._waiting.values()):
-                room = min(self._window, stream.window, self._frame_bytes)
+                room = min(self._window, stream.window, self._sender.frame_bytes)
                 if room <= 0 or self._is_paused:
                     continue
                 progress = True
@@ -440,10 +369,10 @@ class Http2Connection(asyncio.Protocol):
                     stream.pending.popleft()
                 else:
                     stream.pending[0] = first[room:]
-                self._data(stream.number, part)
+                self._sender.add_data(stream.number, part)
                 gathered += len(part)
                 if gathered >= _BATCH_BYTES:  # one system call, after which the socket may be full
-                    self._flush()
+                    self._sender.flush()
                     gathered = 0
                 if not stream.pending:
                     del self._waiting[stream.number]
@@ -453,63 +382,6 @@ class Http2Connection(asyncio.Protocol):
                         stream.handler.has_room()
             if not progress:
                 return
-
-    def _frame(
-        self,
-        kind: int,
-        flags: int,
-        number: int,
-        payload: bytes | memoryview,
-        *,
-        is_awaited: bool = True,
-    ) -> None:
-        if self._transport is None:
-            return
-        self._leave(is_awaited=is_awaited)
-        size = len(payload)
-        self._out.append(_HEAD.pack(size >> 8, size & 0xFF, kind, flags, number))
-        self._out.append(payload)
-        self._tail = (number, len(self._out) - 2, size) if kind == DATA else (0, 0, 0)
-
-    def _leave(self, *, is_awaited: bool) -> None:
-        """Let the frames leave at the end of this turn, or later."""
-        if is_awaited:
-            if not self._flush_is_due:
-                self._flush_is_due = True
-                self._loop.call_soon(self._flush)
-        elif self._late is None and not self._flush_is_due:
-            self._late = self._loop.call_later(LAZY_S, self._flush_late)
-
-    def _data(self, number: int, data: bytes | memoryview, *, is_awaited: bool = True) -> None:
-        """Send bytes of a stream, in the frame of its bytes before if that has not left."""
-        last, at, size = self._tail
-        size += len(data)
-        if last == number and size <= self._frame_bytes:
-            self._out[at] = _HEAD.pack(size >> 8, size & 0xFF, DATA, 0, number)
-            self._out.append(data)
-            self._tail = number, at, size
-            self._leave(is_awaited=is_awaited)
-        else:
-            self._frame(DATA, 0, number, data, is_awaited=is_awaited)
-
-    def hurry(self) -> None:
-        """Send what the client waits for now, if nothing has left in this turn; the rest follows at its end."""
-        if self._flush_is_due and not self._has_hurried:
-            self._has_hurried = True
-            self._send()
-
-    def _flush_late(self) -> None:
-        self._late = None
-        self._flush()
-
-    def _flush(self) -> None:
-        self._flush_is_due = self._has_hurried = False
-        self._send()
-
-    def _send(self) -> None:
-        if self._out and self._transport is not None:
-            out, self._out, self._tail = self._out, [], (0, 0, 0)
-            self._transport.writelines(out)
 
 
 def _without_padding(payload: memoryview, length: int) -> memoryview:

@@ -69,6 +69,10 @@ GARBAGE = {
     "a frame that is too large": lambda wire: wire.raw(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"),
     "headers that are none": lambda wire: wire.frame(1, 4, 1, b"\xff" * 40),
     "headers without an end": lambda wire: [wire.frame(1, 0, 1, b""), wire.frame(0, 0, 1, b"x")],
+    "bytes in the middle of headers": lambda wire: [
+        wire.frame(1, 0, 1, b""),
+        wire.raw(b"\0\0\x05\0\0\0\0\0\x01x"),
+    ],
     "a window of three bytes": lambda wire: wire.frame(8, 0, 0, b"abc"),
     "a pushed stream": lambda wire: wire.frame(5, 4, 2, b"\x00" * 8),
     "more padding than bytes": lambda wire: wire.frame(1, 4 | 8, 1, b"\x09ab"),

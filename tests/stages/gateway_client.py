@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from hpack import Decoder
 
 from pw.gateway import protos
-from pw.gateway.http2 import (
+from pw.gateway.frames import (
     ACK,
     DATA,
     END_HEADERS,

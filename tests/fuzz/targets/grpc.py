@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from pw.core.errors import Disconnected
-from pw.gateway import http2, protos, rpc, shardings
+from pw.gateway import frames, protos, rpc, shardings
 from pw.gateway.server import Server
 from pw.gateway.statuses import StatusError
 from tests.fuzz.target import Run, Target
@@ -43,12 +43,12 @@ def _call(stream: int, method: str, message: bytes, more: int = 0) -> bytes:
     half = len(block) // 2
     body = struct.pack(">BI", 0, len(message)) + message
     if more:
-        opening = _frame(http2.HEADERS, 0, stream, block[:half]) + _frame(
-            http2.CONTINUATION, http2.END_HEADERS, stream, block[half:]
+        opening = _frame(frames.HEADERS, 0, stream, block[:half]) + _frame(
+            frames.CONTINUATION, frames.END_HEADERS, stream, block[half:]
         )
     else:
-        opening = _frame(http2.HEADERS, http2.END_HEADERS, stream, block)
-    return opening + _frame(http2.DATA, http2.END_STREAM, stream, body)
+        opening = _frame(frames.HEADERS, frames.END_HEADERS, stream, block)
+    return opening + _frame(frames.DATA, frames.END_STREAM, stream, body)
 
 
 def http2_seeds() -> list[bytes]:
@@ -59,20 +59,20 @@ def http2_seeds() -> list[bytes]:
     request = protos.message(_PROXY + "IfrtRequest")()
     request.request_metadata.op_id = 1
     request.init_request.SetInParent()
-    settings = _frame(http2.SETTINGS, 0, 0, struct.pack(">HIHI", 4, 1 << 20, 5, 1 << 15))
-    opening = http2.PREFACE + settings + _frame(http2.SETTINGS, http2.ACK, 0, b"")
+    settings = _frame(frames.SETTINGS, 0, 0, struct.pack(">HIHI", 4, 1 << 20, 5, 1 << 15))
+    opening = frames.PREFACE + settings + _frame(frames.SETTINGS, frames.ACK, 0, b"")
     bodies = {"GetVersion": version.SerializeToString(), "IfrtSession": request.SerializeToString()}
     calls = [
         _call(1 + 2 * at, name, bodies.get(name, b"\x08\x01"), at % 2)
         for at, name in enumerate(_METHODS)
     ]
     others = [
-        _frame(http2.PING, 0, 0, bytes(8)),
-        _frame(http2.WINDOW_UPDATE, 0, 0, struct.pack(">I", 1000)),
-        _frame(http2.PRIORITY, 0, 1, bytes(5)),
-        _frame(http2.RST_STREAM, 0, 1, bytes(4)),
-        _frame(http2.DATA, http2.PADDED, 1, b"\x02abc\0\0"),
-        _frame(http2.GOAWAY, 0, 0, bytes(8)),
+        _frame(frames.PING, 0, 0, bytes(8)),
+        _frame(frames.WINDOW_UPDATE, 0, 0, struct.pack(">I", 1000)),
+        _frame(frames.PRIORITY, 0, 1, bytes(5)),
+        _frame(frames.RST_STREAM, 0, 1, bytes(4)),
+        _frame(frames.DATA, frames.PADDED, 1, b"\x02abc\0\0"),
+        _frame(frames.GOAWAY, 0, 0, bytes(8)),
     ]
     return [
         opening,
