@@ -232,8 +232,8 @@ class _Session(rpc.RpcCall):
             self.end(rpc.INTERNAL, "the gateway could not begin a session; its log says why")
             return
         self._client = client
-        client.reply = lambda reply, is_awaited: self.send(reply, is_awaited=is_awaited)
-        client.hurry = self.hurry
+        client.order.reply = lambda reply, is_awaited: self.send(reply, is_awaited=is_awaited)
+        client.order.hurry = self.hurry
         if self.is_over:
             self._leave()
             return
@@ -252,7 +252,7 @@ class _Session(rpc.RpcCall):
         except Exception as error:  # noqa: BLE001 - protobuf has its own errors in each version
             self.end(rpc.INVALID_ARGUMENT, f"a request cannot be read: {error}")
             return
-        self._client.feed(request)
+        self._client.order.feed(request)
 
     def ended(self) -> None:
         """The client leaves, when what it has called before is handled."""
@@ -260,7 +260,7 @@ class _Session(rpc.RpcCall):
         if client is None:
             self.end()
         else:
-            client.leave(self.end)
+            client.order.leave(self.end)
 
     def end(self, code: int = rpc.OK, words: str = "", *, is_awaited: bool = True) -> None:
         """End the stream with a status, and release all that the client has."""
