@@ -69,9 +69,9 @@ class Results:
         self._show_output = show_output
         self._waits = 0
         self.awaited: dict[int, _Awaited] = {}
-        """The result of each program's newest run that a thread has waited for."""
+        """By program, the result of its newest run that a thread has waited for."""
         self._ahead: dict[int, Future[None]] = {}
-        """Of results that were asked for with their runs, until a thread waits for them."""
+        """The futures of results that were asked for with their runs, until a thread waits for them."""
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""

@@ -16,7 +16,7 @@ AHEAD_BYTES = 1 << 30
 """Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
 It has room for some large batches, so that hosts receive the next one while they compute."""
 RECENT = 8
-"""A result of an older run is not known by its program: a thread seldom waits for it."""
+"""How many of the newest runs are searched for the one that makes an array."""
 CALLS_NAMED = 1024
 """How many of the newest runs keep their names: more than may be in flight."""
 
