@@ -238,7 +238,7 @@ def test_a_host_buffer_of_the_wrong_size_is_the_error_of_its_array(
 
 
 def test_a_client_that_leaves_without_a_host_buffer_has_its_requests_failed(stage: Stage) -> None:
-    """The bytes of one are on their way when it leaves; nobody sends those of two others."""
+    """The bytes of one are on their way when it leaves; those of two others never come."""
     with Talker(stage.address) as talker:
         stream = talker.store(8, 40)
         operations = [
