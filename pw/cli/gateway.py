@@ -159,7 +159,9 @@ def serve(
         try:
             wanted = choosing.Wanted.of(devices or None, islands, os.environ)
             name = script or f"pw gateway, pid {os.getpid()}"
-            sessions = _Sessions(thread, address, wanted, share, priority, cluster, security, name)
+            how = (thread, address, wanted, share, priority, cluster, security, name)
+            # An island may be long in coming; a cluster of one's own begins at once, on this thread.
+            sessions = daemon.begin(lambda: _Sessions(*how)) if address else _Sessions(*how)
         except Error as error:
             if not daemon.announce(Announcement(error=str(error))):  # the script raises it
                 raise

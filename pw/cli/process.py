@@ -12,8 +12,10 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from concurrent.futures import Future
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import numpy as np
 import typer
@@ -25,6 +27,8 @@ from pw.processes.child import Announcement
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
 from pw.transport.log import FIELDS, recent
+
+T = TypeVar("T")
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -302,6 +306,27 @@ class Daemon:
             self._stopped = True
             self.exit_code = exit_code
             self.loop.stop()
+
+    def begin(self, work: Callable[[], T]) -> T:
+        """Do what may take long before `run`, in another thread, and hear signals and the parent meanwhile.
+
+        Raises what `work` raises, and SystemExit if this process has to end before it has returned.
+        """
+        done: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                done.set_exception(error)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+        threading.Thread(target=act, name="pw-begin", daemon=True).start()
+        while not done.done():
+            if self._stopped:
+                raise SystemExit(self.exit_code)
+            self.loop.run_forever()
+        return done.result()
 
     def run(self, teardown: Callable[[], None]) -> int:
         """Run until stopped, tear down, and return the exit code."""

@@ -63,9 +63,9 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         Error: the devices do not divide over the islands.
     """
     told = runtime.ask.status()
-    if told.awaited_islands:
+    if told.awaited_islands or not any(island.hosts for island in told.islands):
         ready = sum(island.state == "ready" for island in told.islands)
-        _await(runtime, wanted, ready + told.awaited_islands)
+        _await(runtime, wanted, max(1, ready + told.awaited_islands))
         told = runtime.ask.status()
     known = {island.name: island.devices for island in told.islands if island.hosts}
     names = sorted(known)
@@ -98,7 +98,9 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
 
 
 def _await(runtime: Runtime, wanted: Wanted, all_islands: int) -> None:
-    """Wait for the islands that are wanted of a cluster that starts, as each request for devices does.
+    """Wait for the islands that are wanted, as each request for devices does.
+
+    The cluster starts, or its controller has been started again and no host has come back yet.
 
     `all_islands` is how many the cluster will have.
     """

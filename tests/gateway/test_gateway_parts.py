@@ -272,6 +272,25 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
     assert len(slices) == len(asked)
 
 
+def test_an_island_without_hosts_is_waited_for() -> None:
+    """Another controller has begun, and knows the island already, but no host has come back."""
+    island = SimpleNamespace(name="a", devices=4, hosts=[], state="forming")
+
+    def bind(devices: int, kind: None, name: str | None, topology: None, **how: Any) -> Any:
+        island.hosts = ["h"]
+        return SliceBound(1, "a", "cpu", "kind", (), 1)
+
+    ask = SimpleNamespace(
+        status=lambda: SimpleNamespace(
+            islands=(SimpleNamespace(**vars(island)),), awaited_islands=0
+        )
+    )
+    runtime: Any = SimpleNamespace(
+        ask=ask, allocate_slice=bind, release_slice=lambda number: None, alive=False
+    )
+    assert len(allocate(runtime, Wanted(None, None, None))) == 1
+
+
 def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
     def refuse(devices: int, *_: Any) -> int:
         raise errors.InsufficientDevices(f"no island has {devices} devices")

@@ -133,6 +133,32 @@ def test_pw_run_gives_a_script_a_cluster_of_islands(tmp_path: Path) -> None:
         program.kill()
 
 
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[Program]:
+    """A controller without workers."""
+    controller = Program(
+        tmp_path, ["-m", "pw.cli.controller", "--bind", f"ipc://{tmp_path / 'controller'}"]
+    )
+    yield controller
+    controller.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_script_that_waits_for_an_island_leaves_nothing(
+    number: signal.Signals, lonely: Program, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path / 'controller'}"
+    body = "import jax; jax.devices()"
+    script = Program(tmp_path, ["-c", body], JAX_PLATFORMS="pw", PW_ADDRESS=address)
+    try:
+        lonely.until_says("client attached", 60)
+        script.process.send_signal(number)
+        assert script.end(30) == -number
+        script.until_alone()
+    finally:
+        script.kill()
+
+
 REFUSED: dict[str, dict[str, str]] = {
     "PW_DEVICES must be a number of 1 or more, not '0'": {"PW_DEVICES": "0"},
     "5 devices do not divide over 2 islands": {"PW_DEVICES": "5", "PW_ISLANDS": "2"},
