@@ -6,6 +6,7 @@ A part stands in a document between `<!-- made: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def _error(kind: type[Error]) -> str:
     )
 
 
+@functools.cache
 def programs() -> dict[str, Any]:
     """Return the commands that users start, by name."""
     commands: dict[str, Any] = {"pw": typer.main.get_command(app)}
