@@ -40,6 +40,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PW_ADVICE", "0")  # tests wait for each result
 os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("PJRT_NPROC", "64")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # idle threads of numpy would look for work
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 if os.environ["JAX_PLATFORMS"] == "cpu":

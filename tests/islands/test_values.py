@@ -359,12 +359,22 @@ ON_MESHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "function"), diagonal(list(MESHES), list(ON_MESHES)))
-def test_any_assignment_of_devices(name: str, function: str) -> None:
+SPLIT: dict[str, Callable[[tuple[str, ...]], P]] = {
+    "rows over all": lambda axes: P(axes[::-1]),
+    "columns": lambda axes: P(None, axes[-1]),
+}
+SPLIT_ON_MESHES = {
+    f"{name}, {how}": (function, split)
+    for how, split in SPLIT.items()
+    for name, function in ON_MESHES.items()
+}
+
+
+@pytest.mark.parametrize(("name", "case"), diagonal(list(MESHES), list(SPLIT_ON_MESHES)))
+def test_any_assignment_of_devices(name: str, case: str) -> None:
     mesh = MESHES[name]()
-    axes = mesh.axis_names
-    for spec in (P(axes[::-1]), P(None, axes[-1])):
-        check(mesh, ON_MESHES[function], (spec,), (Y,))
+    function, split = SPLIT_ON_MESHES[case]
+    check(mesh, function, (split(mesh.axis_names),), (Y,))
 
 
 def test_groups_that_differ_between_pairs_of_islands() -> None:
@@ -381,10 +391,10 @@ def test_groups_that_differ_between_pairs_of_islands() -> None:
     check(mesh, gathered, (P("x"),), (Y,))
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_any_sharding_of_results(name: str) -> None:
+@pytest.mark.parametrize(("name", "move"), diagonal(list(MESHES), range(5)))
+def test_any_sharding_of_results(name: str, move: int) -> None:
     mesh = MESHES[name]()
     axes = mesh.axis_names
     specs = [P(), P(axes), P(axes[::-1]), P(None, axes[-1]), P(axes[-1], axes[:-1])]
-    for before, after in zip(specs, specs[1:] + specs[:1], strict=True):
-        check(mesh, lambda x: x + 1, (before,), (Y,), after, exactly=True)
+    before, after = specs[move - 1], specs[move]
+    check(mesh, lambda x: x + 1, (before,), (Y,), after, exactly=True)
