@@ -111,8 +111,8 @@ class ShardingError(Error, ValueError):
     """A sharding does not fit the shape or the mesh it is used with.
 
     Cause:
-        A dimension cannot be divided by the size of its mesh axes, a spec names an axis that the mesh
-        does not have, or a sharding has another mesh than its computation.
+        A dimension cannot be divided by the size of its mesh axes, or a sharding has another mesh than its
+        computation.
 
     What to do:
         Compare the shape and the mesh in the message. Pad the dimension, leave it whole (None in the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -322,6 +323,29 @@ def test_calls_return_and_chains_go_on_while_a_host_is_busy(
     assert np.asarray(chain) == value
     until(chain.is_ready, "readiness")
     assert chain.block_until_ready() is chain
+
+
+def test_the_error_of_a_wait_that_was_given_up_is_silent(
+    cluster: InProcessCluster, east: pw.Mesh
+) -> None:
+    f = pw.jit(lambda x: x * 2, mesh=east)
+    f(numbers(3)).block_until_ready()
+    told: list[Any] = []
+
+    async def gives_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        with held(cluster):
+            x = f(numbers(3))
+            waiting = asyncio.ensure_future(_value(x))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            pw.cancel(x)
+            while not x.is_ready() and not told:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(gives_up())
+    gc.collect()
+    assert told == []
 
 
 def test_many_clients_wait_for_one_array(cluster: InProcessCluster, east: pw.Mesh) -> None:

@@ -7,7 +7,9 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -15,7 +17,9 @@ import numpy as np
 import pytest
 
 import pw
+from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
+from pw.client.session.thread_messages import Await
 from pw.transport.links.node import Node
 from tests.stages.daemons import until
 
@@ -129,3 +133,21 @@ def test_threads_take_turns_with_the_loop(add_one: Callable[[int], int], borrows
         thread.join(60)
         assert not thread.is_alive()
     assert wrong == []
+
+
+def test_what_the_loop_has_in_hand_is_handled_by_the_borrower(
+    add_one: Callable[[int], int],
+) -> None:
+    """What a callback of the loop posts, just before the loop rests, would else wait until it goes on."""
+    thread: Any = current.runtime().thread
+    driver, node = thread.driver, thread.node
+    by: list[threading.Thread] = []
+    for _ in range(40):
+        settled: Future[None] = Future()
+        settled.add_done_callback(lambda _: by.append(threading.current_thread()))
+        driver._left_s, driver._not_before_s = time.monotonic(), 0.0
+        node.loop.call_soon_threadsafe(time.sleep, 0.0006)  # the loop is at work
+        node.loop.call_soon_threadsafe(node.post, "session", Await((), settled))
+        driver.wait(settled)
+        settled.result(10)
+    assert by.count(threading.current_thread()) > 8

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pw.client.connection import results
 from pw.client.connection.runtime import Runtime
 from pw.client.session.thread_messages import Await, Tell, reject, resolve
 from pw.core.errors import HostLost
@@ -138,3 +139,15 @@ def test_a_released_program_leaves_nothing(script: Script) -> None:
     script.run(F)
     assert script.asked_with_run() == []
     assert script.wait(made[0])[1]
+
+
+def test_programs_that_were_released_before_a_wait_do_not_gather(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "PROGRAMS", 2)
+    for program in range(5):
+        made = script.run(program)
+        script.runtime.release_program(program)
+        script.runtime.tick()
+        script.wait(made[0])
+    assert len(script.runtime._results.awaited) == 2

@@ -336,6 +336,24 @@ def test_a_lowered_program_shows_what_the_passes_make_of_it(model: Model) -> Non
         lowered.as_text("ways")
 
 
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_residuals_of_a_gradient_of_a_gradient_may_be_constants(
+    model: Model, in_branch: bool
+) -> None:
+    def scaled(x: Any) -> Any:
+        return jax.nn.gelu(x.sum()) * jnp.sin(x[0, 0])
+
+    def second(f: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.lax.cond(w[0, 0] > 0, f, lambda w: (w**2).sum(), w) if in_branch else f(w)
+
+        return jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())
+
+    w = np.abs(W) / 9
+    got = pw.get(pw.program(second(pw.jit(scaled, mesh=model.mesh)))(w))
+    np.testing.assert_allclose(got, second(scaled)(w), atol=1e-5)
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_branches_keep_no_more_residuals_than_calls_outside_of_them(is_nested: bool) -> None:
     """Each branch keeps one array for its backward half, and takes its rows as they have come."""

@@ -159,8 +159,11 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
+        waiting = asyncio.wrap_future(self.start_wait())
+        # A caller that was cancelled does not hear of an error any more.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Shielded: other tasks that wait for this array are not cancelled with the caller's.
-        yield from asyncio.shield(asyncio.wrap_future(self.start_wait())).__await__()
+        yield from asyncio.shield(waiting).__await__()
         return self
 
     def delete(self) -> None:

@@ -230,7 +230,7 @@ class Driver:
         if not self._borrow(began_s):
             return False
         try:
-            if self._node.has_posts:
+            if self._node.needs_turn:
                 self._node.turn_of(self._node.collect)
             poll = self._sockets()
             while not (future.done() or self._is_wanted):

@@ -22,6 +22,8 @@ from pw.core.sharding import ArraySpec
 from pw.display.advice import LARGE_BYTES, WAITS, Habits
 from pw.display.live import About
 
+PROGRAMS = 1024
+"""So many programs have a result that is asked for ahead."""
 PARTS_COUNTED = 256
 """The line of a wait for more arrays does not count the ready ones."""
 DRIVEN_BYTES = 1 << 16
@@ -101,6 +103,10 @@ class Results:
                     known = self.awaited.get(place[0])
                     if known is None or known.array not in self._ahead:
                         self.awaited[place[0]] = _Awaited(place[1], spec)
+                    if (
+                        len(self.awaited) > PROGRAMS
+                    ):  # some were released before they were waited for
+                        self.forget(next(iter(self.awaited)))
         future = self._future_of(wanted)
         self._post(Await(wanted, future))
         return future

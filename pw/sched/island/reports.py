@@ -100,5 +100,5 @@ def waits_for(head: SegmentTask) -> tuple[str, ...]:
     if not reasons:
         launched = max((group.launched for group in head.footprint.groups), default=0)
         ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
-        reasons.append(ahead if launched else "its turn, which others have where it runs")
+        reasons.append(ahead if launched else "its turn; nothing is in flight where it runs")
     return tuple(reasons)

@@ -210,9 +210,9 @@ class Node:
         self._from_threads.append((actor, message))
 
     @property
-    def has_posts(self) -> bool:
-        """Whether threads have posted what is not in the mailbox yet."""
-        return bool(self._from_threads)
+    def needs_turn(self) -> bool:
+        """Whether a turn was requested, or threads have posted what is not in the mailbox yet."""
+        return self._turn_requested or bool(self._from_threads)
 
     def collect(self) -> None:
         """Put what threads have posted into the mailbox."""

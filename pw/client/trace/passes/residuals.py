@@ -9,7 +9,7 @@ arrays of the size of its argument. Here the backward half computes again what f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def _pairs(jaxpr: Any) -> dict[int, tuple[list[int], list[int]]]:
         for atom in equation.invars:
             if not isinstance(atom, Literal):
                 users[atom].append(at)
-    given = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    given = set(_variables(jaxpr.outvars))
     kinds = [kind_of(equation) for equation in jaxpr.eqns]
     found = {}
     for at, equation in enumerate(jaxpr.eqns):
@@ -135,16 +135,17 @@ def _halves(
     graph = Graph(closed, arguments, ends)
     staying = [at for at in range(len(ends)) if at not in residuals]
     results = {at: graph.results["result", at] for at in staying}
-    free = [one for one in results.values() if one in graph.position]
-    needed = [graph.results["result", at] for at in residuals]
+    free = [one for one in _variables(results.values()) if one in graph.position]
+    needed = _variables([graph.results["result", at] for at in residuals])
     chosen = smallest(graph, [one for one in needed if one in graph.position], free)
-    if set(chosen) >= set(needed):
+    if len(needed) == len(residuals) and set(chosen) >= set(needed):
         return None
     sources: dict[Any, Source] = {}
     for variable, (_, number) in graph.arguments.items():
         sources[variable] = "argument", number
-    for at, variable in results.items():
-        sources.setdefault(variable, ("result", at))
+    for at, atom in results.items():
+        if not isinstance(atom, Literal):
+            sources.setdefault(atom, ("result", at))
     anew = [variable for variable in chosen if variable not in sources]
     sources |= {variable: ("result", -1 - at) for at, variable in enumerate(anew)}
     names = dict(graph.arguments)
@@ -160,6 +161,10 @@ def _halves(
     return _Halves(forward, tuple(staying), tuple(made))
 
 
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
 def _backward(
     graph: Graph, sources: dict[Any, Source], closed: Any, takes: Sequence[Source | None]
 ) -> tuple[Any, tuple[Source, ...]]:
@@ -171,7 +176,7 @@ def _backward(
         for variable, source in zip(body.invars, takes, strict=True)
         if source is not None
     }
-    wanted = [atom for atom in again.values() if not isinstance(atom, Literal)]
+    wanted = _variables(again.values())
     equations, starts = graph.before(wanted, lambda variable: variable in sources)
     own = [("own", at) for at, variable in enumerate(body.invars) if variable not in again]
     variables = [variable for variable in body.invars if variable not in again]
