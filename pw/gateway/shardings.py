@@ -145,12 +145,6 @@ def dtype_and_shape(described: Any) -> tuple[str, tuple[int, ...]]:
     return name_of(described.dtype.kind), tuple(described.shape.dims)
 
 
-def positions_in(order: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Return the position in `order` of each of the devices `wanted`."""
-    where = {device: position for position, device in enumerate(order)}
-    return [where[device] for device in wanted]
-
-
 def strided(
     data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], strides: Sequence[int] | None
 ) -> np.ndarray[Any, Any]:

@@ -150,4 +150,7 @@ def test_programs_that_were_released_before_a_wait_do_not_gather(
         script.runtime.release_program(program)
         script.runtime.tick()
         script.wait(made[0])
-    assert len(script.runtime._results.awaited) == 2
+    script.run(4)
+    assert script.asked_with_run() != []
+    script.run(0)
+    assert script.asked_with_run() == []
