@@ -103,9 +103,8 @@ class Results:
                     known = self.awaited.get(place[0])
                     if known is None or known.array not in self._ahead:
                         self.awaited[place[0]] = _Awaited(place[1], spec)
-                    if (
-                        len(self.awaited) > PROGRAMS
-                    ):  # some were released before they were waited for
+                    # Some were released before a thread waited.
+                    if len(self.awaited) > PROGRAMS:
                         self.forget(next(iter(self.awaited)))
         future = self._future_of(wanted)
         self._post(Await(wanted, future))
