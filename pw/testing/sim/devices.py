@@ -380,7 +380,7 @@ class SimBackend:
             value = op.args[position]
             kept = position in op.copied or op.args.count(value) > 1
             if not kept and not value.shared:
-                self._buffers.check_donation(value.payload)
+                self._buffers.donate(value.payload)
                 value.fill(_DONATED)
         return found
 

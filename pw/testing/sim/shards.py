@@ -31,7 +31,7 @@ class _Buffer:
     ordinal: int
     size_bytes: int
     is_made: bool
-    """A run has made it, and not an upload."""
+    """A run has made it, in other memory than that of an upload."""
     values: int = 0
 
 
@@ -49,6 +49,8 @@ class Buffers:
         self._limit_bytes = limit_bytes
         self._made_bytes: Counter[int] = Counter()
         """Bytes of results on each device: runs wait for memory, uploads do not."""
+        self._taken_over: Counter[int] = Counter()
+        """Bytes of uploads that runs have taken over, and that results will have."""
         self._refs: dict[int, weakref.ref[Shards]] = {}
         self._filled = 0
         self._shards: dict[int, _Buffer] = {}
@@ -63,7 +65,10 @@ class Buffers:
         for ordinal, shard in shards.items():
             buffer = self._shards.get(id(shard))
             if buffer is None:
-                buffer = self._shards[id(shard)] = _Buffer(ordinal, shard.nbytes, made)
+                had = made and self._taken_over[ordinal] >= shard.nbytes
+                self._taken_over[ordinal] -= had * shard.nbytes
+                buffer = _Buffer(ordinal, shard.nbytes, made and not had)
+                self._shards[id(shard)] = buffer
                 self._count(buffer, 1)
             buffer.values += 1
             if self._limit_bytes and self._made_bytes[ordinal] > SKEW * self._limit_bytes:
@@ -81,11 +86,16 @@ class Buffers:
 
         self._refs[serial] = weakref.ref(shards, dropped)
 
-    def check_donation(self, shards: Shards) -> None:
-        """Raise Violation if another value has a shard that a computation overwrites."""
-        buffers = [self._shards.get(id(shard)) for shard in shards.values()]
-        if any(buffer is not None and buffer.values > 1 for buffer in buffers):
-            raise Violation("views", f"a shard of two arrays was donated on {self._host}")
+    def donate(self, shards: Shards) -> None:
+        """A computation takes over the shards of a value. Raises Violation if another value has one."""
+        for shard in shards.values():
+            buffer = self._shards.get(id(shard))
+            if buffer is None:
+                continue
+            if buffer.values > 1:
+                raise Violation("views", f"a shard of two arrays was donated on {self._host}")
+            if not buffer.is_made:
+                self._taken_over[buffer.ordinal] += buffer.size_bytes
 
     def _drop(self, name: int) -> None:
         buffer = self._shards[name]
