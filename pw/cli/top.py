@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,23 +12,35 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pw.core.errors import ConnectionFailed
 from pw.core.sizes import size_in_words
-from pw.dashboard.reader import Reader
+from pw.dashboard.reader import PERIOD_S, Reader
 from pw.dashboard.snapshot import Snapshot
 from pw.display.tables import bar
 
+PIPED_S = 0.1
+"""Time between two snapshots for a pipe."""
+WITH_RATES = 10
+"""The first snapshot that has rates: counters have been read twice."""
 RUNS = 12
 EVENTS = 6
 
 
 def show(address: str, timeout_s: float) -> None:
-    """Draw until Ctrl-C. Raises ConnectionFailed if no controller answers in time."""
+    """Draw until Ctrl-C; into a pipe, once. Raises ConnectionFailed if no controller answers in time."""
     console = Console(highlight=False)
-    with closing(Reader(address)) as reader:
+    is_piped = not console.is_terminal
+    with closing(Reader(address, PIPED_S if is_piped else PERIOD_S)) as reader:
+        snapshots = threading.Semaphore(0)
+        reader.listeners.append(lambda _: snapshots.release())
         reader.start(timeout_s)
-        if not console.is_terminal:  # one picture, for a pipe
-            if reader.newest is not None:
-                console.print(drawn(reader.newest))
+        if is_piped:
+            until_s = time.monotonic() + timeout_s
+            for _ in range(WITH_RATES):
+                snapshots.acquire(timeout=max(0.0, until_s - time.monotonic()))
+            if reader.newest is None:
+                raise ConnectionFailed(f"the controller has told nothing within {timeout_s:g} s")
+            console.print(drawn(reader.newest))
             return
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:

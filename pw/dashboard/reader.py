@@ -122,6 +122,8 @@ class Reader:
         self._sent: deque[tuple[float, dict[tuple[str, str], int]]] = deque(maxlen=SAMPLES_KEPT)
         self._sample_s = SAMPLE_S
         self._worked = (0, 0.0)
+        self._read_s = 0.0
+        """When counters were read last."""
         self._counted: tuple[float, dict[str, int]] | None = None
         self._happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self._lines: dict[tuple[str, LogLine], None] = {}
@@ -230,6 +232,7 @@ class Reader:
                 self._count(node, told.counters)
                 for line in told.lines:
                     self._lines.setdefault((node, line))
+            self._read_s = time.time()
         else:
             self._look(session.ask.status(ANSWER_S))
         if self._events is not None:
@@ -385,7 +388,7 @@ class Reader:
             listener(made)
 
     def _rates(self, status: Status, now_s: float) -> Rates:
-        """Return what has happened in a second, since the counters last changed."""
+        """Return what has happened in a second, between the last two times that counters were read."""
         sums = self.known.counters
         seen = {
             "runs": sums.get("controller_runs", 0),
@@ -407,12 +410,12 @@ class Reader:
             use=use,
             work=work,
         )
-        if before is not None and seen == before[1] and now_s - before[0] < 6 * self.period_s:
+        if not self._read_s or (before is not None and before[0] == self._read_s):
             return rates
-        self._counted = now_s, seen
-        if before is None or not any(before[1].values()):
+        self._counted = self._read_s, seen
+        if before is None:
             return rates
-        passed_s = max(1e-3, now_s - before[0])
+        passed_s = max(1e-3, self._read_s - before[0])
         runs, launches, sent = ((seen[name] - before[1][name]) / passed_s for name in seen)
         return replace(rates, runs=runs, launches=launches, sent_bytes=sent)
 
