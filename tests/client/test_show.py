@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.connection.runtime import Runtime
+from pw.client.connection import current
 from pw.client.show import html
 from pw.core.sharding import Sharding
 from pw.display.graph import LEVELS
@@ -96,7 +96,7 @@ def test_an_array_draws_its_shards_before_its_value_exists(
         with held(cluster):
             y = f(x)
             for question in ("fetch", "wait"):
-                monkeypatch.setattr(Runtime, question, lambda *_: pytest.fail("it asks"))
+                monkeypatch.setattr(current.runtime(), question, lambda *_: pytest.fail("it asks"))
             lines = drawn(y, capsys)
             monkeypatch.undo()
         assert lines[0].startswith("float32[8] as P('x',): 4 shards of shape (2,); on 4 devices of")
