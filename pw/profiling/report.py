@@ -67,7 +67,11 @@ class Profile(Shown):
         }
         large = [name for name, part in self._of_all() if part >= LARGE]
         large.sort(key=lambda name: -self.parts_s[name])
-        self.advice = tuple(words for name in large for words in self._advised(name, work))
+        advice: dict[str, str] = {}
+        for name in large:
+            for words in self._advised(name, work):
+                advice.setdefault(words.partition(": ")[2], words)  # two parts may have one cause
+        self.advice = tuple(advice.values())
 
     def _of_all(self) -> Iterator[tuple[str, float]]:
         return ((name, part_s / (self.length_s or 1.0)) for name, part_s in self.parts_s.items())
@@ -85,7 +89,7 @@ class Profile(Shown):
             if late_s > self.parts_s[name] / 2 and late_s > LARGE * self.length_s:
                 yield (
                     f"{name}: a call of {program!r} waited {_time(late_s)} for its launch: it was compiled, or "
-                    "its devices were not free. Call it once before the loop"
+                    "its devices were not free. If it was its first call, make one before the loop"
                 )
             elif each_s < SHORT_S:
                 yield (

@@ -131,6 +131,11 @@ def launched(start_s: float, at_s: float, end_s: float, count: int = 1) -> dict[
             1,
             ["controller: a call of 'step' waited 8.00 s"],
         ),
+        (  # what keeps the hosts waiting is said once
+            {"computations": [computed(8.9, 9)], **launched(0, 5, 9)},
+            1,
+            ["controller: a call of 'step' waited 5.00 s"],
+        ),
         (
             {"computations": [computed(8.9, 9)], **launched(0, 0.1, 9, 1000)},
             1000,
