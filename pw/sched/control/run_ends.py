@@ -167,8 +167,9 @@ class RunEnds(ControlPart):
 
     @handles_client(msg.Cancel)
     def _cancel_arrays(self, client: Client, message: msg.Cancel) -> None:
-        """A client does not want these arrays any more."""
-        wanted = frozenset(message.arrays)
+        """A client does not want these arrays any more; what it has handed over is not its own."""
+        number = client.number
+        wanted = frozenset(array for array in message.arrays if client_of(array) == number)
         self._cancel(client, lambda run, results: not wanted.isdisjoint(results), "pw.cancel")
 
     @handles_client(msg.CancelRuns)
