@@ -322,10 +322,9 @@ class Daemon:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
         threading.Thread(target=act, name="pw-begin", daemon=True).start()
-        while not done.done():
-            if self._stopped:
-                raise SystemExit(self.exit_code)
-            self.loop.run_forever()
+        self.loop.run_forever()
+        if not done.done():
+            raise SystemExit(self.exit_code)
         return done.result()
 
     def run(self, teardown: Callable[[], None]) -> int:

@@ -124,7 +124,7 @@ class Reader:
         self._worked = (0, 0.0)
         self._read_s = 0.0
         """When counters were read last."""
-        self._counted: tuple[float, dict[str, int]] | None = None
+        self._counted: tuple[float, dict[str, int]] = (0.0, {})
         self._happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self._lines: dict[tuple[str, LogLine], None] = {}
         """Of processes, also of those that are gone."""
@@ -410,10 +410,10 @@ class Reader:
             use=use,
             work=work,
         )
-        if not self._read_s or (before is not None and before[0] == self._read_s):
+        if before[0] == self._read_s:
             return rates
         self._counted = self._read_s, seen
-        if before is None:
+        if not before[0]:
             return rates
         passed_s = max(1e-3, self._read_s - before[0])
         runs, launches, sent = ((seen[name] - before[1][name]) / passed_s for name in seen)

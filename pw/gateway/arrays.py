@@ -110,10 +110,9 @@ class Stored:
             habits.donates(position)
 
     def __del__(self) -> None:
-        if self.origin is not None:
+        if self.origin is not None and self.ahead is not None and not self.was_read:
             habits, position = self.origin
-            if self.ahead is not None and not self.was_read:
-                habits.read.discard(position)  # it was fetched in vain
+            habits.read.discard(position)  # it was fetched in vain
         self._runtime.release(self.number, self.spec.size_bytes)
 
     @property

@@ -9,7 +9,7 @@ arrays of the size of its argument. Here the backward half computes again what f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ import jax
 import jax.extend
 
 from pw.client.trace.equations import kind_of
-from pw.client.trace.graph import UNSPECIFIED, Graph, Literal, Name, smallest
+from pw.client.trace.graph import UNSPECIFIED, Graph, Name, smallest
 from pw.client.trace.passes.branch_halves import with_fewer_in_branches
+from pw.client.trace.passes.branches import is_variable
 from pw.client.trace.passes.renamed import replaced, with_own_variables
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
@@ -64,9 +65,9 @@ def _pairs(jaxpr: Any) -> dict[int, tuple[list[int], list[int]]]:
     users: defaultdict[Any, list[int]] = defaultdict(list)
     for at, equation in enumerate(jaxpr.eqns):
         for atom in equation.invars:
-            if not isinstance(atom, Literal):
+            if is_variable(atom):
                 users[atom].append(at)
-    given = set(_variables(jaxpr.outvars))
+    given = set(filter(is_variable, jaxpr.outvars))
     kinds = [kind_of(equation) for equation in jaxpr.eqns]
     found = {}
     for at, equation in enumerate(jaxpr.eqns):
@@ -99,10 +100,10 @@ def _rewritten(forward: Any, residuals: Sequence[int], backward: Sequence[Any]) 
     known: dict[Any, Source] = {}
     for where, atoms in (("argument", forward.invars), ("result", forward.outvars)):
         for number, atom in enumerate(atoms):
-            if not isinstance(atom, Literal):
+            if is_variable(atom):
                 known[atom] = where, number
     takes = [
-        tuple(None if isinstance(atom, Literal) else known.get(atom) for atom in one.invars)
+        tuple(known.get(atom) if is_variable(atom) else None for atom in one.invars)
         for one in backward
     ]
     bodies = [one.params["jaxpr"] for one in backward]
@@ -135,8 +136,8 @@ def _halves(
     graph = Graph(closed, arguments, ends)
     staying = [at for at in range(len(ends)) if at not in residuals]
     results = {at: graph.results["result", at] for at in staying}
-    free = [one for one in _variables(results.values()) if one in graph.position]
-    needed = _variables([graph.results["result", at] for at in residuals])
+    free = [one for one in filter(is_variable, results.values()) if one in graph.position]
+    needed = list(filter(is_variable, [graph.results["result", at] for at in residuals]))
     chosen = smallest(graph, [one for one in needed if one in graph.position], free)
     if len(needed) == len(residuals) and set(chosen) >= set(needed):
         return None
@@ -144,7 +145,7 @@ def _halves(
     for variable, (_, number) in graph.arguments.items():
         sources[variable] = "argument", number
     for at, atom in results.items():
-        if not isinstance(atom, Literal):
+        if is_variable(atom):
             sources.setdefault(atom, ("result", at))
     anew = [variable for variable in chosen if variable not in sources]
     sources |= {variable: ("result", -1 - at) for at, variable in enumerate(anew)}
@@ -161,10 +162,6 @@ def _halves(
     return _Halves(forward, tuple(staying), tuple(made))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
 def _backward(
     graph: Graph, sources: dict[Any, Source], closed: Any, takes: Sequence[Source | None]
 ) -> tuple[Any, tuple[Source, ...]]:
@@ -176,8 +173,7 @@ def _backward(
         for variable, source in zip(body.invars, takes, strict=True)
         if source is not None
     }
-    wanted = _variables(again.values())
-    equations, starts = graph.before(wanted, lambda variable: variable in sources)
+    equations, starts = graph.before(again.values(), lambda variable: variable in sources)
     own = [("own", at) for at, variable in enumerate(body.invars) if variable not in again]
     variables = [variable for variable in body.invars if variable not in again]
     constants = dict(zip(body.constvars, closed.consts, strict=True))
