@@ -13,7 +13,7 @@ import pytest
 from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport
-from pw.core.ids import CONTROL, CONTROLLER, client_id, run_name, session_of
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, run_name, session_of
 from pw.core.messages.owners import Owner, visible
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
 from pw.sched.control.explain.memory import OTHERS, with_holders
@@ -326,6 +326,36 @@ def test_a_client_gets_its_number_back_with_its_claim_and_a_stranger_does_not() 
     world.settle()
     assert stage.red.of(msg.Attached)[-1].client == attached.client
     assert world.client(attached.client).tenant == RED
+
+
+def test_a_client_whose_connection_was_lost_before_it_told_anything_may_come_back() -> None:
+    """It gave up waiting for a controller that was slow to begin, and called again."""
+    stage = Stage()
+    red, world = stage.red, stage.world
+    (attached,) = red.of(msg.Attached)
+    restarted(stage)
+
+    def lose() -> None:
+        for actor in world.actors[CONTROLLER]:
+            to = Address(CONTROLLER, actor)
+            world.post(to, to, msg.PeerLost(red.env.address.node, "connection lost"))
+        world.settle()
+
+    def attach() -> None:
+        red.tell(msg.Attach("red", 1.0, 0, attached.client, attached.claim))
+        world.settle()
+
+    attach()
+    lose()
+    assert world.control.sessions.get(attached.client) is None
+    attach()
+    assert not red.of(msg.Evicted)
+    assert world.client(attached.client).resuming is not None
+    red.tell(msg.Resumed((), Compact.of(msg.KnownArrays(())), (), ()))
+    world.settle()
+    lose()
+    attach()
+    assert "given up" in red.of(msg.Evicted)[-1].reason
 
 
 def test_a_client_that_comes_back_tells_of_its_own_arrays_only() -> None:

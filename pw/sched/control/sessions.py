@@ -77,8 +77,10 @@ class ClientNumbers:
         return True
 
     def left(self, number: int, reason: str) -> None:
-        """The client with this number has left."""
-        if number in self._given:
+        """The client with this number has left; without a reason it may come back."""
+        if not reason:
+            self._given.pop(number, None)
+        elif number in self._given:
             self._given[number] = reason
 
     def why_gone(self, number: int) -> str:
@@ -228,8 +230,12 @@ class Sessions(Part):
         return ErrorReport.of(error)
 
     def leave(self, client: Client, reason: str) -> None:
-        """Forget a client, and have all schedulers forget it."""
-        self._numbers.left(client.number, reason)
+        """Forget a client, and have all schedulers forget it.
+
+        One that has not told yet what the last controller knew of it may come back: a controller that
+        was slow to begin reads of connections that clients have given up and made again.
+        """
+        self._numbers.left(client.number, "" if client.resuming is not None else reason)
         if self.events is not None:
             self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._nodes[client.address.node], self._clients[client.number]

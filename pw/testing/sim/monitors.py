@@ -95,7 +95,7 @@ class Monitors:
         world.watch_sent(msg.SliceBound, self._bound)
         world.watch_sent(msg.SliceRefused, self._refused)
         cluster.on_start["host"].append(self._watch_order)
-        self._taken: dict[tuple[int, int], bool] = {}
+        self._taken: dict[tuple[int, int, int], bool] = {}
         """Whether the computation that makes a slot of a run was enqueued, or skipped."""
         cluster.on_start["host"].append(self._watch_guards)
 
@@ -199,7 +199,9 @@ class Monitors:
             error = run.slots[instruction.results[0]].error
             if error is None or is_skipped(error):
                 self._world.checked["branches"] += 1
-                taken = self._taken.setdefault((run.run, instruction.results[0]), error is None)
+                # An epoch whose predicate failed skips nothing, and the next one may have its value.
+                key = host.executor.order.epoch, run.run, instruction.results[0]
+                taken = self._taken.setdefault(key, error is None)
                 if taken is not (error is None):
                     what = f"{computation.name!r} of run {run.run:x}"
                     raise Violation("G1", f"{host.name} and another host do not skip {what} alike")

@@ -64,11 +64,17 @@ class Trespasses:
     # --- what trespassers do ----------------------------------------------------------------------
 
     def trespass(self, random: Random, clients: list[SimClient]) -> None:
-        """Have one client ask for everything that a client of another tenant has."""
+        """Have one client ask for everything that a client of another tenant has.
+
+        It is attached to the present controller: a request that arrives before `Attach` ends a
+        session, and a session sends none (regression trespasses 9600146).
+        """
         at_work = [
             client for client in clients if client.node.alive and client.attached is not None
         ]
-        trespassers = [client for client in at_work if not client.node.paused]
+        trespassers = [
+            client for client in at_work if not client.node.paused and client.session.link.is_open
+        ]
         if not trespassers:
             return
         trespasser = random.choice(trespassers)
