@@ -232,10 +232,11 @@ class Sessions(Part):
     def leave(self, client: Client, reason: str) -> None:
         """Forget a client, and have all schedulers forget it.
 
-        One that has not told yet what the last controller knew of it may come back: a controller that
-        was slow to begin reads of connections that clients have given up and made again.
+        One that came back before any island did may come again: no host was told that it has left, and a
+        controller that was slow to begin reads first of connections that clients have given up.
         """
-        self._numbers.left(client.number, "" if client.resuming is not None else reason)
+        may_return = client.resuming is not None and not self.islands.schedulers
+        self._numbers.left(client.number, "" if may_return else reason)
         if self.events is not None:
             self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._nodes[client.address.node], self._clients[client.number]
