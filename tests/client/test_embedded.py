@@ -213,6 +213,14 @@ def test_where_jax_has_accelerators_the_host_lives_in_this_process(
     assert pw.stats()["embedded-0"]["computations"] == 1
 
 
+@pytest.mark.usefixtures("unconnected")
+def test_a_session_may_last_for_a_block() -> None:
+    with pw.connect() as connected:
+        assert current.runtime() is connected
+        assert int(pw.get(pw.put(np.int32(3)))) == 3
+    assert not connected.alive
+
+
 def test_the_session_ends_at_once_with_a_host_that_lives_in_this_process(
     unconnected: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

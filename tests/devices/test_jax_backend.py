@@ -1176,6 +1176,7 @@ def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(
     report = Failures(HOST).report(RuntimeError(words), "step")
     assert report.kind == kind
     assert "'step' failed" in report.message
+    assert ("pw.memory()" in report.message) is (kind == "OutOfDeviceMemory"), "and says what to do"
 
 
 # Moves.

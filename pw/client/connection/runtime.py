@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -210,6 +210,12 @@ class Runtime:
         self.thread.close()
         if self._output is not None:
             self._output.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _post(self, note: object) -> None:
         """Hand a note to the session; `close` settles all notes posted before it."""

@@ -30,6 +30,13 @@ _COLLECTIVES = ("Gloo", "NCCL")
 alone that use the results fail with the same error."""
 
 
+_NO_ROOM = (
+    "pw.memory() shows what the devices hold. Delete arrays, donate arguments that are not used again, divide "
+    "arrays over more devices, or use smaller batches"
+)
+"""What a user does when a computation finds no memory."""
+
+
 class Failures:
     """Makes the errors of one host's values."""
 
@@ -51,11 +58,12 @@ class Failures:
         elif jax.process_count() > 1 and any(library in words for library in _COLLECTIVES):
             kind = HostLost
         report = ErrorReport.of(error, self._host, kind)
-        if not computation:
-            return report
-        return msgspec.structs.replace(
-            report, message=f"the computation {computation!r} failed: {report.message}"
-        )
+        words = report.message
+        if computation:
+            words = f"the computation {computation!r} failed: {words}"
+        if kind is OutOfDeviceMemory:
+            words = f"{words.removesuffix('.')}. {_NO_ROOM}"
+        return msgspec.structs.replace(report, message=words)
 
     def of_stopped_gang(self, report: ErrorReport) -> ErrorReport:
         """The error of gang computations that come after one that failed on this host."""
