@@ -201,8 +201,8 @@ class ClientSession(Actor):
     def _host_lost(self, node: str, error: ErrorReport) -> None:
         self.leases.stop()
         if not self.link.is_open:
-            self.hosts.unbind_from(node)  # the next controller hears of slices when it attaches
-        elif self._attached and self.closed is None:
+            self.hosts.unbind_from(node)
+        if self._attached and self.closed is None:
             self.env.send(CONTROL, msg.LinkLost(node))
         self.hosts.lost(node)
         self.uploads.host_lost(node)
