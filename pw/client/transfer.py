@@ -6,6 +6,8 @@ move from one sharding to another is an identity program too, so the bytes go fr
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -181,14 +183,21 @@ def _is_relayed(type_: ArrayType) -> bool:
     return len(type_.parts) > 2 and all(part.is_whole for part in type_.islands)
 
 
-def get(tree: Any) -> Any:
+def get(tree: Any, timeout: float | None = None) -> Any:
     """Fetch values: return the tree with numpy arrays (jax arrays for typed keys).
 
     All fetches overlap. Other leaves stay as they are, but for jax arrays on virtual devices.
 
+    Args:
+        tree: arrays, in any containers that JAX knows.
+        timeout: how long to wait for all `pw` arrays together, in seconds; without end if None.
+
     Raises:
         Error: the error of an array that has failed.
+        TimeoutError: not all values have come in time. It says why, as `pw.why()`; the arrays stay as they
+            are, and may be fetched again.
     """
+    left_s = _time_left(timeout)
     leaves, structure = tree_flatten(tree)
     leaves = [jax.device_get(leaf) if jax_arrays.is_remote(leaf) else leaf for leaf in leaves]
     fetching = []
@@ -199,8 +208,17 @@ def get(tree: Any) -> Any:
             fetching.append(leaf.start_fetch())
     with Together(fetching):
         return tree_unflatten(
-            structure, [leaf.local() if isinstance(leaf, Array) else leaf for leaf in leaves]
+            structure,
+            [leaf.local(left_s(), timeout) if isinstance(leaf, Array) else leaf for leaf in leaves],
         )
+
+
+def _time_left(timeout_s: float | None) -> Callable[[], float | None]:
+    """Return what tells how much of a timeout that begins now is left, in seconds."""
+    if timeout_s is None:
+        return lambda: None
+    end_s = time.monotonic() + timeout_s
+    return lambda: max(0.0, end_s - time.monotonic())
 
 
 async def ready(tree: Any) -> Any:
@@ -215,12 +233,18 @@ async def ready(tree: Any) -> Any:
     return tree
 
 
-def block_until_ready(tree: Any) -> Any:
+def block_until_ready(tree: Any, timeout: float | None = None) -> Any:
     """Wait until all arrays of a tree exist on their devices; returns the tree.
+
+    Args:
+        tree: arrays, in any containers that JAX knows.
+        timeout: how long to wait for all `pw` arrays together, in seconds; without end if None.
 
     Raises:
         Error: the error of the first array that has failed.
+        TimeoutError: not all arrays are there in time. It says why, as `pw.why()`.
     """
+    left_s = _time_left(timeout)
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, Array):
@@ -231,5 +255,5 @@ def block_until_ready(tree: Any) -> Any:
         elif isinstance(leaf, jax.Array):
             leaf.block_until_ready()
     for session, arrays in waiting.values():
-        session.wait(arrays).result()
+        session.wait(arrays).result(left_s(), timeout)
     return tree

@@ -348,6 +348,19 @@ def test_the_error_of_a_wait_that_was_given_up_is_silent(
     assert told == []
 
 
+@pytest.mark.parametrize("wait", [pw.get, pw.block_until_ready])
+def test_a_wait_may_have_a_limit(cluster: InProcessCluster, east: pw.Mesh, wait: Any) -> None:
+    f = pw.jit(lambda x: x * 2, mesh=east)
+    wait(f(numbers(3)), timeout=10)
+    with held(cluster):
+        made = [f(numbers(3)), f(numbers(4))]
+        for limit_s in (0.0, 0.01):
+            with pytest.raises(TimeoutError, match=f"not within {limit_s:g} s"):
+                wait(made, timeout=limit_s)
+    last = pw.get(wait(made, timeout=10), timeout=10)
+    np.testing.assert_array_equal(last[1], 2 * numbers(4))
+
+
 def test_many_clients_wait_for_one_array(cluster: InProcessCluster, east: pw.Mesh) -> None:
     f = pw.jit(lambda x: x * 2, mesh=east)
     f(numbers(3)).block_until_ready()

@@ -24,6 +24,7 @@ from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
 from pw.client.arrays.signature import ArrayType
+from pw.client.connection.waiting import Waiting
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -65,7 +66,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         self._id = number
         self._type = type_
         self._gone: str | None = None
-        self._fetching: Future[Any] | None = None
+        self._fetching: Waiting[Any] | None = None
         self._waiting: Future[Any] | None = None
         self._runtime = session
 
@@ -215,16 +216,19 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
             self._waiting = self._runtime.wait(named)
         return self._waiting
 
-    def start_fetch(self) -> Future[Any]:
+    def start_fetch(self) -> Waiting[Any]:
         """Return the future of the value here (integers for typed keys); the first call fetches it."""
         self._check_usable()
         if self._fetching is None or _in_vain(self._fetching):
             self._fetching = self._runtime.fetch(self._id, self._type.spec)
         return self._fetching
 
-    def local(self) -> Any:
-        """The value on this machine: numpy, read-only, or for typed keys a jax.Array."""
-        value = self.start_fetch().result()
+    def local(self, timeout: float | None = None, asked_s: float | None = None) -> Any:
+        """The value on this machine: numpy, read-only, or for typed keys a jax.Array.
+
+        Raises TimeoutError unless it comes within `timeout` seconds; see `Waiting.result`.
+        """
+        value = self.start_fetch().result(timeout, asked_s)
         if self._type.key_impl is not None:
             return jax.random.wrap_key_data(value, impl=self._type.key_impl)
         return value

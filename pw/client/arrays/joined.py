@@ -17,6 +17,7 @@ from pw.client.arrays import jaxtype
 from pw.client.arrays.array import Array, refuse
 from pw.client.arrays.island_parts import put_together, sources
 from pw.client.arrays.signature import ArrayType
+from pw.client.connection.waiting import Waiting
 
 
 class JoinedArray(Array):
@@ -53,7 +54,7 @@ class JoinedArray(Array):
             part.delete()
         self._fetching = None
 
-    def start_fetch(self) -> Future[Any]:
+    def start_fetch(self) -> Waiting[Any]:
         """Return the future of the value here; the first call fetches the parts that it is made of."""
         self._check_usable()
         if self._fetching is None or (self._fetching.done() and self._fetching.exception()):
@@ -87,9 +88,9 @@ def uploaded(session: Any, value: np.ndarray[Any, Any], type_: ArrayType, **how:
     return JoinedArray(made, type_)
 
 
-def _all_of(futures: Sequence[Future[Any]], combine: Any) -> Future[Any]:
+def _all_of(futures: Sequence[Future[Any]], combine: Any) -> Waiting[Any]:
     """Return the future of what `combine` makes of all results, or of the first error."""
-    whole: Future[Any] = Future()
+    whole: Waiting[Any] = Waiting()
     left = len(futures)
 
     def ended(_: Future[Any]) -> None:

@@ -55,23 +55,26 @@ class Waiting(Future[T]):
         self._before = before
         self._drive = drive
 
-    def result(self, timeout: float | None = None) -> T:
-        """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError."""
+    def result(self, timeout: float | None = None, asked_s: float | None = None) -> T:
+        """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError.
+
+        The error says `asked_s` if that is given: several waits share what the user asked for.
+        """
         try:
-            return self._outcome(timeout)
+            return self._outcome(timeout, timeout if asked_s is None else asked_s)
         finally:
             self._before()
 
-    def _outcome(self, timeout: float | None) -> T:
+    def _outcome(self, timeout: float | None, asked_s: float | None) -> T:
         if self._drive is not None and (timeout is None or timeout > QUIET_S):
             self._drive(self)
             if self.done():
-                return self._at_most(0, timeout)
+                return self._at_most(0, asked_s)
         if self.about is None or (timeout is not None and timeout <= QUIET_S):
-            return self._at_most(timeout, timeout)
+            return self._at_most(timeout, asked_s)
         if not self.settles(QUIET_S):
             patiently(self.settles, self.about, timeout, waited_s=QUIET_S)
-        return self._at_most(0, timeout)
+        return self._at_most(0, asked_s)
 
     def settles(self, timeout_s: float | None) -> bool:
         """Wait at most so long; return whether there is a result or an error."""
@@ -127,9 +130,11 @@ class Fetching(Waiting[Any]):
         self._parts = result
         super().set_result(None)
 
-    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
-        """Return the whole value, read-only. Raises the future's error, or TimeoutError."""
-        super().result(timeout)
+    def result(
+        self, timeout: float | None = None, asked_s: float | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Return the whole value, read-only; see `Waiting.result`."""
+        super().result(timeout, asked_s)
         parts = self._parts  # read before `_whole`: another thread sets that first
         if self._whole is None:
             self._whole = _assembled(self._spec, parts)
