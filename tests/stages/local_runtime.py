@@ -20,6 +20,7 @@ from jax._src.op_shardings import are_hlo_shardings_equal
 from jaxlib import xla_client
 
 from pw.client.connection import current
+from pw.client.connection.waiting import Waiting
 from pw.core.errors import Disconnected, InsufficientDevices
 from pw.core.programs.program import Computation, Program, ValueRef
 from pw.core.programs.stablehlo import Stablehlo, decode, encode
@@ -30,8 +31,8 @@ from pw.devices.jax.layouts import Layouts
 DEVICES = 8
 
 
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
+def _done(value: Any) -> Waiting[Any]:
+    future: Waiting[Any] = Waiting()
     future.set_result(value)
     return future
 
@@ -215,13 +216,13 @@ class LocalRuntime:
         self.arrays[array] = np.array(value)
         return array
 
-    def fetch(self, array: int, spec: ArraySpec) -> Future[Any]:
+    def fetch(self, array: int, spec: ArraySpec) -> Waiting[Any]:
         self._check()
         value = self.arrays[array].view()
         value.flags.writeable = False
         return _done(value)
 
-    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
+    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Waiting[None]:
         self._check()
         self.waits += 1
         return _done(None)
