@@ -15,6 +15,7 @@ from pw.core.ids import CONTROL, Address, executor_of
 from pw.core.messages.checks import beyond_bounds
 from pw.core.programs.program import Node, Output, Program, ValueRef
 from pw.sched.control import uploads
+from pw.sched.control.client_order import AT_ONCE
 from pw.sched.control.runs import CREDITS_S
 from tests.stages.actors import FakeHost, World
 from tests.stages.samples import parts
@@ -385,6 +386,25 @@ def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler(seeds: list[int
         client.delete(z)
         stage.check_idle()
         assert all(not any(host.census().values()) for host in stage.hosts)
+
+
+def test_a_long_backlog_goes_on_over_several_turns() -> None:
+    """Messages of others have their turns between."""
+    stage = Stage()
+    client, world = stage.client, stage.world
+    (y,) = client.run(client.program(chain([stage.spec])), X)  # it waits for the compiler
+    asked = range(1, 2 * AT_ONCE + 1)
+    for request in asked:
+        client.tell(msg.Inquire(request, (y,)))
+    stage.deliver("c", "controller")
+    backlog = world.client(client.number).backlog
+    assert len(backlog) == 1 + len(asked)
+    client.tell(msg.Cancel((y,)))
+    stage.deliver("c", "controller")
+    assert len(backlog) == AT_ONCE
+    world.wait(0)
+    assert not backlog
+    assert [answer.request for answer in client.of(msg.Answered)] == list(asked)
 
 
 @pytest.mark.parametrize("seeds", parts(range(20), 4))

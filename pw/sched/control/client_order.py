@@ -2,7 +2,7 @@
 
 A message that must wait goes to the client's backlog, and all later ones with it. A run waits until
 its program is compiled: then a compile error fails it on all hosts alike. Every message waits during
-recovery. The backlog goes on at the end of each turn of the controller, and nowhere else. `Run` and
+recovery. The backlog goes on at the end of each turn of the controller, and nowhere else, by `AT_ONCE`. `Run` and
 `CreateArray` of a client that tells what an earlier controller knew do not wait.
 """
 
@@ -25,6 +25,9 @@ from pw.sched.control.shares import Shares
 CHECKPOINTS_AT_ONCE = 2
 """Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
 
+AT_ONCE = 64
+"""Messages of a backlog that are handled in one turn: the messages of all others wait meanwhile."""
+
 Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
@@ -37,6 +40,8 @@ class ClientOrder(ControlPart):
     shares: Shares
     _handlers: Handlers = field(init=False)
     _resuming: Handlers = field(init=False)
+    _later: set[int] = field(default_factory=set)
+    """Clients whose backlogs go on in the next turn."""
 
     def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -52,9 +57,16 @@ class ClientOrder(ControlPart):
             self._handle(client, message)
 
     def go_on(self, client: Client) -> None:
-        """Handle what does not have to wait any more."""
-        while client.backlog and not self.obstacle(client, client.backlog[0]):
+        """Handle what does not have to wait any more; what is more than a few, in the next turns."""
+        if client.number in self._later:
+            return
+        for _ in range(AT_ONCE):
+            if not client.backlog or self.obstacle(client, client.backlog[0]):
+                return
             self._handle(client, client.backlog.popleft())
+        if not self._later:
+            self._env.call_later(0.0, self._later.clear)
+        self._later.add(client.number)
 
     def _handle(self, client: Client, message: Ordered) -> None:
         if isinstance(message, msg.Delete):
