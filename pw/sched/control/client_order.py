@@ -2,8 +2,8 @@
 
 A message that must wait goes to the client's backlog, and all later ones with it. A run waits until
 its program is compiled: then a compile error fails it on all hosts alike. Every message waits during
-recovery. The backlog goes on at the end of each turn of the controller, and nowhere else, by `AT_ONCE`. `Run` and
-`CreateArray` of a client that tells what an earlier controller knew do not wait.
+recovery. At the end of each turn of the controller, and nowhere else, the backlog goes on by at most
+`AT_ONCE`. `Run` and `CreateArray` of a client that tells what an earlier controller knew do not wait.
 """
 
 from __future__ import annotations
