@@ -388,6 +388,31 @@ def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler(seeds: list[int
         assert all(not any(host.census().values()) for host in stage.hosts)
 
 
+@pytest.mark.parametrize("first", ["offer", "take"])
+def test_what_a_client_was_about_to_offer_ends_with_it(first: str) -> None:
+    """The importer hears at once that it will not come."""
+    stage = Stage()
+    exporter, world, token = stage.client, stage.world, b"t" * 16
+    importer, slice_ = stage.join("importer")
+    (y,) = exporter.run(exporter.program(chain([stage.spec])), X)  # it waits for the compiler
+    exporter.tell(msg.Offer(exporter.id(), token, (y,), (stage.spec,)))
+    stage.deliver("c", "controller")
+
+    def leave() -> None:
+        world.kill("c")
+        stage.deliver("c", "controller")
+
+    if first == "offer":
+        leave()
+    array, spec = importer.id(), split(slice_, 2)
+    importer.tell(msg.CreateArray(array, spec, 1, msg.OfferSource(token, 0)))
+    stage.deliver("importer", "controller")
+    if first == "take":
+        leave()
+    world.settle()
+    assert "has ended" in importer.failed[array].message
+
+
 def test_a_long_backlog_goes_on_over_several_turns() -> None:
     """Messages of others have their turns between."""
     stage = Stage()

@@ -421,7 +421,10 @@ class Shares(ControlPart):
         return any(share.until_s > now_s for share in alone)
 
     def client_left(self, client: Client) -> None:
-        """End what a client has offered, and forget what it has taken."""
+        """End what a client has offered, or was about to, and forget what it has taken."""
+        for message in client.backlog:
+            if isinstance(message, Offer):
+                self._offered(client, message, _ENDED)
         for share in list(self._shares.values()):
             if share.exporter is client:
                 share.guarded = {}  # the client's arrays leave with it

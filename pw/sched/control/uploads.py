@@ -223,17 +223,21 @@ class Uploads(ControlPart):
     def settle_taken(self) -> None:
         """Arrays that runs of other clients make have arrived, or will not."""
         runs = self.losses.runs
-        handed, runs.handed = runs.handed, []
-        for number, error in handed:
-            client = self.sessions.owner(number)
-            array = None if client is None else client.arrays.find(number)
-            if client is None or array is None:
-                continue
-            for host in sorted(array.awaited):
-                if host in array.awaited:
-                    self._reported(client, number, array, host, error)
-            if array.error is not None:
-                self._env.send(client.address, msg.RunFailed(0, (number,), array.error))
+        while runs.handed:  # an array that will not arrive may fail runs that make arrays of others
+            handed, runs.handed = runs.handed, []
+            for number, error in handed:
+                self._settle_taken(number, error)
+
+    def _settle_taken(self, number: int, error: ErrorReport | None) -> None:
+        client = self.sessions.owner(number)
+        array = None if client is None else client.arrays.find(number)
+        if client is None or array is None:
+            return
+        for host in sorted(array.awaited):
+            if host in array.awaited:
+                self._reported(client, number, array, host, error)
+        if array.error is not None:
+            self._env.send(client.address, msg.RunFailed(0, (number,), array.error))
 
     def host_lost(self, node: str) -> None:
         """Forget what a host has reported of uploads that are not announced."""

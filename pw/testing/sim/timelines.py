@@ -59,6 +59,7 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
     if user.lives != life or not user.node.alive or user.closing:
         return
     ended_s = user.world.now_s
+    could_ask = user.session.link.is_open
 
     def collected(sources: tuple[RecordedProcess, ...] | None, error: BaseException | None) -> None:
         if sources is None:
@@ -67,10 +68,7 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
             _check(user, source, began_s, ended_s)
             _check_clock(user, source, asked_s)
         lost = {source.node for source in sources if source.lost}
-        if (
-            CONTROLLER not in {source.node for source in sources} | lost
-            and user.session.link.is_open
-        ):
+        if could_ask and CONTROLLER not in {source.node for source in sources} | lost:
             raise Violation("timelines", f"{user.name} has heard nothing of the controller")
 
     user._post(StopTimeline(number, user._promise("stop a timeline", collected)))
