@@ -18,11 +18,16 @@ def lent() -> Bench:
     for host in bench.hosts:
         installed = msg.Installed(1, client_id(HOLDER, 1), None)
         bench.tell(installed, sender=executor_of(host))
-    for _ in range(9):
-        bench.tell(bench.submission(HOLDER, is_whole=True))
-        bench.end(bench.launches()[-1])
+    ran(bench, 9)
     assert len(sent(bench, msg.Lend)) == 2
     return bench
+
+
+def ran(bench: Bench, runs: int, is_whole: bool = True) -> None:
+    """The client has waited for so many runs, one after the other."""
+    for _ in range(runs):
+        bench.tell(bench.submission(HOLDER, is_whole=is_whole))
+        bench.end(bench.launches()[-1])
 
 
 def sent(bench: Bench, kind: type[Any]) -> list[tuple[str, Any]]:
@@ -68,3 +73,16 @@ def test_others_that_are_cut_off_end_no_lease() -> None:
     bench = lent()
     bench.tell(msg.HolderCutOff(HOLDER + 1, "h0"), msg.HolderCutOff(HOLDER, "h2"))
     assert not sent(bench, msg.CloseLease)
+
+
+def test_after_a_lease_that_was_not_worth_it_more_runs_come_first_but_not_in_a_row() -> None:
+    bench = lent()
+    bench.tell(bench.submission(HOLDER, is_whole=True))  # it launches nothing itself
+    (lease,) = {message.lease for _, message in sent(bench, msg.Lend)}
+    for host in bench.hosts:
+        closed(bench, host, lease, 0)
+    bench.end(bench.launches()[-1])
+    for lends in (2, 4):
+        ran(bench, 1, is_whole=False)
+        ran(bench, 9)
+        assert len(sent(bench, msg.Lend)) == lends

@@ -74,6 +74,8 @@ class _Habit:
     last_run: int = 0
     doubled: int = 0
     """How often leases in a row have not been worth it."""
+    rest: int = 0
+    """So many of these runs come before the next lease, in a row or not."""
 
 
 @dataclass(eq=False, repr=False)
@@ -131,7 +133,8 @@ class Leases(Part):
         habit.programs[message.program] = message
         if len(habit.programs) > PROGRAMS:
             del habit.programs[next(iter(habit.programs))]
-        if habit.count >= self.lending.after << habit.doubled:
+        habit.rest -= 1
+        if habit.count >= self.lending.after and habit.rest <= 0:
             self._due.add(client)
 
     def is_simple(self, submit: msg.Submit) -> bool:
@@ -358,7 +361,7 @@ class Leases(Part):
         if habit is not None:
             is_short = lease.final - lease.first < FEW
             habit.doubled = min(habit.doubled + 1, DOUBLED) if is_short else 0
-            habit.count = 0
+            habit.count, habit.rest = 0, self.lending.after << habit.doubled
         for message in lease.waiting:
             if message.index < lease.final:
                 self._take(lease, message, self.queues.take_run(message.submit.run))

@@ -182,7 +182,7 @@ row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
 row(
     "take-after-the-answer",
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
-    seen("leases-lost", 10, "leases", "liveness", "epochs last", "once"),
+    seen("leases-lost", 167, "leases", "liveness", "epochs last", "once"),
 )
 # What some hosts have taken of a lease does not reach the others.
 row(
