@@ -49,8 +49,6 @@ from pw.transport.log import log
 
 NUMBERS_PER_S = 1024
 """The rate of new clients from which numbers of an earlier start could repeat."""
-LEFT_S = 2.0
-"""How long a controller whose parent was killed waits for all others to leave their directory."""
 
 
 def serve(
@@ -199,8 +197,7 @@ def serve(
         if publisher is not None:
             publisher.close()
         if folder is not None:
-            was_left = daemon.parent is not None and daemon.parent.ended
-            folder.leave(patience_s=LEFT_S if was_left else 0.0)
+            daemon.leave(folder)
 
     raise SystemExit(daemon.run(teardown))
 

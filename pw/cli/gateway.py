@@ -152,7 +152,7 @@ def serve(
         daemon.heard = functions.answered
     with ExitStack() as cluster:
         if (folder := PrivateFolder.of(bind)) is not None:
-            cluster.callback(folder.leave)
+            cluster.callback(daemon.leave, folder)
         # The server and all sessions share one thread: a request costs no change of threads.
         thread = LoopThread("pw-gateway")
         cluster.callback(thread.stop)

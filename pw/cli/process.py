@@ -24,6 +24,7 @@ from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
 from pw.processes.channel import Channel
 from pw.processes.child import Announcement
+from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import CLOSED, Security
 from pw.transport.endpoints import is_here, look_up, parse, parse_bind
 from pw.transport.log import FIELDS, recent
@@ -265,6 +266,10 @@ def fail(program: str, message: str) -> None:
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
 
 
+LEFT_S = 2.0
+"""How long a process whose parent was killed waits for all others to leave their directory."""
+
+
 class Daemon:
     """Runs an event loop until a signal, the parent's end, or `stop`.
 
@@ -326,6 +331,11 @@ class Daemon:
         if not done.done():
             raise SystemExit(self.exit_code)
         return done.result()
+
+    def leave(self, folder: PrivateFolder) -> None:
+        """Leave the directory of a cluster."""
+        was_left = self.parent is not None and self.parent.ended
+        folder.leave(patience_s=LEFT_S if was_left else 0.0)
 
     def run(self, teardown: Callable[[], None]) -> int:
         """Run until stopped, tear down, and return the exit code."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
+from pw.cli.process import Daemon
 from pw.core.errors import ConnectionFailed
 from pw.transport.access import private
 from pw.transport.access.private import PrivateFolder, beside, free_endpoint
@@ -49,6 +52,22 @@ def test_the_last_to_leave_may_wait_for_one_that_was_killed(base: Path) -> None:
     threading.Timer(0.1, killed.let_go).start()
     made.leave(patience_s=30.0)
     assert not made.path.exists()
+
+
+def test_a_process_waits_for_a_parent_that_was_killed(base: Path) -> None:
+    """The parent's channel ends a moment before its lock."""
+    made = PrivateFolder.make()
+    killed = PrivateFolder.of(made.controller)
+    assert killed is not None
+    here, there = socket.socketpair()
+    loop = asyncio.new_event_loop()
+    daemon = Daemon(loop, here.detach())
+    there.close()
+    loop.run_forever()  # until it hears of the end
+    threading.Timer(0.1, killed.let_go).start()
+    daemon.leave(made)
+    assert not made.path.exists()
+    loop.close()
 
 
 def test_a_directory_of_the_users_own_is_never_removed(tmp_path: Path) -> None:
