@@ -6,8 +6,6 @@ move from one sharding to another is an identity program too, so the bytes go fr
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
+from pw.client.connection.waiting import time_left
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import program_trace
 from pw.client.trace.launch import Launch
@@ -197,7 +196,7 @@ def get(tree: Any, timeout: float | None = None) -> Any:
         TimeoutError: not all values have come in time. It says why, as `pw.why()`; the arrays stay as they
             are, and may be fetched again.
     """
-    left_s = _time_left(timeout)
+    left_s = time_left(timeout)
     leaves, structure = tree_flatten(tree)
     leaves = [jax.device_get(leaf) if jax_arrays.is_remote(leaf) else leaf for leaf in leaves]
     fetching = []
@@ -211,14 +210,6 @@ def get(tree: Any, timeout: float | None = None) -> Any:
             structure,
             [leaf.local(left_s(), timeout) if isinstance(leaf, Array) else leaf for leaf in leaves],
         )
-
-
-def _time_left(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return what tells how much of a timeout that begins now is left, in seconds."""
-    if timeout_s is None:
-        return lambda: None
-    end_s = time.monotonic() + timeout_s
-    return lambda: max(0.0, end_s - time.monotonic())
 
 
 async def ready(tree: Any) -> Any:
@@ -244,7 +235,7 @@ def block_until_ready(tree: Any, timeout: float | None = None) -> Any:
         Error: the error of the first array that has failed.
         TimeoutError: not all arrays are there in time. It says why, as `pw.why()`.
     """
-    left_s = _time_left(timeout)
+    left_s = time_left(timeout)
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, Array):

@@ -88,9 +88,9 @@ def uploaded(session: Any, value: np.ndarray[Any, Any], type_: ArrayType, **how:
     return JoinedArray(made, type_)
 
 
-def _all_of(futures: Sequence[Future[Any]], combine: Any) -> Waiting[Any]:
+def _all_of(futures: Sequence[Waiting[Any]], combine: Any) -> Waiting[Any]:
     """Return the future of what `combine` makes of all results, or of the first error."""
-    whole: Waiting[Any] = Waiting()
+    whole: Waiting[Any] = Waiting(futures[0].explain)
     left = len(futures)
 
     def ended(_: Future[Any]) -> None:

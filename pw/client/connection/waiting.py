@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from operator import attrgetter
@@ -18,6 +19,16 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 """A timeout shorter than this is a poll: its error comes at once, without an explanation."""
+
+
+def time_left(
+    timeout_s: float | None, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], float | None]:
+    """Return what tells how much of a timeout that begins now is left, in seconds; None for no timeout."""
+    if timeout_s is None:
+        return lambda: None
+    end_s = clock() + timeout_s
+    return lambda: max(0.0, end_s - clock())
 
 
 class _Condition(threading.Condition):
@@ -50,7 +61,7 @@ class Waiting(Future[T]):
     ) -> None:
         super().__init__()
         self._condition.__class__ = _Condition  # cheaper than another condition
-        self._explain = explain
+        self.explain = explain
         self.about = about
         self._before = before
         self._drive = drive
@@ -96,9 +107,9 @@ class Waiting(Future[T]):
 
     def _in_vain(self, timeout_s: float | None) -> str:
         words = f"not within {timeout_s or 0:g} s"
-        if self._explain is None or timeout_s is None or timeout_s < POLL_S:
+        if self.explain is None or timeout_s is None or timeout_s < POLL_S:
             return words
-        return f"{words}. {self._explain()}".rstrip(". ")
+        return f"{words}. {self.explain()}".rstrip(". ")
 
 
 class Fetching(Waiting[Any]):

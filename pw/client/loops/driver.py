@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from pw.client.arrays.array import Array
 from pw.client.checkpoint import checkpoint
+from pw.client.connection.waiting import time_left
 from pw.client.loops.bursts import Bursts, State
 from pw.core.errors import ComputationTimeout
 
@@ -66,15 +67,12 @@ def drive(
         ComputationTimeout: the loop did not end in time.
         Error: of an iteration.
     """
-    until_s = clock() + timeout_s if timeout_s else None
+    rest_s = time_left(timeout_s or None, clock)
     ahead: deque[tuple[Array, int, float]] = deque()
     timed: deque[tuple[int, float]] = deque(maxlen=PORTIONS_TIMED)
     left, done, ended_s = max_iterations, 0, None
     first, launched = state, 0
     period = max(1, min(REPLICATED_PORTIONS, REPLICATED_VALUES // (2 * len(state) + 1)))
-
-    def rest_s() -> float | None:
-        return None if until_s is None else max(until_s - clock(), 0.0)
 
     try:
         while True:
