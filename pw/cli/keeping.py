@@ -97,6 +97,9 @@ class Keeper:
         try:
             if not self._left:
                 self._supervisor.hand_over(packed)
+        except ConnectionError:
+            # The supervisor has ended, and so will this process.
+            log("debug", "no supervisor keeps replicas", self._name)
         except OSError as error:
             self._end(error)
         finally:

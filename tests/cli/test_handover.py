@@ -337,6 +337,17 @@ def test_at_the_end_of_a_cluster_replicas_are_left_to_none_without_an_error(
     assert [(level, words[: len(expected[1])]) for level, words in said] == [expected]
 
 
+def test_what_was_to_be_kept_as_the_supervisor_ended_is_no_error(
+    runtime: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.pair.supervisor.channel.close()
+    with caplog.at_level("DEBUG", "pw"):
+        runtime.keep(np.arange(3))
+        runtime.turn(lambda: bool(caplog.records or runtime.kept))
+    assert [one.getMessage() for one in caplog.records] == ["no supervisor keeps replicas node=a"]
+    assert runtime.kept == [], "nobody is told that there was no room"
+
+
 def test_where_there_is_no_room_what_was_kept_before_still_is(
     runtime: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
