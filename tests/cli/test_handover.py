@@ -345,7 +345,7 @@ def test_what_was_to_be_kept_as_the_supervisor_ended_is_no_error(
         runtime.keep(np.arange(3))
         runtime.turn(lambda: bool(caplog.records or runtime.kept))
     assert [one.getMessage() for one in caplog.records] == ["no supervisor keeps replicas node=a"]
-    assert runtime.kept == [], "nobody is told that there was no room"
+    assert runtime.kept == [], "no checkpoint is told that there was no room"
 
 
 def test_where_there_is_no_room_what_was_kept_before_still_is(

@@ -42,6 +42,19 @@ def test_it_has_as_many_devices_as_asked_for_whatever_the_users_jax_is() -> None
 
 
 @pytest.mark.processes
+def test_too_few_devices_say_how_to_have_more() -> None:
+    body = """
+try:
+    pw.make_virtual_device_set().add_slice(devices=3)
+except pw.InsufficientDevices as error:
+    print(error)
+"""
+    said = finish(start_client("", body, PW_EMBEDDED_DEVICES="2"))
+    assert "There are: embedded (cpu, 2 devices on 1 host)" in said
+    assert said.strip().endswith("with JAX_PLATFORMS=cpu PW_EMBEDDED_DEVICES=3")
+
+
+@pytest.mark.processes
 def test_the_quickstart_runs_as_it_is() -> None:
     code = (ROOT / "examples" / "quickstart.py").read_text()
     output = finish(start_client("", code)).strip()

@@ -16,8 +16,8 @@ import pytest
 import pw
 from pw.cli.host import HostRuntime
 from pw.cli.host_options import HostOptions
-from pw.client.connection.children import LocalDaemon
-from pw.client.connection.cluster import visible_gpus
+from pw.client.connection import embedded
+from pw.client.connection.children import LocalDaemon, visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices.jax import executables, group
@@ -145,6 +145,29 @@ def test_workers_of_one_machine_share_no_gpu() -> None:
     for worker, few in ((2, shown), (0, "7"), (0, "")):
         with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES names"):
             visible_gpus(worker, 2, few)
+
+
+@pytest.mark.parametrize(
+    ("devices", "platform", "count", "visible"),
+    [(None, "cuda", 4, None), (2, "cuda", 2, "3,1"), (8, "cpu", 8, None)],
+)
+def test_a_cluster_beside_a_script_has_gpus_if_there_are_enough(
+    devices: int | None,
+    platform: str,
+    count: int,
+    visible: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
+    monkeypatch.setattr(embedded, "find_spec", lambda name: name == "jax_cuda13_plugin")
+    monkeypatch.setattr(embedded, "_with_worker", lambda *arguments: arguments[1:])
+    thread: Any = None
+    start: Any = embedded.with_worker(devices, thread)
+    *asked, _, shown = start(None)
+    assert asked == [platform, count]
+    assert shown.get("CUDA_VISIBLE_DEVICES") == visible
+    assert ("8 devices are asked for" in capsys.readouterr().err) == (platform == "cpu")
 
 
 @pytest.mark.processes

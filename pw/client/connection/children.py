@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -158,10 +158,12 @@ class KeptWorker:
     Args:
         loop: the event loop that watches it.
         arguments: its command line.
+        environment: variables that differ from this process's.
     """
 
     _loop: asyncio.AbstractEventLoop
     arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
     given_up: Callable[[int], None] = lambda code: None
     """Called on the loop, with the exit code, when the daemon is not started again."""
     _restarts: int = 0
@@ -170,7 +172,7 @@ class KeptWorker:
     module = "pw.cli.worker"
 
     def __post_init__(self) -> None:
-        self._child = LocalDaemon(self.module, self.arguments)
+        self._child = LocalDaemon(self.module, self.arguments, self.environment)
         self._loop.call_later(LOOK_S, self._look)
 
     @property
@@ -202,5 +204,29 @@ class KeptWorker:
                 self._ended = code
                 self.given_up(code)
                 return
-            self._child = LocalDaemon(self.module, self.arguments)
+            self._child = LocalDaemon(self.module, self.arguments, self.environment)
         self._loop.call_later(LOOK_S, self._look)
+
+
+def visible_gpus(worker: int, count: int, shown: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for one of several workers on this machine, each with its own GPUs.
+
+    Args:
+        worker: the worker's index.
+        count: how many GPUs each has.
+        shown: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
+
+    Raises:
+        ValueError: no GPUs are left for it.
+    """
+    first = worker * count
+    if shown is None:
+        return ",".join(map(str, range(first, first + count)))
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    own = names[first : first + count]
+    if len(own) < count:
+        raise ValueError(
+            f"worker {worker + 1} of this machine is to have {count} GPUs, and those before it have "
+            f"{first}; CUDA_VISIBLE_DEVICES names {len(names)}"
+        )
+    return ",".join(own)

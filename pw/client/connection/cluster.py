@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Self
 
 from pw.client.connection import current
-from pw.client.connection.children import LocalDaemon, options, start_dashboard, start_fork_server
+from pw.client.connection.children import (
+    LocalDaemon,
+    options,
+    start_dashboard,
+    start_fork_server,
+    visible_gpus,
+)
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
@@ -288,27 +294,3 @@ class LocalCluster:
 
 def _exit(number: int, frame: types.FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def visible_gpus(worker: int, count: int, shown: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one of several workers on this machine, each with its own GPUs.
-
-    Args:
-        worker: the worker's index.
-        count: how many GPUs each has.
-        shown: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
-
-    Raises:
-        ValueError: no GPUs are left for it.
-    """
-    first = worker * count
-    if shown is None:
-        return ",".join(map(str, range(first, first + count)))
-    names = [name.strip() for name in shown.split(",") if name.strip()]
-    own = names[first : first + count]
-    if len(own) < count:
-        raise ValueError(
-            f"worker {worker + 1} of this machine is to have {count} GPUs, and those before it have "
-            f"{first}; CUDA_VISIBLE_DEVICES names {len(names)}"
-        )
-    return ",".join(own)

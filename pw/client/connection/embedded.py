@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from glob import glob
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pw.client.connection.children import KeptWorker, LocalDaemon, options, start_dashboard
+from pw.client.connection.children import (
+    KeptWorker,
+    LocalDaemon,
+    options,
+    start_dashboard,
+    visible_gpus,
+)
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
 from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.installed import DASHBOARD, is_installed
+from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
 from pw.display.tables import is_notebook
 from pw.transport.access.private import PrivateFolder
@@ -76,11 +84,23 @@ def with_worker(devices: int | None, beside: LoopThread) -> Callable[[Runtime], 
     """Return a function as `start`, for a process without devices of its own.
 
     Args:
-        devices: how many; None for all GPUs of this machine, else `PW_EMBEDDED_DEVICES`.
+        devices: how many: GPUs if this machine has so many. None for all GPUs of this machine, else
+            `PW_EMBEDDED_DEVICES`.
         beside: the thread that the cluster and the session live in.
     """
     platform, found = _devices_of_machine()
-    return lambda runtime: _with_worker(runtime, platform, devices or found, beside)
+    shown = {}
+    if platform == "cuda" and devices is not None:
+        if devices > found:
+            print(
+                f"pw: {devices} devices are asked for, more than the GPUs of this machine ({found}): "
+                "they are CPU devices",
+                file=sys.stderr,
+            )
+            platform = "cpu"
+        elif variable := platform_of(platform).visible:
+            shown[variable] = visible_gpus(0, devices, os.environ.get(variable))
+    return lambda runtime: _with_worker(runtime, platform, devices or found, beside, shown)
 
 
 def _devices_of_machine() -> tuple[str, int]:
@@ -135,7 +155,11 @@ class _SessionWithWorker(SessionOnNode):
 
 
 def _with_worker(
-    runtime: Runtime, platform: str, devices: int, beside: LoopThread | None = None
+    runtime: Runtime,
+    platform: str,
+    devices: int,
+    beside: LoopThread | None = None,
+    shown: Mapping[str, str] = {},
 ) -> SessionOnNode:
     teardown = ExitStack()
     folder = PrivateFolder.make()
@@ -144,7 +168,7 @@ def _with_worker(
     if beside is None:
         teardown.callback(thread.stop)
     # First, because it takes longest; it dials until the controller listens.
-    worker = thread.call(lambda: _start_worker(thread, folder.controller, platform, devices))
+    worker = thread.call(lambda: _start_worker(thread, folder.controller, platform, devices, shown))
     teardown.callback(worker.stop)
     teardown.callback(thread.call, worker.terminate)
 
@@ -170,7 +194,9 @@ def _with_worker(
         raise
 
 
-def _start_worker(thread: LoopThread, controller: str, platform: str, devices: int) -> KeptWorker:
+def _start_worker(
+    thread: LoopThread, controller: str, platform: str, devices: int, shown: Mapping[str, str]
+) -> KeptWorker:
     has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.supervisor
     arguments = options(
         controller=controller,
@@ -185,7 +211,7 @@ def _start_worker(thread: LoopThread, controller: str, platform: str, devices: i
         alone=not has_supervisor,
         reconnect=None if has_supervisor else RECONNECT_S,
     )
-    return KeptWorker(thread.loop, arguments)
+    return KeptWorker(thread.loop, arguments, shown)
 
 
 def _in_process(runtime: Runtime) -> SessionOnNode:

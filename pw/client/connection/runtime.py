@@ -43,7 +43,14 @@ from pw.client.session.thread_messages import (
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core import messages as msg
 from pw.core.compact import Compact
-from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
+from pw.core.errors import (
+    AccessRefused,
+    ConnectionFailed,
+    Disconnected,
+    Error,
+    ErrorReport,
+    InsufficientDevices,
+)
 from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
@@ -287,7 +294,15 @@ class Runtime:
         bound: Future[msg.SliceBound] = self.ask.waiting(f"{devices} devices{where}")
         request = msg.AllocateSlice(self._id(), devices, kind, island, topology, **how)
         self._post(Allocate(request, bound))
-        return bound.result()
+        try:
+            return bound.result()
+        except InsufficientDevices as error:
+            if self.address is not None or kind is not None or island is not None:
+                raise
+            raise InsufficientDevices(
+                f"{error}. It is the cluster that pw starts beside a script: as many CPU devices are there "
+                f"with JAX_PLATFORMS=cpu PW_EMBEDDED_DEVICES={devices}"
+            ) from None
 
     def island(self, slice: int) -> str:
         """Return the island to which a slice is bound, or was last; empty if it was given back."""
