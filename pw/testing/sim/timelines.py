@@ -26,6 +26,10 @@ from pw.timeline.resolve import records_in
 LENGTH_S = 0.5
 """How long a timeline lasts at most."""
 
+ROUNDED_S = 1e-9
+"""More than a time loses on its way to another clock and back: what was recorded in the moment in which
+a process began to record may have come before it did."""
+
 
 def watch_launches(cluster: SimCluster) -> None:
     """Have the cluster remember when which segment was launched."""
@@ -88,7 +92,7 @@ def _check(user: Life, source: RecordedProcess, began_s: float, ended_s: float) 
     if node is None or node.incarnation_began_s > began_s:
         return  # another process has its name by now
     since_s = (source.since_s - node.clock_offset_s) / node.clock_rate
-    began_s = max(began_s, since_s)
+    began_s = max(began_s, since_s + ROUNDED_S)
     log = [(at_s, tuple(map(_plain, each))) for at_s, each in node.recorder.log]
     wanted = [each for at_s, each in log if began_s < at_s < ended_s]
     if not _is_within(wanted, found):
