@@ -1,13 +1,16 @@
-"""Training and dispatch on one GPU: plain JAX, one worker, and two workers that share it.
+"""Training, calls and transfers on one GPU: plain JAX, one worker, two workers that share it, and more.
 
 Run it with `python -m bench gpu`, or with `python bench/gpu.py` in a bare checkout, where only pw's
 dependencies and JAX's GPU plugin are installed. The decoder LM trains in bfloat16 with
 `training.Adam`. Dispatch is a scalar addition to the result of the last one, with one client call
 each (*op by op*) or 128 to a `pw.program` (*chained*). Two workers are compared with two processes
-of plain JAX, which share the GPU in the same way; one client uses both workers.
+of plain JAX, which share the GPU in the same way; one client uses both workers. *Blocking* calls
+wait for every result. The session without a cluster (*embedded*) and plain JAX through the gateway
+(*gateway*) call too, and the gateway trains.
 
 No contender preallocates the GPU's memory, and each may use only a part of it. With
-`--platform cpu` the benchmark runs without a GPU, as a check of itself.
+`--platform cpu` the benchmark runs without a GPU, as a check of itself. The parts take some minutes
+each, most of all the compilation of the training step: `--part waiting` measures one of them.
 """
 
 from __future__ import annotations
@@ -37,36 +40,37 @@ import numpy as np  # noqa: E402
 
 import pw  # noqa: E402
 from bench.__main__ import run_and_write  # noqa: E402
-from bench.baselines.one_process import DISPATCH, PlainJax  # noqa: E402
+from bench.baselines import two_ways  # noqa: E402
+from bench.baselines.one_process import DISPATCH, GATEWAY, PlainJax  # noqa: E402
 from bench.baselines.peer import environment  # noqa: E402
 from bench.baselines.steps import local  # noqa: E402
+from bench.baselines.two_ways import BLOCKING, CHAIN, THERE_AND_BACK  # noqa: E402
 from bench.measure import alternate, seconds, sized, timed  # noqa: E402
 from bench.placement import chain, new_mesh, put  # noqa: E402
 from bench.report import RESULTS, Result  # noqa: E402
 from bench.train import on_pw  # noqa: E402
 from bench.training import TASKS, Trainer, farthest  # noqa: E402
 
-WHAT = "training and dispatch on a GPU, alone and shared by two workers"
-CHAIN = 128
+WHAT = "training, calls and transfers on a GPU, alone and shared by two workers"
+CHAINED = 128
 BOUND = 0.99
 TOLERANCE = 1e-2
 """The largest relative difference of losses: bfloat16, and the GPU chooses the order of sums."""
 READING_S = 2.0
 MEMORY_FRACTION = 0.15
-"""The part of the GPU for each of the six processes that use it at once."""
+"""The part of the GPU for each of the processes that use it at once, of which there are six."""
 FIND_GPU = "import jax; print(jax.devices('cuda')[0].device_kind)"
 FIND_S = 120.0
 
 
-def run(quick: bool, platform: str = "cuda") -> Result:
-    """Measure on the first GPU; without a GPU, the result has a note and no rows."""
-    result = Result("gpu", WHAT)
+def run(quick: bool, platform: str = "cuda", part: str = "") -> Result:
+    """Measure on the first GPU, one part or all; without a GPU, the result has a note and no rows."""
+    result = Result(f"gpu-{part}" if part else "gpu", WHAT)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # a worker has one device, and must see no other
     if platform == "cuda":
-        # A worker has one device, and must see no other.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
         kind = gpu_kind()
         if kind is None:
             result.notes.append("skipped: JAX finds no GPU here")
@@ -74,12 +78,17 @@ def run(quick: bool, platform: str = "cuda") -> Result:
         result.notes.append(f"on one {kind}")
     jax.config.update("jax_platforms", "cpu")  # only the workers use the GPU
     both = {}
+    addresses = []
     with ExitStack() as clusters:
         for islands, name in ((1, "one worker"), (2, "two workers")):
-            clusters.enter_context(pw.LocalCluster(islands=islands, platform=platform))
+            # A cluster gives each worker GPUs of its own: here all have the same.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([gpu] * islands)
+            cluster = clusters.enter_context(pw.LocalCluster(islands=islands, platform=platform))
+            addresses.append(cluster.address)
             both[name] = [new_mesh(island=f"island-{at}") for at in range(islands)]
-        dispatch(result, both, platform, quick)
-        train(result, both, platform, quick)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        for measure in [PARTS[part]] if part else PARTS.values():
+            measure(result, both, addresses[0], platform, quick)
     return result
 
 
@@ -96,7 +105,9 @@ def gpu_kind() -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def dispatch(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quick: bool) -> None:
+def dispatch(
+    result: Result, workers: dict[str, list[pw.Mesh]], _: str, platform: str, quick: bool
+) -> None:
     """Add rows: scalar additions a second of all workers together."""
     with (
         PlainJax(DISPATCH, 1, platform) as alone,
@@ -108,15 +119,44 @@ def dispatch(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, q
             return lambda: workers * rate()
 
         cases = {
-            "JAX": case(alone.timed("op by op"), 1, 1),
-            "JAX, two processes": case(beside.timed("op by op"), 2, 1),
+            "JAX": case(alone.timed(CHAIN), 1, 1),
+            "JAX, two processes": case(beside.timed(CHAIN), 2, 1),
         }
         for name, on in workers.items():
-            for way, at_once in (("op by op", 1), ("chained", CHAIN)):
+            for way, at_once in (("op by op", 1), ("chained", CHAINED)):
                 cases[f"{way}, {name}"] = case(timed(_counting(on, at_once)), len(on), at_once)
         samples = alternate(cases, rounds=1 if quick else 5)
     params = {"what": "dispatch"}
     result.compare(samples, unit="computations/s", params=params, baseline="JAX")
+
+
+def waiting(
+    result: Result, workers: dict[str, list[pw.Mesh]], address: str, platform: str, quick: bool
+) -> None:
+    """Add rows: calls that wait for every result, and transfers there and back, a second."""
+    (mesh,) = workers["one worker"]
+    add, zero = pw.jit(local, mesh=mesh), put(np.float32(0), mesh)
+    ours = two_ways.in_common(add, zero, partial(put, mesh=mesh))
+    with (
+        PlainJax(DISPATCH, 1, platform) as plain,
+        PlainJax(DISPATCH, 1, GATEWAY, address=address) as gateway,
+        two_ways.start(two_ways.JIT) as embedded,
+    ):
+        for what, unit in ((BLOCKING, "calls/s"), (THERE_AND_BACK, "times 64 MiB/s")):
+            contenders = {
+                "JAX": plain.timed(what),
+                "one worker": timed(ours[what]),
+                "embedded": embedded.timed(what),
+                "gateway, one worker": gateway.timed(what),
+            }
+            samples = alternate(
+                {
+                    name: sized(one, reading_s=0.05 if quick else READING_S / 2)
+                    for name, one in contenders.items()
+                },
+                rounds=1 if quick else 5,
+            )
+            result.compare(samples, unit=unit, params={"what": what}, baseline="JAX")
 
 
 def _counting(on: list[pw.Mesh], at_once: int) -> Callable[[int], None]:
@@ -135,7 +175,9 @@ def _counting(on: list[pw.Mesh], at_once: int) -> Callable[[int], None]:
     return work
 
 
-def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quick: bool) -> None:
+def train(
+    result: Result, workers: dict[str, list[pw.Mesh]], address: str, platform: str, quick: bool
+) -> None:
     """Add rows: tokens a second of the decoder LM on all workers together."""
     task = TASKS["gpu-tiny" if quick or platform == "cpu" else "gpu-base"]
 
@@ -156,6 +198,7 @@ def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quic
     with (
         PlainJax(task.name, 1, platform) as alone,
         PlainJax(task.name, 1, platform, processes=2) as beside,
+        PlainJax(task.name, 1, GATEWAY, address=address) as gateway,
     ):
         trained = {name: [on_pw(task, mesh) for mesh in on] for name, on in workers.items()}
         step_s = alone.seconds(task.name, 5) / 5
@@ -165,6 +208,7 @@ def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quic
                 "JAX": partial(theirs, alone, 1),
                 "JAX, two processes": partial(theirs, beside, 2),
                 **{name: partial(ours, name) for name in trained},
+                "gateway, one worker": partial(theirs, gateway, 1),
             },
             rounds=1 if quick else 5,
         )
@@ -184,14 +228,18 @@ def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quic
     )
 
 
+PARTS = {"dispatch": dispatch, "waiting": waiting, "train": train}
+
+
 def main() -> None:
-    """Run it alone, print the result and write gpu.json."""
+    """Run it alone, print the result and write gpu.json, or gpu-PART.json."""
     parser = argparse.ArgumentParser(description="Measure pw beside plain JAX on a GPU.")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--part", choices=PARTS, default="", help="by default all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    measured = partial(run, platform=options.platform)
+    measured = partial(run, platform=options.platform, part=options.part)
     run_and_write(measured, quick=options.quick, out=options.out)
 
 

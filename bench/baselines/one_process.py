@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import pw.jax
 from bench.baselines.peer import Peer, serve
-from bench.baselines.steps import calls, local
+from bench.baselines.steps import local
+from bench.baselines.two_ways import in_common
 from bench.training import SEED, TASKS, Trainer
 from pw.devices.jax import group
 
@@ -97,12 +99,12 @@ def training(work: str, mesh: Mesh, losses: Path) -> Mapping[str, Callable[[int]
 
 
 def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
-    """Scalar additions, each to the result of the last one; a count is of additions."""
+    """Scalar additions and transfers; a count is of calls."""
     whole = NamedSharding(mesh, P())
     add = jax.jit(local, in_shardings=whole, out_shardings=whole)
-    zero = jax.device_put(jnp.float32(0), whole)
+    put = partial(jax.device_put, device=whole)
 
-    return {"op by op": calls(add, zero)}
+    return in_common(add, put(jnp.float32(0)), put)
 
 
 def main() -> None:
