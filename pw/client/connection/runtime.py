@@ -297,7 +297,7 @@ class Runtime:
         try:
             return bound.result()
         except InsufficientDevices as error:
-            if self.address is not None or kind is not None or island is not None:
+            if self.address is not None or any((kind, island, topology, *how.values())):
                 raise
             raise InsufficientDevices(
                 f"{error}. It is the cluster that pw starts beside a script: as many CPU devices are there "
