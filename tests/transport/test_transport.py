@@ -210,12 +210,12 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
     b = sockets.node("b", silence_s=0.4, **quick)
     sockets.introduce(a, b)
     b.react = lambda sender, message: time.sleep(0.01)
-    for number in range(300):
+    for number in range(180):
         a.env.send(b.env.address, msg.Ready(number))
         sockets.of(a).network.flush()
-    sockets.until(lambda: len(b.received) >= 300)
+    sockets.until(lambda: len(b.received) >= 180)
     assert not b.lost
-    assert numbers(b) == list(range(300))
+    assert numbers(b) == list(range(180))
 
 
 def unread(
