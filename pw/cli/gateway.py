@@ -83,9 +83,9 @@ class _Sessions:
         else:
             from pw.client.connection.cluster import LocalCluster
 
-            devices = each or embedded.device_count()
-            local = cluster.enter_context(LocalCluster(count, 1, devices, connect=False))
-            start = remote(local.address, self._thread)
+            platform, devices = embedded.devices_of_machine(each, count)
+            local = LocalCluster(count, 1, devices, platform=platform, connect=False)
+            start = remote(cluster.enter_context(local).address, self._thread)
         runtime = Runtime(start, self._share, self._priority, name=self._name)
         cluster.callback(runtime.close)
         self._address = runtime.endpoint or ""

@@ -35,8 +35,16 @@ def run(
         int | None, typer.Option(min=1, help="Hosts of each island. By default 1.")
     ] = None,
     devices_per_host: Annotated[
-        int | None, typer.Option(min=1, help="CPU devices of each host. By default 8.")
+        int | None,
+        typer.Option(min=1, help="Devices of each host. By default 8, or 1 with --platform."),
     ] = None,
+    platform: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Platform of the local cluster's devices: cpu, cuda or tpu. By default cpu.",
+        ),
+    ] = "",
     device_memory: Annotated[
         str,
         typer.Option(
@@ -54,8 +62,8 @@ def run(
     """Run a script on a cluster: at --address, else the joined one, else a local one that ends with the script.
 
     The script finds the cluster in PW_ADDRESS. With --jax the script is plain JAX: `jax.devices()` are virtual
-    devices of the cluster. Asking for islands, hosts or devices asks for a local
-    cluster, whatever PW_ADDRESS says, and so does --device-memory. Signals are passed on to the script.
+    devices of the cluster. Asking for islands, hosts, devices, their memory or their platform asks for a local
+    cluster, whatever PW_ADDRESS says. Signals are passed on to the script.
 
     Exit codes: the script's own, or 128 + n if signal n ended it; 1 also, with one line on standard error, if
     there is no such script or cluster.
@@ -65,27 +73,29 @@ def run(
     if not os.path.isfile(script):
         raise Error(f"there is no script {script!r}")
     command = [sys.executable, script, *(args or ())]
-    shape = (islands, hosts_per_island, devices_per_host, size_of(device_memory))
+    memory = size_of(device_memory)
+    local = any((islands, hosts_per_island, devices_per_host, memory, platform))
     environment = {"JAX_PLATFORMS": "pw"} if jax else {}
     use_tcp(credentials, insecure=insecure)
-    address = address or ("" if any(shape) else address_in() or default_address())
+    address = address or ("" if local else address_in() or default_address())
     if dashboard:
         installed.check_extra("dashboard", *installed.DASHBOARD)
-    if address and not any(shape):
+    if address and not local:
         with _page_of(address) if dashboard else nullcontext():
             raise SystemExit(run_script(command, address, environment))
     source = context.get_parameter_source("address")
     if source is not None and source.name == "COMMANDLINE":
         raise Error(
             "a cluster at an --address has its own islands; leave out --islands, --hosts-per-island, "
-            "--devices-per-host and --device-memory, or --address"
+            "--devices-per-host, --device-memory and --platform, or --address"
         )
     from pw.client.connection.cluster import LocalCluster
 
     with LocalCluster(
         islands or 1,
         hosts_per_island or 1,
-        devices_per_host or DEVICES,
+        devices_per_host or (1 if platform else DEVICES),
+        platform=platform or "cpu",
         device_memory=device_memory or None,
         connect=False,
         dashboard=dashboard,

@@ -149,7 +149,7 @@ def test_workers_of_one_machine_share_no_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "platform", "count", "visible"),
-    [(None, "cuda", 4, None), (2, "cuda", 2, "3,1"), (8, "cpu", 8, None)],
+    [(None, "cuda", 4, "3,1,0,2"), (2, "cuda", 2, "3,1"), (8, "cpu", 8, None)],
 )
 def test_a_cluster_beside_a_script_has_gpus_if_there_are_enough(
     devices: int | None,
@@ -168,6 +168,8 @@ def test_a_cluster_beside_a_script_has_gpus_if_there_are_enough(
     assert asked == [platform, count]
     assert shown.get("CUDA_VISIBLE_DEVICES") == visible
     assert ("8 devices are asked for" in capsys.readouterr().err) == (platform == "cpu")
+    assert embedded.devices_of_machine(None, islands=2) == ("cuda", 2)
+    assert embedded.devices_of_machine(4, islands=2) == ("cpu", 4)
 
 
 @pytest.mark.processes

@@ -59,6 +59,14 @@ def test_a_cluster_has_the_platform_of_another_package(tmp_path: Path) -> None:
     assert program.out == "[0 2 4] abacus abacus\n", program.err
 
 
+def test_pw_run_starts_a_cluster_of_a_platform(tmp_path: Path) -> None:
+    path = install(tmp_path, {"pw_abacus.py": EXAMPLE["pw_abacus.py"]})
+    script = tmp_path / "script.py"
+    script.write_text("import pw\nprint(pw.status().islands[0].platform, pw.status().devices)\n")
+    program = run(tmp_path, ["-m", "pw.cli.main", "run", "--platform", "abacus", str(script)], path)
+    assert program.out == "abacus 1\n", program.err
+
+
 WORKER = ["-m", "pw.cli.worker", "--controller", "tcp://127.0.0.1:1", "--island", "east"]
 
 

@@ -88,29 +88,33 @@ def with_worker(devices: int | None, beside: LoopThread) -> Callable[[Runtime], 
             `PW_EMBEDDED_DEVICES`.
         beside: the thread that the cluster and the session live in.
     """
-    platform, found = _devices_of_machine()
+    platform, count = devices_of_machine(devices)
     shown = {}
-    if platform == "cuda" and devices is not None:
-        if devices > found:
-            print(
-                f"pw: {devices} devices are asked for, more than the GPUs of this machine ({found}): "
-                "they are CPU devices",
-                file=sys.stderr,
-            )
-            platform = "cpu"
-        elif variable := platform_of(platform).visible:
-            shown[variable] = visible_gpus(0, devices, os.environ.get(variable))
-    return lambda runtime: _with_worker(runtime, platform, devices or found, beside, shown)
+    if variable := platform_of(platform).visible:
+        shown[variable] = visible_gpus(0, count, os.environ.get(variable))
+    return lambda runtime: _with_worker(runtime, platform, count, beside, shown)
 
 
-def _devices_of_machine() -> tuple[str, int]:
+def devices_of_machine(each: int | None, islands: int = 1) -> tuple[str, int]:
+    """Return the platform and the number of the devices of each of so many islands on this machine.
+
+    They are GPUs if there are enough of them, and JAX can use them. `each` is how many are asked for; None
+    for as many GPUs as there are, else `PW_EMBEDDED_DEVICES`.
+    """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = (
         len(glob("/dev/nvidia[0-9]*")) if shown is None else len(shown.split(",")) if shown else 0
     )
     if gpus and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        return "cuda", gpus
-    return "cpu", device_count()
+        asked = islands * (each or 1)
+        if asked <= gpus:
+            return "cuda", each or gpus // islands
+        print(
+            f"pw: {asked} devices are asked for, more than the GPUs of this machine ({gpus}): "
+            "they are CPU devices",
+            file=sys.stderr,
+        )
+    return "cpu", each or device_count()
 
 
 class _SessionWithWorker(SessionOnNode):
