@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import Source
+from pw.core.messages import OfferSource, Source
 from pw.core.programs.program import Kind, Output, Program, ValueRef
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
@@ -46,13 +46,14 @@ class History:
         copies: Any = None,
         exist: tuple[int, ...] = (),
         bound: Callable[[int], bool] = lambda slice: True,
+        **others: Any,
     ) -> RecoveryPlan:
         arrays = Arrays()
         for number in (*lost, *exist):
             arrays.add(number, Array(SPEC, "i", ("h",)))
         for number in lost:
             arrays.lose(number, WHY)
-        return plan_recovery(self.lineage, arrays, copies or {}, bound)
+        return plan_recovery(self.lineage, arrays, copies or {}, bound, **others)
 
 
 def orders(plan: RecoveryPlan) -> list[int]:
@@ -106,6 +107,24 @@ def test_it_knows_the_slices_of_what_can_be_made_again() -> None:
     lineage.release([2, 3])
     assert sorted(lineage.drain().slices) == [1, 3]
     assert not any(map(lineage.touches, (1, 2, 3)))
+
+
+def test_what_reads_an_array_of_another_client_is_run_again_once_that_one_makes_it() -> None:
+    history = History()
+    history.lineage.add_input(1, SPEC, OfferSource(bytes(16), 0))
+    history.lineage.add_input(2, SPEC)
+    for number, arg in ((3, 1), (4, 3), (5, 2), (6, X)):
+        history.run(number, arg)
+    history.lineage.release([1, 2])
+    plan = history.plan(4, 5, 6)
+    assert (orders(plan), sorted(plan.uploads)) == ([5, 6], [1, 2])
+    plan = history.plan(4, is_asked=lambda array: array == 1, brought=[1])
+    assert (orders(plan), plan.uploads, plan.lost) == ([], [], {})
+    plan = history.plan(4, brought=[1])
+    assert (orders(plan), plan.uploads, plan.lost) == ([3, 4], [], {})
+    assert history.plan(4, can_bring=lambda array: False).lost.keys() == {1, 3, 4}
+    history.lineage.origins[1].error = WHY
+    assert history.plan(4).lost == dict.fromkeys((1, 3, 4), WHY)
 
 
 def test_what_was_on_a_slice_that_cannot_be_had_again_is_lost() -> None:

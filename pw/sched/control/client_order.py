@@ -86,6 +86,8 @@ class ClientOrder(ControlPart):
             if program is not None and program.installing:
                 islands = ", ".join(sorted(program.installing))
                 return f"the compilation of {program.body.name!r} on {islands}"
+            if client.asking and not client.asking.isdisjoint(message.args):
+                return "another session to hand over an array that it reads"
             if client.offered and not client.offered.keys().isdisjoint(client.donated_to(message)):
                 return "another session to take arrays that it donates"
         elif isinstance(message, (msg.Checkpoint, msg.SaveArrays)):

@@ -98,6 +98,10 @@ class Client:
     """Programs that make what it hands to other clients, the one used longest ago first."""
     wanted: dict[int, int] = field(default_factory=dict)
     """What other clients want of what it handed to them, and the names under which they await it."""
+    brought: dict[int, int] = field(default_factory=dict)
+    """What it has taken, does not hold, and asked for again to repeat runs; and the names under which."""
+    asking: set[int] = field(default_factory=set)
+    """What it has taken and no run of the other client makes yet: its own runs with these wait."""
     offered: Counter[int] = field(default_factory=Counter)
     """Its arrays that stay until another client has taken them (`pw.sched.control.shares`)."""
     backlog: deque[Ordered] = field(default_factory=deque)

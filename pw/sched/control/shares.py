@@ -10,6 +10,10 @@ The exporter's lineage keeps a record of that run until the importer needs none 
 importer has lost one, its recovery asks for it (`ask`), and the exporter's recovery runs the record again.
 If the exporter has left, only replicas bring such an array back.
 
+A run of the importer that reads a taken array waits in its stream until the run that makes it is submitted, and
+so do runs that recovery repeats. On an island it could stand before a run of its client that the exporter needs
+first.
+
 Until the first of these runs is submitted, offered arrays that the exporter deletes stay, and its runs that
 donate one wait (`pw.sched.control.client_order`), but not for long. An offer or an array that waits alone
 for too long ends.
@@ -250,7 +254,20 @@ class Shares(ControlPart):
                 del self._shares[share.token]
             return
         share.asked[number] = name
+        importer = self.sessions.owner(number)
+        if importer is not None and name == number:
+            importer.asking.add(number)
         self._match(share)
+
+    def is_asked(self, number: int) -> bool:
+        """Return whether the run that makes a taken array is still to be submitted."""
+        share = self._of.get(number)
+        if share is None:
+            return False
+        name = share.asked.get(number)
+        if name is None and share.exporter is not None:
+            name = share.exporter.wanted.get(number)
+        return name is not None and self._is_awaited(name)
 
     def can_bring(self, number: int) -> bool:
         """Return whether the exporter of a taken array can make it again."""
@@ -293,6 +310,7 @@ class Shares(ControlPart):
             share = self._of.get(number)
             if share is None or not self._is_awaited(name):
                 exporter.wanted.pop(number, None)
+                self._answered(number)
             elif share.record is None and number in exporter.wanted:
                 try:
                     self._record(share, exporter)
@@ -352,6 +370,7 @@ class Shares(ControlPart):
             if name is None or array is None:
                 continue
             del exporter.wanted[number]
+            self._answered(number)
             if (
                 self._islands.is_bound(array.spec)
                 and self._islands.is_bound(output.spec)
@@ -359,7 +378,7 @@ class Shares(ControlPart):
             ):
                 names[number] = name
             else:
-                self.runs.handed.append((name, _ENDED))
+                self._refused(number, name, _ENDED)
         return names
 
     def submitted(self, record: Record) -> None:
@@ -371,9 +390,26 @@ class Shares(ControlPart):
     def failed(self, exporter: Client, number: int, error: ErrorReport) -> None:
         """A exporter cannot make what a importer asks for."""
         if (name := exporter.wanted.pop(number, None)) is not None:
-            self.runs.handed.append((name, error))
+            self._refused(number, name, error)
             if (share := self._of.get(number)) is not None:
                 self._unguard(share)
+
+    def _refused(self, number: int, name: int, error: ErrorReport) -> None:
+        """The importer has to do without an array that it holds, or needs to repeat a run."""
+        self.runs.handed.append((name, error))
+        importer = self._answered(number)
+        origin = None if importer is None else importer.lineage.origins.get(number)
+        if origin is not None:
+            origin.error = error
+
+    def _answered(self, number: int) -> Client | None:
+        """The importer of an array has it made, or hears why not: what it repeats can go on."""
+        importer = self.sessions.owner(number)
+        if importer is not None:
+            importer.asking.discard(number)
+            if importer.recovering:
+                self._asked_of[importer.number] = None
+        return importer
 
     # --- ends -----------------------------------------------------------------------------------------
 
@@ -383,6 +419,7 @@ class Shares(ControlPart):
             name = share.exporter.wanted.pop(number, None)
         if name is not None:
             self.runs.handed.append((name, error))
+        self._answered(number)
 
     def _unguard(self, share: SharedArrays) -> None:
         """Let the exporter delete and donate what it offered."""
@@ -416,7 +453,8 @@ class Shares(ControlPart):
         for share in alone:
             if share.until_s <= now_s:
                 self._end(share, _ALONE)
-            elif share.guarded_until_s <= now_s:
+            elif share.guarded and share.guarded_until_s <= now_s:
+                self._env.count("offers_unguarded")
                 self._unguard(share)
         return any(share.until_s > now_s for share in alone)
 

@@ -37,6 +37,8 @@ def watch_launches(cluster: SimCluster) -> None:
 
     def launched(sender: Address, to: Address, message: Launch | GangOrder) -> None:
         launch = message.order if isinstance(message, GangOrder) else message
+        if isinstance(message, GangOrder) and sender.node != CONTROLLER:
+            return  # a host passes on what was launched before
         if isinstance(launch, Launch) and launch.segment != CANCELLED:
             cluster.launched.append((world.now_s, launch.run, launch.segment))
 

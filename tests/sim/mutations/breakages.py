@@ -166,6 +166,14 @@ def bind_anywhere(bind_again: Any, island: Any) -> None:
     bind_again(island)
 
 
+def ask_and_go_on(ask: Any, number: int, name: int) -> None:
+    """Ask for an array, and forget that it was asked for."""
+    ask(number, name)
+    importer = ask.__self__.sessions.owner(number)
+    if importer is not None:
+        importer.asking.discard(number)
+
+
 def arrived_when_asked(ask: Any, number: int, name: int) -> None:
     """Hand an array over that the exporter has not made."""
     ask(number, name)

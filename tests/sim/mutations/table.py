@@ -672,3 +672,15 @@ row(
     wrap("controller.shares.ask", breakages.arrived_when_asked),
     seen("shares", 6, "oracle", "liveness", "epochs last", "views"),
 )
+# A run that reads a taken array is submitted before the run of the exporter that makes it.
+row(
+    "read-before-it-is-made",
+    wrap("controller.shares.ask", breakages.ask_and_go_on),
+    seen("shares-lost", 9810040, "liveness"),
+)
+# Recovery repeats such a run before it, too.
+row(
+    "repeat-before-it-is-made",
+    wrap("controller.shares.is_asked", lambda is_asked, number: False),
+    seen("shares-lost", 9800328, "liveness"),
+)

@@ -7,7 +7,7 @@ in their original order, so that each finds what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ArrayLost, ErrorReport
@@ -41,6 +41,8 @@ def plan_recovery(
     now_s: float = 0.0,
     wanted: Iterable[int] = (),
     can_bring: Callable[[int], bool] = lambda array: True,
+    is_asked: Callable[[int], bool] = lambda array: False,
+    brought: Collection[int] = (),
 ) -> RecoveryPlan:
     """Return how to bring back the lost arrays of a client, and make what others want of it.
 
@@ -52,6 +54,11 @@ def plan_recovery(
         now_s: the time.
         wanted: arrays of other clients that views of this client's arrays make.
         can_bring: whether the client that an array was taken from can make it again.
+        is_asked: whether that client was asked for it, and has not submitted the run that makes it.
+        brought: what the client does not hold, and was asked for.
+
+    A run that reads an array for which another client was asked is left for a later plan, when that
+    client has submitted its run. Otherwise each could wait for a run that stands behind the other's.
     """
     plan = RecoveryPlan()
 
@@ -80,6 +87,7 @@ def plan_recovery(
         else:
             plan.lost[array] = error
     seen: set[int] = set()
+    asked: set[int] = set()
     while stack:
         array = stack.pop()
         held = arrays.get(array)
@@ -95,8 +103,14 @@ def plan_recovery(
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
             plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
-        elif isinstance(origin.source, OfferSource) and not can_bring(array):
-            plan.lost[array] = _lost(origin, cause, _GIVER_GONE)
+        elif isinstance(origin.source, OfferSource):
+            if array in brought:
+                pass
+            elif origin.error is not None or not can_bring(array):
+                plan.lost[array] = origin.error or _lost(origin, cause, _GIVER_GONE)
+            else:
+                plan.uploads.append(array)
+                asked.add(array)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif not all(c.traits.is_repeatable for c in origin.maker.program.body.computations):
@@ -111,13 +125,27 @@ def plan_recovery(
     for order in sorted(records):
         record = records[order]
         missing = next((arg for arg in arrays_in(record.args) if arg in plan.lost), None)
-        if missing is None:
+        made = [array for array in record.results if array in seen and array not in plan.restores]
+        if missing is not None:
+            plan.lost.update(dict.fromkeys(made, plan.lost[missing]))
+        elif any(arg in asked or is_asked(arg) for arg in arrays_in(record.args)):
+            asked.update(made)
+        else:
             plan.runs.append(record)
-            continue
-        for array in record.results:
-            if array in seen and array not in plan.restores:
-                plan.lost[array] = plan.lost[missing]
+    if asked:
+        _leave_what_waits(plan, lineage, arrays)
     return plan
+
+
+def _leave_what_waits(plan: RecoveryPlan, lineage: Lineage, arrays: Arrays) -> None:
+    """Bring only what the client holds, what the runs of the plan read, and what other clients make."""
+    needed = {arg for record in plan.runs for arg in arrays_in(record.args)} | arrays.lost.keys()
+    plan.restores = {array: found for array, found in plan.restores.items() if array in needed}
+    plan.uploads = [
+        array
+        for array in plan.uploads
+        if array in needed or isinstance(lineage.origins[array].source, OfferSource)
+    ]
 
 
 _NO_ORIGIN = (

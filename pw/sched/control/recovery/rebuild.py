@@ -105,6 +105,11 @@ class Rebuilder(ControlPart):
             return number in self._islands.bindings or client.slices.may_borrow(number)
 
         replicas = self.replicas.of(client)
+        client.brought = {
+            number: name
+            for number, name in client.brought.items()
+            if (array := client.arrays.find(name)) is not None and array.awaited
+        }
         return plan_recovery(
             client.lineage,
             client.arrays,
@@ -113,6 +118,8 @@ class Rebuilder(ControlPart):
             self._env.now_s(),
             client.wanted,
             self.shares.can_bring,
+            self.shares.is_asked,
+            client.brought,
         )
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:

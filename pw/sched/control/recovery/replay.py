@@ -43,7 +43,7 @@ class Replays(ControlPart):
                 from_client=len(plan.uploads),
                 runs=len(plan.runs),
             )
-        names: dict[int, int] = {}
+        names = dict(client.brought)
         for number, sources in plan.restores.items():
             self._restore(client, number, sources, names)
         for number in plan.uploads:
@@ -51,6 +51,8 @@ class Replays(ControlPart):
             is_taken = isinstance(source, msg.OfferSource)
             name, array = self._bring(client, number, names, by_run=is_taken)
             if isinstance(source, msg.OfferSource):
+                if name != number:
+                    client.brought[number] = name
                 self.shares.ask(number, name)
                 continue
             if source is not None:
