@@ -109,9 +109,8 @@ class Runs(ControlPart):
         if not program.parts:
             self._credit(client.number)
             return
-        args, results, lease = message.args, message.results, None
-        if message.lease:
-            lease, awaits = (message.lease, message.index), ()
+        args, results = message.args, message.results
+        lease = (message.lease, message.index) if message.lease else None
         self.submit(client, message.run, record, args, results, awaits, donated, lease)
         if client.early_losses:
             self._spoil_early(client, self.in_flight[message.run])

@@ -178,6 +178,16 @@ row(
     seen("leases", 15, "liveness"),
 )
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
+# A launched run that no host has taken waits for nothing that it reads.
+row(
+    "queue-leased-runs-at-once",
+    mishear(
+        "scheduler",
+        m.SubmitLeased,
+        lambda it: replace(it, submit=replace(it.submit, awaits=())),
+    ),
+    seen("chaos", 9807465, "values are made before they are used"),
+)
 # A host takes launches of a client after it has said what it has taken.
 row(
     "take-after-the-answer",
