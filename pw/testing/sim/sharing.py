@@ -68,6 +68,7 @@ def give(exporter: User, importers: list[User]) -> None:
     specs = [_like(spec, own) for spec in given]
 
     deal = Deal(exporter, exporter.lives)
+    known = exporter.oracle  # its next life has another one
 
     def offer(life: int) -> None:
         if life != exporter.lives or exporter.closing or not exporter.node.alive:
@@ -85,7 +86,7 @@ def give(exporter: User, importers: list[User]) -> None:
             return
         for index, (array, spec) in enumerate(zip(chosen, specs, strict=True)):
             made = importer._id()
-            importer.oracle.take(made, spec, exporter.oracle, array, chosen)
+            importer.oracle.take(made, spec, known, array, chosen)
             importer.arrays[made] = spec
             importer.cluster.deals[made] = deal
             importer._post(Tell(msg.CreateArray(made, spec, source=msg.OfferSource(token, index))))
