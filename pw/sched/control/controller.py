@@ -188,7 +188,7 @@ class Controller(Actor):
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
         self._uploads.settle_taken()
         self._go_on()
-        while (asked := self.shares.exporters_asked()) or any(
+        while (asked := self.shares.clients_with_news()) or any(
             client.lineage.has_unneeded for client in self.sessions.clients
         ):
             for client in asked:

@@ -115,8 +115,8 @@ class Shares(ControlPart):
         self._shares: dict[bytes, SharedArrays] = {}
         self._of: dict[int, SharedArrays] = {}
         """By the importer's arrays."""
-        self._asked_of: dict[int, None] = {}
-        """Exporters that have something new to do, by number."""
+        self._with_news: dict[int, None] = {}
+        """Clients that have something to make, or to repeat, by number."""
         self._timer = Ticker(self._env, LOOK_S, self._end_lonely)
 
     def __len__(self) -> int:
@@ -296,11 +296,11 @@ class Shares(ControlPart):
         elif share.asked:
             exporter.wanted.update(share.asked)
             share.asked.clear()
-            self._asked_of[exporter.number] = None
+            self._with_news[exporter.number] = None
 
-    def exporters_asked(self) -> list[Client]:
-        """Return the exporters that have something new to do, once."""
-        asked, self._asked_of = self._asked_of, {}
+    def clients_with_news(self) -> list[Client]:
+        """Return the clients that have something to make, or to repeat, once."""
+        asked, self._with_news = self._with_news, {}
         found = [self.sessions.get(number) for number in asked]
         return [client for client in found if client is not None]
 
@@ -408,7 +408,7 @@ class Shares(ControlPart):
         if importer is not None:
             importer.asking.discard(number)
             if importer.recovering:
-                self._asked_of[importer.number] = None
+                self._with_news[importer.number] = None
         return importer
 
     # --- ends -----------------------------------------------------------------------------------------

@@ -87,7 +87,6 @@ def plan_recovery(
         else:
             plan.lost[array] = error
     seen: set[int] = set()
-    asked: set[int] = set()
     while stack:
         array = stack.pop()
         held = arrays.get(array)
@@ -103,14 +102,10 @@ def plan_recovery(
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
             plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
-        elif isinstance(origin.source, OfferSource):
-            if array in brought:
-                pass
-            elif origin.error is not None or not can_bring(array):
-                plan.lost[array] = origin.error or _lost(origin, cause, _GIVER_GONE)
-            else:
-                plan.uploads.append(array)
-                asked.add(array)
+        elif array in brought:
+            pass  # it is on its way
+        elif isinstance(origin.source, OfferSource) and (origin.error or not can_bring(array)):
+            plan.lost[array] = origin.error or _lost(origin, cause, _GIVER_GONE)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif not all(c.traits.is_repeatable for c in origin.maker.program.body.computations):
@@ -122,30 +117,23 @@ def plan_recovery(
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
+    taken = [a for a in plan.uploads if isinstance(lineage.origins[a].source, OfferSource)]
+    waiting = set(taken)
     for order in sorted(records):
         record = records[order]
         missing = next((arg for arg in arrays_in(record.args) if arg in plan.lost), None)
         made = [array for array in record.results if array in seen and array not in plan.restores]
         if missing is not None:
             plan.lost.update(dict.fromkeys(made, plan.lost[missing]))
-        elif any(arg in asked or is_asked(arg) for arg in arrays_in(record.args)):
-            asked.update(made)
+        elif any(arg in waiting or is_asked(arg) for arg in arrays_in(record.args)):
+            waiting.update(made)
         else:
             plan.runs.append(record)
-    if asked:
-        _leave_what_waits(plan, lineage, arrays)
+    if waiting:  # what only they need is brought with them
+        needed = {*arrays.lost, *taken, *(arg for run in plan.runs for arg in arrays_in(run.args))}
+        plan.restores = {array: found for array, found in plan.restores.items() if array in needed}
+        plan.uploads = [array for array in plan.uploads if array in needed]
     return plan
-
-
-def _leave_what_waits(plan: RecoveryPlan, lineage: Lineage, arrays: Arrays) -> None:
-    """Bring only what the client holds, what the runs of the plan read, and what other clients make."""
-    needed = {arg for record in plan.runs for arg in arrays_in(record.args)} | arrays.lost.keys()
-    plan.restores = {array: found for array, found in plan.restores.items() if array in needed}
-    plan.uploads = [
-        array
-        for array in plan.uploads
-        if array in needed or isinstance(lineage.origins[array].source, OfferSource)
-    ]
 
 
 _NO_ORIGIN = (
