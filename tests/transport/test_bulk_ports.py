@@ -376,7 +376,6 @@ def test_replies_that_are_not_read_are_bounded(
     async def scenario() -> None:
         async with host("plain", tmp_path) as (there, endpoint):
             connection = dialled(endpoint)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(True)
             connection.settimeout(20)
             ask = chunks.header(chunks.FINISH, 7) * 4096
