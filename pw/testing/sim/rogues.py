@@ -98,9 +98,13 @@ class Rogues:
             self._name(to.node, source.host, message.copied)
 
     def _name(self, importer: str, exporter: str, array: int) -> None:
-        """The controller names a host that has replicas of an array to another one."""
+        """The controller names a host that has replicas of an array to another one.
+
+        A rogue that has been given a slice of the client since it lied is believed for the client's
+        arrays, as it would be if it said so now.
+        """
         self._told.add((importer, exporter, array))
-        if (exporter, array) not in self._keepers:
+        if (exporter, array) not in self._keepers and self._is_strange(exporter, array):
             raise Violation(
                 "replicas", f"{importer} is to get {array:x} from {exporter}, which lied"
             )
@@ -133,7 +137,7 @@ class Rogues:
 
         def check() -> None:
             if (
-                self._is_strange(sender, message.arrays[0])
+                self._is_strange(sender.node, message.arrays[0])
                 and self._states(message.arrays) != before
             ):
                 raise Violation(
@@ -156,7 +160,7 @@ class Rogues:
     def _uploaded(self, sender: Address, to: Address, message: msg.Uploaded) -> Callable[[], None]:
         def check() -> None:
             client = self._cluster.controller.sessions.owner(message.array)
-            if client is None or not self._is_strange(sender, message.array):
+            if client is None or not self._is_strange(sender.node, message.array):
                 return
             if sender.node in client.arrays.unannounced.get(message.array, ()):
                 words = f"{sender.node} told of an upload to a slice that it is not in"
@@ -164,7 +168,7 @@ class Rogues:
 
         return check
 
-    def _is_strange(self, sender: Address, array: int) -> bool:
-        """Whether no slice of the client that has an array is or was bound to the sender."""
+    def _is_strange(self, host: str, array: int) -> bool:
+        """Whether no slice of the client that has an array is or was bound to a host."""
         client = self._cluster.controller.sessions.owner(array)
-        return client is not None and sender.node not in set().union(*client.slices.hosts.values())
+        return client is not None and host not in set().union(*client.slices.hosts.values())
