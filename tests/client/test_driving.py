@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import signal
@@ -32,12 +33,14 @@ def interrupt(*_: object) -> None:
     raise Interrupt
 
 
-@pytest.fixture(scope="module")
-def add_one() -> Iterator[Callable[[int], int]]:
-    """A call that waits for its result, on a cluster of other processes."""
-    with pw.LocalCluster():
+@pytest.fixture(scope="module", params=["cluster", "embedded"])
+def add_one(request: pytest.FixtureRequest) -> Iterator[Callable[[int], int]]:
+    """A call that waits for its result, on a cluster of other processes or with the controller in this one."""
+    pw.disconnect()
+    with pw.LocalCluster() if request.param == "cluster" else contextlib.nullcontext():
         add = pw.jit(lambda x: x + 1)
         yield lambda value: int(np.asarray(add(np.int32(value))))
+    pw.disconnect()
 
 
 @pytest.fixture
@@ -111,6 +114,14 @@ def test_interrupts_at_any_time_lose_nothing(
         signal.signal(signal.SIGALRM, usual)
     assert add_one(7) == 8
     assert hits
+
+
+def test_calls_that_wait_are_launched_from_here(add_one: Callable[[int], int]) -> None:
+    def are_leased() -> bool:
+        add_one(0)
+        return any(counters.get("leased_launches") for counters in pw.stats().values())
+
+    until(are_leased, "a launch under a lease")
 
 
 def test_threads_take_turns_with_the_loop(add_one: Callable[[int], int], borrows: set[str]) -> None:

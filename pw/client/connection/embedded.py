@@ -27,6 +27,7 @@ from pw.client.connection.children import (
     start_dashboard,
     visible_gpus,
 )
+from pw.client.connection.driving import Driver
 from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
 from pw.core.errors import ConnectionFailed, Error, HostLost
@@ -184,7 +185,10 @@ def _with_worker(
         services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
         teardown.callback(thread.call, services.close)
         bulk = BulkPlane(thread.loop, folder=folder.path)
-        session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
+        driver = Driver(thread.loop, node, network) if beside is None else None
+        session = _SessionWithWorker(
+            thread, node, bulk, runtime, None, teardown.close, driver=driver
+        )
         session.endpoint = folder.controller
         if is_notebook() and is_installed(*DASHBOARD):
             session.page = start_dashboard(folder.controller)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import CONTROLLER, Address, are_of, arrays_in
+from pw.core.ids import Address, are_of, arrays_in
 from pw.devices.host.clients import Clients
 from pw.devices.host.installs import Installs
 from pw.devices.host.launch_order import LaunchOrder
@@ -114,7 +114,7 @@ class Leases(Part):
     @handles(msg.LeasedLaunch)
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
         self._take(sender, message)
-        if message.request and sender.node != CONTROLLER:
+        if message.request and sender != self.order.scheduler:
             self.wait(sender, message.request, message.awaited)
 
     def _take(self, sender: Address, message: msg.LeasedLaunch) -> None:
@@ -128,11 +128,11 @@ class Leases(Part):
         if (
             lease is None
             or lease.number != message.lease
-            or (sender.node != CONTROLLER and not lease.is_open)
+            or (sender != self.order.scheduler and not lease.is_open)
         ):
             self.env.count("messages_stale")
             return
-        if sender.node == CONTROLLER:
+        if sender == self.order.scheduler:
             if message.index != lease.taken:
                 return  # it came from the client before the lease was closed
         elif not self._may_launch(lease, sender, message):

@@ -27,7 +27,7 @@ import msgspec
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import CONTROLLER, Address, client_of, executor_of, session_of
+from pw.core.ids import Address, client_of, executor_of, session_of
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue
@@ -113,7 +113,7 @@ class Leases(Part):
         for hosts in message.hosts:
             self.close_on(hosts)
         queue = self.queues.clients.get(client)
-        if queue is None or self._nodes.get(client) in ("", CONTROLLER):
+        if queue is None or not self._nodes.get(client):
             return
         habit = self._habits.get(client)
         if habit is None:

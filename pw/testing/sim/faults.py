@@ -15,7 +15,7 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.floods import flood, flood_of_programs
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
 from pw.testing.sim.intruders import forged
-from pw.testing.sim.network import HEARTBEAT_S
+from pw.testing.sim.network import HEARTBEAT_S, SILENCE_S
 from pw.testing.sim.node import INTRUDER
 from pw.testing.sim.trespasses import Trespasses
 from pw.testing.sim.workload import SimClient
@@ -98,6 +98,8 @@ class Faults:
             self._note("pause", node.name)
             length_s = random.choice((0.1, 2.0, 6.0, 20.0)) * random.uniform(0.5, 1.5)
             self._stop(node, length_s)
+            if length_s > SILENCE_S:
+                self._world.ledger.silent.add(node.name)
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
                 self._world.after(WATCHDOG_S, self._watched, node)
 

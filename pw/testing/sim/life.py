@@ -72,6 +72,8 @@ class Life:
         """The user's work is done, and the session is closed or dead."""
         self.final = False
         """Check all arrays once more, then leave."""
+        self.is_beside = cluster.world.profile.embedded and number == 0
+        """Its session is on the controller's node, and both end together."""
         self.fetched = 0
         self.failed = 0
         self.live()
@@ -82,8 +84,11 @@ class Life:
         """Begin a session."""
         self.lives += 1
         self.name = f"client-{self.number}.{self.lives}"
-        node = SimNode(self.world, self.name, 1, "")
-        node.network.introduce(CONTROLLER, CONTROLLER)
+        if self.is_beside:
+            self.name, node = CONTROLLER, self.cluster.node
+        else:
+            node = SimNode(self.world, self.name, 1, "")
+            node.network.introduce(CONTROLLER, CONTROLLER)
         self.node = node
         self.bulk = SimBulk(node, self.cluster.planes)
         self.session = node.add("session", lambda env: ClientSession(env, self.bulk, self._credits))
@@ -154,8 +159,17 @@ class Life:
     def die(self) -> None:
         """The process is killed."""
         if self.node.alive:
-            self.node.die(seen=True)
+            if self.is_beside:
+                self._end_controller()
+            else:
+                self.node.die(seen=True)
             self._again()
+
+    def _end_controller(self) -> None:
+        """End the controller with this session; the next one is there for the next life."""
+        self.world.ledger.note("controller killed", *[host.name for host in self.cluster.hosts])
+        self.cluster.kill_controller()
+        self.cluster.restart_controller()
 
     def leave(self) -> None:
         """Close the session, whatever is open."""
@@ -171,7 +185,10 @@ class Life:
         if node.paused:
             self.world.at(node.paused_until_s, self._close, node)
         elif node.alive:
-            node.close()
+            if self.is_beside:
+                self._end_controller()
+            else:
+                node.close()
             self._again()
 
     def _again(self) -> None:

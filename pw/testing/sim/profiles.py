@@ -89,6 +89,8 @@ class Profile:
     """For each act of a client, the probability that it records a timeline."""
     branches: float = 0.15
     """For each program that a client registers, the probability that it has branches."""
+    embedded: bool = False
+    """The session of one client is on the controller's node, as in a cluster that a script starts."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
     divided: bool = False
@@ -265,6 +267,18 @@ PROFILES = {
             loops=0.3,
             quick=0.3,
             **(_NETWORK | _LOSSES),
+        ),
+        Profile(
+            "embedded",
+            hosts=2,
+            clients=2,
+            span_s=20.0,
+            runs=60,
+            loops=0.3,
+            quick=0.3,
+            embedded=True,
+            client_deaths=1.0,
+            **(_CRASHES | _DEVICES),
         ),
         Profile("branches", branches=0.8),
         Profile("reads", branches=0.8, read_failure=0.02),

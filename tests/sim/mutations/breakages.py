@@ -159,6 +159,13 @@ def believe_upload(control: Any, receive: Any, sender: Address, message: m.Uploa
     receive(sender, message)
 
 
+def take_all_for_the_scheduler(
+    executor: Any, receive: Any, sender: Address, message: m.LeasedLaunch
+) -> None:
+    """Take a session on the controller's node for the scheduler."""
+    receive(executor.order.scheduler if sender.node == CONTROLLER else sender, message)
+
+
 def bind_anywhere(bind_again: Any, island: Any) -> None:
     """Forget which hosts slices name before they are bound again."""
     for piece in bind_again.__self__._on(island):

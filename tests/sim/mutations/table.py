@@ -194,6 +194,12 @@ row(
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
     seen("leases-lost", 167, "leases", "liveness", "epochs last", "once"),
 )
+# A host takes a session on the controller's node for the scheduler.
+row(
+    "session-for-scheduler",
+    hear("host.executor", m.LeasedLaunch, breakages.take_all_for_the_scheduler),
+    seen("embedded", 3, "liveness", "leases"),
+)
 # What some hosts have taken of a lease does not reach the others.
 row(
     "leave-a-gang-in-two",
