@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import pw
 from pw.client.connection import run_credits
 from pw.client.connection.runtime import Runtime
+from pw.client.session.thread_messages import Put
 from pw.core.errors import Disconnected
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
@@ -131,6 +133,26 @@ def test_small_calls_and_puts_wait_for_credits_alone(runtime: Runtime) -> None:
     for loop in loops:
         with pytest.raises(Disconnected):
             loop.error.result(BOUND_S)
+
+
+def test_uploads_of_threads_are_posted_in_the_order_of_their_numbers(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that hears of a later one first may take the earlier one for deleted."""
+    ids = runtime._ids
+
+    def slowly(count: int) -> Sequence[int]:
+        given = ids(count)
+        time.sleep(1e-4)  # another thread goes on
+        return given
+
+    monkeypatch.setattr(runtime, "_ids", slowly)
+    threads = [Loop(lambda: put(runtime, for_run=False), 20) for _ in range(4)]
+    for thread in threads:
+        thread.error.result(BOUND_S)
+    numbers = [note.array for note in session(runtime).notes if isinstance(note, Put)]
+    assert len(numbers) == 80
+    assert numbers == sorted(numbers)
 
 
 def test_inputs_never_wait_when_no_run_is_in_flight(runtime: Runtime) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.connection import current
+from pw.client.connection import current, driving
 from pw.client.connection.waiting import Waiting
 from pw.client.session.thread_messages import Await
 from pw.transport.links.node import Node
@@ -114,6 +114,116 @@ def test_interrupts_at_any_time_lose_nothing(
         signal.signal(signal.SIGALRM, usual)
     assert add_one(7) == 8
     assert hits
+
+
+@pytest.fixture
+def usual() -> Iterator[list[int]]:
+    """What a handler of SIGUSR1 has heard; the handlers of the tests come back afterwards."""
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    yield heard
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_are_called_after_a_turn(usual: list[int]) -> None:
+    signals, handler = driving._Signals(), signal.getsignal(signal.SIGUSR1)
+    outer: dict[int, Any] = {}
+    inner: dict[int, Any] = {}
+    signals.begin(outer)
+    signals.begin(inner)
+    signal.raise_signal(signal.SIGUSR1)
+    signals.end(inner)
+    assert usual == []
+    signals.end(outer)
+    assert usual == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_handler_that_sets_handlers_has_the_last_word(usual: list[int]) -> None:
+    def last(*_: object) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, interrupt)
+
+    signals, handlers = driving._Signals(), dict[int, Any]()
+    signal.signal(signal.SIGUSR2, last)
+    signals.begin(handlers)
+    signal.raise_signal(signal.SIGUSR2)
+    signals.end(handlers)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGUSR1) is interrupt
+
+
+def test_a_handler_that_raises_while_handlers_come_back_leaves_the_others(
+    usual: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another signal comes in the moment in which a handler is to be set."""
+    signals, handler, handle = driving._Signals(), signal.getsignal(signal.SIGUSR1), signal.signal
+    interrupts = [Interrupt]
+
+    def set_later(number: int, to: Any) -> None:
+        if to is handler and interrupts:
+            raise interrupts.pop()
+        handle(number, to)
+
+    handlers: dict[int, Any] = {}
+    signals.begin(handlers)
+    monkeypatch.setattr(driving, "_handle", set_later)
+    with pytest.raises(Interrupt):
+        signals.end(handlers)
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_handler_may_wait_for_a_result(add_one: Callable[[int], int]) -> None:
+    """Where its signal ends a wait; in the midst of a call it may wait for what that holds."""
+    driver: Any = current.runtime().thread.driver
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(add_one(len(heard))))
+    try:
+        for _ in range(20):
+            add_one(0)  # a thread that waits soon again may borrow the loop
+            count, never = len(heard), Future[None]()
+            signal.setitimer(signal.ITIMER_REAL, 1e-3)
+            while len(heard) == count:
+                driver.wait(never)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert heard == [k + 1 for k in range(20)]
+
+
+def test_a_handler_may_call_in_the_midst_of_calls(add_one: Callable[[int], int]) -> None:
+    """It is told where it may not, and nothing is lost."""
+    heard: list[int | None] = []
+
+    def call(*_: object) -> None:
+        try:
+            heard.append(add_one(1))
+        except pw.Error as error:
+            heard.append(None if "handler of a signal" in str(error) else 0)
+
+    when, before = random.Random(4), signal.signal(signal.SIGALRM, call)
+    try:
+        for _ in range(100):
+            count = len(heard)
+            signal.setitimer(signal.ITIMER_REAL, when.uniform(1e-4, 2e-3))
+            while len(heard) == count:
+                assert add_one(5) == 6
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert set(heard) <= {2, None}
+    assert heard.count(2) > 50
+
+
+def test_a_loop_can_be_borrowed_while_asyncio_is_debugged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
+    loop = driving.BorrowedLoop()
+    try:
+        assert not loop.get_debug()
+    finally:
+        loop.close()
 
 
 def test_calls_that_wait_are_launched_from_here(add_one: Callable[[int], int]) -> None:

@@ -10,7 +10,8 @@ borrower handles what is posted, and receives what comes, where it stands.
              `HELD_S`; another thread needs the loop-> running
 
 A signal's handler may raise between any two steps of the main thread, in the middle of an actor's. So while
-the main thread handles messages, signals are noted, and their handlers called afterwards.
+the main thread handles messages, signals are noted, and their handlers called afterwards. One that comes
+while it waits for messages ends that: the loop goes on, and the handler is called.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class BorrowedLoop(uvloop.Loop):
 
     wanted: Callable[[], None] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_debug(False)  # with `python -X dev` it refuses timers of a borrower
+
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None
     ) -> Any:
@@ -69,42 +74,56 @@ class BorrowedLoop(uvloop.Loop):
         return handle
 
 
+class _Came(BaseException):
+    """A signal has come while the main thread waited for messages."""
+
+
 class _Signals:
     """Keeps handlers of signals from raising in the middle of a turn of the main thread."""
 
     def __init__(self) -> None:
-        self.may_raise = False
-        """The thread only waits, so a handler may be called at once."""
-        self._noted: list[tuple[int, FrameType | None]] = []
-        self._usual: dict[int, Any] = {}
+        self.may_stop = False
+        """The thread only waits, so a signal may end that."""
+        self._noted: dict[int, FrameType | None] = {}
+        self._note = self._came
 
-    def begin(self) -> None:
-        """Note signals from now on that have a handler in Python."""
+    def begin(self, usual: dict[int, Any]) -> None:
+        """Note signals from now on that have a handler in Python; `usual` gets the handlers."""
         for number in _SIGNALS:
             handler = _handler_of(number)
-            if callable(handler):
-                self._usual[number] = handler
-                _handle(number, self._came)
+            if callable(handler) and handler is not self._note:
+                usual[number] = handler
+                _handle(number, self._note)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if self.may_raise:
-            self.may_raise = False
-            self._usual[number](number, frame)
-            self.may_raise = True
-        else:
-            self._noted.append((number, frame))
+        self._noted[number] = frame
+        if self.may_stop:
+            self.may_stop = False
+            raise _Came
 
-    def end(self) -> None:
-        """Give the signals their handlers back, and call those of the noted ones."""
+    def end(self, usual: dict[int, Any]) -> None:
+        """Give the signals their handlers back, and call those of the noted ones.
+
+        Handlers may do turns of their own, also those that are called here or in `begin`, where others'
+        are not in place.
+        """
         raised: BaseException | None = None
-        usual, noted = self._usual, self._noted
-        while usual or noted:
+        while True:
             try:
-                while usual:
-                    _handle(*usual.popitem())
-                while noted:
-                    number, frame = noted.pop()
-                    _handler_of(number)(number, frame)
+                for number, handler in list(usual.items()):
+                    if _handler_of(number) is self._note:  # else a handler has set another one
+                        _handle(number, handler)
+                    del usual[number]  # afterwards: a handler may have been called, and raise
+                for number in list(self._noted):
+                    handler = _handler_of(number)
+                    if handler is self._note:  # the turn that this one is in calls it
+                        continue
+                    frame = self._noted.pop(number, None)
+                    if callable(handler):
+                        handler(number, frame)
+                    elif handler == signal.SIG_DFL:  # set by the handler of another one
+                        signal.raise_signal(number)
+                break
             except BaseException as error:  # noqa: BLE001 - the other handlers have to come back first
                 raised = error
         if raised is not None:
@@ -168,11 +187,12 @@ class Driver:
         """Do something in which no handler of a signal may raise; return whether it was done."""
         if threading.get_ident() != self._main:
             return act()
+        usual: dict[int, Any] = {}
         try:
-            self._signals.begin()
+            self._signals.begin(usual)
             return act()
         finally:
-            self._signals.end()
+            self._signals.end(usual)
 
     def _may_borrow(self, now_s: float) -> bool:
         if self._borrower:
@@ -239,9 +259,13 @@ class Driver:
                     self._is_wanted = True
                     self._pause(began_s)
                     break
-                self._signals.may_raise = True
-                ready = poll.poll(rest_s * 1e3)
-                self._signals.may_raise = False
+                try:
+                    self._signals.may_stop = True
+                    ready = poll.poll(rest_s * 1e3)
+                    self._signals.may_stop = False
+                except _Came:  # its handler may wait for what the loop does
+                    self._is_wanted = True
+                    break
                 for number, _ in ready:
                     connection = self._by_number.get(number)
                     if connection is not None:
@@ -251,7 +275,6 @@ class Driver:
             if began_s > self._since_s + HELD_S:
                 self._is_wanted = True
         finally:
-            self._signals.may_raise = False
             self._end()
         return True
 

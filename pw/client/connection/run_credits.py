@@ -17,14 +17,20 @@ AHEAD_BYTES = 1 << 30
 It has room for some large batches, so that hosts receive the next one while they compute."""
 RECENT = 8
 """How many of the newest runs are searched for the one that makes an array."""
+LOCKED_S = 5e-3
+"""How long the session waits for the lock. The handler of a signal may have come in the midst of a call that
+has it, and wait for the session."""
 CALLS_NAMED = 1024
 """How many of the newest runs keep their names: more than may be in flight."""
 
 
 class RunCredits:
-    """Counts runs and their uploads; every method needs the session's lock."""
+    """Counts runs and their uploads; every method but `grant` and `count_ended` needs the session's lock."""
 
     def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._uncounted: deque[int] = deque()
+        """How many runs have ended, for each time that the session was told."""
         self.changed = threading.Condition(lock)
         """Notified when runs have ended, or the session."""
         self.granted = 0
@@ -50,10 +56,20 @@ class RunCredits:
             self._effects = self.sent
         self._calls.append((run, results, program, name, has_effects))
 
-    def ended(self, count: int) -> None:
-        """Count runs that have ended; wake waiting calls."""
-        self._ended += count
-        self._notify()
+    def grant(self, count: int) -> None:
+        """Give back the credits of runs that have ended; called by the session."""
+        self._uncounted.append(count)
+        self.count_ended()
+
+    def count_ended(self) -> None:
+        """Count runs that have ended, and wake waiting calls; the next tick does it if the lock is not free."""
+        if self._lock.acquire(timeout=LOCKED_S):
+            try:
+                while self._uncounted:
+                    self._ended += self._uncounted.popleft()
+                    self._notify()
+            finally:
+                self._lock.release()
 
     def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, when another run may be sent; now, if that is so already."""

@@ -25,7 +25,7 @@ from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_argume
 from pw.client.connection.questions import Questions
 from pw.client.connection.released import Released
 from pw.client.connection.results import Results
-from pw.client.connection.run_credits import RunCredits
+from pw.client.connection.run_credits import LOCKED_S, RunCredits
 from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
@@ -63,6 +63,10 @@ CONNECT_S = 30.0
 CLOSE_S = 30.0
 """How long `close` waits: a busy machine may take a while to settle thousands of notes."""
 RECONNECT_S = 60.0
+IN_A_CALL = (
+    "the handler of a signal calls a function in the midst of another call. Let the handler set a flag, and "
+    "look at it between two calls"
+)
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
@@ -84,6 +88,9 @@ class Runtime:
         self._lock = threading.RLock()
         self._serial = 0
         self._run_credits = RunCredits(self._lock)
+        self.grant = self._run_credits.grant
+        self._is_calling = False
+        """A run gets its number, and is not posted yet."""
         self.programs = Programs()
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
@@ -234,11 +241,6 @@ class Runtime:
         with contextlib.suppress(Error):  # the session has ended
             self._post(Tell(message))
 
-    def grant(self, count: int) -> None:
-        """Give back the credits of runs that have ended; called by the session."""
-        with self._lock:
-            self._run_credits.ended(count)
-
     def session_ended(self, error: Error) -> None:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
         with self._lock:
@@ -252,11 +254,15 @@ class Runtime:
 
     def tick(self) -> None:
         """Release the arrays and programs without handles; called on the session's thread now and then."""
-        self._released.delete()
-        with self._lock:
-            for program in self.programs.forget_released():
-                self._results.forget(program)
-                self._tell(msg.ReleaseProgram(program))
+        if self._lock.acquire(timeout=LOCKED_S):
+            try:
+                self._released.delete()
+                for program in self.programs.forget_released():
+                    self._results.forget(program)
+                    self._tell(msg.ReleaseProgram(program))
+                self._run_credits.count_ended()
+            finally:
+                self._lock.release()
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""
@@ -337,7 +343,8 @@ class Runtime:
         """Run a program on arrays and small host values; returns the ids of its results at once.
 
         Waits only while the client has as many runs in flight as the controller allows. Raises
-        ArgumentError if no message can hold the host values.
+        ArgumentError if no message can hold the host values, and Error in a signal's handler that has
+        come in the midst of another call.
         """
         credits = self._run_credits
         if credits.sent % CALLS == CALLS - 1:
@@ -357,17 +364,24 @@ class Runtime:
                 self.check_alive()
             if not self._run_credits.has_credit():
                 return None
-            programs = self.programs
-            name, has_effects = programs.name(program), programs.has_effects(program)
-            *made, run = self._ids(results + 1)
-            then = None
-            if program in self._results.awaited:
-                then = self._results.ask_ahead(program, made)
-            self.thread.post(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
+            if self._is_calling:
+                raise Error(IN_A_CALL)
+            self._is_calling = True
+            try:
+                programs = self.programs
+                name, has_effects = programs.name(program), programs.has_effects(program)
+                *made, run = self._ids(results + 1)
+                then = None
+                if program in self._results.awaited:
+                    then = self._results.ask_ahead(program, made)
+                self.thread.put(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
+            finally:
+                self._is_calling = False
             self._run_credits.started(run, results, program, name, has_effects)
             for sent_s in self.noted_in:
                 sent_s[run] = time.monotonic()
-            return made
+        self.thread.go()
+        return made
 
     def has_credit(self) -> bool:
         """Whether another run may be sent now."""
@@ -410,8 +424,9 @@ class Runtime:
             self._habits.uploading(value, spec)
         if _mutable(value):
             value = value.copy()
-        array = self._id()
-        self._post(Put(array, spec, value, keep))
+        with self._lock:  # so that what is posted first has the smaller number
+            array = self._id()
+            self._post(Put(array, spec, value, keep))
         return array
 
     def _count_upload(self, size_bytes: int) -> None:
@@ -427,8 +442,9 @@ class Runtime:
 
     def load(self, source: msg.FileSource, spec: ArraySpec) -> int:
         """Have the hosts of `spec` read an array from disk; returns its id at once."""
-        array = self._id()
-        self._post(Tell(msg.CreateArray(array, spec, source=source)))
+        with self._lock:
+            array = self._id()
+            self._post(Tell(msg.CreateArray(array, spec, source=source)))
         return array
 
     def delete(self, arrays: Sequence[int]) -> None:

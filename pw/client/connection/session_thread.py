@@ -24,6 +24,12 @@ class SessionThread(Protocol):
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
 
+    def put(self, note: object) -> None:
+        """Keep a note for the session until a thread goes on with it; from any thread."""
+
+    def go(self) -> None:
+        """Have the session handle what was put; from any thread."""
+
     def hurry(self) -> None:
         """Handle what was posted at once; on the session's own thread."""
 

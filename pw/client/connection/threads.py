@@ -196,16 +196,23 @@ class SessionOnNode:
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
-        driver = self.driver
-        if driver is None or not driver.is_mine():
-            if self._thread.is_current():
-                self.node.collect()
-                self.node.post("session", note)
-            else:
-                self.node.post_threadsafe("session", note)
-            return
+        self.put(note)
+        self.go()
+
+    def put(self, note: object) -> None:
+        """Keep a note for the session until a thread goes on with it."""
         self.node.post_here("session", note)
-        if not driver.turn():
+
+    def go(self) -> None:
+        """Have the session handle what was put."""
+        driver = self.driver
+        if driver is not None and driver.is_mine():
+            if not driver.turn():
+                self.node.wake()
+        elif self._thread.is_current():
+            self.node.collect()
+            self.node.request_turn()
+        else:
             self.node.wake()
 
     def hurry(self) -> None:

@@ -217,7 +217,7 @@ def _exported(
     except Exception as error:
         raise TracingError(
             f"the function {name!r} was traced but cannot be sent to the hosts: "
-            f"{type(error).__name__}: {error}. Callbacks into this process (jax.debug.print, "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Callbacks into this process (jax.debug.print, "
             "pure_callback, io_callback) and meshes of its devices (jax.pmap without devices=) cannot "
             "travel: return such values and print them here, and name virtual devices"
         ) from error

@@ -206,7 +206,7 @@ class Node:
             self.network.close()
 
     def post_here(self, actor: str, message: object) -> None:
-        """Like `post_threadsafe`, from a thread that has a turn next (`turn_of`)."""
+        """Like `post_threadsafe`, where a turn or `wake` comes next."""
         self._from_threads.append((actor, message))
 
     @property
