@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +20,7 @@ from pw.client.connection import run_credits
 from pw.client.connection.runtime import Runtime
 from pw.client.session.thread_messages import Put
 from pw.core.errors import Disconnected
+from pw.core.ids import client_id
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
@@ -139,14 +140,12 @@ def test_uploads_of_threads_are_posted_in_the_order_of_their_numbers(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A controller that hears of a later one first may take the earlier one for deleted."""
-    ids = runtime._ids
 
-    def slowly(count: int) -> Sequence[int]:
-        given = ids(count)
+    def slowly(client: int, serial: int) -> int:
         time.sleep(1e-4)  # another thread goes on
-        return given
+        return client_id(client, serial)
 
-    monkeypatch.setattr(runtime, "_ids", slowly)
+    monkeypatch.setattr("pw.client.connection.runtime.client_id", slowly)
     threads = [Loop(lambda: put(runtime, for_run=False), 20) for _ in range(4)]
     for thread in threads:
         thread.error.result(BOUND_S)

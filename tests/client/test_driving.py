@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.connection import current, driving
+from pw.client.connection import current, driving, signals
 from pw.client.connection.waiting import Waiting
 from pw.client.session.thread_messages import Await
 from pw.transport.links.node import Node
@@ -39,6 +39,7 @@ def add_one(request: pytest.FixtureRequest) -> Iterator[Callable[[int], int]]:
     pw.disconnect()
     with pw.LocalCluster() if request.param == "cluster" else contextlib.nullcontext():
         add = pw.jit(lambda x: x + 1)
+        add(np.int32(0)).block_until_ready()  # the cluster is there
         yield lambda value: int(np.asarray(add(np.int32(value))))
     pw.disconnect()
 
@@ -128,15 +129,15 @@ def usual() -> Iterator[list[int]]:
 
 
 def test_handlers_are_called_after_a_turn(usual: list[int]) -> None:
-    signals, handler = driving._Signals(), signal.getsignal(signal.SIGUSR1)
+    noting, handler = signals.Signals(), signal.getsignal(signal.SIGUSR1)
     outer: dict[int, Any] = {}
     inner: dict[int, Any] = {}
-    signals.begin(outer)
-    signals.begin(inner)
+    noting.begin(outer)
+    noting.begin(inner)
     signal.raise_signal(signal.SIGUSR1)
-    signals.end(inner)
+    noting.end(inner)
     assert usual == []
-    signals.end(outer)
+    noting.end(outer)
     assert usual == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is handler
 
@@ -146,11 +147,11 @@ def test_a_handler_that_sets_handlers_has_the_last_word(usual: list[int]) -> Non
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, interrupt)
 
-    signals, handlers = driving._Signals(), dict[int, Any]()
+    noting, handlers = signals.Signals(), dict[int, Any]()
     signal.signal(signal.SIGUSR2, last)
-    signals.begin(handlers)
+    noting.begin(handlers)
     signal.raise_signal(signal.SIGUSR2)
-    signals.end(handlers)
+    noting.end(handlers)
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     assert signal.getsignal(signal.SIGUSR1) is interrupt
 
@@ -159,7 +160,7 @@ def test_a_handler_that_raises_while_handlers_come_back_leaves_the_others(
     usual: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another signal comes in the moment in which a handler is to be set."""
-    signals, handler, handle = driving._Signals(), signal.getsignal(signal.SIGUSR1), signal.signal
+    noting, handler, handle = signals.Signals(), signal.getsignal(signal.SIGUSR1), signal.signal
     interrupts = [Interrupt]
 
     def set_later(number: int, to: Any) -> None:
@@ -168,10 +169,10 @@ def test_a_handler_that_raises_while_handlers_come_back_leaves_the_others(
         handle(number, to)
 
     handlers: dict[int, Any] = {}
-    signals.begin(handlers)
-    monkeypatch.setattr(driving, "_handle", set_later)
+    noting.begin(handlers)
+    monkeypatch.setattr(signals, "set_handler", set_later)
     with pytest.raises(Interrupt):
-        signals.end(handlers)
+        noting.end(handlers)
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
@@ -228,7 +229,8 @@ def test_a_loop_can_be_borrowed_while_asyncio_is_debugged(monkeypatch: pytest.Mo
 
 def test_calls_that_wait_are_launched_from_here(add_one: Callable[[int], int]) -> None:
     def are_leased() -> bool:
-        add_one(0)
+        for _ in range(50):
+            add_one(0)
         return any(counters.get("leased_launches") for counters in pw.stats().values())
 
     until(are_leased, "a launch under a lease")

@@ -9,28 +9,25 @@ borrower handles what is posted, and receives what comes, where it stands.
     resting -the borrower waits longer than `LONGEST_S`, is away for `AWAY_S`, or has had it for
              `HELD_S`; another thread needs the loop-> running
 
-A signal's handler may raise between any two steps of the main thread, in the middle of an actor's. So while
-the main thread handles messages, signals are noted, and their handlers called afterwards. One that comes
-while it waits for messages ends that: the loop goes on, and the handler is called.
+While the main thread handles messages, signals are noted (`Signals`). One that comes while it waits for
+messages ends that: the loop goes on, and the handler is called.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import uvloop
 
+from pw.client.connection.signals import SignalCame, Signals
 from pw.transport.links.connection import StreamConnection
 from pw.transport.links.interface import Connection
 from pw.transport.links.links import Links
@@ -48,11 +45,6 @@ PAUSE_S = 1e-3
 LONGEST_PAUSE_S = 0.1
 """How long nothing is borrowed after a wait that was too long; twice as long after the next one, and half as
 long after a short one."""
-
-_SIGNALS = tuple(number for number in signal.valid_signals() if number < 32)
-_handler_of: Callable[[int], Any] = _signal.getsignal
-_handle: Callable[[int, Any], Any] = _signal.signal
-"""Those of `signal` make an enumeration of each number, which takes 2 µs."""
 
 
 class BorrowedLoop(uvloop.Loop):
@@ -72,62 +64,6 @@ class BorrowedLoop(uvloop.Loop):
         if self.wanted is not None:
             self.wanted()
         return handle
-
-
-class _Came(BaseException):
-    """A signal has come while the main thread waited for messages."""
-
-
-class _Signals:
-    """Keeps handlers of signals from raising in the middle of a turn of the main thread."""
-
-    def __init__(self) -> None:
-        self.may_stop = False
-        """The thread only waits, so a signal may end that."""
-        self._noted: dict[int, FrameType | None] = {}
-        self._note = self._came
-
-    def begin(self, usual: dict[int, Any]) -> None:
-        """Note signals from now on that have a handler in Python; `usual` gets the handlers."""
-        for number in _SIGNALS:
-            handler = _handler_of(number)
-            if callable(handler) and handler is not self._note:
-                usual[number] = handler
-                _handle(number, self._note)
-
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        self._noted[number] = frame
-        if self.may_stop:
-            self.may_stop = False
-            raise _Came
-
-    def end(self, usual: dict[int, Any]) -> None:
-        """Give the signals their handlers back, and call those of the noted ones.
-
-        Handlers may do turns of their own, also those that are called here or in `begin`, where others'
-        are not in place.
-        """
-        raised: BaseException | None = None
-        while True:
-            try:
-                for number, handler in list(usual.items()):
-                    if _handler_of(number) is self._note:  # else a handler has set another one
-                        _handle(number, handler)
-                    del usual[number]  # afterwards: a handler may have been called, and raise
-                for number in list(self._noted):
-                    handler = _handler_of(number)
-                    if handler is self._note:  # the turn that this one is in calls it
-                        continue
-                    frame = self._noted.pop(number, None)
-                    if callable(handler):
-                        handler(number, frame)
-                    elif handler == signal.SIG_DFL:  # set by the handler of another one
-                        signal.raise_signal(number)
-                break
-            except BaseException as error:  # noqa: BLE001 - the other handlers have to come back first
-                raised = error
-        if raised is not None:
-            raise raised
 
 
 class Driver:
@@ -150,7 +86,7 @@ class Driver:
         """When the last short wait was over."""
         self._not_before_s = 0.0
         self._pause_s = PAUSE_S
-        self._signals = _Signals()
+        self._signals = Signals()
         self._main = threading.main_thread().ident
         self._known: list[Connection] = []
         self._poll = select.poll()
@@ -263,7 +199,7 @@ class Driver:
                     self._signals.may_stop = True
                     ready = poll.poll(rest_s * 1e3)
                     self._signals.may_stop = False
-                except _Came:  # its handler may wait for what the loop does
+                except SignalCame:  # its handler may wait for what the loop does
                     self._is_wanted = True
                     break
                 for number, _ in ready:
