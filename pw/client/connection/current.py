@@ -77,8 +77,8 @@ def connect(
             counts the lines that it leaves out.
 
     Returns:
-        The runtime; `with pw.connect():` closes its session at the end of the block. If this process is
-        connected already, to the same address or none was given, that session is returned.
+        The runtime. In a `with` statement its session ends with the block. If this process is connected
+        already, to the same address or none was given, that session is returned.
 
     Raises:
         ConnectionFailed: no controller answers at the address; where nothing listens there, after about 4 s.
