@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import select
 import signal
 import sys
 import threading
@@ -56,6 +57,12 @@ def borrows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Node, "turn_of", noted)
     return names
+
+
+def in_poll(thread: threading.Thread) -> bool:
+    """Whether a thread is in `Signals.wait`."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code is signals.Signals.wait.__code__
 
 
 def interrupted(act: Callable[[], object], at: int) -> bool:
@@ -176,8 +183,26 @@ def test_a_handler_that_raises_while_handlers_come_back_leaves_the_others(
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
+def test_a_signal_ends_the_wait_of_the_main_thread_alone(usual: list[int]) -> None:
+    noting, handlers = signals.Signals(), dict[int, Any]()
+    waits: list[object] = []
+    other = threading.Thread(target=lambda: waits.append(noting.wait(select.poll(), 0.5)))
+    noting.begin(handlers)
+    try:
+        other.start()
+        until(lambda: in_poll(other), "a thread that waits")
+        signal.raise_signal(signal.SIGUSR1)
+        threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
+        assert noting.wait(select.poll(), 30) is None
+    finally:
+        noting.end(handlers)
+        other.join()
+    assert waits == [[]]
+    assert usual == [signal.SIGUSR1]
+
+
 def test_a_handler_may_wait_for_a_result(add_one: Callable[[int], int]) -> None:
-    """Where its signal ends a wait; in the midst of a call it may wait for what that holds."""
+    """Its signal ends the wait of the thread that does the loop's work."""
     driver: Any = current.runtime().thread.driver
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda *_: heard.append(add_one(len(heard))))

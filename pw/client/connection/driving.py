@@ -27,7 +27,7 @@ from typing import Any
 
 import uvloop
 
-from pw.client.connection.signals import SignalCame, Signals
+from pw.client.connection.signals import Signals
 from pw.transport.links.connection import StreamConnection
 from pw.transport.links.interface import Connection
 from pw.transport.links.links import Links
@@ -195,11 +195,8 @@ class Driver:
                     self._is_wanted = True
                     self._pause(began_s)
                     break
-                try:
-                    self._signals.may_stop = True
-                    ready = poll.poll(rest_s * 1e3)
-                    self._signals.may_stop = False
-                except SignalCame:  # its handler may wait for what the loop does
+                ready = self._signals.wait(poll, rest_s)
+                if ready is None:  # the handler of a signal may wait for what the loop does
                     self._is_wanted = True
                     break
                 for number, _ in ready:

@@ -25,7 +25,7 @@ CALLS_NAMED = 1024
 
 
 class RunCredits:
-    """Counts runs and their uploads; every method but `grant` and `count_ended` needs the session's lock."""
+    """Counts runs and their uploads; methods need the session's lock, but for those that the session calls."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
@@ -63,13 +63,20 @@ class RunCredits:
 
     def count_ended(self) -> None:
         """Count runs that have ended, and wake waiting calls; the next tick does it if the lock is not free."""
+        self.unless_locked(self._count_ended)
+
+    def unless_locked(self, act: Callable[[], None]) -> None:
+        """Do something of the session that needs the lock, unless a thread keeps that for `LOCKED_S`."""
         if self._lock.acquire(timeout=LOCKED_S):
             try:
-                while self._uncounted:
-                    self._ended += self._uncounted.popleft()
-                    self._notify()
+                act()
             finally:
                 self._lock.release()
+
+    def _count_ended(self) -> None:
+        while self._uncounted:
+            self._ended += self._uncounted.popleft()
+            self._notify()
 
     def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, when another run may be sent; now, if that is so already."""

@@ -25,7 +25,7 @@ from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_argume
 from pw.client.connection.questions import Questions
 from pw.client.connection.released import Released
 from pw.client.connection.results import Results
-from pw.client.connection.run_credits import LOCKED_S, RunCredits
+from pw.client.connection.run_credits import RunCredits
 from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
@@ -254,15 +254,14 @@ class Runtime:
 
     def tick(self) -> None:
         """Release the arrays and programs without handles; called on the session's thread now and then."""
-        if self._lock.acquire(timeout=LOCKED_S):
-            try:
-                self._released.delete()
-                for program in self.programs.forget_released():
-                    self._results.forget(program)
-                    self._tell(msg.ReleaseProgram(program))
-                self._run_credits.count_ended()
-            finally:
-                self._lock.release()
+        self._run_credits.count_ended()
+        self._run_credits.unless_locked(self._release)
+
+    def _release(self) -> None:
+        self._released.delete()
+        for program in self.programs.forget_released():
+            self._results.forget(program)
+            self._tell(msg.ReleaseProgram(program))
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""

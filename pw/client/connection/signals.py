@@ -7,7 +7,9 @@ thread handles messages, signals are noted, and their handlers called afterwards
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import select
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ set_handler: Callable[[int, Any], Any] = _signal.signal
 """Those of `signal` make an enumeration of each number, which takes 2 µs."""
 
 
-class SignalCame(BaseException):
+class _SignalCame(BaseException):
     """A signal has come while the main thread waited for messages."""
 
 
@@ -26,8 +28,8 @@ class Signals:
     """Keeps handlers of signals from raising in the middle of a turn of the main thread."""
 
     def __init__(self) -> None:
-        self.may_stop = False
-        """The thread only waits, so a signal may end that."""
+        self._is_waiting = False
+        """The main thread only waits, so a signal may end that."""
         self._noted: dict[int, FrameType | None] = {}
         self._note = self._came
 
@@ -41,9 +43,19 @@ class Signals:
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self._noted[number] = frame
-        if self.may_stop:
-            self.may_stop = False
-            raise SignalCame
+        if self._is_waiting:
+            self._is_waiting = False
+            raise _SignalCame
+
+    def wait(self, poll: select.poll, timeout_s: float) -> list[tuple[int, int]] | None:
+        """Wait for descriptors; None if a signal has come to this thread, whose handler `end` calls."""
+        try:
+            self._is_waiting = threading.get_ident() == threading.main_thread().ident
+            ready = poll.poll(timeout_s * 1e3)
+            self._is_waiting = False
+        except _SignalCame:
+            return None
+        return ready
 
     def end(self, usual: dict[int, Any]) -> None:
         """Give the signals their handlers back, and call those of the noted ones.

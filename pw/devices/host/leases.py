@@ -121,18 +121,14 @@ class Leases(Part):
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
             return
-        lease = self.current
+        lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
             self._keep(sender, replace(message, request=0))
             return
-        if (
-            lease is None
-            or lease.number != message.lease
-            or (sender != self.order.scheduler and not lease.is_open)
-        ):
+        if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")
             return
-        if sender == self.order.scheduler:
+        if not is_clients:
             if message.index != lease.taken:
                 return  # it came from the client before the lease was closed
         elif not self._may_launch(lease, sender, message):
