@@ -16,6 +16,7 @@ from pw.cli.process import (
     LEAST_LEASE_S,
     LOG_LEVELS,
     STALL_HELP,
+    ClientTimeout,
     Credentials,
     Daemon,
     Insecure,
@@ -37,7 +38,7 @@ from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
 from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
-from pw.core.waits import RECOVERY_S
+from pw.core.waits import CLIENT_TIMEOUT_S, RECOVERY_S
 from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
 from pw.transport.access.private import PrivateFolder
@@ -76,8 +77,12 @@ def serve(
     ] = "",
     lease: Annotated[
         float,
-        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is lost."),
+        typer.Option(
+            min=LEAST_LEASE_S,
+            help="Seconds after which a client is lost if its machine does not answer.",
+        ),
     ] = 10.0,
+    client_timeout: ClientTimeout = CLIENT_TIMEOUT_S,
     credentials: Credentials = "",
     revoked: Revoked = "",
     insecure: Insecure = False,
@@ -159,7 +164,8 @@ def serve(
         CONTROLLER,
         incarnation(),
         bind=bind,
-        silence_s=lease,
+        lease_s=lease,
+        patience_s=client_timeout,
         credentials=security.credentials,
         insecure=security.insecure,
     )

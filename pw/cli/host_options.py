@@ -12,6 +12,7 @@ from pw.cli.process import (
     LEAST_LEASE_S,
     LOG_LEVELS,
     STALL_HELP,
+    ClientTimeout,
     Credentials,
     Insecure,
     LogForm,
@@ -21,6 +22,7 @@ from pw.cli.process import (
 )
 from pw.core.actors.watchdog import STALL_S
 from pw.core.platforms import PLATFORMS
+from pw.core.waits import CLIENT_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,10 @@ class HostOptions:
         float,
         typer.Option(
             min=LEAST_LEASE_S,
-            help="Seconds after which a silent client, or the controller, counts as lost.",
+            help="Seconds after which a client, or the controller, is lost if its machine does not answer.",
         ),
     ] = 10.0
+    client_timeout: ClientTimeout = CLIENT_TIMEOUT_S
     connect_timeout: Annotated[
         float, typer.Option(min=0.5, help="Seconds within which the controller must answer.")
     ] = 8.0

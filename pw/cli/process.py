@@ -112,6 +112,14 @@ SILENT_HEARTBEATS = 3
 """A host is lost after so many missing heartbeats."""
 LEAST_LEASE_S = 3.0
 """Peers send a heartbeat a second, and a busy machine may miss one or two."""
+ClientTimeout = Annotated[
+    float,
+    typer.Option(
+        min=LEAST_LEASE_S,
+        help="Seconds after which a silent client, or controller, is lost though its machine answers. It may "
+        "be stopped, or compute for long in C code.",
+    ),
+]
 
 
 def command(program: str, function: Callable[..., None]) -> NoReturn:

@@ -89,7 +89,7 @@ def drawn(now: Snapshot) -> RenderableType:
             ("client", "tenant", "share", "use", "", "runs", "queued", "mean wait", "arrays"),
             [
                 (
-                    one.name,
+                    one.name + (f" (silent for {one.silent_s:.0f} s)" if one.silent_s else ""),
                     one.tenant,
                     f"{one.share:g}",
                     _percent(one.use),

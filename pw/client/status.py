@@ -84,7 +84,7 @@ class ClusterStatus(Shown):
         clients = [
             (
                 c.number,
-                c.name + (" (this one)" if c.is_me else ""),
+                c.name + _note(c),
                 *_of(c, tenant),
                 *_of(c, _OWNED),
                 ", ".join(c.awaited_hosts),
@@ -107,6 +107,12 @@ class ClusterStatus(Shown):
         """Say how to find a slow host, while gangs compute: only a comparison over seconds can name one."""
         gangs = any(island.launched and island.expected_hosts > 1 for island in self.islands)
         return ("Does a slow host hold up its gang? pw status --slow 10 compares them.",) * gangs
+
+
+def _note(client: ClientInfo) -> str:
+    if client.is_me:
+        return " (this one)"
+    return f" (silent for {client.silent_s:.0f} s)" if client.silent_s else ""
 
 
 def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -48,8 +48,8 @@ class Disconnected(Error):
     """The session has ended, and its arrays, programs and slices with it.
 
     Cause:
-        `pw.disconnect` was called, the controller gave the session up after 10 s of silence, or the
-        process is a fork of one that has a session.
+        `pw.disconnect` was called, the controller gave the session up because it was cut off for 10 s or
+        silent for 10 minutes, or the process is a fork of one that has a session.
 
     What to do:
         Call `pw.connect()` for another session, and make arrays and functions anew. Start processes

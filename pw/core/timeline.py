@@ -19,6 +19,7 @@ from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import WIDTH
+from pw.core.waits import CLIENT_TIMEOUT_S
 
 PART = 4096
 """Records in one message, about 100 KB: launches on the same link hardly wait."""
@@ -26,7 +27,7 @@ PART = 4096
 AT_ONCE = 16
 """Timelines that a client may record at the same time."""
 
-LEASE_S = 10.0
+LEASE_S = CLIENT_TIMEOUT_S
 """A recording ends when its client has read nothing for so long."""
 
 LOOK_S = 2.5

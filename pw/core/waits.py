@@ -9,3 +9,6 @@ CLUSTER_START_S = 300.0
 pulled."""
 RECONNECT_S = 60.0
 """How long a host looks for another controller."""
+
+CLIENT_TIMEOUT_S = 600.0
+"""How long a client may be silent, as a rule, while its machine answers."""

@@ -106,6 +106,7 @@ class ClientView(msgspec.Struct, frozen=True):
     arrays_bytes: int
     use: float | None
     awaited_hosts: tuple[str, ...]
+    silent_s: float
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -340,6 +341,7 @@ def snapshot(
             owned[client.number],
             part_of_all(0.0 if sample is None else sample.clients.get(client.number, 0.0)),
             client.awaited_hosts,
+            client.silent_s,
         )
         for client in status.clients
         if not client.is_me

@@ -31,7 +31,7 @@ KINDS = [
 ]
 
 TAGS = """
-    Hello=1 Refused=2 Heartbeat=3 Goodbye=4 PeerLost=5 PeerRefused=6 RegisterHost=10
+    Hello=1 Refused=2 Heartbeat=3 Goodbye=4 PeerLost=5 PeerRefused=6 PeerSilent=7 RegisterHost=10
     HostRejected=11 FormIsland=12 IslandJoined=13 IslandJoinFailed=14 LeaveIsland=15
     Directory=16 IslandFormed=17 IslandLost=18 CoordinationStarted=19 StartCoordination=20
     StopCoordination=21 EndEpoch=22 AskToLeave=23 DrainHost=24 Leave=25 HostEmptied=26 Draining=27 Attach=30

@@ -75,6 +75,22 @@ def test_others_that_are_cut_off_end_no_lease() -> None:
     assert not sent(bench, msg.CloseLease)
 
 
+def test_the_lease_of_a_client_that_falls_silent_ends_and_nothing_else_does() -> None:
+    """It may have been stopped between the sends to two hosts of a gang."""
+    bench = lent()
+    launch = launched(bench)
+    bench.tell(msg.PeerSilent("another"))
+    assert not sent(bench, msg.CloseLease)
+    bench.tell(msg.PeerSilent("user"))
+    assert {host for host, _ in sent(bench, msg.CloseLease)} == {"h0", "h1"}
+    closed(bench, "h0", launch.lease, 1)
+    closed(bench, "h1", launch.lease, 0)
+    ((host, passed_on),) = sent(bench, msg.LeasedLaunch)
+    assert (host, passed_on.run) == ("h1", launch.run)
+    ran(bench, 9)  # it goes on as any client
+    assert bench.launches()
+
+
 def test_a_run_of_a_lease_that_is_gone_waits_for_what_it_reads() -> None:
     """Its hosts were lost with what it had read, which is on its way to them again."""
     bench = lent()

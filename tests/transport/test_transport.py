@@ -206,8 +206,8 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
     hold_early(monkeypatch, 160)
     monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 1)
     quick = {"heartbeat_s": 0.02, "send_buffer_bytes": 1}
-    a = sockets.node("a", silence_s=60.0, **quick)
-    b = sockets.node("b", silence_s=0.4, **quick)
+    a = sockets.node("a", lease_s=60.0, **quick)
+    b = sockets.node("b", lease_s=0.4, **quick)
     sockets.introduce(a, b)
     b.react = lambda sender, message: time.sleep(0.01)
     for number in range(180):
@@ -226,8 +226,8 @@ def unread(
     roles = {"quiet": Role.CLIENT}
     monkeypatch.setattr(link_module, "role_of", lambda node: roles.get(node, Role.WORKER))
     quick = {"heartbeat_s": 0.02, "send_buffer_bytes": 1}
-    hub = sockets.node("hub", silence_s=silence_s, **quick)
-    client = sockets.node("quiet", silence_s=60.0, **quick)
+    hub = sockets.node("hub", lease_s=silence_s, patience_s=silence_s, **quick)
+    client = sockets.node("quiet", lease_s=60.0, **quick)
     sockets.introduce(hub, client)
     client.env.send(hub.env.address, msg.Ready(-1))
     sockets.until(lambda: hub.received)
@@ -274,7 +274,7 @@ def test_a_client_that_never_reads_again_is_lost(
     assert not wire.waiting_bytes, "what was dropped does not wait"
 
 
-NO_HEARTBEATS = {"heartbeat_s": 60.0, "silence_s": 200.0}
+NO_HEARTBEATS = {"heartbeat_s": 60.0, "lease_s": 200.0}
 """For tests that count frames, however slow the machine is."""
 
 

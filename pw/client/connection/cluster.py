@@ -34,6 +34,7 @@ from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
+from pw.core.waits import CLIENT_TIMEOUT_S
 from pw.display.tables import Table, html, is_notebook, link_to
 from pw.transport.access.private import PrivateFolder
 
@@ -104,7 +105,8 @@ class LocalCluster:
         dashboard: show the cluster on a page; `cluster.dashboard` is its link (docs/dashboard.md). By default
             only in a notebook, if the extra `openpathways[dashboard]` is installed.
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
-        lease_s: how long a silent client keeps what it owns, in seconds.
+        lease_s: how long a client keeps what it owns after its machine has ceased to answer, in seconds.
+        client_timeout_s: how long a silent client keeps it while its machine answers, in seconds.
         heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
         allow_python: let the workers run `pw.host_function`s.
         compile_cache: a folder for compiled computations, which workers share, also with later clusters; by
@@ -131,6 +133,7 @@ class LocalCluster:
         dashboard: bool | None = None,
         events: bool = False,
         lease_s: float = 10.0,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
         heartbeat_s: float = 1.0,
         allow_python: bool = False,
         compile_cache: str | os.PathLike[str] | None = None,
@@ -167,7 +170,9 @@ class LocalCluster:
         self._closed = False
         self._sigterm = False
         self._owner = os.getpid()
-        common = options(lease=lease_s, log_level=log_level, stall_after=stall_s)
+        common = options(
+            lease=lease_s, client_timeout=client_timeout_s, log_level=log_level, stall_after=stall_s
+        )
         atexit.register(self.close)
         self._end_on_sigterm()
         start_fork_server()  # several daemons, and one import of JAX

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address
-from pw.core.messages import PeerLost, PeerRefused
+from pw.core.messages import PeerLost, PeerRefused, PeerSilent
 from pw.core.messages.checks import objection, refusal
 from pw.core.recorder import Recorder
 
@@ -111,7 +111,7 @@ def _both(first: Receiver, second: Receiver) -> Receiver:
     return handler
 
 
-_NEWS = (PeerLost, PeerRefused)
+_NEWS = (PeerLost, PeerRefused, PeerSilent)
 """News for every actor; an actor without a handler ignores them."""
 
 

@@ -18,7 +18,7 @@ class Hello(OnLink, frozen=True, tag=1):
     node: Name
     incarnation: int
     silence_s: float = 0.0
-    """After so long a silence this end counts as lost; 0: the other end decides."""
+    """After so long a silence this end counts as lost though its machine answers; 0: the other end decides."""
 
 
 class Refused(OnLink, frozen=True, tag=2):
@@ -56,6 +56,8 @@ def in_words(reason: str) -> str:
     """Return why a link was lost in the words of errors; logs have the reason itself."""
     if reason.startswith("silent for "):
         return f"it has sent no heartbeat {reason.removeprefix('silent ')}"
+    if reason.startswith("unanswered for "):
+        return f"its machine has not answered {reason.removeprefix('unanswered ')}"
     if reason.startswith("frames lost"):
         return "messages were lost on the way"
     return _WORDS.get(reason, reason)
@@ -67,6 +69,12 @@ _WORDS = {
     "replaced by a newer incarnation": "its process was started again",
     "connected anew": "the connection had to be made again",
 }
+
+
+class PeerSilent(Local, frozen=True, tag=7):
+    """Transport to every local actor: nothing has come from `node` for some heartbeats, but its link stands."""
+
+    node: str
 
 
 class PeerRefused(Local, frozen=True, tag=6):

@@ -102,6 +102,8 @@ class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     held: int
     """Messages of the client that the controller has not handled yet."""
     waits_for: tuple[str, ...]
+    silent_s: float = 0.0
+    """How long nothing has come from it, in seconds; 0 unless that is long."""
 
 
 class Stalled(Local, frozen=True, tag=120):

@@ -108,6 +108,8 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     tenant_share: float = 1.0
     """The weight of its tenant among tenants, where the policy is `share`."""
     use: ClientUse = ClientUse()
+    silent_s: float = 0.0
+    """How long nothing has come from it, in seconds; 0 unless that is long."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -120,7 +120,7 @@ function tenants() {
   const waits = one => [one.runs, one.queued, seconds(one.waiting_s), seconds(one.launches ? one.waited_s / one.launches : null), size(one.arrays_bytes)];
   const rows = now.tenants.flatMap(t => [
     [h("b", {}, t.name), "", t.share, use(t), ...waits(t)],
-    ...c.filter(one => one.tenant === t.name).map(one => [h("span", {class: "client", "data-tip": one.name + (one.awaited_hosts.length ? `\nwaits for ${one.awaited_hosts.join(", ")}` : "")}, h("i", {class: "swatch", color: color(one.number)}), one.name), one.number, one.share, use(one, color(one.number)), ...waits(one)])]);
+    ...c.filter(one => one.tenant === t.name).map(one => [h("span", {class: "client", "data-tip": one.name + (one.awaited_hosts.length ? `\nwaits for ${one.awaited_hosts.join(", ")}` : "")}, h("i", {class: "swatch", color: color(one.number)}), one.name, one.silent_s ? h("span", {class: "faint"}, ` silent for ${one.silent_s.toFixed(0)} s`) : ""), one.number, one.share, use(one, color(one.number)), ...waits(one)])]);
   fill($("#tenants .body"), c.length ? table(["tenant, client", "number", "share", "device use", "runs", "queued", "waits", "mean wait", "arrays"], rows) : empty("No client is connected."));
 }
 

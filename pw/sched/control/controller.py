@@ -84,7 +84,7 @@ class Controller(Actor):
         self._rules = rules
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
-            env, self._islands, tickets, first_client, events, claims, rules
+            env, self._islands, tickets, first_client, events, claims, rules, heard_s
         )
         slices = self.slices = Slices(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
@@ -284,6 +284,7 @@ class Controller(Actor):
                         client.tenant,
                         self._rules.tenants.get(client.tenant, 1.0),
                         uses.get(client.number, nothing),
+                        self.sessions.silent_s(client),
                     )
                     for client in seen
                 ),

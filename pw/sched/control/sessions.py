@@ -38,6 +38,9 @@ REFUSED_AGAIN_S = 1.0
 """How often a refusal to one node is written down, at most."""
 REFUSED_KEPT = 4096
 
+SILENT_S = 3.0
+"""So long a silence of a client is reported: a busy machine may delay a heartbeat or two."""
+
 GIVEN_KEPT = 1 << 16
 """So many numbers of clients that have left are remembered; each `pw status` is a client."""
 
@@ -112,6 +115,7 @@ class Sessions(Part):
         events: Sink | None = None,
         claims: Claims = NO_SECRET,
         rules: ShareRules = NO_RULES,
+        heard_s: Callable[[str], float | None] = lambda node: None,
     ) -> None:
         self.env = env
         self.events = events
@@ -120,6 +124,7 @@ class Sessions(Part):
         self._tickets = tickets
         self.claims = claims
         self._rules = rules
+        self._heard_s = heard_s
         self._recent: dict[str, float] = {}
         """When the last refusal to a node was written down."""
         self._clients: dict[int, Client] = {}
@@ -156,6 +161,11 @@ class Sessions(Part):
     def is_known(self, number: int) -> bool:
         """Return whether a client has this number here, or had it not long ago."""
         return self._numbers.is_known(number)
+
+    def silent_s(self, client: Client) -> float:
+        """Return how long nothing has come from a client, in seconds; 0 unless that is long."""
+        heard_s = self._heard_s(client.address.node) or 0.0
+        return heard_s if heard_s >= SILENT_S else 0.0
 
     def attach(self, sender: Address, message: msg.Attach, taken: Container[int]) -> Client | None:
         """Let a client in, unless its old number is gone; a new number is not in `taken`."""

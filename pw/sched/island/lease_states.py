@@ -1,8 +1,8 @@
 """The launch leases of an island: their states, and what each knows of its launches.
 
     open: the client launches
-      | the client sends a run without the lease, another client wants one of the hosts, it leaves,
-      | a host has closed the lease
+      | the client sends a run without the lease, leaves, or is silent for some heartbeats; another client
+      | wants one of the hosts; a host has closed the lease
       v
     closing: each host says what it has taken; the runs that the client tells of wait
       | what one host has taken, or the scheduler knows, is sent to the others

@@ -395,6 +395,13 @@ class Leases(Part):
         if lease is not None and lease.client == message.client:
             self._close(lease)
 
+    @handles(msg.PeerSilent)
+    def _holder_silent(self, sender: Address, message: msg.PeerSilent) -> None:
+        """Close the leases of a client that is stopped: it may have sent a launch to some hosts only."""
+        for lease in list(self.table.holders.values()):
+            if self._nodes.get(lease.client) == message.node:
+                self._close(lease)
+
     @handles(msg.CopyArrays)
     def _copied(self, sender: Address, message: msg.CopyArrays) -> None:
         """Copies have their place among the launches of the scheduler."""

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from random import Random
 
 from pw.core.ids import CONTROLLER, Address
+from pw.core.messages.roles import Role, role_of
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.floods import flood, flood_of_programs
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
 from pw.testing.sim.intruders import forged
-from pw.testing.sim.network import HEARTBEAT_S, SILENCE_S
+from pw.testing.sim.network import HEARTBEAT_S
 from pw.testing.sim.node import INTRUDER
 from pw.testing.sim.trespasses import Trespasses
 from pw.testing.sim.workload import SimClient
@@ -38,6 +39,7 @@ class Faults:
         kinds: tuple[tuple[str, float, Callable[[Random], None]], ...] = (
             ("partition", profile.partitions * scale, self._partition),
             ("pause", profile.pauses * scale, self._pause),
+            ("silence", profile.silences, self._silence),
             ("crash", profile.crashes * scale, self._crash),
             ("supervisor", profile.supervisor_stops * scale, self._stop_supervisor),
             ("machine", profile.machine_crashes * scale, self._crash_machine),
@@ -98,10 +100,23 @@ class Faults:
             self._note("pause", node.name)
             length_s = random.choice((0.1, 2.0, 6.0, 20.0)) * random.uniform(0.5, 1.5)
             self._stop(node, length_s)
-            if length_s > SILENCE_S:
-                self._world.ledger.silent.add(node.name)
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
                 self._world.after(WATCHDOG_S, self._watched, node)
+
+    def _silence(self, random: Random) -> None:
+        """A process stops for so long that peers notice, and lose nothing: no error is excused by it."""
+        names = sorted(self._world.nodes)
+        node = self._world.nodes[random.choice(names)]
+        length_s = random.choice((2.0, 6.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
+        if role_of(node.name) is Role.WORKER:
+            length_s = min(length_s, 1.0)
+        if node.paused:
+            return
+        self._world.ledger.injected["silence"] += 1
+        self._world.trace.add(
+            (self._world.now_s, "FAULT", "", f"silence: {node.name} for {length_s:.1f} s")
+        )
+        self._stop(node, length_s)
 
     def _stop(self, node: SimProcess, length_s: float) -> None:
         world = self._world

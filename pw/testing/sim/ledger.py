@@ -16,8 +16,6 @@ class Ledger:
         self.injected: Counter[str] = Counter()
         self.any = False
         """A fault was injected that may end an epoch or fail a request."""
-        self.silent: set[str] = set()
-        """Nodes that were paused for so long that others took them for lost."""
         self._touched: set[str] = set()
         self._failures: dict[str, str] = {}
 

@@ -5,7 +5,8 @@ them, its end. Frames may be late, lost or doubled; a partition holds them back.
 process that was killed closes its connections, or the peers notice nothing.
 
 Heartbeats are not sent one by one. A *probe*, planned whenever an event may silence a peer, does for
-one link what missing heartbeats and the ticks of its node would do.
+one link what missing heartbeats and the ticks of its node would do. The machine of a stopped process answers;
+that of a dead or cut off one does not.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from collections import deque
 
 from pw.core.messages import Hello
 from pw.core.messages.roles import Role, role_of
+from pw.core.waits import CLIENT_TIMEOUT_S
+from pw.testing.sim.silence import check_kept, check_loss, is_cut_off
 from pw.testing.sim.world import World
 from pw.transport.links import codec
 from pw.transport.links.admission import Access
 from pw.transport.links.interface import LOST, Connection, Mailroom
 from pw.transport.links.link import Link
-from pw.transport.links.links import UNNUMBERED, Links
+from pw.transport.links.links import UNNUMBERED, LastWord, Links
 
 CONNECT_S = 8.0
 HEARTBEAT_S = 1.0
 HOST_SILENCE_S = 3.0
-SILENCE_S = 10.0
+LEASE_S = 10.0
 LATENCY_S = 60e-6
 RETRY_S = 0.1
 """How often a node dials an endpoint again where no process listens."""
@@ -55,12 +58,19 @@ class SimConnection(Connection):
         self.is_open = other is not None
         self.is_silent = False
         """Whether heartbeats of the peer were missing at the last probe."""
+        self.cut_off_s: float | None = None
+        """When a probe first found that the peer's machine does not answer; None while it does."""
         self.last_s = 0.0
         """When the last frame that was sent here arrives."""
         self.early: list[bytes] = []
         """Frames that wait until another process has accepted the connection."""
         self.unread: deque[bytes | None] = deque()
         """What has come since this end is held; None for the end of the connection."""
+
+    @property
+    def unanswered_s(self) -> float:
+        """How long the peer's machine has acknowledged nothing; 0 while it answers."""
+        return 0.0 if self.cut_off_s is None else self.network.now_s - self.cut_off_s
 
     def accepted(self, other: SimConnection) -> None:
         """Send what waits: another process has accepted the connection."""
@@ -123,13 +133,19 @@ class SimNetwork(Links):
             Access(name, None),
             lambda: world.now_s,
             heartbeat_s=HEARTBEAT_S,
-            silence_s=SILENCE_S,
+            lease_s=LEASE_S,
+            patience_s=CLIENT_TIMEOUT_S,
             connect_s=CONNECT_S,
         )
         self.endpoint = endpoint
         self.tenant_of, self.islands_of = world.tenant_of, world.islands_of
         self._world = world
         self._incarnation = incarnation
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the world began."""
+        return self._world.now_s
 
     def attach(self, node: Mailroom) -> None:
         """Deliver to this node from now on, and listen."""
@@ -256,7 +272,24 @@ class SimNetwork(Links):
                 return
             if source.is_silent:
                 world.after(HEARTBEAT_S / 2, self.probe, peer)
+            self._ask_machine(link)
         self.look(link)
+        if self.links.get(peer) is link:
+            check_kept(self.process, link)
+
+    def _ask_machine(self, link: Link) -> None:
+        """Note whether the machine of a peer answers what the kernel asks it."""
+        out = link.out
+        assert isinstance(out, SimConnection)
+        if is_cut_off(self._world, self.name, out):
+            out.cut_off_s = self._world.now_s if out.cut_off_s is None else out.cut_off_s
+        else:
+            out.cut_off_s = None
+
+    def _lose(self, link: Link, reason: str, last_word: LastWord = None) -> None:
+        if self.links.get(link.node) is link:
+            check_loss(self.process, link, reason)
+        super()._lose(link, reason, last_word)
 
     def _is_heard(self, source: SimConnection) -> bool:
         """Whether heartbeats of the peer come here."""

@@ -207,9 +207,7 @@ class Oracle:
             lasts = lasts and self._ledger.injected["machine crash"] < REPLICAS
         faults = self._ledger.injected
         restarted = faults["controller killed"] or faults["controller stopped"]
-        # A client that one controller took for lost, so hosts dropped its replicas, comes back to the next.
-        was_lost = self._client in self._ledger.silent
-        forgotten = restarted and ("given back" in words or was_lost)
+        forgotten = restarted and "given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
         if not held and self._ledger.any:

@@ -30,6 +30,8 @@ class Profile:
     """For each read of a value by one host."""
     partitions: float = 0.0
     pauses: float = 0.0
+    silences: float = 0.3
+    """A client or the controller stops for up to 90 s, or a host for less than it may: nothing is lost."""
     crashes: float = 0.0
     restarts: float = 0.0
     """The controller dies, and another one is started at its address."""
@@ -172,9 +174,11 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("calm"),
-        Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
-        Profile("divided", hosts=3, clients=5, span_s=4.0, tenants=True, divided=True),
-        Profile("parts", hosts=4, clients=6, span_s=4.0, tenants=True, parts=True),
+        Profile("tenants", hosts=3, clients=4, span_s=4.0, silences=0.0, tenants=True),
+        Profile(
+            "divided", hosts=3, clients=5, span_s=4.0, silences=0.0, tenants=True, divided=True
+        ),
+        Profile("parts", hosts=4, clients=6, span_s=4.0, silences=0.0, tenants=True, parts=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
         Profile("intruders", intrusions=20.0),

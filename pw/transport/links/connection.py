@@ -41,6 +41,7 @@ from pw.transport.endpoints import (
     look_up,
 )
 from pw.transport.links import nearby
+from pw.transport.links.acknowledged import unanswered_s
 from pw.transport.links.codec import MAX_FRAME_BYTES
 from pw.transport.links.interface import LOST, Connection
 from pw.transport.links.zmtp import Refusal, Zmtp, ZmtpError
@@ -142,6 +143,11 @@ class StreamConnection(Connection):
     def waiting_bytes(self) -> int:
         """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
         return 0 if self._stream is None else self._stream.waiting_bytes
+
+    @property
+    def unanswered_s(self) -> float:
+        """How long the peer's machine has acknowledged nothing (see `Connection.unanswered_s`)."""
+        return 0.0 if self._stream is None else unanswered_s(self._stream.socket)
 
     def send(self, frame: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""

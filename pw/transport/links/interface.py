@@ -62,6 +62,14 @@ class Connection:
         """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
         return 0
 
+    @property
+    def unanswered_s(self) -> float:
+        """How long the peer's machine has acknowledged nothing, in seconds, though it was asked to.
+
+        0 while the machine answers, whatever the peer's process does.
+        """
+        return 0.0
+
     def send(self, frame: bytes) -> bool:
         """Send now, or in order as soon as the peer can take it; False if it has to wait."""
         raise NotImplementedError

@@ -22,6 +22,8 @@ HELD_BYTES = 4 << 20
 """A peer is held, until all are handled, when the frames of those that wait have so many bytes."""
 UNREAD_BYTES = 16 << 20
 """A client that has not read so much is held until it has read half of that."""
+MOST_UNREAD_BYTES = 64 << 20
+"""A silent peer that has not read so much is lost: what waits for it is kept here."""
 _SENDERS_REMEMBERED = 1024
 
 
@@ -101,7 +103,9 @@ class Link:
     shown_serial: str = ""
     """Of the certificate that this process has shown to the peer; empty before the peer's hello."""
     silence_s: float = 0.0
-    """How long the peer may be silent; known once its hello has come."""
+    """How long the peer may be silent, as its hello says; 0 for as long as its machine answers."""
+    is_silent: bool = False
+    """Whether nothing had come from the peer for some heartbeats at the last look."""
     sent: int = 0
     received: int = 0
     pieces: list[bytes] = field(default_factory=list)
@@ -115,11 +119,11 @@ class Link:
     def __post_init__(self) -> None:
         self.heard_s = self.spoke_s = self.made_s
 
-    def open(self, source: Connection, hello: Hello, silence_s: float, now_s: float) -> None:
+    def open(self, source: Connection, hello: Hello, now_s: float) -> None:
         """Begin to receive from the peer, whose hello has come; it may name a silence of its own."""
         named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
         self.source, self.incarnation = source, hello.incarnation
-        self.silence_s = hello.silence_s if named else silence_s
+        self.silence_s = hello.silence_s if named else 0.0
         self.received, self.heard_s = 1, now_s
 
     def took(self, frame_bytes: int, node: Mailroom) -> None:
@@ -163,25 +167,43 @@ class Link:
         """When a frame came last, or a part of one: a large frame may take longer than any silence."""
         return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
 
-    def complaint(self, now_s: float, connect_s: float, absent_s: float = math.inf) -> str:
-        """Why the peer is lost: not reached in time, or silent for too long; else empty.
+    def unreached(self, now_s: float, connect_s: float, absent_s: float = math.inf) -> str:
+        """Why a peer that has sent no hello is lost: it was not reached in time; else empty.
 
         The time is `connect_s`, and `absent_s` where no peer has ever listened.
         """
-        if self.incarnation is not None:
-            return f"silent for {self.silence_s:g} s" if self.is_silent(now_s) else ""
         patience_s = min(connect_s, absent_s) if self.out.finds_no_peer else connect_s
         if now_s - self.made_s <= patience_s:
             return ""
         trouble = f": {self.out.trouble}" if self.out.trouble else ""
         return f"could not be reached at {self.endpoint}{trouble}"
 
-    def is_silent(self, now_s: float) -> bool:
-        """Whether the peer has been silent for too long, also after reading what has come."""
-        if now_s - self.last_heard_s <= self.silence_s:
-            return False
+    def complaint(self, now_s: float, lease_s: float, patience_s: float) -> str:
+        """Why an open link is lost: the peer is silent for too long, also after a read; else empty.
+
+        A peer that has named no silence of its own has `patience_s` while its machine answers, else `lease_s`.
+        """
+        bound_s = self.silence_s or lease_s
+        if now_s - self.last_heard_s <= bound_s:
+            return ""
         unread = self.source is not None and self.source.receive()
-        return not unread and now_s - self.last_heard_s > self.silence_s
+        silent_s = now_s - self.last_heard_s
+        if unread or silent_s <= bound_s:
+            return ""
+        if self.silence_s:
+            return f"silent for {self.silence_s:g} s"
+        if self.out.unanswered_s > lease_s:
+            return f"unanswered for {lease_s:g} s"
+        if silent_s > patience_s:
+            return f"silent for {patience_s:g} s"
+        if self.out.waiting_bytes > MOST_UNREAD_BYTES:
+            return f"silent for {silent_s:.0f} s, with {MOST_UNREAD_BYTES >> 20} MiB to read"
+        return ""
+
+    def falls_silent(self, now_s: float, quiet_s: float) -> bool:
+        """Whether the peer has become silent since the last look: nothing has come from it for `quiet_s`."""
+        before, self.is_silent = self.is_silent, now_s - self.last_heard_s > quiet_s
+        return self.is_silent and not before and self.incarnation is not None
 
     def is_idle(self, now_s: float, heartbeat_s: float) -> bool:
         """Whether the peer is owed a heartbeat."""

@@ -13,6 +13,7 @@ The life of a link, as one end sees it:
 
     absent -first send-> dialled -hello comes-> open
     absent -hello comes-> open, with a hello in answer
+    open -nothing comes for some heartbeats-> open, PeerSilent
     open -frame number missing, silence, connection lost, goodbye-> absent, PeerLost
     dialled -no hello within connect_s, no peer there for absent_s-> absent, PeerLost
     any -versions differ, or the name is taken-> absent, PeerRefused
@@ -22,9 +23,12 @@ Frames are numbered in each direction; the hello is number 0 and a frame of its 
 goodbyes are UNNUMBERED, since they may answer a peer without a link: we answer a stranger's first
 frame with a goodbye unless it is a hello, so a peer whose link we have lost learns it at once.
 
-A node judges silence only after it has read all input, and not when it was stopped itself. Each
-peer's hello says how long it may be silent: hosts less than clients. A peer of which much waits is
-held: it is not read, and its silence does not count, until some is handled.
+A node judges silence only after it has read all input, and not when it was stopped itself. A host's hello
+says how long it may be silent, because its gang waits for it. Of all other peers silence is not death: a
+process that has ended closes its connections, and a machine that is gone acknowledges nothing. So such a
+peer is lost when its machine has answered nothing for a lease; as long as the machine answers, the process
+is slow, and has `patience_s`. A peer of which much waits is held: it is not read, and its silence does not
+count, until some is handled.
 """
 
 from __future__ import annotations
@@ -47,7 +51,10 @@ UNNUMBERED = -1
 LOOKS = 128
 """Links that are looked at in one turn of the loop, in about a millisecond."""
 
-_LastWord = msg.Goodbye | msg.Refused | None
+QUIET_HEARTBEATS = 2
+"""A peer of which nothing has come for so many heartbeats is silent."""
+
+LastWord = msg.Goodbye | msg.Refused | None
 _LINK_KINDS = frozenset((msg.Hello, msg.Refused, msg.Heartbeat, msg.Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(msg.Heartbeat())]
 
@@ -60,7 +67,8 @@ class Links:
         access: decides which peers get a link.
         clock: returns seconds on a clock that never goes back.
         heartbeat_s: an open link carries a frame at least this often.
-        silence_s: after so long a silence a peer is lost, unless its hello names another bound.
+        lease_s: a silent peer is lost when its machine has answered nothing for so long.
+        patience_s: a peer that is silent for so long is lost, though its machine answers.
         connect_s: a peer that does not answer our hello for so long is lost.
         absent_s: so is the controller if no process has listened at its address for so long.
     """
@@ -72,7 +80,8 @@ class Links:
         clock: Callable[[], float],
         *,
         heartbeat_s: float,
-        silence_s: float,
+        lease_s: float,
+        patience_s: float,
         connect_s: float,
         absent_s: float = math.inf,
     ) -> None:
@@ -87,7 +96,8 @@ class Links:
         self._access = access
         self._clock = clock
         self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._lease_s = lease_s
+        self._patience_s = max(patience_s, lease_s)
         self._connect_s = connect_s
         self._absent_s = absent_s
         self._warnings = Warnings(self.name)
@@ -388,14 +398,14 @@ class Links:
             self._refuse(link.node, error, link)
 
     def _open(self, link: Link, source: Connection, hello: msg.Hello) -> None:
-        link.open(source, hello, self._silence_s, self._clock())
+        link.open(source, hello, self._clock())
         self.connections[source] = link
         self._access.opened(link, source)
         log("debug", "link open", self.name, peer=link.node, incarnation=link.incarnation)
 
     # --- ends of links -------------------------------------------------------------------------
 
-    def _drop(self, link: Link, last_word: _LastWord = None, until_s: float = 0.0) -> None:
+    def _drop(self, link: Link, last_word: LastWord = None, until_s: float = 0.0) -> None:
         """Forget a link and close its connections without a report."""
         if self.links.get(link.node) is link:
             del self.links[link.node]
@@ -406,7 +416,7 @@ class Links:
             self.connections.pop(connection, None)
             connection.close(until_s - self._clock())
 
-    def _lose(self, link: Link, reason: str, last_word: _LastWord = None) -> None:
+    def _lose(self, link: Link, reason: str, last_word: LastWord = None) -> None:
         if self.links.get(link.node) is not link:
             return
         self._drop(link, last_word)
@@ -449,8 +459,15 @@ class Links:
     def look(self, link: Link) -> None:
         """Lose a peer that is silent for too long; send it a heartbeat if nothing else was sent."""
         now_s = self._clock()
-        absent_s = self._absent_s if link.node == CONTROLLER else math.inf
-        if reason := link.complaint(now_s, self._connect_s, absent_s):
+        if link.incarnation is None:
+            absent_s = self._absent_s if link.node == CONTROLLER else math.inf
+            reason = link.unreached(now_s, self._connect_s, absent_s)
+        else:
+            reason = link.complaint(now_s, self._lease_s, self._patience_s)
+        if reason:
             self._lose(link, reason, msg.Goodbye())
-        elif link.is_idle(now_s, self._heartbeat_s):
+            return
+        if link.falls_silent(now_s, QUIET_HEARTBEATS * self._heartbeat_s):
+            self._node.tell_all(link.node, msg.PeerSilent(link.node))
+        if link.is_idle(now_s, self._heartbeat_s):
             self._ship_pieces(link, _HEARTBEAT)

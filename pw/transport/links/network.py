@@ -12,6 +12,7 @@ import socket
 
 from pw.core.ids import CONTROLLER
 from pw.core.messages import Hello
+from pw.core.waits import CLIENT_TIMEOUT_S
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.security import Security
 from pw.transport.endpoints import SocketAddress, is_off_loopback, is_on_loopback, parse
@@ -38,8 +39,9 @@ class StreamNetwork(Links):
         advertise: host, and perhaps port, to tell others (`endpoints.reachable_endpoint`).
         versions: what to say in the hello; by default what is installed.
         heartbeat_s: an open link carries a frame at least this often.
-        silence_s: after so long a silence a peer is lost, unless its hello names another bound.
-        own_silence_s: the bound that our hello names; 0 for none.
+        lease_s: a silent peer is lost when its machine has answered nothing for so long.
+        patience_s: a peer that is silent for so long is lost, though its machine answers.
+        own_silence_s: after so long a silence peers lose this node though its machine answers; 0 for no bound.
         connect_s: a peer that does not answer our hello for so long is lost.
         absent_s: so is the controller if no process has listened at its address for so long.
         send_buffer_bytes: the size of the kernel's buffer for each peer; 0 for its choice.
@@ -60,7 +62,8 @@ class StreamNetwork(Links):
         advertise: str | None = None,
         versions: Versions | None = None,
         heartbeat_s: float = 1.0,
-        silence_s: float = 10.0,
+        lease_s: float = 10.0,
+        patience_s: float = CLIENT_TIMEOUT_S,
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
         absent_s: float = math.inf,
@@ -75,7 +78,8 @@ class StreamNetwork(Links):
             access,
             loop.time,
             heartbeat_s=heartbeat_s,
-            silence_s=silence_s,
+            lease_s=lease_s,
+            patience_s=patience_s,
             connect_s=connect_s,
             absent_s=absent_s,
         )

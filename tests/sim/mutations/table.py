@@ -160,6 +160,21 @@ row("gang-not-broken", drop(m.GangBroken), seen("devices", 4, "liveness", "G1"))
 # A host is not told that its island's epoch is over.
 row("lose-leave", drop(m.LeaveIsland), seen("crashes", 31, "liveness"))
 
+# --- silent peers ---------------------------------------------------------------------------------
+
+# The controller takes a client that is stopped for dead, though its machine answers.
+row(
+    "silence-is-death",
+    put("node.network._patience_s", 5.0),
+    seen("calm", 8, "alive and given up"),
+)
+# It goes on to wait for a client whose machine is gone.
+row(
+    "gone-clients-stay",
+    put("node.network._lease_s", math.inf),
+    seen("clients", 0, "gone and kept"),
+)
+
 # --- launch leases -------------------------------------------------------------------------------
 
 # The scheduler launches on hosts that it has lent, beside their holder.

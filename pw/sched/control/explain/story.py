@@ -191,6 +191,8 @@ class _Story:
         yield from (f"{host}: {words}" for host, words in self._silent.items())
         yield from (_island(island) for island in self._facts.islands if island.state != "ready")
         for client in self._facts.clients:
+            if client.silent_s:
+                yield f"{self._client(client.client)} is silent for {client.silent_s:.0f} s"
             if client.waits_for or client.held:
                 yield (
                     f"{self._client(client.client)}: {_counted(client.runs_in_flight, 'run')} in "

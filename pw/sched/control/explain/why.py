@@ -152,6 +152,7 @@ class Explainer(ControlPart):
             used_credits,
             len(client.backlog),
             tuple(self._waits_for(client)),
+            self.sessions.silent_s(client),
         )
 
     def _left(self, asker: int, work: Sequence[msg.IslandReport]) -> Iterator[tuple[str, int]]:
