@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pw.client.arrays.devices import Slice
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, InsufficientDevices
+from pw.core.messages import Status
 
 
 class Wanted(NamedTuple):
@@ -62,12 +63,8 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         InsufficientDevices: there are not so many.
         Error: the devices do not divide over the islands.
     """
-    told = runtime.ask.status()
-    if told.awaited_islands or not any(island.hosts for island in told.islands):
-        ready = sum(island.state == "ready" for island in told.islands)
-        _await(runtime, wanted, max(1, ready + told.awaited_islands))
-        told = runtime.ask.status()
-    known = {island.name: island.devices for island in told.islands if island.hosts}
+    status = _settled(runtime, wanted)
+    known = {island.name: island.devices for island in status.islands if island.hosts}
     names = sorted(known)
     if wanted.island_names is not None:
         names = list(wanted.island_names)
@@ -97,23 +94,51 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         ) from None
 
 
-def _await(runtime: Runtime, wanted: Wanted, all_islands: int) -> None:
-    """Wait for the islands that are wanted, as each request for devices does.
+def _settled(runtime: Runtime, wanted: Wanted) -> Status:
+    """Return the state of the cluster once the islands that are wanted have formed.
 
-    The cluster starts, or its controller has been started again and no host has come back yet.
-
-    `all_islands` is how many the cluster will have.
+    The cluster starts, its controller has been started again and no host has come back yet, or an
+    island forms again after a loss.
     """
-    names = wanted.island_names or (None,) * (wanted.island_count or all_islands)
-    taken: list[int] = []
+    status = runtime.ask.status()
+    if status.awaited_islands or not any(island.hosts for island in status.islands):
+        ready = sum(island.state == "ready" for island in status.islands)
+        all_islands = max(1, ready + status.awaited_islands)
+        have_come = _await(
+            runtime, wanted.island_names or (None,) * (wanted.island_count or all_islands)
+        )
+        status = runtime.ask.status()
+        if not have_come:
+            return status
+    refused: set[str] = set()
+    while away := {
+        island.name
+        for island in status.islands
+        if island.state != "ready"
+        and not island.is_late
+        and island.name not in refused
+        and (wanted.island_names is None or island.name in wanted.island_names)
+    }:
+        refused |= {name for name in sorted(away) if not _await(runtime, (name,))}
+        status = runtime.ask.status()
+    return status
+
+
+def _await(runtime: Runtime, names: Sequence[str | None]) -> bool:
+    """Wait for different islands, as each request for devices does. Returns False if some have not come.
+
+    A name of None stands for any island.
+    """
+    numbers: list[int] = []
     try:
         for name in names:
-            taken.append(runtime.allocate_slice(1, None, name, None, apart=tuple(taken)).slice)
+            numbers.append(runtime.allocate_slice(1, None, name, None, apart=tuple(numbers)).slice)
     except InsufficientDevices:
-        return  # some have not come: those that are there are counted now
+        return False  # those that are there are counted now
     finally:
-        for number in taken:
+        for number in numbers:
             runtime.release_slice(number)
+    return True
 
 
 def _number(name: str, text: str) -> int | None:

@@ -271,32 +271,72 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
     assert len(slices) == len(asked)
 
 
-def test_an_island_without_hosts_is_waited_for() -> None:
-    """Another controller has begun, and knows the island already, but no host has come back."""
-    island = SimpleNamespace(name="a", devices=4, hosts=[], state="forming")
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("wanted", [Wanted(None, None, None), Wanted(None, 1, ("a",))])
+def test_an_island_without_hosts_is_waited_for(wanted: Wanted, others: int) -> None:
+    """Another controller has begun, or the island forms again after a loss."""
+    island = SimpleNamespace(name="a", devices=0, hosts=[], state="waiting", is_late=False)
+    ready = SimpleNamespace(name="b", devices=4, hosts=["h"], state="ready", is_late=False)
+    waits = []
 
     def bind(devices: int, kind: None, name: str | None, topology: None, **how: Any) -> Any:
-        island.hosts = ["h"]
-        return SliceBound(1, "a", "cpu", "kind", (), 1)
+        if how:
+            waits.append(name)
+            vars(island).update(devices=4, hosts=["h"], state="ready")
+        return SliceBound(devices, name or "a", "cpu", "kind", (), 1)
 
-    ask = SimpleNamespace(
-        status=lambda: SimpleNamespace(
-            islands=(SimpleNamespace(**vars(island)),), awaited_islands=0
+    slices = allocate(_runtime([island, *[ready] * others], bind), wanted)
+    assert len(slices) == (1 if wanted.island_names else 1 + others)
+    assert len(waits) == 1
+
+
+def test_an_island_that_is_lost_or_does_not_come_is_left_out() -> None:
+    states = {"a": "waiting", "b": "ready", "c": "waiting"}
+    islands = [
+        SimpleNamespace(
+            name=name,
+            devices=4,
+            hosts=["h"] if state == "ready" else [],
+            state=state,
+            is_late=name == "a",
         )
+        for name, state in states.items()
+    ]
+    waits = []
+
+    def bind(devices: int, kind: None, name: str | None, topology: None, **how: Any) -> Any:
+        if how:
+            waits.append(name)
+            raise errors.InsufficientDevices("it has not come")
+        return SliceBound(devices, name or "", "cpu", "kind", (), 1)
+
+    assert len(allocate(_runtime(islands, bind), Wanted(None, None, None))) == 1
+    assert waits == ["c"]
+
+
+def _runtime(islands: list[Any], allocate_slice: Any) -> Any:
+    """Return a runtime whose cluster has these islands, and no session."""
+
+    def status() -> Any:
+        copies = tuple(SimpleNamespace(**vars(island)) for island in islands)
+        return SimpleNamespace(islands=copies, awaited_islands=0)
+
+    return SimpleNamespace(
+        ask=SimpleNamespace(status=status),
+        allocate_slice=allocate_slice,
+        release_slice=lambda number: None,
+        alive=False,
     )
-    runtime: Any = SimpleNamespace(
-        ask=ask, allocate_slice=bind, release_slice=lambda number: None, alive=False
-    )
-    assert len(allocate(runtime, Wanted(None, None, None))) == 1
 
 
 def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
     def refuse(devices: int, *_: Any) -> int:
         raise errors.InsufficientDevices(f"no island has {devices} devices")
 
-    islands = [SimpleNamespace(name=name, devices=4, hosts=["a host"]) for name in "ab"]
-    ask = SimpleNamespace(status=lambda: SimpleNamespace(islands=islands, awaited_islands=0))
-    runtime: Any = SimpleNamespace(ask=ask, allocate_slice=refuse)
+    islands = [
+        SimpleNamespace(name=name, devices=4, hosts=["a host"], state="ready") for name in "ab"
+    ]
+    runtime = _runtime(islands, refuse)
     words = "^64 devices are asked for, 32 on each of 2 islands: no island has 32 devices$"
     with pytest.raises(errors.InsufficientDevices, match=words):
         allocate(runtime, Wanted(64, None, None))

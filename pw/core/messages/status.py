@@ -55,6 +55,8 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Launches in flight."""
     device_s: float = 0.0
     """The device time of all launches that have ended: that of each device, in all."""
+    is_late: bool = False
+    """It has been away so long that its slices move to any island that has room."""
 
     @property
     def devices(self) -> int:

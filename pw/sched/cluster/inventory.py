@@ -277,6 +277,7 @@ class Inventory:
                 island.epoch,
                 bound.get(island.name, 0),
                 *queued.get(island.name, (0, 0, 0.0)),
+                island.is_late,
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )
