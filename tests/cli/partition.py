@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.stages.daemons import until
 from tests.stages.machines import build, run
 
 BRIDGE = "10.9.0.1"
@@ -81,10 +82,7 @@ def main() -> None:
             worker += ["--credentials", issue(Role.WORKER, name)]
             workers.append(subprocess.Popen([*worker, "--log-level", "error"]))
         pw.connect(endpoint, credentials=issue(Role.CLIENT, "laptop"))
-        deadline_s = time.monotonic() + 60
-        while not all(members(name) for name in HOSTS):
-            assert time.monotonic() < deadline_s, "no islands"
-            time.sleep(0.05)
+        until(lambda: all(members(name) for name in HOSTS), "the islands")
         fetch_from("two")
         training = Training("one", 1, via="two")
         for what, source, address in (
@@ -106,7 +104,7 @@ def main() -> None:
         pw.disconnect()
         for worker in workers:
             worker.terminate()
-            worker.wait(20)
+            worker.wait(60)
         controller.stop()
 
 

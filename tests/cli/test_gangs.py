@@ -120,20 +120,16 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
     assert victim.stdout.readline().strip() == "running"
     other = start_client(address, CHAIN.format(seed=11, island="island-0", rounds=200))
     victim.process.kill()
-    victim.finish(30.0)
+    victim.finish(90.0)
     assert finish(other).strip() == "ok"
     watcher = start_client(
         address,
         """
         from pw.client.connection import current
-        deadline = time.monotonic() + 25
-        while True:
-            clients = current.runtime().ask.status().clients
-            held = {n: c["live_arrays"] for n, c in pw.stats().items() if n.startswith("island-0")}
-            if len(clients) == 1 and not any(held.values()):
-                break
-            assert time.monotonic() < deadline, (clients, held)
-            time.sleep(0.2)
+        from tests.stages.daemons import until
+        def held():
+            return any(c["live_arrays"] for n, c in pw.stats().items() if n.startswith("island-0"))
+        until(lambda: len(current.runtime().ask.status().clients) == 1 and not held(), "the release")
         print("ok")
         """,
     )
@@ -176,14 +172,10 @@ def test_a_client_far_ahead_blocks_and_memory_stays_bounded(address: str) -> Non
         assert int(x) == 6_001, int(x)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 64 << 10, f"the client grew by {grown} KiB"
-        deadline = time.monotonic() + 20
-        while True:
-            stats = pw.stats()
-            live = {n: c["live_arrays"] for n, c in stats.items() if "live_arrays" in c}
-            if max(live.values()) <= 8:
-                break
-            assert time.monotonic() < deadline, live
-            time.sleep(0.1)
+        from tests.stages.daemons import until
+        def live():
+            return max(c["live_arrays"] for c in pw.stats().values() if "live_arrays" in c)
+        until(lambda: live() <= 8, "the release of what is not used")
         print("ok")
     """
     assert finish(start_client(address, body)).strip() == "ok"

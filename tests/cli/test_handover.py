@@ -103,7 +103,7 @@ def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
 
     def fetched() -> Iterator[Replica]:
         for _ in range(3):
-            assert beats.acquire(timeout=30), "its supervisor takes it for stuck"
+            assert beats.acquire(timeout=60), "its supervisor takes it for stuck"
         yield Replica(7, BOX, np.arange(3))
 
     parcel = handover.pack_what_fits(fetched(), beats.release)
@@ -439,17 +439,29 @@ def run(options, link):
 
 
 class Supervised:
-    """`pw-worker` whose runtime does what it is told through a named pipe."""
+    """`pw-worker` whose runtime does what it is told through a named pipe.
+
+    A child that is silent is killed once the file `may_kill` exists: others are slow at most.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.pipe = folder / "orders"
+        self.pipe, self.may_kill = folder / "orders", folder / "may kill"
         os.mkfifo(self.pipe)
         module = folder / "path" / "fake_runtime.py"
         module.parent.mkdir()
         module.write_text(CHILD)
         body = f"""
-            import sys
+            import os, sys
             from pw.cli import supervisor, worker
+
+            class Watch(supervisor.Watch):
+                def is_silent(self, now_s):
+                    kills = super().is_silent(now_s) and os.path.exists({str(self.may_kill)!r})
+                    if kills:
+                        os.unlink({str(self.may_kill)!r})
+                    return kills
+
+            supervisor.Watch = Watch
             sys.argv = ["pw-worker", "--controller", "ipc://{self.pipe}", "--island", "i"]
             supervisor.RUNTIME = "fake_runtime"
             worker.main()
@@ -507,6 +519,7 @@ def test_a_child_that_was_stopped_is_killed_and_replaced(supervised: Supervised)
     supervised.tell("leave", [4])
     second, _, _ = supervised.next_child()
     send(second, signal.SIGSTOP)
+    supervised.may_kill.touch()
     third, _, found = supervised.next_child()
     assert found == {"1": [4]}
     assert program.family() == {program.process.pid, third}

@@ -103,7 +103,7 @@ class Intruder:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     def close(self) -> None:
         self.call(self.node.close)
@@ -161,8 +161,8 @@ def test_a_worker_of_another_island_reads_and_falsifies_nothing(
     pw.checkpoint({"x": x, "y": y}).result(60)
     intruder = Intruder(where, Credentials.read(Path(issue(Role.WORKER, "rogue"))))
     try:
-        until(lambda: intruder.actor.key, "its own key", 30)
-        until(lambda: intruder.actor.known() >= set(HOSTS), "where the hosts are", 30)
+        until(lambda: intruder.actor.key, "its own key")
+        until(lambda: intruder.actor.known() >= set(HOSTS), "where the hosts are")
         number = current.runtime().client
         arrays = range(client_id(number, 1), client_id(number, 20))
         assert {number_of(x), number_of(y)} <= set(arrays)
@@ -171,7 +171,6 @@ def test_a_worker_of_another_island_reads_and_falsifies_nothing(
         until(
             lambda: len(intruder.actor.of(msg.ReplicaRefused)) >= 4 * len(arrays) * len(BOXES),
             "an answer to each request",
-            30,
         )
         assert not intruder.actor.of(msg.ReplicaData)
         for name in HOSTS:  # what was on the devices is made of replicas

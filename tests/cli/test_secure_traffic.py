@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from examples.train_lm.model import ModelConfig, init_params
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
-from tests.stages.daemons import Program, start_module
+from tests.stages.daemons import Program, start_module, until
 
 
 def _may_capture() -> bool:
@@ -85,8 +85,16 @@ class Capture:
                 self.packets.append(packet)
 
     def end(self) -> bytes:
-        """All that was seen."""
-        time.sleep(0.2)  # the last packets are read
+        """All that was seen until now."""
+        last = secrets.token_bytes(16)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.bind((CONTROLLER, 0))
+
+            def is_read() -> bool:
+                sender.sendto(last, (CONTROLLER, 9))
+                return any(packet.endswith(last) for packet in self.packets[-100:])
+
+            until(is_read, "the last packet")
         self._ended = True
         self._thread.join()
         self._socket.close()

@@ -32,7 +32,7 @@ ROWS, COLUMNS = 4, 1000
 PRIME = 8191
 IN_FLIGHT, BETWEEN_CHECKPOINTS = 4, 5
 BOUND_S = 60.0
-PACE_S = 0.005
+PACE_S = 0.05
 """Between steps, which would else take the processors from processes that start."""
 
 
@@ -135,7 +135,7 @@ class Training:
     def give_up(self) -> None:
         """End the loop, whatever it has computed."""
         self._stop.set()
-        self._thread.join(5.0)
+        self._thread.join(BOUND_S)
 
     def stop(self) -> None:
         """End the loop, and compare all that it has computed."""
@@ -303,10 +303,9 @@ def test_a_checkpoint_is_answered_when_the_supervisor_has_it(grown: Grown) -> No
     try:
         state = step(state)
         saving = pw.checkpoint(state)
-        with pytest.raises(TimeoutError):
-            saving.result(0.5)
         other = step(np.full(COLUMNS, 5, np.int32))
         np.testing.assert_array_equal(other, np.full(COLUMNS, 6)), "nothing else waits for it"
+        assert not saving.done()
     finally:
         send(host.pid, signal.SIGCONT)
     saving.result(BOUND_S)
@@ -390,7 +389,7 @@ def test_the_example_reaches_the_same_losses(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     try:
-        assert example.end(110) == 0, example.out + example.err
+        assert example.end() == 0, example.out + example.err
         assert ": recovered in" in example.out
         assert "the same, bit for bit" in example.out
         example.until_alone()

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 SCRIPT = """
 import os, signal, sys, time
 import ray
+from tests.stages.daemons import until
 ray.init(num_cpus=4, include_dashboard=False, _temp_dir=sys.argv.pop(1), object_store_memory=80 << 20,
          log_to_driver=False)
 import pw
@@ -33,7 +34,7 @@ with pw.on_ray(islands=2, hosts_per_island=2) as cluster:
     print("host", first.name, "in", status.islands[0].name, flush=True)
     os.kill(first.pid, signal.SIGKILL)
     exec(compile(TRAIN, "train", "exec"))
-time.sleep(0.5)
+until(lambda: ray.available_resources().get("CPU", 0) == 4, "the CPUs are given back")
 print("given back:", ray.available_resources().get("CPU", 0), flush=True)
 try:
     from pw.deploy import on_ray

@@ -53,7 +53,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE OverSubscribe=
 """
 
 SAVES = """
-import pathlib, signal, sys, time
+import pathlib, signal, sys
 import pw, numpy as np
 count = pathlib.Path(sys.argv[1])
 begun = count.read_text() if count.exists() else ""
@@ -70,7 +70,7 @@ def save(number, frame):
     raise SystemExit(3)
 signal.signal(signal.SIGTERM, save)
 print("waits for the notice", flush=True)
-time.sleep(100)
+signal.pause()
 """
 
 

@@ -90,11 +90,11 @@ def test_the_end_is_silent_and_leaves_nothing_of_a_script_that(
 ) -> None:
     body, number, code = ENDS[how]
     script = start(body)
-    script.until_says("up", 90)
+    script.until_says("up")
     if number is not None:
         os.killpg(script.process.pid, number)
-    assert script.end(30) == code, script.err
-    script.until_alone(bound_s=10)
+    assert script.end() == code, script.err
+    script.until_alone()
     lines = script.err.splitlines()
     if how in OWN_WORDS:
         assert lines[0].startswith("Traceback"), script.err
@@ -151,9 +151,9 @@ def test_a_script_that_waits_for_an_island_leaves_nothing(
     body = "import jax; jax.devices()"
     script = Program(tmp_path, ["-c", body], JAX_PLATFORMS="pw", PW_ADDRESS=address)
     try:
-        lonely.until_says("client attached", 60)
+        lonely.until_says("client attached")
         script.process.send_signal(number)
-        assert script.end(30) == -number
+        assert script.end() == -number
         script.until_alone()
     finally:
         script.kill()
@@ -185,6 +185,6 @@ def test_devices_that_there_are_not_are_refused_in_words(
     words: str, refused: dict[str, Program]
 ) -> None:
     script = refused[words]
-    assert script.end(60) == 1
+    assert script.end() == 1
     assert words in script.err
     script.until_alone()

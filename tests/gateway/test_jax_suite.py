@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.jax_suite import processes
 from tests.jax_suite.__main__ import main
 from tests.jax_suite.child import chosen, first_words
 from tests.jax_suite.compare import compare, kind_of
 from tests.jax_suite.processes import FileRun, Outcome
 from tests.jax_suite.report import BEGIN, END
 
+LIMIT_S = 600
 TINY = """
-import os, signal, time, unittest
+import os, signal, unittest
 
 PLAIN = os.environ["JAX_PLATFORMS"] == "cpu"
 assert os.environ["JAX_NUM_CPU_DEVICES" if PLAIN else "PW_DEVICES"] == "2"
@@ -38,7 +42,8 @@ class TinyTest(unittest.TestCase):
 
     def test_hangs(self):
         if not PLAIN:
-            time.sleep(3600)
+            open("HANGS", "w").write(str(os.getpid()))
+            signal.pause()
 
     def test_is_skipped(self):
         if not PLAIN:
@@ -55,22 +60,36 @@ class TinyTest(unittest.TestCase):
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A folder that looks like a checkout of JAX and has one small test file."""
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like a checkout of JAX and has one small test file.
+
+    The runner's clock is fast while a test of the file hangs.
+    """
     folder = tmp_path / "source"
     (folder / "jax").mkdir(parents=True)
     (folder / "tests").mkdir()
     version = importlib.metadata.version("jax")
     (folder / "jax" / "version.py").write_text(f'_version = "{version}"\n')
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    (folder / "tests" / "tiny_test.py").write_text(TINY)
+    hangs = tmp_path / "hangs"
+    (folder / "tests" / "tiny_test.py").write_text(TINY.replace("HANGS", str(hangs)))
+    ahead_s = 0.0
+
+    def monotonic() -> float:
+        nonlocal ahead_s
+        if hangs.exists() and Path("/proc", hangs.read_text()).exists():
+            ahead_s += LIMIT_S / 2
+        return time.monotonic() + ahead_s
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", clock)
     return folder
 
 
 def run(source: Path, *arguments: str) -> dict:
     """Run the tiny file with two "platforms", and return its results."""
     out = source.parent / "out.json"
-    limits = ["--seconds", "2", "--devices", "2"]
+    limits = ["--seconds", str(LIMIT_S), "--devices", "2"]
     main(
         [
             "tiny",
@@ -96,7 +115,7 @@ def test_each_ending_of_a_test_is_counted(source: Path, capsys: pytest.CaptureFi
     assert (result["base"], result["passed"], result["failed"], result["skipped"]) == (7, 1, 5, 1)
     reasons = {test: group["reason"] for group in result["failures"] for test in group["tests"]}
     assert "crash: SIGSEGV" in reasons["TinyTest.test_crashes"]
-    assert "hang: no end after 2 s in tiny_test.py" in reasons["TinyTest.test_hangs"]
+    assert f"hang: no end after {LIMIT_S} s in tiny_test.py" in reasons["TinyTest.test_hangs"]
     assert "the second subtest" in reasons["TinyTest.test_subtests"]
     assert "TinyTest.test_fails_in_both" not in reasons
     assert result["failures"][0]["tests"] == [

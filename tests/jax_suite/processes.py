@@ -53,7 +53,7 @@ class Attempt:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     collected: list[str] | None = None
     running: str = ""
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
     broken: str = ""
     finished: bool = False
 

@@ -57,22 +57,22 @@ def test_exit_codes_are_those_of_an_interpreter(
     module: Path, server: ForkServer, arguments: tuple[str, ...], code: int
 ) -> None:
     daemon = _daemon(server, module.stem, *arguments)
-    assert daemon.wait(30) == code == daemon.exit_code()
+    assert daemon.wait(60) == code == daemon.exit_code()
 
 
 def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
     module: Path, server: ForkServer
 ) -> None:
     wrote, has = module.parent / "wrote", module.parent / "has"
-    assert _daemon(server, module.stem, "write", str(wrote), TOLD="told").wait(30) == 0
+    assert _daemon(server, module.stem, "write", str(wrote), TOLD="told").wait(60) == 0
     assert wrote.read_text() == f"{module.parent} told"
     other = _daemon(server, module.stem, "wait")  # the next fork has nothing of this one
-    assert _daemon(server, module.stem, "descriptors", str(has)).wait(30) == 0
+    assert _daemon(server, module.stem, "descriptors", str(has)).wait(60) == 0
     numbers = set(map(int, has.read_text().split()))
     assert {0, 1, 2} <= numbers
     assert len(numbers) == 6  # and its end of the channel, the file, and the folder that it lists
     other.kill()
-    assert other.wait(30) == -signal.SIGKILL
+    assert other.wait(60) == -signal.SIGKILL
 
 
 def test_daemons_outlive_a_killed_server_and_the_next_ones_are_interpreters(module: Path) -> None:
@@ -83,13 +83,13 @@ def test_daemons_outlive_a_killed_server_and_the_next_ones_are_interpreters(modu
     server.close()
     assert daemon.exit_code() is None
     daemon.kill()
-    assert daemon.wait(30) == -signal.SIGKILL
+    assert daemon.wait(60) == -signal.SIGKILL
 
 
 def _controller(**variables: str) -> LocalDaemon:
     arguments = ["--bind", "tcp://127.0.0.1:0", "--insecure"]
     daemon = LocalDaemon("pw.cli.controller", arguments, variables)
-    assert daemon.address(30).startswith("tcp://")
+    assert daemon.address(60).startswith("tcp://")
     return daemon
 
 

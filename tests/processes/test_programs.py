@@ -64,7 +64,7 @@ def test_it_ends_as_an_interpreter_does() -> None:
 
 
 def test_its_marker_is_found_from_outside(tmp_path: Path) -> None:
-    program = Program(tmp_path, ["-c", "import time; print('up', flush=True); time.sleep(60)"])
+    program = Program(tmp_path, ["-c", "import signal; print('up', flush=True); signal.pause()"])
     try:
         program.until_says("up")
         assert program.process.pid in program.family()

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.stages.forked import MARKER, MARKER_CHARACTERS
 from tests.stages.programs import ROOT, start
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 def until(condition: Callable[[], object], what: str, bound_s: float = BOUND_S) -> None:
@@ -95,7 +95,7 @@ class Program:
         """Processes that carry the marker: the program and all that comes from it."""
         return marked(self.marker)
 
-    def until_alone(self, *spared: int, bound_s: float = 5.0) -> None:
+    def until_alone(self, *spared: int, bound_s: float = BOUND_S) -> None:
         """Wait until nothing of the program is left but `spared`, neither a process nor a file."""
         try:
             until(

@@ -28,7 +28,7 @@ from pw.gateway.rpc import header_block
 
 PROXY = "xla.ifrt.proxy."
 STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 class Wire:
