@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.stages.forked import MARKER, MARKER_CHARACTERS
@@ -97,15 +97,21 @@ class Program:
 
     def until_alone(self, *spared: int, bound_s: float = BOUND_S) -> None:
         """Wait until nothing of the program is left but `spared`, neither a process nor a file."""
+        left = self.family()
+
+        def is_alone() -> bool:
+            nonlocal left
+            left = marked(self.marker, left)
+            if not left <= set(spared):
+                return False
+            left = self.family()  # those that others have started meanwhile
+            return left <= set(spared) and not self.files()
+
         try:
-            until(
-                lambda: self.family() <= set(spared) and not self.files(),
-                "the end of it all",
-                bound_s,
-            )
+            until(is_alone, "the end of it all", bound_s)
         except AssertionError as late:
-            left = [command_line(pid) for pid in self.family() - set(spared)]
-            raise AssertionError(f"left: {left}, {self.files()}: {self.err}") from late
+            lines = [command_line(pid) for pid in self.family() - set(spared)]
+            raise AssertionError(f"left: {lines}, {self.files()}: {self.err}") from late
 
     def files(self) -> list[str]:
         """What lies in the folder of its temporary files."""
@@ -124,15 +130,15 @@ def start_module(module: str, *arguments: object, folder: Path, **variables: str
     return Program(folder, ["-m", module, *map(str, arguments)], **variables)
 
 
-def marked(marker: str) -> set[int]:
-    """Living processes with the marker in their environment."""
+def marked(marker: str, pids: Iterable[int] | None = None) -> set[int]:
+    """Living processes with the marker in their environment, of these or of all."""
     wanted = f"{MARKER}={marker}".encode()
     found = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pids is None else pids:
         try:
-            with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
+            with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
                 if wanted in file.readall():
-                    found.add(int(name))
+                    found.add(pid)
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # ended meanwhile, or another user's
     return found
