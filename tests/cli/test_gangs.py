@@ -141,7 +141,7 @@ def test_large_arrays_between_islands_never_touch_the_controller(address: str) -
         device_set = pw.make_virtual_device_set()
         one, two = (pw.Mesh(device_set.add_slice(devices=2, island=f"island-{i}").devices, ("x",))
                     for i in (0, 1))
-        value = np.random.default_rng(0).random(16 << 20, dtype=np.float32)
+        value = np.random.default_rng(0).random(4 << 20, dtype=np.float32)
         x = pw.put(value, sharding=pw.NamedSharding(one, P("x")))
         y = pw.put(x, sharding=pw.NamedSharding(two, P("x")))
         z = pw.put(y, sharding=pw.NamedSharding(one, P()))

@@ -7,14 +7,18 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
+from pw.transport.access.security import Security
 from tests.stages.daemons import Program, start_module, until
 
 pytestmark = pytest.mark.processes
@@ -30,28 +34,16 @@ assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
 print("computed", flush=True)
 """
 
-GREEDY = """
-import os, sys, time, pathlib, numpy as np, pw
-keys, me, other, share, calls = sys.argv[1], *map(pathlib.Path, sys.argv[2:4]), *map(float, sys.argv[4:6])
+SHARES = """
+import sys, pw
+asked, allowed = map(float, sys.argv[1:])
 try:
-    pw.connect(credentials=keys, share=share)
+    runtime = pw.connect(share=asked)
 except pw.AccessRefused as error:
     print(f"refused: {error}", flush=True)
-    pw.connect(credentials=keys, share=8)
-mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
-call = pw.jit(lambda x: (x @ x @ x @ x) / 1e9, mesh=mesh)
-x = call(np.ones((400, 400), np.float32))
-x.block_until_ready()
-me.touch()
-while not other.exists():
-    time.sleep(0.01)
-in_flight, done = [call(x) for _ in range(4)], 0
-while done < calls and other.exists():
-    in_flight.append(call(x))
-    in_flight.pop(0).block_until_ready()
-    done += 1
-me.unlink()
-print(f"did {done} calls", flush=True)
+    runtime = pw.connect(share=allowed)
+(me,) = (client for client in runtime.ask.status(60.0).clients if client.is_me)
+print(f"{me.share:g} of the {me.tenant_share:g} of {me.tenant}", flush=True)
 """
 
 
@@ -123,21 +115,18 @@ def test_a_script_with_credentials_computes(cluster: Closed) -> None:
 
 
 def test_a_tenant_that_asks_for_all_gets_its_own_share(cluster: Closed) -> None:
-    files = [cluster.folder / name for name in ("fair-works", "greedy-works")]
-
-    def client(name: str, tenant: str, own: list[Path], share: float, calls: float) -> Program:
+    def client(name: str, tenant: str, asked: float, allowed: float) -> Program:
         keys = cluster.issue(Role.CLIENT, name, tenant, address=cluster.address)
-        arguments = map(str, (GREEDY, keys, *own, share, calls))
-        return Program(cluster.folder, ["-c", *arguments], JAX_PLATFORMS="cpu")
+        arguments = ["-c", SHARES, str(asked), str(allowed)]
+        return Program(cluster.folder, arguments, PW_CREDENTIALS=str(keys))
 
-    fair = client("ann", "research", files, 1, 150)
-    greedy = client("eve", "rivals", files[::-1], 1e6, 1e6)
+    fair, greedy = client("ann", "research", 1, 1), client("eve", "rivals", 1e6, 8)
     assert (fair.end(), greedy.end()) == (0, 0), fair.err + greedy.err
-    assert "refused: share=1e+06 is more than" in greedy.out
-    assert "share=8 or less (pw-controller --max-share)" in greedy.out
-    calls, theirs = (int(re.findall(r"did (\d+) calls", one.out)[0]) for one in (fair, greedy))
-    assert calls == 150
-    assert theirs < calls, "two thirds are of the tenant research"
+    assert fair.out == "1 of the 2 of research\n"
+    refused, shares = greedy.out.splitlines()
+    assert "refused: share=1e+06 is more than" in refused
+    assert "share=8 or less (pw-controller --max-share)" in refused
+    assert shares == "8 of the 1 of rivals"
 
 
 def test_a_command_uses_credentials(cluster: Closed) -> None:
@@ -220,12 +209,15 @@ def test_tenants_do_not_see_or_touch_each_other_and_operators_do(cluster: Closed
     def command(keys: str, *arguments: object) -> Program:
         return cluster.start("pw.cli.main", *arguments, "--credentials", keys)
 
+    def session(keys: str) -> Runtime:
+        security = Security.of(cluster.address, keys, role=Role.CLIENT)
+        return Runtime(remote(cluster.address, security=security), 1.0, 0)
+
     def clients(keys: str) -> tuple[dict[str, int], int]:
-        told = command(keys, "status", "--json")
-        assert told.end() == 0, told.err
-        document = json.loads(told.out)
-        by_tenant = {client["tenant"]: client["client"] for client in document["clients"]}
-        return by_tenant, document["hidden_clients"]
+        with closing(session(keys)) as asking:
+            told = asking.ask.status(60.0)
+        by_tenant = {one.tenant: one.number for one in told.clients if not one.is_me}
+        return by_tenant, told.hidden_clients
 
     red, blue, operator = keys("r", "red"), keys("b", "blue"), keys("o", "operator")
     stays = Program(cluster.folder, ["-c", STAY], PW_CREDENTIALS=red, JAX_PLATFORMS="cpu")
@@ -246,15 +238,22 @@ def test_tenants_do_not_see_or_touch_each_other_and_operators_do(cluster: Closed
             assert f"tenant 'blue' {words}" in refused.err.replace("\n", " ")
         for asker, sees in ((red, True), (blue, False)):
             file = cluster.folder / "trace.json"
-            traced = command(asker, "trace", "--seconds", 0.3, "-o", file)
-            assert traced.end() == 0, traced.err
-            events = json.loads(file.read_text())["traceEvents"]
-            assert [e for e in events if e["name"].startswith(("a computation [", "secret_step ["))]
+
+            def has_steps(asker: str = asker, file: Path = file) -> bool:
+                traced = command(asker, "trace", "--seconds", 0.3, "-o", file)
+                assert traced.end() == 0, traced.err
+                events = json.loads(file.read_text())["traceEvents"]
+                return any(
+                    e["name"].startswith(("a computation [", "secret_step [")) for e in events
+                )
+
+            until(has_steps, "steps in the time that is traced")
             assert ("secret_step" in file.read_text()) is sees
             assert f"client {number}" in file.read_text()
-        for allowed in (red, operator):
-            cancelled = command(allowed, "cancel", number)
-            assert cancelled.end() == 0, cancelled.err
+        cancelled = command(red, "cancel", number)
+        assert cancelled.end() == 0, cancelled.err
+        with closing(session(operator)) as asking:
+            asking.ask.cancel_runs(number).result(60.0)
         log = cluster.controller.err
         assert "refused tenant=blue" in log
         assert re.search(rf"cancel tenant=red name=\S.* client={number} of=red run=all", log)
