@@ -25,7 +25,7 @@ from pw.core import errors
 from pw.gateway import statuses, tiles
 from tests.stages.gateway_stage import Stage
 from tests.stages.programs import run_python
-from tests.stages.samples import examples
+from tests.stages.samples import examples, long
 
 P = PartitionSpec
 VALUE = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -164,7 +164,7 @@ print([device.slice_index for device in jax.devices()], jax.jit(lambda x: x + 1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("credentials", "timeout_s", "said"),
-    [("true", "30", "[0, 0, 0, 0, 0, 0, 0, 0] 2"), ("", "1", "Invalid credentials")],
+    [("true", "60", "[0, 0, 0, 0, 0, 0, 0, 0] 2"), ("", "5", "Invalid credentials")],
 )
 def test_a_script_names_the_gateway_by_its_address(
     stage: Stage, credentials: str, timeout_s: str, said: str
@@ -178,20 +178,21 @@ def test_a_script_names_the_gateway_by_its_address(
 
 MOVES = [
     ("one", "one turned"),
-    ("one", "two by columns"),
     ("one turned", "two by rows"),
-    ("one by columns", "one with copies"),
     ("one with copies", "two replicated"),
-    ("two by rows", "one replicated"),
     ("one replicated", "one by columns"),
-    ("one", "both, each with all"),
     ("both, each with all", "two by columns"),
-    ("both, each with a half", "one"),
     ("two by columns", "both, each with a half"),
     ("both, by columns", "both, each with a half"),
     ("both, each with a half", "some of both"),
-    ("some of both", "one by columns"),
+    long("one", "two by columns"),
+    long("one by columns", "one with copies"),
+    long("two by rows", "one replicated"),
+    long("one", "both, each with all"),
+    long("both, each with a half", "one"),
+    long("some of both", "one by columns"),
 ]
+"""Each layout is in one that is not long."""
 
 
 @pytest.mark.processes

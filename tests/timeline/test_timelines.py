@@ -555,17 +555,19 @@ def test_donated_results_are_timed(cluster: InProcessCluster) -> None:
     donating = pw.jit(step, devices=devices, donate_argnums=(0,))
     x = donating(np.ones((300, 300), np.float32))
     x.block_until_ready()
-    for _attempt in range(10):
+    timeline = Timeline(0.0)
+
+    def has_ends() -> bool:
+        """Whether the timeline has all ends; a watcher may hear of one after the timeline has ended."""
+        nonlocal timeline, x
         with pw.trace(None) as timeline:
             for _ in range(10):
                 x = donating(x)
             x.block_until_ready()
         assert len(timeline.computations) == 10
-        # A watcher may hear of an end after the timeline has ended, on a busy machine of several.
-        if not any(one.is_open for one in timeline.computations[:-1]):
-            break
-    else:
-        pytest.fail("no timeline has the ends of its computations")
+        return not any(one.is_open for one in timeline.computations[:-1])
+
+    until(has_ends, "a timeline with the ends of its computations")
     assert timeline.busy() <= timeline.length_s
     assert timeline.busy(lambda one: one.name == "another") == 0
 
