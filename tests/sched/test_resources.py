@@ -441,9 +441,16 @@ def test_slices_of_a_late_island_go_where_there_is_room_as_soon_as_there_is() ->
     bench.island("b", 1, 1)
     bench.lose("b0")
     bench.lose("a0")
+
+    def late() -> list[str]:
+        return [island.name for island in bench.manager.status({}) if island.is_late]
+
+    assert late() == []
     bench.world.wait(MOVE_S + 10)
+    assert late() == ["a", "b"]
     assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a"]
     bench.island("b", 1, 1, epoch=2)
+    assert late() == ["a"]
     assert [bound.island for bound in bench.news(msg.SliceBound)] == ["a", "b"]
     bench.island("a", 1, 1, epoch=2)
     assert len(bench.news(msg.SliceBound)) == 2
