@@ -16,8 +16,14 @@ from tests.project.generated import programs
 from tests.project.test_documents import DOCUMENTS, named
 from tests.stages import machines
 from tests.stages.programs import ROOT, run_python, without_address
+from tests.stages.samples import long
 
-RUNS = [(page, process) for page in DOCUMENTS for process in processes(page)]
+RUNS = [
+    long(page, process) if page.parent.name == "notebooks" else (page, process)
+    for page in DOCUMENTS
+    for process in processes(page)
+]
+"""The notebooks show in one go what other pages show in parts, and `make docs` runs them."""
 SHELL = ("console", "bash")
 
 
