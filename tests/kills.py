@@ -29,11 +29,8 @@ CHECKPOINT_EVERY = 100
 STUCK_S = 120.0
 
 
-def client(seed: int, devices: int, pace_s: float) -> None:
-    """Call and wait, again and again; say how many steps were right, and how many were leased.
-
-    Between calls it pauses for `pace_s`, so that other processes have the processors.
-    """
+def client(seed: int, devices: int) -> None:
+    """Call and wait, again and again; say how many steps were right, and how many were leased."""
     from jax.sharding import PartitionSpec as P
 
     import pw
@@ -58,7 +55,6 @@ def client(seed: int, devices: int, pace_s: float) -> None:
     known = known.astype(np.int64)
     steps, said_s = 0, time.monotonic()
     while True:
-        time.sleep(pace_s)
         state, probe = step(state)
         if steps % 3 == 0:
             pw.block_until_ready(probe)
@@ -79,10 +75,8 @@ def client(seed: int, devices: int, pace_s: float) -> None:
 class Client:
     """A client as a process of its own."""
 
-    def __init__(
-        self, folder: Path, address: str, seed: int, devices: int, pace_s: float = 0.0
-    ) -> None:
-        body = f"from tests.kills import client; client({seed}, {devices}, {pace_s})"
+    def __init__(self, folder: Path, address: str, seed: int, devices: int) -> None:
+        body = f"from tests.kills import client; client({seed}, {devices})"
         self.program = Program(folder, ["-c", body], PW_ADDRESS=address)
         self.since_s = time.monotonic()
         self.leased = self.steps = 0

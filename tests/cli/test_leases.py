@@ -19,8 +19,6 @@ pytestmark = [
 
 BOUND_S = 110.0
 """For one event: all processes of the test share the processors with other tests."""
-PACE_S = 0.01
-"""Between two steps of a client."""
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def test_a_lease_ends_and_comes_back_with_others_and_losses(
     clients = []
 
     def join(devices: int) -> Client:
-        clients.append(Client(tmp_path, cluster.address, len(clients), devices, PACE_S))
+        clients.append(Client(tmp_path, cluster.address, len(clients), devices))
         return clients[-1]
 
     try:
