@@ -106,6 +106,7 @@ class HostRuntime:
                     form.epoch,
                     self._options.devices,
                     host=self._address,
+                    platform=self._options.platform,
                 )
                 own = devices
                 if len(form.hosts) > 1:

@@ -37,6 +37,9 @@ class Platform(NamedTuple):
     """The environment variable that names the devices which a process may use; empty if there is none."""
     jax: str = ""
     """The platform of JAX (`jax_platforms`) that has the devices; empty if it has the same name."""
+    interface: str = ""
+    """The environment variable that names the network interface at which the platform's collectives listen and
+    dial; empty if they do otherwise."""
     settings: Callable[[int], Mapping[str, object]] = _no_settings
     """Returns what a worker configures in JAX before it opens the devices, for so many of them."""
 
@@ -57,7 +60,7 @@ PLATFORMS = {
     "cpu": Platform(
         CPU, is_host=True, memories=_MEMORIES, number=0x8B5DFB7AB2A84F91, settings=_of_cpu
     ),
-    "cuda": Platform(visible="CUDA_VISIBLE_DEVICES"),
+    "cuda": Platform(visible="CUDA_VISIBLE_DEVICES", interface="NCCL_SOCKET_IFNAME"),
     "tpu": Platform(memories=_MEMORIES),
 }
 """The platforms of this package by their names; those that all clusters have."""

@@ -43,8 +43,8 @@ def install(folder: Path, modules: Mapping[str, str]) -> str:
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
-def run(folder: Path, arguments: list[str], path: str) -> Program:
-    program = Program(folder, arguments, new_interpreter=True, PYTHONPATH=path)
+def run(folder: Path, arguments: list[str], path: str, **variables: str) -> Program:
+    program = Program(folder, arguments, new_interpreter=True, PYTHONPATH=path, **variables)
     try:
         program.end()
         program.until_alone()

@@ -13,14 +13,19 @@ Properties of the runtime that shape this file:
 - The end of the service aborts its clients. So the connection of the roll-call stays open as a lifeline
   until this process ends, and the service stays while there is a lifeline.
 - Joining holds JAX's backend lock: any other use of JAX in the process waits for it.
+
+JAX's plugins take the client, the rank and the number of hosts from the same state as its CPU devices. NCCL
+keeps the communicators of a group until the process ends, another reason for one group a process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from functools import partial
 from typing import Any
@@ -41,6 +46,8 @@ COLLECTIVE_POOL = 64
 # All hosts connect within milliseconds of the roll-call. If one dies just then, the runtime aborts the
 # others after this time.
 CONNECT_S = 15
+# Asks Linux for the IPv4 address of a network interface (netdevice(7)).
+SIOCGIFADDR = 0x8915
 
 lifeline: list[socket.socket] = []
 """The connection of the roll-call, if this process is in a group."""
@@ -82,6 +89,7 @@ def join(
     local_devices: int,
     timeout_s: float = 60.0,
     host: str = "127.0.0.1",
+    platform: str = "cpu",
 ) -> list[jax.Device]:
     """Enter the island's group; blocks until every host has come.
 
@@ -93,7 +101,8 @@ def join(
         local_devices: how many devices this host has.
         timeout_s: how long to wait for the other hosts, in seconds. If one dies within milliseconds
             after all have come, it takes up to a minute more.
-        host: the address of this machine at which the other hosts' CPU collectives dial it.
+        host: the address of this machine at which the other hosts' collectives dial it.
+        platform: the platform of the island's devices, as in `prepare`.
 
     Returns:
         The devices of the whole island, those of rank 0 first.
@@ -113,9 +122,7 @@ def join(
         line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
         lifeline.append(line)
         _connect(address, rank, size, where)
-        jax.extend.backend.register_backend_factory(
-            "cpu", partial(_make_cpu_client, host), priority=0, fail_quietly=False
-        )
+        _listen_at(host, platform)
     try:
         devices = list(jax.devices())
     except RuntimeError as error:
@@ -163,6 +170,30 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
     state.process_id = rank
     state.num_processes = size
     state.coordinator_address = address
+
+
+def _listen_at(host: str, platform: str) -> None:
+    """Have the collectives of a platform listen at `host`, unless the environment names an interface."""
+    if variable := platform_of(platform).interface:
+        if (name := interface_of(host)) is not None:
+            os.environ.setdefault(variable, f"={name}")  # with "=", NCCL takes no longer name
+        return
+    jax.extend.backend.register_backend_factory(
+        "cpu", partial(_make_cpu_client, host), priority=0, fail_quietly=False
+    )
+
+
+def interface_of(host: str) -> str | None:
+    """Return the network interface whose first IPv4 address is `host`; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("40s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None
 
 
 def _make_cpu_client(host: str) -> Any:
