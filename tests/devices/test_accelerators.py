@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from pw.client.connection import embedded
 from pw.client.connection.children import LocalDaemon, visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
-from pw.devices.jax import executables, group
+from pw.devices.jax import compile as compiling
+from pw.devices.jax import executables, group, making
 from tests.devices.test_jax_backend import add_one, export, open_host, spec_of
 
 
@@ -218,3 +220,28 @@ def test_what_processes_compile_together_for_accelerators_is_not_kept(
     assert len([*tmp_path.iterdir()]) == kept
     again = asyncio.run(counters())
     assert (again["executables_loaded"], again["compilations"]) == (kept, not kept)
+
+
+def test_no_gang_is_compiled_behind_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts wait for each other while they compile, and clients may ask them in different orders."""
+    second, make, begun = threading.Event(), making.make, []
+
+    def in_step(*order: Any) -> Any:
+        begun.append(order)
+        if len(begun) == 1:
+            assert second.wait(60), "the peer, which began with the other one, waits for ever"
+        second.set()
+        return make(*order)
+
+    monkeypatch.setattr(compiling, "may_be_kept", lambda devices: False)
+    monkeypatch.setattr(making, "make", in_step)
+
+    async def run() -> None:
+        async with open_host() as host:
+            functions = add_one, lambda x: (x + 2,)
+            exported = [export(function, [spec_of()], [spec_of()]) for function in functions]
+            installs = [host.install(b"%d" % at, code) for at, code in enumerate(exported)]
+            assert await asyncio.gather(*installs) == [None, None]
+            assert host.backend.counters()["compilations"] == len(begun) == 2
+
+    asyncio.run(run())

@@ -1,4 +1,4 @@
-"""An island of several hosts whose devices are of a JAX plugin, as GPUs are: the machines that run this have none.
+"""An island of several hosts whose devices are of a JAX plugin, as GPUs are, on machines without any.
 
 The plugin has JAX's CPU devices, opens them as JAX opens those of a plugin, and is an accelerator to `pw`:
 the hosts compile by themselves, keep no executable of a gang, and name a network interface, not an address.

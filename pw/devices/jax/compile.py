@@ -7,6 +7,7 @@ executable is made of a module, and where.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from pw.devices.jax import making, modules
 from pw.devices.jax.callbacks import Calls, Results
 from pw.devices.jax.compile_process import Job
 from pw.devices.jax.compile_processes import CompileProcesses
-from pw.devices.jax.executables import Executables, key_of
+from pw.devices.jax.executables import Executables, key_of, may_be_kept
 from pw.devices.jax.layouts import Layouts
 from pw.devices.jax.making import ExecutableFacts, Order
 from pw.devices.jax.modules import Module
@@ -94,8 +95,9 @@ class Compiler:
     """Installs the computations of a host, on the compile thread.
 
     With `processes`, executables for CPU devices are made there, in any order. Without them, and for
-    accelerators, they are made on the compile thread in the order of `install`: the hosts of a gang
-    may talk to one another while they compile.
+    accelerators, they are made on the compile thread. The hosts of a gang of accelerators talk to one
+    another while they compile, and two clients may have asked them in different orders: each of these
+    executables is made on a thread of its own, so that none waits behind another one.
     """
 
     def __init__(
@@ -309,6 +311,15 @@ class Compiler:
                 return then(found)
         is_vetted = self._processes is None or wanted.is_ours
         platform = platform_of(wanted.physical[0].platform)
+        if not may_be_kept(wanted.physical):
+            self._pending[place] = _Pending({key: (wanted, then)})
+            threading.Thread(
+                target=self._make_aside,
+                args=(place, self._pending[place], wanted, platform, is_vetted),
+                name="pw-compile-gang",
+                daemon=True,
+            ).start()
+            return None
         if self._processes is None or is_vetted or not platform.is_host:
             return then(self._made_here(wanted, platform, is_vetted=is_vetted))
         pending = self._pending[place] = _Pending({key: (wanted, then)})
@@ -320,6 +331,20 @@ class Compiler:
             wanted.client, wanted.name, wanted.digest, wanted.order, answered, only_examine=False
         )
         return None
+
+    def _make_aside(
+        self, place: Any, pending: _Pending, wanted: _Wanted, platform: Platform, is_vetted: bool
+    ) -> None:
+        """Make an executable that other hosts make at the same time."""
+        answer = self._made_here(wanted, platform, is_vetted=is_vetted)
+
+        def tell() -> None:
+            if self._pending.get(place) is pending:
+                del self._pending[place]
+                for _, then in pending.then.values():
+                    then(answer)
+
+        self.thread.put(tell)
 
     def _answered(self, place: Any, pending: _Pending, answer: bytes | ErrorReport) -> None:
         """A process has made an executable, or failed to."""
