@@ -25,11 +25,12 @@ from jax.sharding import PartitionSpec as P
 import pw.jax
 from bench.baselines.peer import Peer, serve
 from bench.baselines.steps import local
-from bench.baselines.two_ways import in_common
+from bench.baselines.two_ways import in_common, one_way
 from bench.training import SEED, TASKS, Trainer
 from pw.devices.jax import group
 
 DISPATCH = "dispatch"
+ONE_WAY = "one way"
 GATEWAY = "pw"
 READY_S = 300.0
 """Compiling a training step takes long, on a GPU with its autotuning above all."""
@@ -39,7 +40,7 @@ class PlainJax(Peer):
     """One process, or several that measure together and each do the same.
 
     Args:
-        work: the name of a task of `bench.training`, or `DISPATCH`.
+        work: the name of a task of `bench.training`, `DISPATCH`, or `ONE_WAY` and the bytes of an array.
         devices: the number of devices of each process.
         platform: `cpu`, `cuda`, or `pw` for a cluster that the script starts beside itself.
         processes: the number of processes.
@@ -107,12 +108,21 @@ def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
     return in_common(add, put(jnp.float32(0)), put)
 
 
+def moves(mesh: Mesh, size_bytes: int) -> Mapping[str, Callable[[int], object]]:
+    """Arrays that are put, or read; a count is of arrays."""
+    whole = NamedSharding(mesh, P())
+    add = jax.jit(local, in_shardings=whole, out_shardings=whole)
+    return one_way(add, partial(jax.device_put, device=whole), size_bytes)
+
+
 def main() -> None:
     """WORK DEVICES PLATFORM LOSSES ADDRESS: serve until standard input ends."""
     work, devices, platform, losses, address = sys.argv[1:]
 
     def prepare() -> Mapping[str, Callable[[int], object]]:
         mesh = mesh_of(int(devices), platform, address)
+        if work.startswith(ONE_WAY):
+            return moves(mesh, int(work.removeprefix(ONE_WAY)))
         return dispatch(mesh) if work == DISPATCH else training(work, mesh, Path(losses))
 
     serve(prepare)

@@ -24,6 +24,7 @@ from bench.placement import new_mesh
 
 JIT, GATEWAY = "pw.jit", "gateway"
 DISPATCH, CHAIN, BLOCKING, THERE_AND_BACK = "dispatch", "chain", "blocking", "put and get"
+PUT, READ = "put", "read"
 FILL, DROP = "fill", "drop"
 LARGE_BYTES = 64 << 20
 BURST = 64
@@ -65,6 +66,35 @@ def there_and_back(put: Callable[[Any], Any]) -> Case:
             assert back[-1] == value[-1]
 
     return case
+
+
+def one_way(
+    add: Callable[[Any], Any], put: Callable[[Any], Any], size_bytes: int
+) -> dict[str, Callable[[int], float]]:
+    """The cases that put an array on the device, and read one that was computed; a count is of arrays."""
+    value = np.arange(size_bytes // 4, dtype=np.float32)
+    there: list[Any] = []
+
+    def putting(count: int) -> float:
+        took_s = 0.0
+        for _ in range(count):
+            begun_s = time.perf_counter()
+            put(value).block_until_ready()
+            took_s += time.perf_counter() - begun_s
+        return took_s
+
+    def reading(count: int) -> float:
+        took_s = 0.0
+        there[:] = there or [put(value)]
+        for _ in range(count):
+            x = add(there[0]).block_until_ready()
+            begun_s = time.perf_counter()
+            back = np.asarray(x)
+            took_s += time.perf_counter() - begun_s
+            assert back[1] == value[1] + 1
+        return took_s
+
+    return {PUT: putting, READ: reading}
 
 
 def in_common(add: Callable[[Any], Any], zero: Any, put: Callable[[Any], Any]) -> dict[str, Case]:

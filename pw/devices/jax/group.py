@@ -113,16 +113,12 @@ def join(
     """
     if not 0 <= rank < size:
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
-    where = f"epoch {epoch} at {address} as rank {rank} of {size}"
+    where = _described(address, rank, size, epoch)
     if size > 1:
         if xla_bridge.backends_are_initialized():
             raise GroupError(f"JAX is in use already, so this process cannot join {where}")
         set_pool(local_devices, size)
-        deadline_s = time.monotonic() + timeout_s
-        line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
-        lifeline.append(line)
-        _connect(address, rank, size, where)
-        _listen_at(host, platform)
+        enter(address, rank, size, epoch, timeout_s, host, platform)
     try:
         devices = list(jax.devices())
     except RuntimeError as error:
@@ -139,6 +135,27 @@ def join(
             f"{sorted({device.process_index for device in devices})}: this platform formed no group"
         )
     return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def enter(
+    address: str,
+    rank: int,
+    size: int,
+    epoch: int,
+    timeout_s: float = 60.0,
+    host: str = "127.0.0.1",
+    platform: str = "cpu",
+) -> None:
+    """Enter a group before JAX opens the devices; arguments and errors are those of `join`."""
+    where = _described(address, rank, size, epoch)
+    deadline_s = time.monotonic() + timeout_s
+    lifeline.append(_answer_roll_call(address, rank, size, epoch, deadline_s, where))
+    _connect(address, rank, size, where)
+    _listen_at(host, platform)
+
+
+def _described(address: str, rank: int, size: int, epoch: int) -> str:
+    return f"epoch {epoch} at {address} as rank {rank} of {size}"
 
 
 def set_pool(local_devices: int, hosts: int = 1) -> None:
