@@ -25,7 +25,7 @@ from pw.testing import InProcessCluster
 from pw.transport.links.node import Node as Process
 from tests.stages.scripted import digest
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Inbox(Actor):

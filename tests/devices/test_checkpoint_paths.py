@@ -80,7 +80,7 @@ def test_a_fifo_is_no_manifest(tmp_path: Path) -> None:
     path.mkdir()
     os.mkfifo(path / "manifest.json")
     try:
-        error = within(20, lambda: checkpoint_format.describe(str(path)))
+        error = within(60, lambda: checkpoint_format.describe(str(path)))
     finally:
         blocked(path / "manifest.json")
     assert isinstance(error, CheckpointFailed)
@@ -93,7 +93,7 @@ def test_a_fifo_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
     (path / FILE).unlink()
     os.mkfifo(path / FILE)
     try:
-        error = within(20, lambda: load(path, whole(4), (4,)))
+        error = within(60, lambda: load(path, whole(4), (4,)))
     finally:
         blocked(path / FILE)
     assert isinstance(error, CheckpointFailed)

@@ -20,7 +20,7 @@ import pytest
 from pw.devices.jax.coordination_service import CoordinationServices
 from tests.stages.programs import ROOT, start
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 LISTENS = 10  # a state in the kernel's table of tcp sockets
 
 pytestmark = pytest.mark.processes

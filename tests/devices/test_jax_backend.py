@@ -8,7 +8,6 @@ import itertools
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -33,9 +32,10 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtyp
 from pw.devices.host.backend import Build, Execute, Move, Op, Read, RunFunction, Watch
 from pw.devices.host.value import Value
 from pw.devices.jax import answers as jax_answers
+from pw.devices.jax import enqueue, execution
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.layouts import Layouts, aligned_empty
-from pw.devices.jax.quick import SOON_S
+from pw.devices.jax.quick import CALLS, CLOCK_S, PROCESSOR_S, SOON_S
 from pw.devices.jax.values import Failures
 
 HOST = "h0"
@@ -153,11 +153,26 @@ class Opened:
         return add_one_held
 
 
+class Clock:
+    """The clocks of the loop and of the execute thread, which stand still between two steps of a test."""
+
+    def __init__(self) -> None:
+        self.clock_s = 1.0
+        self.processor_s = 1.0
+
+    def monotonic(self) -> float:
+        return self.clock_s
+
+    def thread_time(self) -> float:
+        return self.processor_s
+
+
 class Host:
     """A backend with its asynchronous answers turned into awaitables."""
 
-    def __init__(self, backend: JaxBackend) -> None:
+    def __init__(self, backend: JaxBackend, clock: Clock) -> None:
         self.backend = backend
+        self.clock = clock
         self.loop = asyncio.get_running_loop()
 
     def answer(self) -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
@@ -236,14 +251,17 @@ def joined(shards: Any, spec: ArraySpec) -> Any:
 async def open_host(folder: Path | None = None) -> AsyncIterator[Host]:
     devices = jax.devices()
     assert len(devices) >= 8, "these tests need JAX_NUM_CPU_DEVICES=8"
-    loop = asyncio.get_running_loop()
+    loop, clock = asyncio.get_running_loop(), Clock()
     backend = JaxBackend(
         loop, HOST, lambda at: devices[at.ordinal], allow_python=True, compile_cache=folder
     )
-    try:
-        yield Host(backend)
-    finally:
-        backend.close()
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (enqueue, execution):
+            patched.setattr(module, "time", clock)
+        try:
+            yield Host(backend, clock)
+        finally:
+            backend.close()
 
 
 def on_host(test: Callable[[Host], Any]) -> Callable[[], None]:
@@ -296,47 +314,42 @@ async def test_executes(host: Host) -> None:
 
 async def at_rest(host: Host) -> None:
     """The execute thread waits for more, and the last computation came some time ago."""
-    await asyncio.sleep(2 * SOON_S)
+    host.clock.clock_s += 2 * SOON_S
     while not host.backend.execution.is_idle:
         await asyncio.sleep(0.001)
 
 
+NO_TIME = (0.0, 0.0)
+"""Processor time of a computation, and its time on the clock."""
+
+
 async def called_on(
-    host: Host, key: bytes, value: Value, calls: int, **how: Any
+    host: Host, key: bytes, value: Value, takes: tuple[float, float] = NO_TIME, **how: Any
 ) -> set[threading.Thread]:
-    """The threads on which the last half of so many calls ran, one after the other."""
+    """The threads of calls after the trial; each call has ended when it returns, and takes so long."""
     await host.watch()  # what was installed is known then
     known = host.backend.enqueuer.executables[key]
     threads: list[threading.Thread] = []
 
     def noted(*arrays: Any) -> Any:
         threads.append(threading.current_thread())
-        return known.call(*arrays)
+        host.clock.processor_s += takes[0]
+        host.clock.clock_s += takes[1]
+        return jax.block_until_ready(known.call(*arrays))
 
     host.backend.enqueuer.executables[key] = known._replace(call=noted)
-    for _ in range(calls):
+    for _ in range(CALLS + 4):
         (value,) = host.execute(key, value, **how)
         assert await host.watch(value) is None
         await at_rest(host)
-    assert len(threads) == calls
-    return set(threads[calls // 2 :])
+    assert len(threads) == CALLS + 4
+    return set(threads[CALLS:])
 
 
 async def install_quick(host: Host, key: bytes, spec: ArraySpec) -> None:
-    """Install `add_one`, and call it until it has proven quick; a busy machine spoils some trials."""
-    deadline_s = time.monotonic() + BOUND_S
-    threads: set[threading.Thread] = set()
-    while threads != {threading.main_thread()}:
-        assert time.monotonic() < deadline_s, f"it never ran on the loop, but on {threads}"
-        host.backend.forget(key)  # so that installing it begins another trial
-        assert await host.install(key, export(add_one, [spec], [spec])) is None
-        threads = await called_on(host, key, host.build(spec, range(8)), 40)
-
-
-def heavy_add(x: Any) -> Any:
-    """Adds one, after some work without a loop."""
-    y = jnp.sin(x[0] + jnp.arange(300_000, dtype=x.dtype))
-    return (x + 1 + 0 * jnp.sum(y),)
+    """Install `add_one`, and call it until it has proven quick."""
+    assert await host.install(key, export(add_one, [spec], [spec])) is None
+    assert await called_on(host, key, host.build(spec, range(8))) == {threading.main_thread()}
 
 
 def loop_of_one(x: Any) -> Any:
@@ -348,14 +361,15 @@ async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> 
     """Other clients' may take long, and delay no client."""
     spec = spec_of()
     await install_quick(host, b"quick", spec)
-    for key, function, donated in (
-        (b"heavy", heavy_add, ()),
-        (b"loop", loop_of_one, ()),
-        (b"branch", branch_add, ()),
-        (b"donated", add_one, (0,)),
+    for key, function, donated, takes in (
+        (b"heavy", add_one, (), (2 * PROCESSOR_S, 0.0)),
+        (b"elsewhere", add_one, (), (0.0, 2 * CLOCK_S)),
+        (b"loop", loop_of_one, (), NO_TIME),
+        (b"branch", branch_add, (), NO_TIME),
+        (b"donated", add_one, (0,), NO_TIME),
     ):
         assert await host.install(key, export(function, [spec], [spec], donated)) is None
-        threads = await called_on(host, key, host.build(spec, range(8)), 40)
+        threads = await called_on(host, key, host.build(spec, range(8)), takes)
         assert len(threads) == 1, key
         assert threading.main_thread() not in threads, key
 
@@ -368,7 +382,7 @@ def branch_add(x: Any) -> Any:
 async def test_a_computation_over_several_devices_never_runs_on_the_loop(host: Host) -> None:
     spec = spec_of(sharding=FOUR)
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
-    threads = await called_on(host, b"k", host.build(spec, range(8)), 40)
+    threads = await called_on(host, b"k", host.build(spec, range(8)))
     assert threading.main_thread() not in threads
 
 
@@ -415,7 +429,7 @@ async def test_a_computation_with_other_hosts_never_runs_on_the_loop(host: Host)
     spec = spec_of()
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
     _, failed = host.answer()
-    threads = await called_on(host, b"k", host.build(spec, range(8)), 40, failed=failed)
+    threads = await called_on(host, b"k", host.build(spec, range(8)), failed=failed)
     assert threading.main_thread() not in threads
 
 

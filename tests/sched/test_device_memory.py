@@ -31,7 +31,7 @@ from pw.core.sizes import parse_size, size_in_words
 from pw.sched.island import window
 from pw.testing import InProcessCluster
 from tests.stages.daemons import until
-from tests.stages.stage import BOUND_S, held, mesh_on, numbers, split
+from tests.stages.stage import held, mesh_on, numbers, split
 
 MIB = 1 << 20
 
@@ -235,9 +235,7 @@ def test_a_host_that_does_not_answer_is_named(
 ) -> None:
     node = cluster.hosts[0].node
     monkeypatch.setattr(node, "permits", lambda source, actor, kind: kind is not MeasureHost)
-    began_s = time.monotonic()
     told = pw.memory()
-    assert time.monotonic() - began_s < BOUND_S
     assert told.silent == ("host-0",)
     assert [use.arrays_bytes is None for use in told.devices] == [True, True, False, False]
     assert "no answer from host-0" in repr(told)

@@ -23,7 +23,7 @@ from pw.transport.links.local import LocalHub
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 @functools.cache

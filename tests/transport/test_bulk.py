@@ -37,7 +37,7 @@ from pw.transport.bulk.plane import BulkPlane
 from tests.stages.cluster import authority
 from tests.stages.samples import long
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CHANNELS = ["shared", "tcp", "tls"]
 """`tls` is the channel `tcp` with credentials."""
 SIZES = [0, 1, 63, 64, shared.INLINE_BYTES, shared.INLINE_BYTES + 1]

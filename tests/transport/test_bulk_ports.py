@@ -28,7 +28,7 @@ from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 from tests.stages.cluster import authority
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SIZES = [0, 1, 70_000, 9 << 20]
 WAYS = ["tls", "near", "plain", "ipc"]
 """Tcp with credentials, tcp without any, tcp with --insecure, a unix socket."""
@@ -377,7 +377,7 @@ def test_replies_that_are_not_read_are_bounded(
         async with host("plain", tmp_path) as (there, endpoint):
             connection = dialled(endpoint)
             connection.setblocking(True)
-            connection.settimeout(20)
+            connection.settimeout(WAIT_S)
             ask = chunks.header(chunks.FINISH, 7) * 4096
 
             def flood() -> None:

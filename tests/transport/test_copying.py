@@ -16,7 +16,7 @@ from pw.transport.bulk.blocks import Array, Block, Bytes
 from pw.transport.bulk.copying import PIECE_BYTES, PIECES_AT_ONCE, Copy, Copying, Target
 from pw.transport.bulk.pieces import checked, place
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 LONG = 4 * PIECES_AT_ONCE * PIECE_BYTES
 
 

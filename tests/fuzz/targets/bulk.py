@@ -24,7 +24,7 @@ _SMALL, _LARGE = 1000, 100_000
 _TRANSFERS = (b"TRANSFR1", b"TRANSFR2")
 """In the place of the numbers of two landings, of these sizes."""
 _BLOCK = b"BLOCKNO2"
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 
 class _Plane:
