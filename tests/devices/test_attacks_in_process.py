@@ -103,19 +103,43 @@ class Attacker:
         self.wait(msg.RequestFailed, lambda message: message.request == request)
 
 
-@pytest.fixture
-def attacker() -> Iterator[Attacker]:
-    """An attacker of a cluster with another client, which works and sees no crash at the end."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[InProcessCluster]:
     with InProcessCluster(devices_per_island=2) as cluster:
-        attacker = Attacker(cluster)
-        yield attacker
-        attacker.answered()
-        devices = pw.make_virtual_device_set().add_slice(devices=2).devices
-        mesh = pw.Mesh(devices, ("x",))
-        x = pw.put(np.arange(8), sharding=pw.NamedSharding(mesh, PartitionSpec("x")))
-        np.testing.assert_array_equal(np.asarray(pw.jit(lambda x: x + 1)(x)), np.arange(8) + 1)
-        assert not cluster.crashes
-        cluster.thread.call(attacker.node.close)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def work(cluster: InProcessCluster) -> Callable[[], None]:
+    """The work of another client."""
+    devices = pw.make_virtual_device_set().add_slice(devices=2).devices
+    split = pw.NamedSharding(pw.Mesh(devices, ("x",)), PartitionSpec("x"))
+    add_one = pw.jit(lambda x: x + 1)
+
+    def add() -> None:
+        x = pw.put(np.arange(8), sharding=split)
+        np.testing.assert_array_equal(np.asarray(add_one(x)), np.arange(8) + 1)
+
+    return add
+
+
+@pytest.fixture(scope="module")
+def client(cluster: InProcessCluster) -> Iterator[Attacker]:
+    attacker = Attacker(cluster)
+    yield attacker
+    cluster.thread.call(attacker.node.close)
+
+
+@pytest.fixture
+def attacker(
+    cluster: InProcessCluster, client: Attacker, work: Callable[[], None]
+) -> Iterator[Attacker]:
+    """An attacker of a cluster with another client, which works and sees no crash at the end."""
+    client.inbox.received.clear()
+    yield client
+    client.answered()
+    work()
+    assert not cluster.crashes
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -150,7 +174,7 @@ def test_odd_arrays_are_taken_or_refused(
     spec = attacker.spec(**wrong)
     array = attacker.upload(spec, None if size is None else bytes(size))
     if size is None:
-        landing = attacker.wait(msg.UploadLanding).landing
+        landing = attacker.wait(msg.UploadLanding, lambda m: m.array == array).landing
         why = ErrorReport("Skipped", "x")
         attacker.tell_host(msg.UploadAborted(array, landing.transfer, why))
     request = attacker.id()

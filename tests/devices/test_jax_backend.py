@@ -170,9 +170,9 @@ class Clock:
 class Host:
     """A backend with its asynchronous answers turned into awaitables."""
 
-    def __init__(self, backend: JaxBackend, clock: Clock) -> None:
+    def __init__(self, backend: JaxBackend, clock: Clock | None = None) -> None:
         self.backend = backend
-        self.clock = clock
+        self.clock = clock or Clock()
         self.loop = asyncio.get_running_loop()
 
     def answer(self) -> tuple[asyncio.Future[Any], Callable[[Any], None]]:

@@ -43,8 +43,11 @@ def install(folder: Path, modules: Mapping[str, str]) -> str:
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
-def run(folder: Path, arguments: list[str], path: str, **variables: str) -> Program:
-    program = Program(folder, arguments, new_interpreter=True, PYTHONPATH=path, **variables)
+def run(folder: Path, arguments: list[str], path: str = "", **variables: str) -> Program:
+    """Run an interpreter; without `path`, a fork, which imports only what its arguments say."""
+    if path:
+        variables["PYTHONPATH"] = path
+    program = Program(folder, arguments, new_interpreter=bool(path), **variables)
     try:
         program.end()
         program.until_alone()
@@ -67,7 +70,13 @@ def test_pw_run_starts_a_cluster_of_a_platform(tmp_path: Path) -> None:
     assert program.out == "abacus 1\n", program.err
 
 
-WORKER = ["-m", "pw.cli.worker", "--controller", "tcp://127.0.0.1:1", "--island", "east"]
+WORKER = """
+import sys
+sys.path[:0] = sys.argv.pop(1).split(":")
+sys.argv += ["--controller", "tcp://127.0.0.1:1", "--island", "east"]
+from pw.cli.worker import main
+main()
+"""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_a_platform_that_cannot_be_used_is_named_with_its_package(
     module: str, words: str, tmp_path: Path
 ) -> None:
     path = install(tmp_path, {"pw_abacus.py": module})
-    program = run(tmp_path, [*WORKER, "--platform", "abacus"], path)
+    program = run(tmp_path, ["-c", WORKER, path, "--platform", "abacus"])
     assert program.process.returncode == 1
     assert program.err.startswith("pw-worker: error: the platform 'abacus'")
     assert words in program.err
@@ -89,6 +98,6 @@ def test_a_platform_that_cannot_be_used_is_named_with_its_package(
 
 def test_a_name_that_no_package_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     path = install(tmp_path, {"pw_abacus.py": EXAMPLE["pw_abacus.py"]})
-    program = run(tmp_path, [*WORKER, "--platform", "gpu"], path)
+    program = run(tmp_path, ["-c", WORKER, path, "--platform", "gpu"])
     assert program.process.returncode == 1
     assert f"no platform 'gpu'; there are {', '.join([*PLATFORMS, 'abacus'])}" in program.err

@@ -382,7 +382,7 @@ def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     assert len(launched(cluster)) <= len(before) + 1
 
 
-@pytest.mark.parametrize("seed", some(range(60), 3))
+@pytest.mark.parametrize("seed", some(range(60), 6))
 def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
     """Whatever it needs, wherever it is: its arrays are right or cancelled, and nothing is left."""
     elements = LARGE if seed % 2 else SMALL
@@ -424,7 +424,7 @@ def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
 
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_what_is_queued_at_one_end_only_leaves_no_edges_at_the_other(
     seed: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,7 +497,7 @@ def test_anybody_may_cancel_runs_by_their_numbers() -> None:
 # --- on one host of a gang only ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_no_room_for_an_edge_on_one_host_refuses_the_run_and_nothing_else(seed: int) -> None:
     cluster = Cluster(seed, elements=LARGE)
     client, world, x = cluster.client, cluster.world, cluster.x
@@ -522,7 +522,7 @@ def test_no_room_for_an_edge_on_one_host_refuses_the_run_and_nothing_else(seed: 
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_a_host_that_cannot_enqueue_refuses_the_run_and_nothing_else(seed: int) -> None:
     cluster = Cluster(seed)
     client, world = cluster.client, cluster.world

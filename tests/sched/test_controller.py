@@ -275,7 +275,7 @@ def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
     stage.check_idle()
 
 
-@pytest.mark.parametrize("seeds", parts(range(25), 4))
+@pytest.mark.parametrize("seeds", parts(range(25), 8))
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("how", ["donated", "deleted", "used"])
 def test_arrays_may_be_given_away_before_their_upload_has_ended(
@@ -370,7 +370,7 @@ def test_arrays_that_are_deleted_and_never_uploaded_are_bounded(
     np.testing.assert_array_equal(client.value(client.run(program, late)[0]), X + 1)
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 4))
+@pytest.mark.parametrize("seeds", parts(range(20), 8))
 def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler(seeds: list[int]) -> None:
     for seed in seeds:
         stage = Stage(seed)
@@ -432,7 +432,7 @@ def test_a_long_backlog_goes_on_over_several_turns() -> None:
     assert [answer.request for answer in client.of(msg.Answered)] == list(asked)
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 4))
+@pytest.mark.parametrize("seeds", parts(range(20), 8))
 def test_two_islands_drop_an_array_each_when_its_users_there_have_gone(seeds: list[int]) -> None:
     for seed in seeds:
         stage = Stage(seed)

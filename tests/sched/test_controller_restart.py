@@ -287,21 +287,21 @@ def restart(cluster: Cluster, seed: int) -> Any:
     return happen
 
 
-@pytest.mark.parametrize("seed", some(range(40), 3))
+@pytest.mark.parametrize("seed", some(range(40), 6))
 def test_a_controller_is_started_again_at_any_moment(seed: int) -> None:
     cluster = Cluster(seed, elements=LARGE if seed % 4 == 0 else SMALL)
     again = restart(cluster, seed)
     look(cluster, work(cluster, seed, 40, {seed % 40: again}))
 
 
-@pytest.mark.parametrize("seed", some(range(18), 3))
+@pytest.mark.parametrize("seed", some(range(18), 6))
 def test_a_controller_is_started_again_and_again(seed: int) -> None:
     cluster = Cluster(seed)
     again = restart(cluster, seed)
     look(cluster, work(cluster, seed, 40, {10: again, 11 + seed % 9: again, 30: again}))
 
 
-@pytest.mark.parametrize("seed", some(range(40), 3))
+@pytest.mark.parametrize("seed", some(range(40), 6))
 def test_a_host_crashes_while_there_is_no_controller(seed: int) -> None:
     cluster = Cluster(seed, spares=seed % 2)
     dice = random.Random(f"crash {seed}")
@@ -713,7 +713,7 @@ def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads(deleted: bool)
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_a_host_and_its_controller_lose_sight_of_each_other(seed: int) -> None:
     cluster = Cluster(seed)
     user, world = cluster.user, cluster.world

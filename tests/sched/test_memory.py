@@ -918,7 +918,7 @@ def check_memory_is_free(world: World) -> None:
             assert admission.memory.used_bytes(DeviceAddress(f"{island}0", 0)) == 0
 
 
-@pytest.mark.parametrize("seeds", parts(range(30), 4))
+@pytest.mark.parametrize("seeds", parts(range(30), 8))
 @pytest.mark.parametrize("unlimited", ["", "a", "b", "c"])
 def test_runs_that_need_all_the_memory_of_several_islands_always_finish(
     seeds: list[int], unlimited: str
@@ -997,7 +997,7 @@ def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
     assert memory.used_bytes(DeviceAddress("a0", 0)) == (0 if deleted else LARGE_SHARD)
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 4))
+@pytest.mark.parametrize("seeds", parts(range(20), 8))
 def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them(seeds: list[int]) -> None:
     for seed in seeds:
         world = cluster(seed, a=3 * LARGE_SHARD, b=3 * LARGE_SHARD)
@@ -1030,7 +1030,7 @@ def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them(seeds: 
         check_memory_is_free(world)
 
 
-@pytest.mark.parametrize("seeds", parts(range(40), 3))
+@pytest.mark.parametrize("seeds", parts(range(40), 6))
 def test_clients_and_hosts_may_go_at_any_moment(seeds: list[int]) -> None:
     """No reservation outlives its run, and no run waits for one that is gone."""
     for seed in seeds:

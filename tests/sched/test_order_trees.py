@@ -25,7 +25,7 @@ def large_island(seed: int) -> tuple[World, list[FakeHost], Client]:
     return world, hosts, join(world, "c")
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 3))
+@pytest.mark.parametrize("seeds", parts(range(20), 6))
 def test_launches_down_a_tree_and_direct_ones_keep_their_order(seeds: list[int]) -> None:
     for seed in seeds:
         world, hosts, client = large_island(seed)
@@ -60,7 +60,7 @@ def test_launches_down_a_tree_and_direct_ones_keep_their_order(seeds: list[int])
         assert all(not any(host.census().values()) for host in hosts)
 
 
-@pytest.mark.parametrize("seeds", parts(range(12), 3))
+@pytest.mark.parametrize("seeds", parts(range(12), 6))
 def test_a_host_that_dies_with_what_it_should_pass_on_ends_the_epoch(seeds: list[int]) -> None:
     for seed in seeds:
         world, hosts, client = large_island(seed)

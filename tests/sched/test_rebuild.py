@@ -147,7 +147,7 @@ class Cluster:
 
 
 def crash_points() -> Any:
-    return pytest.mark.parametrize("seed", some(range(40)))
+    return pytest.mark.parametrize("seed", some(range(40), 8))
 
 
 @crash_points()
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_is_refused_holds_up_nothing() -> None:
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 @pytest.mark.parametrize("victim", ["a0", "a1", "b0", "drain"])
 def test_checkpoints_that_wait_for_others_go_on_whatever_becomes_of_these(
     seed: int, victim: str
@@ -754,7 +754,7 @@ def test_a_client_that_leaves_does_not_wait_for_slices_that_it_gave_back() -> No
     assert not world.resources.slices.counts()
 
 
-@pytest.mark.parametrize("seed", some(range(10)))
+@pytest.mark.parametrize("seed", some(range(10), 8))
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spares: int) -> None:
     cluster = Cluster(seed, spares=spares)
@@ -850,7 +850,7 @@ def test_what_is_lost_again_and_again_is_tried_less_and_less_often(
     np.testing.assert_array_equal(client.value(result), X + 1)
 
 
-@pytest.mark.parametrize("seed", some(range(10)))
+@pytest.mark.parametrize("seed", some(range(10), 8))
 def test_several_hosts_of_an_island_may_be_drained_at_once(seed: int) -> None:
     """The second while the first has its island formed anew, so that no host of it is there."""
     world = World(seed)

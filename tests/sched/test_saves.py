@@ -97,7 +97,7 @@ class Writer:
         return {entry.name for entry in self.path.parent.iterdir()} - {"last"}
 
 
-@pytest.fixture(params=parts(range(40)), ids=["few", "all others"])
+@pytest.fixture(params=parts(range(40), 8), ids=["few", "all others"])
 def writers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, Writer]]:
     """Writers with other seeds, each with its seed."""
     return ((seed, Writer(seed, tmp_path)) for seed in request.param)
@@ -166,7 +166,7 @@ def test_a_host_may_be_lost_at_any_moment(
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("seeds", parts(range(40)))
+@pytest.mark.parametrize("seeds", parts(range(40), 8))
 def test_nothing_is_left_by_the_only_host_that_could_write(
     tmp_path: Path, seeds: list[int]
 ) -> None:
@@ -392,7 +392,7 @@ def test_what_no_message_could_tell_a_host_is_refused_and_nothing_else_is_lost(
     writer.end()
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -> None:
     cluster = restart.Cluster(seed)
     user, world, path, id_ = cluster.user, cluster.world, f"{tmp_path}/last", f"{seed:016x}"
@@ -427,7 +427,7 @@ def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", some(range(30)))
+@pytest.mark.parametrize("seed", some(range(30), 8))
 def test_another_controller_finds_it_done_although_its_arrays_were_donated(
     seed: int, tmp_path: Path
 ) -> None:
@@ -466,7 +466,7 @@ def test_another_controller_finds_it_done_although_its_arrays_were_donated(
     cluster.idle()
 
 
-@pytest.mark.parametrize("seed", some(range(20)))
+@pytest.mark.parametrize("seed", some(range(20), 8))
 def test_another_controller_goes_on_with_those_that_wait_for_others(
     seed: int, tmp_path: Path
 ) -> None:

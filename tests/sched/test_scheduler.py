@@ -70,7 +70,7 @@ def empty(hosts: list[FakeHost]) -> bool:
     return all(not any(host.census().values()) for host in hosts)
 
 
-@pytest.mark.parametrize("seeds", parts(range(12), 3))
+@pytest.mark.parametrize("seeds", parts(range(12), 6))
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_opposite_directions_always_finish(seeds: list[int], policy: str, elements: int) -> None:
@@ -110,7 +110,7 @@ def test_opposite_directions_always_finish(seeds: list[int], policy: str, elemen
         assert empty(hosts), [host.census() for host in hosts]
 
 
-@pytest.mark.parametrize("seeds", parts(range(40), 3))
+@pytest.mark.parametrize("seeds", parts(range(40), 6))
 def test_a_client_may_go_at_any_moment(seeds: list[int]) -> None:
     """What it launched ends, what it queued does not start, nothing of it stays, others go on."""
     for seed in seeds:
@@ -146,7 +146,7 @@ def test_a_client_may_go_at_any_moment(seeds: list[int]) -> None:
             assert held("scheduler", scheduler).keys() <= other_client
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 4))
+@pytest.mark.parametrize("seeds", parts(range(20), 8))
 def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only(seeds: list[int]) -> None:
     for seed in seeds:
         world, hosts = two_islands(seed)
@@ -651,7 +651,7 @@ def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     assert discard.clients == (1,)
 
 
-@pytest.mark.parametrize("seeds", parts(range(20), 4))
+@pytest.mark.parametrize("seeds", parts(range(20), 8))
 def test_a_run_cut_short_by_another_island_leaves_its_hosts(seeds: list[int]) -> None:
     """A host whose first part of a run was launched is told that the rest will not come."""
     for seed in seeds:
