@@ -8,7 +8,6 @@ import errno
 import functools
 import gc
 import hashlib
-import multiprocessing
 import os
 import resource
 import socket
@@ -35,6 +34,7 @@ from pw.transport.bulk.blocks import BlockPool, size_class
 from pw.transport.bulk.pieces import cut, packed
 from pw.transport.bulk.plane import BulkPlane
 from tests.stages.cluster import authority
+from tests.stages.programs import ROOT, start, without_address
 from tests.stages.samples import long
 
 WAIT_S = 60.0
@@ -202,37 +202,43 @@ def test_a_landing_travels_in_a_message() -> None:
 # Between two processes
 
 
-def _receive_in_child(pipe: Connection, channel: str, own: Path) -> None:
-    """Land what the parent asks for; answer with landings, then with digests."""
+CHILD = """
+import asyncio, hashlib, sys, uvloop
+from multiprocessing.connection import Connection
+from pathlib import Path
+from pw.transport.access.credentials import Credentials
+from pw.transport.bulk.plane import BulkPlane
 
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        known = {"credentials": Credentials.read(own)} if channel == "tls" else {}
-        plane = made(channel, **known)
-        sizes = await loop.run_in_executor(None, pipe.recv)
-        landed = [land(plane, size) for size in sizes]
-        pipe.send([landing for landing, _ in landed])
-        for _, arrival in landed:
-            pipe.send(hashlib.sha256(await arrival).hexdigest())
-        await loop.run_in_executor(None, pipe.recv)
-        plane.close()
+async def serve(channel, own):
+    loop, pipe = asyncio.get_running_loop(), Connection(0)
+    how = {"shared": {}, "tcp": {"insecure": True}, "tls": {"credentials": Credentials.read(Path(own))}}
+    plane = BulkPlane(loop, channel=channel.replace("tls", "tcp"), **how[channel])
+    landings, arrivals = [], []
+    for size in await loop.run_in_executor(None, pipe.recv):
+        arrivals.append(loop.create_future())
+        landings.append(plane.land(size, arrivals[-1].set_result))
+    pipe.send(landings)
+    for arrival in arrivals:
+        pipe.send(hashlib.sha256(await arrival).hexdigest())
+    await loop.run_in_executor(None, pipe.recv)
+    plane.close()
 
-    on_loop(serve)
+uvloop.run(serve(*sys.argv[1:]))
+"""
+"""Lands what the test asks for; answers with landings, then with digests."""
 
 
 @pytest.fixture
 def child(channel: str) -> Iterator[tuple[Any, Connection]]:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(
-        target=_receive_in_child, args=(theirs, channel, own_file()), daemon=True
-    )
-    process.start()
-    theirs.close()
-    yield process, ours
-    ours.close()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = ["-c", CHILD, channel, str(own_file())]
+        process = start(arguments, without_address(), ROOT, (theirs.fileno(), 1, 2))
+    pipe = Connection(ours.detach())
+    yield process, pipe
+    pipe.close()
     process.kill()
-    process.join()
+    process.wait()
 
 
 async def _say(pipe: Connection, question: object) -> Any:
@@ -272,7 +278,7 @@ def test_a_killed_receiver_fails_the_push(channel: str, child: tuple[Any, Connec
             first, second, third = await _say(pipe, [5 << 20, 5 << 20, 5 << 20])
             assert await push(sender, first, (0, noise(5 << 20))) is None
             process.kill()
-            process.join()
+            process.wait()
             for landing in (second, third):
                 assert isinstance(await push(sender, landing, (0, noise(5 << 20))), TransferFailed)
             assert (await moved(sender, receiver, noise(100_000))).size == 100_000

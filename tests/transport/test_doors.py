@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +18,7 @@ import pytest
 from pw.client.connection import threads
 from pw.client.connection.runtime import Runtime
 from tests.stages.daemons import Program
-from tests.stages.programs import ROOT
+from tests.stages.programs import run_python
 
 pytestmark = [
     pytest.mark.processes,
@@ -149,14 +146,7 @@ def try_as_another_user(doors: list[str]) -> list[str]:
     """What a process of another user gets, at every socket and as a client of every controller."""
     addresses = controllers(doors)
     arguments = [repr(each) for each in (addresses, doors)]
-    tries = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OTHER_USER), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        check=False,
-    )
+    tries = run_python(["-c", OTHER_USER, *arguments])
     assert tries.returncode == 0, tries.stderr
     return tries.stdout.splitlines()
 

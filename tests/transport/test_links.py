@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from pw.core.ids import CONTROLLER, Address
 from pw.transport.links import codec, links
 from pw.transport.links.link import Versions
 from pw.transport.links.zmtp import Zmtp
+from tests.stages import programs
 from tests.stages.cluster import Cluster, Recorder, make_cluster, numbers
 
 PLAIN = ["ipc", "tcp"]
@@ -353,40 +353,29 @@ node.close()
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+def start() -> Iterator[Callable[..., tuple[Any, str]]]:
     """Starts a process with an echo on it; returns it and its endpoint."""
-    children: list[subprocess.Popen[str]] = []
+    children: list[Any] = []
 
-    def run(name: str, incarnation: int, parent: str = "") -> tuple[subprocess.Popen[str], str]:
-        child = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                CHILD,
-                name,
-                str(incarnation),
-                "no" if parent else "yes",
-                parent,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        children.append(child)
-        assert child.stdout is not None
-        return child, child.stdout.readline().strip()
+    def run(name: str, incarnation: int, parent: str = "") -> tuple[Any, str]:
+        out, theirs = os.pipe()
+        arguments = ["-c", CHILD, name, str(incarnation), "no" if parent else "yes", parent]
+        with open(os.devnull) as nothing, open(out) as lines:
+            streams = (nothing.fileno(), theirs, 2)
+            children.append(programs.start(arguments, dict(os.environ), programs.ROOT, streams))
+            os.close(theirs)
+            return children[-1], lines.readline().strip()
 
     yield run
     for child in children:
         child.kill()
         child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("dials", [False, True], ids=["listens", "dials"])
 def test_a_killed_process_is_lost(
-    tcp: Cluster, start: Callable[..., tuple[subprocess.Popen[str], str]], dials: bool
+    tcp: Cluster, start: Callable[..., tuple[Any, str]], dials: bool
 ) -> None:
     a = tcp.node("a", heartbeat_s=0.05)
     other = Address("b", "session")
@@ -411,7 +400,7 @@ def test_a_killed_process_is_lost(
 
 @pytest.mark.processes
 def test_a_stopped_process_is_lost_and_hears_of_it_when_it_wakes(
-    tcp: Cluster, start: Callable[..., tuple[subprocess.Popen[str], str]]
+    tcp: Cluster, start: Callable[..., tuple[Any, str]]
 ) -> None:
     a = tcp.node("a", heartbeat_s=0.05, lease_s=0.5, patience_s=0.5)
     child, _ = start("b", 1, tcp.endpoint(a))
