@@ -123,7 +123,7 @@ class SimCluster(Site):
     def restart_controller(self) -> None:
         """Start another controller at the address of the last one, unless that lives."""
         if not self.node.alive:
-            self.world.trace.add((self.world.now_s, CONTROLLER, "", "is started again"))
+            self.world.trace.add((self.world.now_s, CONTROLLER, None, "is started again"))
             self._start_controller()
 
     def _start_controller(self) -> None:

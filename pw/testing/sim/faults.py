@@ -62,7 +62,7 @@ class Faults:
 
     def _note(self, fault: str, *nodes: str) -> None:
         self._world.ledger.note(fault, *nodes)
-        self._world.trace.add((self._world.now_s, "FAULT", "", f"{fault}: {', '.join(nodes)}"))
+        self._world.trace.add((self._world.now_s, "FAULT", None, f"{fault}: {', '.join(nodes)}"))
 
     # --- faults --------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Faults:
         world = self._world
         world.calm = True
         world.blocked.clear()
-        world.trace.add((world.now_s, "FAULT", "", "all faults have ended"))
+        world.trace.add((world.now_s, "FAULT", None, "all faults have ended"))
         self._cluster.restart_controller()
         for host in self._cluster.hosts:
             if host.node is None:

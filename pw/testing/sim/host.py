@@ -211,7 +211,7 @@ class SimHost:
         if node is None or self._leaving:
             return
         self._leaving = True
-        self.world.trace.add((self.world.now_s, self.name, "", f"leaves: {reason}"))
+        self.world.trace.add((self.world.now_s, self.name, None, f"leaves: {reason}"))
         self.world.after(1e-3, self._end, node, restart_s)
 
     def _end(self, node: SimNode, restart_s: float) -> None:

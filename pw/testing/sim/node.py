@@ -59,7 +59,7 @@ class SimEnv(ActorEnv):
         """Note one line in the trace."""
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         where = f"{self.address.node}/{self.address.actor}"
-        self._world.trace.add((self._world.now_s, where, "", f"log {level}: {event} {text}"))
+        self._world.trace.add((self._world.now_s, where, None, f"log {level}: {event} {text}"))
 
     def audit(self, event: str, **fields: object) -> None:
         """Note one line about access in the trace."""
@@ -73,6 +73,7 @@ class _Watched(Actor):
         self._node = node
         self._actor = actor
         self._address = Address(node.name, name)
+        self._where = f"{node.name}/{name}"
         self._is_seen = name != _COMPLETIONS
 
     def receive(self, sender: Address, message: object) -> None:
@@ -83,9 +84,11 @@ class _Watched(Actor):
         if not self._is_seen:
             self._actor.receive(sender, message)
             return
-        where = f"{to.node}/{to.actor}"
-        world.trace.add((world.now_s, where, f"{sender.node}/{sender.actor}", message))
-        watchers = world.handled_watchers.get(type(message), ())
+        world.trace.add((world.now_s, self._where, sender, message))
+        watchers = world.handled_watchers.get(type(message))
+        if watchers is None:
+            self._actor.receive(sender, message)
+            return
         afterwards = [watch(sender, to, message) for watch in watchers]
         self._actor.receive(sender, message)
         for check in afterwards:

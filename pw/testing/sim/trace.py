@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pw.core.actors.ticker import Ticker
+from pw.core.ids import Address
 from pw.core.messages import Base
 
 KEPT = 400
@@ -25,7 +26,9 @@ class Trace:
 
     def __init__(self, full: bool = False) -> None:
         self.is_full = full
-        self._notes: deque[tuple[float, str, str, Any]] = deque(maxlen=None if full else KEPT)
+        self._notes: deque[tuple[float, str, Address | None, Any]] = deque(
+            maxlen=None if full else KEPT
+        )
         self.add = self._notes.append
 
     def lines(self) -> list[str]:
@@ -50,11 +53,12 @@ class Digest(Trace):
         """Hexadecimal; of all messages so far."""
         return self._sum.hexdigest()
 
-    def _add(self, note: tuple[float, str, str, Any]) -> None:
+    def _add(self, note: tuple[float, str, Address | None, Any]) -> None:
         self._notes.append(note)
         time_s, to, sender, what = note
-        if isinstance(what, Base) and to.partition("/")[0] != sender.partition("/")[0]:
-            self._sum.update(f"{time_s:.6f} {to} {sender} {_content(what)}\n".encode())
+        if sender and isinstance(what, Base) and to.partition("/")[0] != sender.node:
+            origin = f"{sender.node}/{sender.actor}"
+            self._sum.update(f"{time_s:.6f} {to} {origin} {_content(what)}\n".encode())
 
 
 def _content(value: Any) -> str:
@@ -77,8 +81,8 @@ def _content(value: Any) -> str:
     return type(value).__name__
 
 
-def _line(time_s: float, where: str, sender: str, what: Any) -> str:
-    origin = f" <- {sender}" if sender else ""
+def _line(time_s: float, where: str, sender: Address | None, what: Any) -> str:
+    origin = f" <- {sender.node}/{sender.actor}" if sender else ""
     return f"{time_s:12.6f}  {where}{origin}  {what if isinstance(what, str) else describe(what)}"
 
 
