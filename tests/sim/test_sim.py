@@ -136,12 +136,13 @@ def test_a_seed_decides_everything() -> None:
 
 
 def test_seeds_differ() -> None:
-    outcomes = [simulate(seed, PROFILES["calm"], digest=True) for seed in range(2)]
+    few = PROFILES["calm"].sized(None, None, runs=6)
+    outcomes = [simulate(seed, few, digest=True) for seed in range(2)]
     assert len({outcome.digest for outcome in outcomes}) == 2
 
 
 def test_a_digest_sees_what_is_done_and_not_how_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = PROFILES["crashes"]
+    profile = PROFILES["crashes"].sized(None, None, runs=12)
     first = simulate(2, profile, digest=True).digest
     monkeypatch.setattr(PeerLost, "words", property(lambda message: "some other words"))
     assert simulate(2, profile, digest=True).digest == first
@@ -166,5 +167,5 @@ def test_mutations_are_caught(name: str) -> None:
 def test_old_launches_are_harmless() -> None:
     """A launch of the last epoch that comes late is dropped: the breakage alone is not what is caught."""
     _, seen = MUTATIONS["ignore-an-epoch"]
-    for seed in (seen.seed, 0, 1):
+    for seed in (seen.seed, 0):
         check(simulate(seed, PROFILES[seen.profile], alter=replay))

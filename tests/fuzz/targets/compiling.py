@@ -29,7 +29,7 @@ from pw.devices.jax.making import Order
 from tests.fuzz import mutation
 from tests.fuzz.target import Run, Target
 
-BOUND_S = 3.0
+BOUND_S = 20.0
 """The time of a process for one input."""
 
 
