@@ -17,9 +17,7 @@ import pytest
 import pw
 from pw.devices.host.backend import RunFunction
 from pw.testing import InProcessCluster
-from tests.stages.daemons import until
-
-BOUND_S = 30.0
+from tests.stages.daemons import BOUND_S, until
 
 
 def mesh_on(island: int, devices: int = 2, axis: str = "x") -> pw.Mesh:

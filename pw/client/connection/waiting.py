@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 """A timeout shorter than this is a poll: its error comes at once, without an explanation."""
+LOCKED_S = 5e-3
+"""How long the session waits for a future's lock. The handler of a signal may have come in the midst of a wait
+that has it, and wait for the session."""
 
 
 def time_left(
@@ -65,6 +69,28 @@ class Waiting(Future[T]):
         self.about = about
         self._before = before
         self._drive = drive
+
+    def set_result(self, result: T) -> None:
+        """Settle the future with a result, soon if its lock is not free."""
+        self._settle(super().set_result, result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Settle the future with an error, soon if its lock is not free."""
+        self._settle(super().set_exception, exception)
+
+    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
+        if self._condition.acquire(timeout=LOCKED_S):
+            try:
+                settle(outcome)
+            finally:
+                self._condition.release()
+            return
+
+        def settle_later() -> None:
+            with suppress(InvalidStateError):
+                settle(outcome)
+
+        threading.Thread(target=settle_later, name="pw-settle", daemon=True).start()
 
     def result(self, timeout: float | None = None, asked_s: float | None = None) -> T:
         """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError.

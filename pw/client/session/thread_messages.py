@@ -27,24 +27,19 @@ class Settle(Protocol):
     def set_exception(self, exception: BaseException | None) -> None:
         """Settle the future with an error."""
 
-    def done(self) -> bool:
-        """Whether it is settled, or cancelled by its owner."""
-
 
 def resolve(future: Settle, result: Any) -> None:
     """Settle a future that its owner may be cancelling at this moment."""
-    if not future.done():
-        try:  # noqa: SIM105 - `suppress` is three calls, and this is paid for each wait
-            future.set_result(result)
-        except InvalidStateError:
-            pass
+    try:  # noqa: SIM105 - `suppress` is three calls, and this is paid for each wait
+        future.set_result(result)
+    except InvalidStateError:
+        pass
 
 
 def reject(future: Settle, error: Exception) -> None:
     """Fail a future that its owner may be cancelling at this moment."""
-    if not future.done():
-        with contextlib.suppress(InvalidStateError):
-            future.set_exception(error)
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)

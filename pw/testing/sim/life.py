@@ -36,21 +36,14 @@ class Promise:
     """A future for the session (see `pw.client.session.thread_messages.Settle`)."""
 
     _then: Callable[[Any, BaseException | None], None]
-    _settled: bool = False
 
     def set_result(self, result: Any) -> None:
         """Settle with a result."""
-        self._settled = True
         self._then(result, None)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Settle with an error."""
-        self._settled = True
         self._then(None, exception)
-
-    def done(self) -> bool:
-        """Whether it is settled."""
-        return self._settled
 
 
 class Life:
