@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -141,16 +140,30 @@ def test_uploads_of_threads_are_posted_in_the_order_of_their_numbers(
 ) -> None:
     """A controller that hears of a later one first may take the earlier one for deleted."""
 
+    later: list[Loop] = []
+    lock, is_blocked = runtime._lock, threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                is_blocked.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
     def slowly(client: int, serial: int) -> int:
-        time.sleep(1e-4)  # another thread goes on
+        if not later:
+            later.append(Loop(lambda: put(runtime, for_run=False), 1))
+            until(lambda: is_blocked.is_set() or later[0].error.done(), "a second upload")
         return client_id(client, serial)
 
+    monkeypatch.setattr(runtime, "_lock", Lock())
     monkeypatch.setattr("pw.client.connection.runtime.client_id", slowly)
-    threads = [Loop(lambda: put(runtime, for_run=False), 20) for _ in range(4)]
-    for thread in threads:
-        thread.error.result(BOUND_S)
+    put(runtime, for_run=False)
+    later[0].error.result(BOUND_S)
     numbers = [note.array for note in session(runtime).notes if isinstance(note, Put)]
-    assert len(numbers) == 80
+    assert len(numbers) == 2
     assert numbers == sorted(numbers)
 
 

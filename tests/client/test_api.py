@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
-from tests.stages.daemons import until
+from tests.stages.daemons import BOUND_S, until
 from tests.stages.inside import traced_of
 from tests.stages.samples import diagonal
 from tests.stages.stage import held, mesh_on, numbers, split
@@ -337,7 +337,7 @@ def test_the_error_of_a_wait_that_was_given_up_is_silent(
         with held(cluster):
             x = f(numbers(3))
             waiting = asyncio.ensure_future(_value(x))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # it begins to wait
             waiting.cancel()
             pw.cancel(x)
             while not x.is_ready() and not told:
@@ -351,13 +351,13 @@ def test_the_error_of_a_wait_that_was_given_up_is_silent(
 @pytest.mark.parametrize("wait", [pw.get, pw.block_until_ready])
 def test_a_wait_may_have_a_limit(cluster: InProcessCluster, east: pw.Mesh, wait: Any) -> None:
     f = pw.jit(lambda x: x * 2, mesh=east)
-    wait(f(numbers(3)), timeout=10)
+    wait(f(numbers(3)), timeout=BOUND_S)
     with held(cluster):
         made = [f(numbers(3)), f(numbers(4))]
         for limit_s in (0.0, 0.01):
             with pytest.raises(TimeoutError, match=f"not within {limit_s:g} s"):
                 wait(made, timeout=limit_s)
-    last = pw.get(wait(made, timeout=10), timeout=10)
+    last = pw.get(wait(made, timeout=BOUND_S), timeout=BOUND_S)
     np.testing.assert_array_equal(last[1], 2 * numbers(4))
 
 

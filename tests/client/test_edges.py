@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
+from tests.stages.daemons import BOUND_S
 from tests.stages.inside import number_of, type_of
 
 
@@ -42,5 +43,5 @@ def test_everything_asked_for_is_settled_when_the_session_ends() -> None:
         futures = [current.runtime().fetch(number_of(x), spec) for _ in range(5_000)]
         pw.disconnect()
         for future in futures:
-            error = future.exception(timeout=10)
+            error = future.exception(timeout=BOUND_S)
             assert error is None or isinstance(error, pw.Disconnected)

@@ -14,19 +14,31 @@ from tests.stages.samples import diagonal, long
 
 pytestmark = pytest.mark.processes
 
-CALLED = """
-import sys, time
+UNTIL_IT_ENDS = """
+import os, time
+
+def until_the_script_ends(folder):
+    while not os.path.exists(folder + "/last"):
+        time.sleep(0.01)
+"""
+LAST = """
+open("last", "w").close()
+"""
+"""The last statement of a script, or the one before an error."""
+CALLED = f"""
+import sys
+{UNTIL_IT_ENDS}
 import jax, jax.numpy as jnp
 from jax.experimental import io_callback
 
 def write(value):
-    time.sleep(0.3)
+    until_the_script_ends(".")
     with open("written", "a") as file:
-        file.write(f"{value}")
+        file.write(f"{{value}}")
 
 @jax.jit
 def last(x):
-    jax.debug.print("printed {}", x.sum())
+    jax.debug.print("printed {{}}", x.sum())
     io_callback(write, None, x.sum())
     return x + 1
 
@@ -45,23 +57,24 @@ try:
 except jax.errors.JaxRuntimeError:
     print("caught", flush=True)
 """
-HOST_FUNCTION = """
-import os, sys, time
+HOST_FUNCTION = f"""
+import sys
+{UNTIL_IT_ENDS}
 import jax, jax.numpy as jnp
 import pw
 
 folder = os.getcwd()
 
 def write(value):
-    time.sleep(1)
+    until_the_script_ends(folder)
     with open(folder + "/written", "a") as file:
-        file.write(f"{value.sum()}")
+        file.write(f"{{value.sum()}}")
     return value
 
 pw.host_function(write, jax.ShapeDtypeStruct((4,), jnp.float32), hosts=1)(jnp.ones(4))
 """
-COLOCATED = """
-import os, time
+COLOCATED = f"""
+{UNTIL_IT_ENDS}
 import jax, jax.numpy as jnp
 from jax.experimental import colocated_python as colocated
 
@@ -69,17 +82,23 @@ folder = os.getcwd()
 
 @colocated.colocated_python
 def write(x):
-    time.sleep(1)
+    if os.path.exists(folder + "/written"):
+        until_the_script_ends(folder)
+    else:
+        while not os.path.exists(folder + "/many"):
+            time.sleep(0.01)
     with open(folder + "/written", "a") as file:
-        file.write(f"{x.sum()}")
+        file.write(f"{{x.sum()}}")
     return x
 
 write = write.specialize(out_specs_fn=lambda x: x)
 x = jax.device_put(jnp.ones(4), jax.devices()[0])
 add = jax.jit(lambda x: x + 1)
 write(x)
-for _ in range(600):  # more than there may be in flight
+for at in range(600):  # more than there may be in flight
     add(x)
+    if at == 20:
+        open("many", "w").close()
 write(x)
 """
 HANDED_OVER = """
@@ -159,7 +178,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
 def test_effects_of_the_last_call_happen_when_a_script_ends(
     how: str, setting: str, scripts: Scripts
 ) -> None:
-    script = scripts.start(setting, CALLED + ENDS[how][0])
+    script = scripts.start(setting, CALLED + LAST + ENDS[how][0])
     assert script.end() == ENDS[how][1], script.err
     assert script.out == "printed 4.0\n"
     assert (script.folder / "written").read_text() == "4.0"
@@ -183,7 +202,7 @@ def test_the_caught_error_of_a_callback_is_not_told_at_the_end(
 
 @pytest.mark.parametrize(("how", "setting"), diagonal([*ENDS], SETTINGS))
 def test_a_host_function_ends_before_its_script(how: str, setting: str, scripts: Scripts) -> None:
-    script = scripts.start(setting, HOST_FUNCTION + ENDS[how][0])
+    script = scripts.start(setting, HOST_FUNCTION + LAST + ENDS[how][0])
     assert script.end() == ENDS[how][1], script.err
     assert script.err == "" or how == "by an error"
     assert (script.folder / "written").read_text() == "4.0"
@@ -194,7 +213,7 @@ def test_a_colocated_function_ends_though_its_script_has_ended(
     setting: str, scripts: Scripts
 ) -> None:
     handed_over = HANDED_OVER if setting == "a gateway" else ""
-    script = scripts.start(setting, COLOCATED + handed_over)
+    script = scripts.start(setting, COLOCATED + handed_over + LAST)
     assert script.end() == 0, script.err
     assert "Traceback" not in script.err
     written = script.folder / "written"

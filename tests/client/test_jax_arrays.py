@@ -37,7 +37,7 @@ def held():
     return sum(one.get("live_bytes", 0) for one in pw.stats().values())
 
 def until(condition, what):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
@@ -96,7 +96,7 @@ class Bodies:
         os.close(self._pipe)
         try:
             assert self.program.end() == 0, self.program.err
-            self.program.until_alone(bound_s=10)
+            self.program.until_alone()
         finally:
             self.program.kill()
 

@@ -25,6 +25,7 @@ from pw.display import live
 from pw.display.live import ASK_S, QUIET_S, TICK_S, About, Count, Together, patiently
 from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
+from tests.stages.daemons import BOUND_S
 from tests.stages.programs import ROOT, start
 from tests.stages.stage import held, mesh_on, numbers, split
 
@@ -487,7 +488,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_leaves_a_clean_terminal(progress: str) -
             script.send_signal(signal.SIGINT)
             assert out.readline() == "interrupted\n", terminal
             assert out.readline() == "3.0\n"
-            assert script.wait(30) == 0
+            assert script.wait(BOUND_S) == 0
         try:
             while more := os.read(ours, 4096):
                 terminal += more

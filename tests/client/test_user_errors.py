@@ -181,7 +181,7 @@ def test_a_computation_that_never_ends_times_out(cluster: pw.LocalCluster, mesh:
     kept.block_until_ready()
     stuck = on(mesh, for_ever, timeout=0.5)(kept)
     after, beside = on(mesh, mix)(stuck), on(mesh, mix)(kept)
-    until(lambda: current.runtime().ask.status().runs, "the run is in flight")
+    current.runtime().ask.status()  # the controller has the run
     other.stdin.write("\n")
     other.stdin.flush()
     for array in (after, stuck):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,21 +35,37 @@ def expert(params: Any, rows: Any) -> Any:
     return jnp.tanh(rows @ params["w"] + params["b"])
 
 
+def choices(gates: Any, top_k: int, factor: float) -> tuple[Any, Any, Any]:
+    """Return what GShard chooses: experts of each row, which have room for it, shares of first choices."""
+    gates = np.asarray(gates)
+    order = np.argsort(-gates, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    room = int(np.ceil(top_k * len(gates) / EXPERTS * factor))
+    taken, kept = [0] * EXPERTS, np.zeros(order.shape, np.float32)
+    for number in range(top_k):
+        for row, choice in enumerate(order[:, number]):
+            kept[row, number] = taken[choice] < room
+            taken[choice] += 1
+    shares = np.bincount(order[:, 0], minlength=EXPERTS) / len(gates)
+    return order, kept, shares.astype(np.float32)
+
+
+@partial(jax.jit, static_argnames=("top_k", "groups", "factor"))
 def dense(
     params: Any, xs: Any, logits: Any, top_k: int = 1, groups: int = 1, factor: float = 1.25
 ) -> Any:
-    """All experts on all rows, and the choices by the rule of GShard, in Python."""
+    """All experts on all rows."""
     outputs, losses = [], []
     for x, scores in zip(jnp.split(xs, groups), jnp.split(logits, groups), strict=True):
         gates = jax.nn.softmax(scores)
-        order = np.argsort(-np.asarray(jax.lax.stop_gradient(gates)), axis=1, kind="stable")
-        order = order[:, :top_k]
-        room = int(np.ceil(top_k * len(x) / EXPERTS * factor))
-        taken, kept = [0] * EXPERTS, np.zeros(order.shape, np.float32)
-        for number in range(top_k):
-            for row, choice in enumerate(order[:, number]):
-                kept[row, number] = taken[choice] < room
-                taken[choice] += 1
+        order, kept, shares = jax.pure_callback(
+            partial(choices, top_k=top_k, factor=factor),
+            (
+                jax.ShapeDtypeStruct((len(x), top_k), np.int32),
+                jax.ShapeDtypeStruct((len(x), top_k), np.float32),
+                jax.ShapeDtypeStruct((EXPERTS,), np.float32),
+            ),
+            jax.lax.stop_gradient(gates),
+        )
         weights = jnp.take_along_axis(gates, order, 1)
         if top_k > 1:
             weights = weights / weights.sum(1, keepdims=True)
@@ -59,7 +76,6 @@ def dense(
                 for at in range(top_k)
             )
         )
-        shares = np.bincount(order[:, 0], minlength=EXPERTS) / len(x)
         losses.append(EXPERTS * (shares * gates.mean(0)).sum())
     return jnp.concatenate(outputs), jnp.stack(losses).mean()
 
@@ -121,7 +137,7 @@ def test_gradients_are_those_of_all_experts_on_all_rows(
 
     ours, theirs = (
         pw.value_and_grad(loss, (0, 1, 2)),
-        jax.value_and_grad(wanted_loss, (0, 1, 2)),
+        jax.jit(jax.value_and_grad(wanted_loss, (0, 1, 2))),
     )
     for logits in (LOGITS, LOGITS + FAR):  # with FAR, a slice is skipped
         value, (by_params, *others) = ours(params, *place.put(X, logits, split=False))
@@ -159,7 +175,10 @@ def test_results_of_another_width_and_type(place: Place) -> None:
     gates = jax.nn.softmax(LOGITS + FAR)
     chosen = np.argmax(gates, 1)
     full = np.stack(
-        [np.asarray(wide(PARAMS["w"][at], X[row : row + 1]))[0] for row, at in enumerate(chosen)]
+        [
+            np.concatenate([x, x @ PARAMS["w"][at]]).astype(jnp.bfloat16)
+            for x, at in zip(X, chosen, strict=True)
+        ]
     ).astype(np.float32)
     assert (y.dtype, y.shape) == (jnp.bfloat16, (ROWS, 2 * WIDTH))
     np.testing.assert_allclose(
@@ -254,7 +273,7 @@ def test_rows_may_lie_on_several_islands(place: Place, spec: P) -> None:
         y, balance = dense(params, x, jnp.sin(x[:, :EXPERTS]), 2, groups)
         return (y**2).sum() + balance
 
-    wanted = jax.value_and_grad(wanted_loss, (0, 1))(PARAMS, X)
+    wanted = jax.jit(jax.value_and_grad(wanted_loss, (0, 1)))(PARAMS, X)
     value, (by_params, by_x) = pw.value_and_grad(loss, (0, 1))(params, pw.put(X, sharding=rows))
     got = pw.get(value), (whole(by_params), pw.get(by_x))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted)

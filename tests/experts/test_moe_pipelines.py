@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,7 +94,8 @@ def model(request: pytest.FixtureRequest) -> Model:
     [
         pytest.param(ONE, "1f1b", marks=pytest.mark.long),
         (ONE, "marks"),
-        (TWO, "1f1b"),
+        # What is trained below has this.
+        pytest.param(TWO, "1f1b", marks=pytest.mark.long),
         pytest.param(TWO, "zero-bubble", marks=pytest.mark.long),
         pytest.param(TWO, "recompute", marks=pytest.mark.long),
     ],
@@ -115,24 +117,29 @@ def test_gradients_are_those_of_the_unpipelined_model(islands: tuple[int, int], 
     assert lie == model.experts
 
 
-def test_training_keeps_experts_and_their_moments_on_their_devices(model: Model) -> None:
+def test_training_keeps_experts_and_their_moments_and_shows_its_tasks(model: Model) -> None:
     optimizer = optax.adam(1e-2)
     stages = [first, model.middle, model.last]
     pipe = pw.pipeline(stages, meshes=model.meshes, microbatches=MICROBATCHES, optimizer=optimizer)
     own = model.params()
-    moments = optimizer.init(own)
+    moments, update = optimizer.init(own), jax.jit(optimizer.update)
     alone = pw.program(pw.value_and_grad(pipe.unpipelined))
     state = pipe.init(own, *batch())
     losses, expected = [], []
-    for _ in range(3):
-        state, loss = pipe(state, *batch())
+    for number in range(3):
+        with contextlib.nullcontext() if number < 2 else pw.trace(None) as timeline:
+            state, loss = pipe(state, *batch())
+            jax.block_until_ready(state)
         losses.append(float(loss))
         found, gradients = pw.get(alone(own, *batch()))
-        updates, moments = optimizer.update(gradients, moments, own)
-        own = optax.apply_updates(own, updates)
+        updates, moments = update(gradients, moments, own)
+        own = jax.tree.map(np.add, own, updates)
         expected.append(float(found))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[-1] < losses[0]
+    measured = pipe.measured(timeline)
+    assert measured.steps == 1
+    assert set(measured.times) == {(stage, kind) for stage in range(3) for kind in "FB"}
     near(pipe.params(state), own)
     kept = [state[1]["params"]["experts"]]
     kept += [[one[0].mu["experts"][at] for at, one in enumerate(state[1]["optimizer"][:2])]]
@@ -191,17 +198,3 @@ def test_a_model_without_marks_is_refused() -> None:
     pipe = pw.pipeline(loss, stages=3, meshes=model.meshes, microbatches=2)
     with pytest.raises(pw.ArgumentError, match=r"experts on other devices .*stage_boundary"):
         pipe.gradients(model.params(), *batch())
-
-
-def test_a_timeline_shows_the_tasks() -> None:
-    model = Model(TWO)
-    stages = [first, model.middle, model.last]
-    pipe = pw.pipeline(stages, meshes=model.meshes, microbatches=2, optimizer=optax.sgd(0.1))
-    state, _ = pipe(pipe.init(model.params(), *batch()), *batch())
-    jax.block_until_ready(state)
-    with pw.trace(None) as timeline:
-        state, _ = pipe(state, *batch())
-        jax.block_until_ready(state)
-    found = pipe.measured(timeline)
-    assert found.steps == 1
-    assert set(found.times) == {(stage, kind) for stage in range(3) for kind in "FB"}

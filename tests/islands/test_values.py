@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from pw.client.trace.jit import jit
 from pw.client.transfer import get
 from pw.islands import loops, sums
 from tests.stages.local_runtime import LocalRuntime
-from tests.stages.samples import diagonal
+from tests.stages.samples import diagonal, long
 
 ISLANDS, EACH = 2, 4
 BATCH = P(("island", "data"))
@@ -79,7 +80,10 @@ def layers(w: Any, x: Any) -> Any:
     return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0]
 
 
-MOVES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+Case = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
+"""A function, how its arguments are split, and the arguments."""
+
+MOVES: dict[str, Case] = {
     "sort along the split axis": (jnp.sort, (BATCH,), (V,)),
     "sort rows": (lambda x: jnp.sort(x, 0), (BATCH,), (X,)),
     "argsort": (jnp.argsort, (BATCH,), (V,)),
@@ -111,7 +115,7 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     "erf and others": (lambda x: jax.scipy.special.erf(x) + jnp.arcsinh(x), (BATCH,), (X,)),
 }
 
-SUMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+SUMS: dict[str, Case] = {
     "cumsum": (jnp.cumsum, (BATCH,), (V,)),
     "product of rows": (lambda x: x @ x.T, (BATCH,), (X,)),
     "contraction": (lambda x: x.T @ x, (BATCH,), (X,)),
@@ -176,14 +180,26 @@ SUMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
+def together(cases: dict[str, Case]) -> Case:
+    """Return one function that computes all cases: it is planned and compiled once."""
+    specs = [spec for _, each, _ in cases.values() for spec in each]
+    arguments = [value for _, _, each in cases.values() for value in each]
+
+    def all_of_them(*values: Any) -> dict[str, Any]:
+        rest = iter(values)
+        return {name: case[0](*islice(rest, len(case[1]))) for name, case in cases.items()}
+
+    return all_of_them, tuple(specs), tuple(arguments)
+
+
+@pytest.mark.parametrize("name", ["all", *map(long, MOVES)])
 def test_what_only_moves_is_the_same(mesh: Mesh, name: str) -> None:
-    check(mesh, *MOVES[name], exactly=True)
+    check(mesh, *({"all": together(MOVES)} | MOVES)[name], exactly=True)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", ["all", *map(long, SUMS)])
 def test_what_adds_up_is_alike(mesh: Mesh, name: str) -> None:
-    check(mesh, *SUMS[name])
+    check(mesh, *({"all": together(SUMS)} | SUMS)[name])
 
 
 RESHARDS = {
@@ -272,12 +288,15 @@ MANUAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MANUAL)
-def test_collectives_of_a_shard_map(mesh: Mesh, name: str) -> None:
-    body, out = MANUAL[name]
+@pytest.mark.parametrize("names", [[*MANUAL], *[long([name]) for name in MANUAL]])
+def test_collectives_of_a_shard_map(mesh: Mesh, names: list[str]) -> None:
+    outs = {name: MANUAL[name][1] for name in names}
+
+    def bodies(x: Any) -> Any:
+        return {name: MANUAL[name][0](x) for name in names}
 
     def mapped(x: Any) -> Any:
-        return jax.shard_map(body, in_specs=BATCH, out_specs=out, check_vma=False)(x)
+        return jax.shard_map(bodies, in_specs=BATCH, out_specs=outs, check_vma=False)(x)
 
     check(mesh, mapped, (BATCH,), (X,))
 

@@ -233,18 +233,17 @@ def even(stages: Sequence[PlannedStage]) -> bool:
 
 
 def test_a_scan_over_layers_is_trained(meshes: list[pw.Mesh]) -> None:
-    params = first_params(layers=16)
-    step = pw.pipeline(scanned, stages=4, meshes=meshes, microbatches=1, optimizer=optax.sgd(1.0))
+    params = first_params(layers=8)
+    meshes = meshes[1:3]
+    step = pw.pipeline(scanned, stages=2, meshes=meshes, microbatches=1, optimizer=optax.sgd(1.0))
     plan = step.plan(params, *batch())
     assert even(plan.stages)
     assert {stage.sent_bytes for stage in plan.stages} == {0, ROWS * LENGTH * WIDTH * 4}
-    assert "4 stages; the slowest costs 1.0" in repr(plan)
+    assert "2 stages; the slowest costs 1.0" in repr(plan)
     assert "(scanned)" in plan.stages[1].begins
     expected_loss, expected = jax.jit(jax.value_and_grad(scanned))(params, *batch())
     state = step.init(params, *batch())
-    assert [stage["params"]["layers"]["up"].range for stage in state] == [
-        (0, 4), (4, 8), (8, 12), (12, 16),
-    ]  # fmt: skip
+    assert [stage["params"]["layers"]["up"].range for stage in state] == [(0, 4), (4, 8)]
     state, loss = step(state, *batch())
     near(np.asarray(loss), expected_loss)
     trained = step.params(state)
@@ -322,7 +321,7 @@ def loss_of(model: Model) -> tuple[Any, Any]:
 
 
 def test_a_model_of_equinox_is_a_pipeline(meshes: list[pw.Mesh]) -> None:
-    params, loss = loss_of(Model(layers=2))
+    params, loss = loss_of(Model(layers=1))
     step = pw.pipeline(loss, stages=2, meshes=meshes[1:3], microbatches=2)
     expected_loss, expected = jax.jit(jax.value_and_grad(loss))(params, *batch())
     found, gradients = step.gradients(params, *batch())
@@ -332,9 +331,9 @@ def test_a_model_of_equinox_is_a_pipeline(meshes: list[pw.Mesh]) -> None:
 
 def test_the_choice_is_no_worse_than_marks_by_hand(meshes: list[pw.Mesh]) -> None:
     plans = {}
-    for marks, stages in (((), 4), ((2, 4, 6), None)):
-        params, loss = loss_of(Model(8, marks))
-        step = pw.pipeline(loss, stages=stages, meshes=meshes, microbatches=2)
+    for marks, stages in (((), 3), ((2, 4), None)):
+        params, loss = loss_of(Model(6, marks))
+        step = pw.pipeline(loss, stages=stages, meshes=meshes[:3], microbatches=2)
         plans[stages] = step.plan(params, *batch())
     chosen, by_hand = (plan.stages for plan in plans.values())
     assert even(chosen)
