@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.core.dtypes import PACKED
 from pw.testing import InProcessCluster
-from tests.stages.samples import some
+from tests.stages.samples import long
 from tests.stages.scripts import finish, start_client
 from tests.stages.stage import mesh_on, split
 
@@ -56,38 +56,51 @@ def sample(dtype: Any, size: int) -> Any:
     return (np.arange(size) % 5 + (kind.itemsize == 8) * (2**40)).astype(dtype)
 
 
-def check_dtype(name: str, east: pw.Mesh, west: pw.Mesh) -> None:
-    dtype = jnp.dtype(name)
-    with jax.enable_x64(name in WIDE):
-        flip = pw.jit(lambda x: (x[::-1], x[:1], x), mesh=west, out_shardings=(P("x"), None, None))
+def check_dtypes(names: Sequence[str], east: pw.Mesh, west: pw.Mesh) -> None:
+    """All of them go through one computation: one for each would take longer than all else."""
+    with jax.enable_x64(names[0] in WIDE):
+        flip = pw.jit(
+            lambda tree: jax.tree.map(lambda x: (x[::-1], x[:1], x), tree),
+            mesh=west,
+            out_shardings=dict.fromkeys(names, (P("x"), None, None)),
+        )
         for size in (256, 65_536 * 2):
-            value = sample(dtype, size)
-            x = pw.put(value, sharding=split(east))
-            assert (x.dtype, x.nbytes) == (dtype, value.nbytes)
-            flipped, first, same = flip(x)
-            assert flipped.dtype == dtype
-            there = value[::-1]
-            if (
-                name in PACKED and size > 256
-            ):  # XLA's threads write into the same bytes of such arrays
-                flipped, there = same, value
+            values = {name: sample(jnp.dtype(name), size) for name in names}
+            placed = pw.put(values, sharding=split(east))
+            results = flip(placed)
+            # XLA's threads write into the same bytes of packed arrays.
+            is_packed = {name: name in PACKED and size > 256 for name in names}
+            flipped = {name: results[name][2 if is_packed[name] else 0] for name in names}
             moved = pw.put(flipped, sharding=pw.NamedSharding(east, P()))
-            assert bits(x) == bits(same) == bits(value)
-            assert bits(moved) == bits(there)
-            assert np.asarray(first).dtype == dtype
+            for name, value in values.items():
+                x, (backwards, first, same), dtype = placed[name], results[name], jnp.dtype(name)
+                assert (x.dtype, x.nbytes) == (dtype, value.nbytes)
+                assert backwards.dtype == dtype
+                assert bits(x) == bits(same) == bits(value), name
+                there = value if is_packed[name] else value[::-1]
+                assert bits(moved[name]) == bits(there), name
+                assert np.asarray(first).dtype == dtype
+                if size == 256:
+                    assert f"dtype={name}" in repr(first)
             if size == 256:
-                assert bits(flip(value)[0]) == bits(value[::-1])
-                assert f"dtype={name}" in repr(first)
-                assert bits(
-                    pw.get(
-                        pw.pmap(lambda v: v, devices=list(east.devices.flat))(value.reshape(2, -1))
-                    )
-                ) == bits(value)
+                again = flip(values)
+                rows = {name: value.reshape(2, -1) for name, value in values.items()}
+                mapped = pw.get(pw.pmap(lambda v: v, devices=list(east.devices.flat))(rows))
+                for name, value in values.items():
+                    assert bits(again[name][0]) == bits(value[::-1]), name
+                    assert bits(mapped[name]) == bits(value), name
 
 
-@pytest.mark.parametrize("name", some(sorted({*NARROW, *WIDE} - {ROUNDED}), 2))
-def test_dtypes(name: str, meshes: tuple[pw.Mesh, pw.Mesh]) -> None:
-    check_dtype(name, *meshes)
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in NARROW if name != ROUNDED],
+        WIDE,
+        *[long([name]) for name in (*NARROW, *WIDE) if name != ROUNDED],
+    ],
+)
+def test_dtypes(names: Sequence[str], meshes: tuple[pw.Mesh, pw.Mesh]) -> None:
+    check_dtypes(names, *meshes)
 
 
 def test_the_dtype_that_the_quick_compiler_rounds() -> None:
@@ -95,9 +108,9 @@ def test_the_dtype_that_the_quick_compiler_rounds() -> None:
     body = f"""
     from pw.testing import InProcessCluster
     from tests.stages.stage import mesh_on
-    from tests.client.test_api_dtypes import check_dtype
+    from tests.client.test_api_dtypes import check_dtypes
     with InProcessCluster(islands=2, devices_per_island=2):
-        check_dtype({ROUNDED!r}, mesh_on(0), mesh_on(1))
+        check_dtypes([{ROUNDED!r}], mesh_on(0), mesh_on(1))
     print("ok")
     """
     assert finish(start_client("", body, XLA_FLAGS="")).strip() == "ok"

@@ -23,6 +23,7 @@ from pw.core.functions.parts import whole_share
 from pw.core.programs.trees import PlainTree
 from pw.feeding.source import SAVED_BYTES, Position
 from pw.testing import InProcessCluster
+from tests.stages.samples import diagonal
 
 LIKE = {
     "tokens": jax.ShapeDtypeStruct((4, 3), jnp.int32),
@@ -86,11 +87,11 @@ BAD_ELEMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), BAD_ELEMENTS)
-@pytest.mark.parametrize("where", ["hosts", "client"])
+@pytest.mark.parametrize(("element", "where"), diagonal(BAD_ELEMENTS, ["hosts", "client"]))
 def test_elements_that_were_not_declared(
-    mesh: pw.Mesh, make: Callable[[], Any], words: str, where: Any
+    mesh: pw.Mesh, element: tuple[Callable[[], Any], str], where: Any
 ) -> None:
+    make, words = element
     stream = pw.stream(lambda: iter([make()]), LIKE, sharding=rows(mesh), where=where)
     with pytest.raises(pw.ResultMismatch, match=words):
         next(stream)
