@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import pw
 from pw.core.programs.program import Program
 from pw.testing import InProcessCluster
 from tests.stages.local_runtime import LocalRuntime
-from tests.stages.samples import long, some
+from tests.stages.samples import long
 from tests.stages.stage import mesh_on
 
 Place = Callable[..., Any]
@@ -230,12 +231,21 @@ def last(rt: LocalRuntime) -> Program:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", some([*CASES], 2))
-def test_values_and_gradients_are_those_of_plain_jax(meshes: list[pw.Mesh], case: str) -> None:
+HOW = [*product(CASES, ["called alone", "in a program"])]
+
+
+@pytest.mark.parametrize(
+    ("case", "how"), [long(*pair) if at % 5 else pair for at, pair in enumerate(HOW)]
+)
+def test_values_and_gradients_are_those_of_plain_jax(
+    meshes: list[pw.Mesh], case: str, how: str
+) -> None:
     make, args, options = case_of(case)
     expected = jax.jit(jax.value_and_grad(make(here), **options))(*args)
     placed = make(on(meshes))
-    near(pw.get(pw.value_and_grad(placed, **options)(*args)), expected)
+    if how == "called alone":
+        near(pw.get(pw.value_and_grad(placed, **options)(*args)), expected)
+        return
     inside = pw.program(pw.grad(placed, **options))
     gradient = (expected[1], expected[0][1]) if options.get("has_aux") else expected[1]
     near(pw.get(inside(*args)), gradient)

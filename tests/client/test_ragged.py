@@ -23,10 +23,14 @@ LARGE = 64
 """Rows of this width are more than a message takes."""
 
 
-@pytest.fixture(scope="module", params=["shared", "tcp"])
+BOTH_WAYS = pytest.mark.parametrize("cluster", ["shared", "tcp"], indirect=True)
+"""Rows go through shared memory, and through sockets."""
+
+
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PW_BULK", request.param)
+        patch.setenv("PW_BULK", getattr(request, "param", "shared"))
         with InProcessCluster(islands=2, devices_per_island=4) as made:
             yield made
 
@@ -62,6 +66,7 @@ def test_it_is_a_pytree_in_jax_and_on_the_host() -> None:
     assert pw.Ragged(np.zeros((4, 2)), 3).mask().tolist() == [True, True, True, False]
 
 
+@BOTH_WAYS
 def test_a_filter_on_one_island_feeds_another(meshes: Any) -> None:
     first, second = meshes
 
@@ -109,6 +114,7 @@ TARGETS = {
 }
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("there", TARGETS)
 @pytest.mark.parametrize("here", SOURCES)
 def test_it_is_sharded_in_any_other_way(meshes: Any, here: str, there: str) -> None:
@@ -127,6 +133,7 @@ def test_it_is_sharded_in_any_other_way(meshes: Any, here: str, there: str) -> N
     np.testing.assert_array_equal(np.asarray(moved.counts), counts)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("counts", [0, 1, 100, 300, 512])
 def test_large_rows_move_as_far_as_they_count(
     cluster: InProcessCluster, meshes: Any, counts: int
@@ -144,6 +151,7 @@ def test_large_rows_move_as_far_as_they_count(
     assert sent_bytes(cluster) - before <= times * (useful + 64) * (useful > INLINE_BYTES)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("counts", [[0, 0, 0, 0], [64, 64, 64, 64], [64, 0, 3, 0]])
 def test_empty_and_full_routes(meshes: Any, counts: list[int]) -> None:
     first, second = meshes
@@ -163,6 +171,7 @@ def test_the_padding_does_not_depend_on_the_binding(cluster: InProcessCluster) -
     np.testing.assert_array_equal(np.asarray(taken), wanted)
 
 
+@BOTH_WAYS
 def test_counts_come_from_anywhere(meshes: Any) -> None:
     first, second = meshes
     rows, wanted = cells((4,), 8, (), [3, 0, 8, 5])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
+from tests.stages.samples import long
 
 W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
 X = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
@@ -202,7 +203,14 @@ def model() -> Iterator[Model]:
         yield Model(pw.jit(near_of, mesh=near, **rows), pw.jit(far_of, mesh=far), near)
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = {
+    *("grad", "vjp", "linearize", "jacfwd", "fori_loop", "map"),
+    *("vmap of pw.map", "checkpoint of pw.while_loop"),
+}
+"""Cases of which others are made, as `value_and_grad` of `grad` and `scan` of `fori_loop`."""
+
+
+@pytest.mark.parametrize("name", [long(name) if name in REPEATED else name for name in CASES])
 def test_it_gives_what_plain_jax_gives(model: Model, name: str) -> None:
     wanted = CASES[name](Model(near_of, far_of))(W, X)
     found = pw.get(pw.program(CASES[name](model))(W, X))

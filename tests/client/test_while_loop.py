@@ -165,7 +165,6 @@ def test_a_leaf_that_no_computation_uses_stays_where_it_is(place: Place) -> None
 
 
 def test_only_what_the_functions_donate_is_gone(place: Place) -> None:
-    where = pw.NamedSharding(place.here, P())
     for mesh in (place.here, place.there):
         giving = pw.jit(lambda x: x + 1, mesh=mesh, donate_argnums=0)
         kept, gone = (pw.put(ONES, sharding=pw.NamedSharding(mesh, P())) for _ in range(2))
@@ -175,9 +174,6 @@ def test_only_what_the_functions_donate_is_gone(place: Place) -> None:
         assert pw.get(kept).tolist() == [1.0] * 4
         with pytest.raises(pw.ArrayDeleted):
             pw.get(gone)
-    x = pw.put(ONES, sharding=where)
-    for step in (place.more, place.add):
-        assert pw.get(pw.while_loop(place.is_small, step, x)).tolist() == [250.0] * 4
 
 
 def test_arrays_that_the_functions_close_over(place: Place) -> None:
@@ -231,12 +227,12 @@ def test_two_threads_at_once(place: Place) -> None:
         step = (place.more, place.add)[number % 2]
         made[number] = pw.get(pw.while_loop(place.is_small, step, ONES * number)).tolist()
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(4)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(BOUND_S)
-    assert made == {number: [250.0] * 4 for number in range(4)}
+    assert made == {number: [250.0] * 4 for number in range(2)}
 
 
 WRONG: dict[str, tuple[type[Exception], str, Callable[[Place], Any]]] = {
@@ -412,7 +408,7 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
         lambda carry: carry[0].sum() > 0,
         lambda carry: (getattr(place, step)(carry[0]), carry[1]),
         (ONES, fixed),
-        max_iterations=300,
+        max_iterations=150,
     )
     controller: Any = place.cluster.controller.actors["controller"]
 
@@ -421,13 +417,13 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
         return sum(len(client.lineage) for client in controller.sessions.clients)
 
     until(lambda: kept() < 4 * period, "runs before the last replicas are forgotten")
-    assert pw.get(made[0]).tolist() == [301.0] * 4
+    assert pw.get(made[0]).tolist() == [151.0] * 4
 
 
 # --- pw.map --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, long(40)])
+@pytest.mark.parametrize("size", [0, long(1), 3, long(40)])
 def test_map_gives_what_jax_gives(place: Place, size: int) -> None:
     xs = {"a": np.arange(size * 3, dtype=np.float32).reshape(size, 3), "b": np.arange(size)}
     on_devices = xs | {"a": pw.put(xs["a"], sharding=pw.NamedSharding(place.there, P()))}
