@@ -386,9 +386,9 @@ def test_many_clients_wait_for_one_array(cluster: InProcessCluster, east: pw.Mes
 
         awaiter = threading.Thread(target=run)
         awaiter.start()
-        assert release.wait(30)
-    reader.join(30)
-    awaiter.join(30)
+        assert release.wait(60)
+    reader.join(60)
+    awaiter.join(60)
     assert len(got) == 3
     for value in got:
         np.testing.assert_array_equal(value, numbers(3) * 2)

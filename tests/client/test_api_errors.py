@@ -203,7 +203,7 @@ def test_arrays_of_another_client(cluster: InProcessCluster, east: pw.Mesh) -> N
         np.testing.assert_array_equal(pw.jit(lambda v: v, mesh=there)(pw.get(x)), numbers(4))
         # Not by its number either: the hosts and the controller look for themselves.
         with pytest.raises(pw.Error):
-            other.fetch(number_of(x), type_of(x).spec).result(30)
+            other.fetch(number_of(x), type_of(x).spec).result(60)
         other.delete([number_of(x)])
     finally:
         current.use(mine)
@@ -238,7 +238,7 @@ def test_disconnecting_with_work_in_flight_and_connecting_again(cluster: InProce
         reader = threading.Thread(target=read, args=(pending,))
         reader.start()
         pw.disconnect()
-        reader.join(30)
+        reader.join(60)
         assert not reader.is_alive()
     assert isinstance(caught[0], pw.Disconnected)
     assert isinstance(started.exception(0), pw.Disconnected)

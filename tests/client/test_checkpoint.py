@@ -172,9 +172,9 @@ def test_an_array_that_failed_is_not_said_to_be_safe(mesh: pw.Mesh) -> None:
     good = pw.put(numbers(8), sharding=split(mesh))
     like = jax.ShapeDtypeStruct((8,), "float32")
     bad = pw.host_function(fail, like, devices=mesh.devices.flat[:1])(good)
-    pw.checkpoint(good).result(30)
+    pw.checkpoint(good).result(60)
     with pytest.raises(pw.ComputationFailed, match="no such value"):
-        pw.checkpoint([good, bad]).result(30)
+        pw.checkpoint([good, bad]).result(60)
 
 
 # --- drain -----------------------------------------------------------------------------------------------

@@ -327,8 +327,8 @@ def test_checkpoints_of_arrays_of_jax(on_a_cluster: Bodies, tmp_path: Path) -> N
         f"""
         x = jax.device_put(values, split)
         jax.block_until_ready(x)
-        pw.checkpoint({{"x": x, "n": 3}}).result(30)
-        pw.checkpoint({{"x": x, "n": 3}}, path="{tmp_path}/saved").result(30)
+        pw.checkpoint({{"x": x, "n": 3}}).result(60)
+        pw.checkpoint({{"x": x, "n": 3}}, path="{tmp_path}/saved").result(60)
         read = pw.restore("{tmp_path}/saved", like={{"x": pw.jax.from_jax(x), "n": 0}})
         np.testing.assert_array_equal(pw.jax.to_jax(read["x"]), values)
         """

@@ -36,7 +36,7 @@ class User:
         return self.runtime.upload(value, spec)
 
     def value(self, array: int, spec: ArraySpec) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any] = self.runtime.fetch(array, spec).result(30)
+        found: np.ndarray[Any, Any] = self.runtime.fetch(array, spec).result(60)
         return found
 
     def donating(self, spec: ArraySpec) -> int:
@@ -147,7 +147,7 @@ def test_taken_arrays_live_on_without_the_exporter(cluster: InProcessCluster) ->
     importer = User(cluster.client(), like=exporter.slice.slice)
     given, wanted = exporter.spec((8,)), importer.spec((8,))
     (y,) = hand(exporter, importer, [exporter.put(numbers(8), given)], [given], [wanted])
-    importer.runtime.wait([(y, wanted)]).result(30)
+    importer.runtime.wait([(y, wanted)]).result(60)
     exporter.runtime.close()
     np.testing.assert_array_equal(importer.value(y, wanted), numbers(8))
     importer.runtime.run(importer.donating(wanted), [y], 1)

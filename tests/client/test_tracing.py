@@ -524,7 +524,7 @@ def test_one_recording_for_many_threads(rt: LocalRuntime) -> None:
     results = []
 
     def call() -> None:
-        start.wait(10)
+        start.wait(60)
         results.append(float(f(1.0)))
 
     threads = [threading.Thread(target=call) for _ in range(8)]
@@ -772,7 +772,7 @@ def test_a_finalizer_may_delete_arrays_while_one_is_given_up() -> None:
     del fetching
     thread = threading.Thread(target=x.delete, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert x.is_deleted()
     assert other.is_deleted()

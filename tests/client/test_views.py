@@ -64,7 +64,7 @@ class Arrays:
         return made
 
     def value(self, array: int) -> np.ndarray[Any, Any]:
-        fetched: np.ndarray[Any, Any] = self.runtime.fetch(array, self.specs[array]).result(30)
+        fetched: np.ndarray[Any, Any] = self.runtime.fetch(array, self.specs[array]).result(60)
         return fetched
 
     def handle(self, array: int, like: pw.Array) -> pw.Array:
@@ -219,13 +219,13 @@ def test_a_view_has_the_errors_of_its_sources(mesh: pw.Mesh, arrays: Arrays) -> 
     with pytest.raises(pw.NaNFound, match="'log' made NaNs"):
         arrays.value(mixed)
     with pytest.raises(pw.NaNFound, match="'log' made NaNs"):
-        arrays.runtime.wait([(mixed, spec)]).result(30)
+        arrays.runtime.wait([(mixed, spec)]).result(60)
     np.testing.assert_array_equal(arrays.value(clean), numbers(8))
 
 
 def test_a_restored_array_has_views(mesh: pw.Mesh, arrays: Arrays, tmp_path: Path) -> None:
     x = split(mesh, numbers(8))
-    pw.checkpoint({"x": x}, path=tmp_path / "saved").result(30)
+    pw.checkpoint({"x": x}, path=tmp_path / "saved").result(60)
     restored = pw.restore(tmp_path / "saved", {"x": x})["x"]
     pieces = arrays.disassemble(arrays.of(restored))
     np.testing.assert_array_equal(arrays.value(pieces[1]), halves()[1])

@@ -63,13 +63,16 @@ def test_a_host_killed_in_the_middle_of_a_step_changes_no_bit() -> None:
         def train(kill: bool) -> list[float]:
             state = pipe.init(params)
             pw.checkpoint(state)
-            losses = []
+            losses: list[Any] = []
+            before = 0
             for x, targets in rows:
+                if kill and len(losses) == 2:
+                    float(losses[1])
+                    before = runtime_of("island-1")
+                    os.kill(before, signal.SIGSTOP)  # the later steps stay in flight
                 state, found = pipe(state, x, targets)
                 losses.append(found)
             if kill:
-                float(losses[1])  # the later steps are in flight
-                before = runtime_of("island-1")
                 assert not losses[-1].is_ready()
                 os.kill(before, signal.SIGKILL)
                 until(lambda: runtime_of("island-1") not in (0, before), "the island again")
