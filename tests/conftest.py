@@ -1,15 +1,7 @@
 """What every test runs under: eight CPU devices, reproducible examples, and no process left behind.
 
-The environment is set before anything imports jax, because jax reads it once. Processes that tests
-start inherit it, so a test that starts a worker says how many devices it has.
-
-XLA sizes its thread pool from the number of cores, and on a small machine collectives over more
-devices than threads wait for each other until the process aborts; `NPROC` and `PJRT_NPROC` give it
-enough threads whatever the machine. What is compiled here runs once or twice, so it is not optimized:
-that halves the time of tests that compile a model.
-
-The tests start hundreds of interpreters. Bytecode is written even where the environment says no:
-otherwise each of them compiles `pw` again.
+`tests.stages.inherited` sets what this process and its children inherit, before anything imports jax, which
+reads its variables once. A test that starts a worker says how many devices it has.
 
 A runtime made of processes is tested by killing them, so the last check of a run is that none has
 survived it. The test process adopts the orphans of its descendants, so that a worker whose parent
@@ -19,16 +11,13 @@ by design and is not counted.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import gc
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,30 +25,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PW_ADVICE", "0")  # tests wait for each result
-os.environ.setdefault("NPROC", "64")
-os.environ.setdefault("PJRT_NPROC", "64")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # idle threads of numpy would look for work
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    quickly = [
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",  # their code takes LLVM a third longer
-    ]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quickly]).strip()
+from tests.stages import inherited
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # What workers compile is kept for this run of the tests, and no longer.
-    _caches = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pw-tests-")
-    # The user of the tests has joined no cluster.
-    os.environ["XDG_CONFIG_HOME"] = os.path.join(_caches, "config")
-    atexit.register(shutil.rmtree, _caches, ignore_errors=True)
+inherited.settle()
 
 from jax._src.interpreters import mlir  # noqa: E402 - after the environment is set
 
@@ -68,6 +36,7 @@ from pw.client.connection.children import (  # noqa: E402
     stop_fork_server,
 )
 from tests.stages import programs  # noqa: E402
+from tests.stages.descendants import descendants  # noqa: E402
 from tests.stages.samples import examples  # noqa: E402
 
 # JAX makes a context of MLIR for each function that it lowers, and `pw` for each module that it reads: with
@@ -148,9 +117,9 @@ def no_process_left_behind() -> Iterator[None]:
         yield
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    already_there = set(_descendants(os.getpid()))
+    already_there = set(_descendants())
     yield
-    survivors = _outliving(set(_descendants(os.getpid())) - already_there, EXIT_GRACE_S)
+    survivors = _outliving(set(_descendants()) - already_there, EXIT_GRACE_S)
     if survivors:
         lines = [f"  {pid}: {_command_line(pid)}" for pid in sorted(survivors)]
         for pid in survivors:
@@ -160,28 +129,10 @@ def no_process_left_behind() -> Iterator[None]:
         )
 
 
-def _descendants(root: int) -> list[int]:
-    """Living descendants of a process, by one walk over /proc."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (parent := _living_parent(entry)) is not None:
-            children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
-    frontier = [root]
-    while frontier:
-        offspring = children.get(frontier.pop(), [])
-        found.extend(offspring)
-        frontier.extend(offspring)
-    return [pid for pid in found if "multiprocessing.resource_tracker" not in _command_line(pid)]
-
-
-def _living_parent(process: Path) -> int | None:
-    try:
-        stat = (process / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
-        return None
-    state, parent = stat.rpartition(")")[2].split()[:2]  # the name before may hold anything
-    return None if state in "ZX" else int(parent)
+def _descendants() -> list[int]:
+    """Return the descendants of this process that a test has started."""
+    tracker = "multiprocessing.resource_tracker"
+    return [pid for pid in descendants(os.getpid()) if tracker not in _command_line(pid)]
 
 
 def _command_line(pid: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.stages.forked import MARKER, MARKER_CHARACTERS
-from tests.stages.programs import ROOT, start
+from tests.stages.programs import HERE, start
 
 BOUND_S = 60.0
 
@@ -48,7 +48,7 @@ class Program:
         self.temporary = Path(tempfile.mkdtemp(prefix="pw-test-"))  # unix sockets want short paths
         self.temporary.chmod(0o711)  # others may pass, as in /tmp
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PW_")}
-        inherited |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "COLUMNS": "100"}
+        inherited |= HERE | {"TMPDIR": str(self.temporary), "COLUMNS": "100"}
         with (
             open(os.devnull) as nothing,
             (self.folder / "out").open("wb") as out,

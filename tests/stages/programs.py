@@ -21,9 +21,9 @@ from pw.processes.fork_server import ForkServer
 from pw.processes.forking import Process
 from tests.stages import forked
 from tests.stages.forked import DEVICES, MARKER, MARKER_CHARACTERS, PLATFORMS, TARGET, Place
+from tests.stages.inherited import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = {"PYTHONPATH": str(ROOT)}
+HERE = {"PYTHONPATH": python_path()}
 PRELOADED = (
     *("tests.stages.forked", "pw", "pw.jax", "jax.experimental.shard_map", "jax.extend", "optax"),
     *("pw.cli.gateway", "pw.cli.main", "pw.cli.preloaded", "rich.console", "rich.table"),
