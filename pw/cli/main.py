@@ -106,6 +106,10 @@ def sim(
     clients: Annotated[int | None, typer.Option(min=1, help="Clients at a time.")] = None,
     runs: Annotated[int | None, typer.Option(min=1, help="Runs of all clients together.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="End after so many minutes; all profiles share them."),
+    ] = None,
     without: Annotated[
         str, typer.Option(help="Kinds of faults to leave out, separated by commas.")
     ] = "",
@@ -133,10 +137,14 @@ def sim(
         if len(chosen) > 1:
             raise Error("--seed replays one --profile, not all")
         fine = simulation.replay(seed, chosen[0], trace=trace, smallest=smallest)
-    else:
-        run = simulation.print_digest if digest else simulation.search
-        results = [run(simulation.seeds_of(seeds), each, jobs) for each in chosen]
+    elif digest:
+        results = [
+            simulation.print_digest(simulation.seeds_of(seeds), each, jobs) for each in chosen
+        ]
         fine = all(results)
+    else:
+        limit_s = float("inf") if minutes is None else 60 * minutes
+        fine = simulation.search_all(simulation.seeds_of(seeds), chosen, jobs, limit_s)
     raise SystemExit(0 if fine else 1)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import typer
 
 from pw.core.errors import Error
 from pw.testing.sim import PROFILES, Outcome, Profile, run_campaign, simulate
+from pw.testing.sim.campaign import workers
 from pw.testing.sim.profiles import FAULTS
 from pw.testing.sim.report import failure, summary
 from pw.testing.sim.runner import Alter
@@ -58,7 +62,18 @@ def replay(
     return True
 
 
-def search(seeds: range, profile: Profile, jobs: int) -> bool:
+def search_all(seeds: range, profiles: Sequence[Profile], jobs: int, limit_s: float) -> bool:
+    """Run many seeds of profiles, which share the time. Returns whether all promises held."""
+    results = []
+    with workers(jobs) as pool:
+        end_s = time.monotonic() + limit_s
+        for number, profile in enumerate(profiles):
+            share_s = (end_s - time.monotonic()) / (len(profiles) - number)
+            results.append(search(seeds, profile, pool, share_s))
+    return all(results)
+
+
+def search(seeds: range, profile: Profile, pool: Executor | None, limit_s: float) -> bool:
     """Run many seeds and print a report. Returns whether all promises held."""
     found = 0
 
@@ -71,7 +86,7 @@ def search(seeds: range, profile: Profile, jobs: int) -> bool:
             outcome.trace = []
         _print(failure(outcome))
 
-    campaign = run_campaign(seeds, profile, jobs=jobs, on_outcome=look)
+    campaign = run_campaign(seeds, profile, pool=pool, on_outcome=look, limit_s=limit_s)
     _print(summary(campaign))
     return not campaign.failures
 
@@ -79,9 +94,14 @@ def search(seeds: range, profile: Profile, jobs: int) -> bool:
 def print_digest(seeds: range, profile: Profile, jobs: int) -> bool:
     """Print a digest of all messages of these seeds. Returns whether all promises held."""
     whole = hashlib.sha256()
-    campaign = run_campaign(
-        seeds, profile, jobs=jobs, digest=True, on_outcome=lambda o: whole.update(o.digest.encode())
-    )
+    with workers(jobs) as pool:
+        campaign = run_campaign(
+            seeds,
+            profile,
+            pool=pool,
+            digest=True,
+            on_outcome=lambda outcome: whole.update(outcome.digest.encode()),
+        )
     name = f"{profile.name} {seeds.start}:{seeds.stop}"
     typer.echo(f"{whole.hexdigest()[:32]}  {name}, {len(campaign.failures)} violated")
     return not campaign.failures

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from pw.cli import sim
 from pw.cli.main import app
 from pw.cli.sim import replay
 from pw.core.actors.actor import Actor, Env
@@ -339,6 +341,28 @@ def test_the_command_reports_what_it_did() -> None:
     assert "injected   nothing" in done.output
     assert "simulated hours a minute" in done.output
     assert "violated   nothing" in done.output
+
+
+def test_the_command_ends_after_its_time() -> None:
+    many = ["--seeds", "7:1000007", "--profile", "calm", "--runs", "12", "--minutes", "0"]
+    done = CliRunner().invoke(app, ["sim", *many])
+    assert done.exit_code == 0, done.output
+    assert "1 seeds of profile 'calm'" in done.output
+
+
+def test_profiles_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, shares = 0.0, []
+
+    def search(seeds: range, profile: Profile, pool: None, share_s: float) -> bool:
+        nonlocal now_s
+        shares.append(share_s)
+        now_s += 2 * share_s if not shares[1:] else share_s  # the first one is late
+        return True
+
+    monkeypatch.setattr(sim, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(sim, "search", search)
+    assert sim.search_all(range(9), [PROFILES["calm"]] * 4, 1, 40.0)
+    assert shares == pytest.approx([10, 20 / 3, 20 / 3, 20 / 3])
 
 
 def test_the_command_replays_a_failure() -> None:

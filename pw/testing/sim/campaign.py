@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.runner import Outcome, simulate
+
+SUBMITTED = 1000
+"""Seeds that a pool gets at once."""
 
 
 @dataclass(slots=True)
@@ -49,38 +53,55 @@ class Campaign:
         return self.simulated_s / 60 / self.wall_s if self.wall_s else 0.0
 
 
-def run_campaign(
-    seeds: Sequence[int],
-    profile: Profile,
-    *,
-    jobs: int = 1,
-    digest: bool = False,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
-) -> Campaign:
-    """Run many seeds.
-
-    Args:
-        seeds: the seeds to run.
-        profile: the size of the cluster, and its faults.
-        jobs: processes to run them on; the outcomes do not depend on it.
-        digest: have each outcome say the digest of its messages.
-        on_outcome: called with each outcome, in the order of the seeds.
-    """
-    campaign = Campaign(profile)
-    started_s = time.perf_counter()
-    for outcome in _outcomes(seeds, profile, jobs, digest):
-        campaign.add(outcome)
-        campaign.wall_s = time.perf_counter() - started_s
-        on_outcome(outcome)
-    return campaign
-
-
-def _outcomes(seeds: Iterable[int], profile: Profile, jobs: int, digest: bool) -> Iterator[Outcome]:
-    one = partial(simulate, profile=profile, digest=digest)
+@contextlib.contextmanager
+def workers(jobs: int) -> Iterator[Executor | None]:
+    """Yield processes that run seeds, or None for one job: this process runs them then."""
     if jobs <= 1:
-        yield from map(one, seeds)
+        yield None
         return
     # What is imported is left out of the collections of the seeds.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawned, initializer=gc.freeze) as pool:
-        yield from pool.map(one, seeds, chunksize=4)
+        yield pool
+
+
+def run_campaign(
+    seeds: Sequence[int],
+    profile: Profile,
+    *,
+    pool: Executor | None = None,
+    digest: bool = False,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    limit_s: float = float("inf"),
+) -> Campaign:
+    """Run many seeds, in their order.
+
+    Args:
+        seeds: the seeds to run.
+        profile: the size of the cluster, and its faults.
+        pool: of `workers`; the outcomes do not depend on it.
+        digest: have each outcome say the digest of its messages.
+        on_outcome: called with each outcome, in the order of the seeds.
+        limit_s: run no seed after so many seconds, except the first one.
+    """
+    campaign = Campaign(profile)
+    started_s = time.perf_counter()
+    with contextlib.closing(_outcomes(seeds, profile, pool, digest)) as outcomes:
+        for outcome in outcomes:
+            campaign.add(outcome)
+            campaign.wall_s = time.perf_counter() - started_s
+            on_outcome(outcome)
+            if campaign.wall_s > limit_s:
+                break
+    return campaign
+
+
+def _outcomes(
+    seeds: Sequence[int], profile: Profile, pool: Executor | None, digest: bool
+) -> Generator[Outcome, None, None]:
+    one = partial(simulate, profile=profile, digest=digest)
+    if pool is None:
+        yield from map(one, seeds)
+        return
+    for first in range(0, len(seeds), SUBMITTED):
+        yield from pool.map(one, seeds[first : first + SUBMITTED], chunksize=4)
