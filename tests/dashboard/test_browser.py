@@ -1,4 +1,4 @@
-"""The page in a real browser: skipped where there is none. `PW_PICTURES=docs/pictures` keeps its pictures."""
+"""The page in a real browser: skipped where there is none. `PW_TEST_PICTURES=FOLDER` keeps its pictures."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def clients(cluster: pw.LocalCluster, tmp_path: Path) -> Iterator[list[subproces
 
 def keep(page: Any, name: str, *, whole: bool = False) -> None:
     """Keep a picture, if they are wanted."""
-    if folder := os.environ.get("PW_PICTURES"):
+    if folder := os.environ.get("PW_TEST_PICTURES"):
         page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=whole)
 
 

@@ -66,7 +66,6 @@ MISLEADING = {
     "XDG_RUNTIME_DIR": NOWHERE,
     "RAY_ADDRESS": NO_SERVER,
     "MPLBACKEND": "tkagg",
-    "HYPOTHESIS_EXPERIMENTAL_OBSERVABILITY": "1",
 }
 """Variables that mislead a test, a tool or a library that reads them."""
 BACKGROUND = {"LC_ALL": "POSIX", "TZ": "Asia/Kathmandu", "NO_COLOR": "1", "TERM": "dumb"}
