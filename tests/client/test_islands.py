@@ -200,6 +200,7 @@ def test_collectives_of_a_shard_map_over_the_axis(mesh: Mesh) -> None:
     assert apart(ours, (X.sum(0), X.reshape(ISLANDS, -1, 8).max(0), X * 2)) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:a loop of 'mine'")
 def test_what_cannot_be_cut_raises_before_anything_runs(mesh: Mesh, rt: LocalRuntime) -> None:
     def mine(x: Any) -> Any:
         def body(rows: Any) -> Any:

@@ -196,6 +196,7 @@ def test_unusual_dtypes_travel(dtype: str) -> None:
     assert out[0].dtype == value.dtype
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_configuration_is_part_of_the_call() -> None:
     f = jit(lambda x: x / 3, devices=devices(1))
     assert f(np.arange(3.0)).dtype == np.float32
