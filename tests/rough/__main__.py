@@ -33,20 +33,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.rough",
         description=tests.rough.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--only", action="append", choices=names, help="this condition")
     parser.add_argument("--seed", type=int, help="of what happens at random")
     parser.add_argument("--workers", default="2", help="processes that run tests (%(default)s)")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="arguments of pytest")
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     seed = int.from_bytes(os.urandom(3)) if options.seed is None else options.seed
     lines, failures = [], 0
     for name in options.only or names:
         again = ["python", "-m", tests.rough.__name__, "--only", name, "--seed", str(seed)]
-        repeat = shlex.join([*again, "--workers", options.workers, *options.rest])
+        repeat = shlex.join([*again, "--workers", options.workers, *rest])
         print(f"{name}: {repeat}", flush=True)
         begun_s, before = time.monotonic(), _processor_s()
-        code = run(conditions(seed)[name], seed, options.workers, options.rest)
+        code = run(conditions(seed)[name], seed, options.workers, rest)
         took = (
             f"{time.monotonic() - begun_s:.0f} s, {_processor_s() - before:.0f} s of processor time"
         )
