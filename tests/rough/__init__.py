@@ -12,7 +12,7 @@ Conditions:
     busy        beside four busy loops
     single      on one processor
     slowed      processes of the run stop for 0.2 s, chosen at random
-    clock       the wall clock jumps by half an hour, twice a second (`time.monotonic` does not)
+    clock       the wall clock jumps by up to eight minutes, twice a second (`time.monotonic` does not)
 
 It prints the seed, and for a condition that fails the command that repeats it. Its last lines say how
 each condition ended.
