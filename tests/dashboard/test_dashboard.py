@@ -284,9 +284,7 @@ def test_warnings_and_device_time_come_to_the_page(cluster: pw.LocalCluster) -> 
     line = next(one for one in now.lines if "run timed out" in one.text)
     assert (line.process, line.level) == ("controller", "warning")
     assert "program=never_ends" in line.text
-    assert (
-        abs(line.time_s - time.time()) < 86_400
-    )  # it is a time of the day, which may be set meanwhile
+    assert abs(line.time_s - time.time()) < 3600  # the clock may jump
 
 
 NOTEBOOK = """

@@ -109,7 +109,9 @@ def test_both_ends_know_each_other(issued: Callable[..., Path]) -> None:
     assert client.own.uri == "spiffe://lab.example.com/pw/client/ann/laptop"
     assert worker.own.uri == "spiffe://lab.example.com/pw/worker/w0"
     assert (str(client.own), str(worker.own)) == ("client laptop of tenant ann", "worker w0")
-    assert client.own.expires == pytest.approx(time.time() + 30 * 86400, abs=86400)
+    assert client.own.expires == pytest.approx(
+        time.time() + 30 * 86400, abs=3600
+    )  # the clock may jump
     assert (client.address, worker.address) == (ADDRESS, "")
 
 
