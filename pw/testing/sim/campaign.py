@@ -104,4 +104,4 @@ def _outcomes(
         yield from map(one, seeds)
         return
     for first in range(0, len(seeds), SUBMITTED):
-        yield from pool.map(one, seeds[first : first + SUBMITTED], chunksize=4)
+        yield from pool.map(one, seeds[first : first + SUBMITTED])
