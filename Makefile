@@ -48,7 +48,8 @@ demo: $(STAMP)  ## train a small language model through the runtime
 # The tests and the checks of `make lint` run side by side; the checks print when they are done.
 test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, tests
 	@(checks=$$({ $(LINT); } 2>&1); code=$$?; echo; echo "$$checks"; exit $$code) & \
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15; \
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 --durations 15; \
 	tests=$$?; wait $$! || { echo "error: make lint fails, see above"; exit 1; }; exit $$tests
 
 long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and kills (HOURS=24)

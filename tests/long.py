@@ -48,7 +48,8 @@ def simulator(first_seed: int, seeds: int, *more: str) -> list[str]:
 
 def commands(first_round: int) -> Iterator[list[str]]:
     """Yield arguments of interpreters, for ever."""
-    tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile", "--durations=15"]
+    tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile"]
+    tests += ["--max-worker-restart=0", "--durations=15"]
     yield [*tests, "-m", "long"]
     number, rough = first_round, list(conditions(0))
     while True:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import stat
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,7 @@ def test_others_may_not_write_to_the_folder(pw: Pw, tmp_path: Path) -> None:
 
 
 def test_credentials_are_one_private_file(keys: Pw) -> None:
-    before_s = datetime.now(UTC).timestamp()
     said = keys("issue", "client", "ann", "--tenant", "research", "--days", 7, "--address", ADDRESS)
-    after_s = datetime.now(UTC).timestamp()
     assert "wrote ann.pem, for the client ann" in said
     assert mode(Path("ann.pem")) == 0o600
     ann = Credentials.read("ann.pem")

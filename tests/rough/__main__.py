@@ -21,7 +21,10 @@ import tests.rough
 from tests.rough.conditions import Condition, conditions
 from tests.stages.inherited import ROOT
 
-PYTEST = ("-m", "pytest", "-q", "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = (
+    *("-m", "pytest", "-q", "--dist", "loadfile", "--no-loadscope-reorder"),
+    "--max-worker-restart=0",
+)
 END_S = 60.0
 """How long a run may take to end after an interruption."""
 

@@ -114,7 +114,7 @@ class Faults:
             return
         self._world.ledger.injected["silence"] += 1
         self._world.trace.add(
-            (self._world.now_s, "FAULT", "", f"silence: {node.name} for {length_s:.1f} s")
+            (self._world.now_s, "FAULT", None, f"silence: {node.name} for {length_s:.1f} s")
         )
         self._stop(node, length_s)
 
