@@ -1,7 +1,10 @@
 # A new machine needs Python 3.11 or newer and make. `make` installs all other packages into .venv,
 # in the versions and with the hashes of requirements.lock.
 
-VENV  := .venv
+# Another release of JAX, in an environment of its own: make test JAX=0.10.1
+JAX   :=
+LOCKS := requirements.lock $(JAX:%=requirements-jax-%.lock)
+VENV  := .venv$(JAX:%=-jax-%)
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
@@ -11,6 +14,10 @@ PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary
 
 # About half of the packages of requirements.lock; both halves are installed side by side.
 HALF := /^[a-n].*==/,/\# via/
+# What the lock of another release replaces in requirements.lock.
+ifneq ($(JAX),)
+REPLACED := /^jax(lib)?==/,/\# via/d
+endif
 
 # The first Python that runs (a shim of a version manager may fail), is new enough and can make
 # virtual environments. To choose another one: make PYTHON=/path/to/python
@@ -45,14 +52,20 @@ help:  ## show this list
 demo: $(STAMP)  ## train a small language model through the runtime
 	@$(RUN) -m examples.train_lm
 
+ifneq ($(JAX),)
+test: $(STAMP)
+	@$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 \
+		@tests/other_jax.txt
+else
 # The tests and the checks of `make lint` run side by side; the checks print when they are done.
 test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, tests
 	@(checks=$$({ $(LINT); } 2>&1); code=$$?; echo; echo "$$checks"; exit $$code) & \
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 --durations 15; \
 	tests=$$?; wait $$! || { echo "error: make lint fails, see above"; exit 1; }; exit $$tests
+endif
 
-long: $(STAMP)  ## a day of tests: those marked long, then seeds, fuzzing and kills (HOURS=24)
+long: $(STAMP)  ## a day of tests: marked long, other releases of JAX, then seeds, fuzzing and kills (HOURS=24)
 	@$(RUN) -m tests.long --hours $(HOURS)
 
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
@@ -77,13 +90,16 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-lock:  ## resolve requirements.lock and docs/requirements.lock again (needs uv)
+lock:  ## resolve requirements*.lock and docs/requirements.lock again (needs uv)
 	@$(LOCK) pyproject.toml --extra dev --output-file requirements.lock
+	@for file in requirements-jax-*.lock; do release=$${file#requirements-jax-}; release=$${release%.lock}; \
+		printf 'jax==%s\njaxlib==%s\n' $$release $$release | \
+		$(LOCK) --no-deps - --output-file $$file || exit 1; done
 	@$(LOCK) docs/requirements.in --output-file docs/requirements.lock --constraint requirements.lock \
 		--constraint bench/requirements.txt --constraint bench/baselines/requirements.txt
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(WHEEL) build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-jax-* $(WHEEL) build dist docs/_build *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -93,13 +109,14 @@ define CHECK_PYTHON
 	exit 1; }
 endef
 
-$(STAMP): pyproject.toml setup.py requirements.lock
+$(STAMP): pyproject.toml setup.py $(LOCKS)
 	$(CHECK_PYTHON)
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "installing requirements.lock into $(VENV)"
-	@sed -nE '$(HALF)p' requirements.lock > $(VENV)/half.txt
-	@sed -E '$(HALF)d' requirements.lock > $(VENV)/rest.txt
+	@echo "installing $(LOCKS) into $(VENV)"
+	@sed -E '$(REPLACED)' requirements.lock | cat - $(wordlist 2, 2, $(LOCKS)) > $(VENV)/all.txt
+	@sed -nE '$(HALF)p' $(VENV)/all.txt > $(VENV)/half.txt
+	@sed -E '$(HALF)d' $(VENV)/all.txt > $(VENV)/rest.txt
 	@$(PIP) --no-compile --require-hashes -r $(VENV)/half.txt & \
 	$(PIP) --no-compile --require-hashes -r $(VENV)/rest.txt; code=$$?; wait $$! && exit $$code
 	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # the project's former name

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from tests.other_jax import releases
 from tests.rough.conditions import conditions
 from tests.stages.inherited import ROOT
 from tests.stages.samples import MORE_EXAMPLES
@@ -51,6 +52,7 @@ def commands(first_round: int) -> Iterator[list[str]]:
     tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile"]
     tests += ["--max-worker-restart=0", "--durations=15"]
     yield [*tests, "-m", "long"]
+    yield from (["-m", "tests.other_jax", release] for release in releases())
     number, rough = first_round, list(conditions(0))
     while True:
         yield simulator(number * SEEDS, SEEDS)

@@ -18,7 +18,9 @@ from pw.core.errors import Error, VersionMismatch
 
 DISTRIBUTION = "openpathways"
 NAMESAKE = "pw"
-_PIN = re.compile(r"(jax|jaxlib)\s*==\s*([\w.]+)$")
+_WINDOW = re.compile(r"jax(?=[<>])(?=.*>=(?P<lowest>[\d.]+))(?=.*<=(?P<highest>[\d.]+))[<>=,\d.]+$")
+"""The requirement of jax; builds order its two bounds as they like."""
+_RELEASE = re.compile(r"\d+(\.\d+)+$")
 
 
 def version(distribution: str) -> str:
@@ -29,14 +31,19 @@ def version(distribution: str) -> str:
         return "unknown"
 
 
-def pins() -> dict[str, str]:
-    """The pinned versions of jax and jaxlib; empty for a checkout that was never installed."""
+def with_jax(release: str) -> str:
+    """What pip installs for a release of jax."""
+    return f"jax=={release} jaxlib=={release}"
+
+
+def window() -> tuple[str, str] | None:
+    """The lowest and the highest release of jax that pw works with; None for a checkout never installed."""
     try:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        return {}
-    found = (_PIN.match(requirement) for requirement in required)
-    return {match[1]: match[2] for match in found if match}
+        return None
+    matches = (_WINDOW.match(requirement) for requirement in required)
+    return next(((match["lowest"], match["highest"]) for match in matches if match), None)
 
 
 @functools.cache
@@ -44,17 +51,11 @@ def check() -> None:
     """Check the version of jax, and warn if the other project called `pw` is installed; once a process.
 
     Raises:
-        VersionMismatch: jax or jaxlib has another version, or is not installed; says what to install.
+        VersionMismatch: jax is not in the window, or jaxlib has another version; says what to install.
     """
-    wanted = pins()
-    here = {name: version(name) for name in wanted}
-    if here != wanted:
-        found = " and ".join(f"{name} {here[name]}" for name in wanted)
-        command = " ".join(f"{name}=={wanted[name]}" for name in wanted)
-        raise VersionMismatch(
-            f"pw {version(DISTRIBUTION)} works with jax {wanted.get('jax')} only, and this environment has "
-            f"{found}; run: pip install {command}"
-        )
+    releases = window()
+    if releases is not None:
+        _check_jax(*releases)
     if version(NAMESAKE) != "unknown":
         warnings.warn(
             f"another project, also called {NAMESAKE!r}, is installed in the same folder as "
@@ -62,6 +63,22 @@ def check() -> None:
             f"pip install --force-reinstall --no-deps {DISTRIBUTION}",
             stacklevel=3,
         )
+
+
+def _check_jax(lowest: str, highest: str) -> None:
+    jax, jaxlib = version("jax"), version("jaxlib")
+    works = _RELEASE.match(jax) and _numbers(lowest) <= _numbers(jax) <= _numbers(highest)
+    if works and jaxlib == jax:
+        return
+    release = jax if works else highest
+    raise VersionMismatch(
+        f"pw {version(DISTRIBUTION)} works with jax {lowest} to {highest} and a jaxlib of the same version, "
+        f"and this environment has jax {jax} and jaxlib {jaxlib}; run: pip install {with_jax(release)}"
+    )
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")]
 
 
 DASHBOARD = ("starlette", "uvicorn", "prometheus_client")

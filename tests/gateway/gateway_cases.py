@@ -19,6 +19,8 @@ from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.stages.jax_releases import RESULTS_IN_HOST_MEMORY
+
 Devices = Sequence[Any]
 Case = Callable[[Devices], Any]
 
@@ -563,7 +565,10 @@ def memories_of_devices(devices: Devices) -> Any:
     x = jax.device_put(numbers(8), pinned)
     back = jax.device_put(x, over(devices[:4], "x"))
     one = jax.device_put(numbers(3), SingleDeviceSharding(devices[4], memory_kind="unpinned_host"))
-    out = jax.jit(lambda x: x * 2, out_shardings=pinned)(back)
+    if RESULTS_IN_HOST_MEMORY:
+        out = jax.jit(lambda x: x * 2, out_shardings=pinned)(back)
+    else:
+        out = jax.device_put(back * 2, pinned)
     kinds = [each.sharding.memory_kind for each in (x, back, one, out)]
     return shards(x), shards(back + 1), one, shards(out), kinds
 

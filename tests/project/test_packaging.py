@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pw.core import installed
 from tests.stages.programs import ROOT
 
 pytestmark = pytest.mark.processes
@@ -137,13 +138,70 @@ def dist_info(folder: Path, name: str, version: str) -> str:
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
-def test_another_jax_is_refused_with_the_command_that_helps(tmp_path: Path) -> None:
+def bounds() -> tuple[str, str]:
+    """The lowest and the highest release of jax that pyproject.toml lets pip install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (bounds,) = re.findall(r"^jax>=([\d.]+),<=([\d.]+)$", "\n".join(project["dependencies"]), re.M)
+    return bounds
+
+
+def after(release: str) -> str:
+    first, _, last = release.rpartition(".")
+    return f"{first}.{int(last) + 1}"
+
+
+@pytest.mark.parametrize(
+    ("jax", "jaxlib", "installs"),
+    [
+        ("0.4.1", "0.4.1", bounds()[1]),
+        (after(bounds()[1]), after(bounds()[1]), bounds()[1]),
+        (f"{bounds()[1]}.dev3", f"{bounds()[1]}.dev3", bounds()[1]),
+        (bounds()[0], bounds()[1], bounds()[0]),
+        (bounds()[0], bounds()[0], ""),
+        (bounds()[1], bounds()[1], ""),
+    ],
+)
+def test_another_jax_is_refused_with_the_command_that_helps(
+    tmp_path: Path, jax: str, jaxlib: str, installs: str
+) -> None:
+    dist_info(tmp_path / "other", "jax", jax)
+    path = dist_info(tmp_path / "other", "jaxlib", jaxlib)
+    attempt = "try:\n    installed.check()\nexcept Exception as error:\n    print(error)"
+    script = f"from pw.core import installed\n{attempt}"
+    said = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=path).stdout
+    if not installs:
+        assert not said
+        return
+    lowest, highest = bounds()
+    assert f"works with jax {lowest} to {highest} and a jaxlib of the same version" in said
+    assert f"has jax {jax} and jaxlib {jaxlib}; run: " in said
+    assert said.endswith(f"pip install jax=={installs} jaxlib=={installs}\n")
+
+
+def test_the_first_use_of_pw_refuses_another_jax(tmp_path: Path) -> None:
     path = dist_info(tmp_path / "old", "jax", "0.4.1")
     script = "import pw\ntry:\n    pw.jit\nexcept pw.VersionMismatch as error:\n    print(error)"
     said = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=path).stdout
-    (pin,) = [text for text in metadata.requires("openpathways") or [] if text.startswith("jax==")]
-    assert re.search(rf"works with {pin.replace('==', ' ')} only.*has jax 0\.4\.1 and jaxlib", said)
-    assert f"pip install {pin} jaxlib==" in said
+    assert "this environment has jax 0.4.1" in said
+
+
+def test_the_window_of_the_installed_package_is_that_of_the_project() -> None:
+    assert installed.window() == bounds()
+
+
+def test_each_end_of_the_window_has_a_lock_file() -> None:
+    lowest, highest = bounds()
+    (newest,) = re.findall(r"^jax==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M)
+    assert newest == highest
+    assert (ROOT / f"requirements-jax-{lowest}.lock").exists()
+    for path in ROOT.glob("requirements-jax-*.lock"):
+        (release,) = re.findall(r"^requirements-jax-([\d.]+)\.lock$", path.name)
+        assert re.findall(r"^([a-z]+)==([\d.]+)", path.read_text(), re.M) == [
+            ("jax", release),
+            ("jaxlib", release),
+        ]
+        numbers = [[int(n) for n in text.split(".")] for text in (lowest, release, highest)]
+        assert numbers == sorted(numbers)
 
 
 def test_the_other_project_called_pw_is_noticed(tmp_path: Path) -> None:

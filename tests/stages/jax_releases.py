@@ -1,0 +1,9 @@
+"""What tests ask about the release of JAX that is installed."""
+
+from __future__ import annotations
+
+from pw.core.installed import version
+
+JAX = tuple(int(number) for number in version("jax").split("."))
+RESULTS_IN_HOST_MEMORY = JAX >= (0, 10, 2)
+"""Whether JAX compiles functions for CPUs whose results are in a memory of hosts."""
