@@ -217,7 +217,9 @@ def k8s(
     if container_file:
         platforms = {island.platform for island in described.islands.values()}
         which = "cuda" if "cuda" in platforms else "cpu"
-        typer.echo(kubernetes.container_file(version(DISTRIBUTION), which), nl=False)
+        typer.echo(
+            kubernetes.container_file(version(DISTRIBUTION), version("jax"), which), nl=False
+        )
     else:
         typer.echo(kubernetes.rendered(described), nl=False)
 

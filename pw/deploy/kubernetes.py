@@ -280,12 +280,15 @@ def rendered(file: ClusterFile) -> str:
     return head + str(yaml.safe_dump_all(objects(file), sort_keys=False))
 
 
-def container_file(version: str, platform: str = "cpu") -> str:
-    """Return a Containerfile of an image with pw."""
-    extra = "\nRUN pip install --no-cache-dir 'jax[cuda12]'" if platform == "cuda" else ""
+def container_file(version: str, jax: str, platform: str = "cpu") -> str:
+    """Return a Containerfile of an image with these versions of pw and jax."""
+    plugin = "[cuda12]" if platform == "cuda" else ""
+    packages = shlex.join(
+        [f"openpathways[jax]=={version}", f"jax{plugin}=={jax}", f"jaxlib=={jax}"]
+    )
     return (
         "FROM python:3.12-slim\n"
-        f"RUN pip install --no-cache-dir {shlex.quote(f'openpathways[jax]=={version}')}{extra}\n"
+        f"RUN pip install --no-cache-dir {packages}\n"
         f"RUN useradd --uid {USER} --create-home --home-dir {HOME} pw\n"
         f"USER {USER}\n"
     )

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from pw.cli.deploy import read
+from pw.core import installed
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.deploy import kubernetes
@@ -118,4 +119,7 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
     path.write_text(FILE)
     done = pw_command("k8s", path)
     assert done.stdout.startswith("# Written by pw k8s for the cluster lab")
-    assert pw_command("k8s", path, "--container-file").stdout.startswith("FROM python:")
+    image = pw_command("k8s", path, "--container-file").stdout
+    assert image.startswith("FROM python:")
+    jax = installed.version("jax")
+    assert f" jax=={jax} jaxlib=={jax}\n" in image

@@ -71,6 +71,9 @@ def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, f
         assert refusal.error.kind == "VersionMismatch"
         assert str(ours) in refusal.error.message
         assert str(theirs) in refusal.error.message
+        for versions, node in ((ours, "b"), (theirs, "a")):
+            command = f"pip install jax=={versions.jax} jaxlib=={versions.jax} for {node}"
+            assert (command in refusal.error.message) == (field == "jax")
     assert not numbers(a)
 
 

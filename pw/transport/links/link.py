@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pw.core.actors.mailbox import HELD_MESSAGES
 from pw.core.errors import ErrorReport, ProtocolError, VersionMismatch
 from pw.core.ids import Address
-from pw.core.installed import DISTRIBUTION, version
+from pw.core.installed import DISTRIBUTION, version, with_jax
 from pw.core.messages import PROTOCOL_VERSION, Hello
 from pw.core.messages.roles import Role, role_of
 from pw.transport.access.identity import Identity
@@ -63,10 +63,13 @@ class Versions(NamedTuple):
 
 def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) -> ErrorReport:
     """The refusal of a peer with other versions."""
-    words = (
-        f"{here} runs {ours}, but {there} runs {theirs}; "
-        "install the same versions of pw and jax in both places"
-    )
+    advice = "install the same versions of pw and jax in both places"
+    if theirs.fits(ours._replace(jax=theirs.jax)):
+        advice = (
+            "all processes of a cluster have the same jax: run pip install "
+            f"{with_jax(ours.jax)} for {there}, or pip install {with_jax(theirs.jax)} for {here}"
+        )
+    words = f"{here} runs {ours}, but {there} runs {theirs}; {advice}"
     return ErrorReport.of(VersionMismatch(words), where=here)
 
 
