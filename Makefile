@@ -17,6 +17,8 @@ HALF := /^[a-n].*==/,/\# via/
 # What the lock of another release replaces in requirements.lock.
 ifneq ($(JAX),)
 REPLACED := /^jax(lib)?==/,/\# via/d
+$(if $(wildcard requirements-jax-$(JAX).lock),,$(error \
+	JAX=$(JAX) has no lock file; there are $(wildcard requirements*.lock) (the latter without JAX=)))
 endif
 
 # The first Python that runs (a shim of a version manager may fail), is new enough and can make
