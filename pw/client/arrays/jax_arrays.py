@@ -28,6 +28,7 @@ from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, is_key
 from pw.client.connection import current, jax_backend
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error, PlacementError, ShardingError
+from pw.core.jax_releases import shards_by_device
 
 TOKEN_BYTES = 16
 SHARDINGS_KEPT = 4096
@@ -163,7 +164,7 @@ class Front:
         base = _base(array)
         if not type_.parts:
             return [base]
-        shards = {shard.device: shard.data for shard in base.addressable_shards}
+        shards = shards_by_device(base)
         return [_assembled(part, self.to_jax(part.sharding), shards) for part in type_.parts]
 
     def _taken(self, arrays: Sequence[Any], types: Sequence[ArrayType]) -> list[Array]:
@@ -201,11 +202,9 @@ class Front:
         for array in arrays:
             type_ = array._type
             if type_.parts:
-                shards = {
-                    shard.device: shard.data
-                    for _ in type_.parts
-                    for shard in next(made).addressable_shards
-                }
+                shards: dict[Any, Any] = {}
+                for _ in type_.parts:
+                    shards |= shards_by_device(next(made))
                 whole = _assembled(type_, self.to_jax(type_.sharding), shards)
             else:
                 whole = next(made)

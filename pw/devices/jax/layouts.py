@@ -20,6 +20,7 @@ from jax._src.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pw.core.errors import InternalError
+from pw.core.jax_releases import shards_by_device
 from pw.core.sharding import (
     ALIGNMENT_BYTES,
     ArraySpec,
@@ -98,7 +99,7 @@ def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
     of it, or see a shard twice.
     """
     with _listing:
-        return {shard.device: shard.data for shard in array.addressable_shards}
+        return shards_by_device(array)
 
 
 def assemble(spec: ArraySpec, layout: DeviceLayout, shards: dict[int, jax.Array]) -> jax.Array:
