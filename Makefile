@@ -37,6 +37,10 @@ LOCK = uv pip compile --quiet --upgrade --universal --python-version 3.11 --gene
 LINT = $(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy && \
 	$(VENV)/bin/lint-imports --no-logo
 
+# A worker that crashes is not replaced: pytest-xdist would then wait for ever.
+TESTS = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	--max-worker-restart 0 --durations 15
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test long bench docs wheel release lint format lock clean
@@ -56,14 +60,12 @@ demo: $(STAMP)  ## train a small language model through the runtime
 
 ifneq ($(JAX),)
 test: $(STAMP)
-	@$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 \
-		@tests/other_jax.txt
+	@$(TESTS) @tests/other_jax.txt
 else
 # The tests and the checks of `make lint` run side by side; the checks print when they are done.
 test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, tests
 	@(checks=$$({ $(LINT); } 2>&1); code=$$?; echo; echo "$$checks"; exit $$code) & \
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 0 --durations 15; \
+	$(TESTS); \
 	tests=$$?; wait $$! || { echo "error: make lint fails, see above"; exit 1; }; exit $$tests
 endif
 

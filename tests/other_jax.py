@@ -31,7 +31,8 @@ def main(release: str) -> None:
     )
     python = environment / "bin" / "python"
     variables = {name: text for name, text in os.environ.items() if name != MORE_EXAMPLES}
-    tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile", "--durations=15"]
+    tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile"]
+    tests += ["--max-worker-restart=0", "--durations=15"]
     os.chdir(ROOT)
     os.execve(python, [str(python), *tests], variables)
 
