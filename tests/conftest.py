@@ -12,12 +12,12 @@ by design and is not counted.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.stages import inherited
 inherited.settle()
 
 from jax._src.interpreters import mlir  # noqa: E402 - after the environment is set
+from jax._src.lib.mlir import ir  # noqa: E402
 
 from pw.client.connection.children import (  # noqa: E402
     start_fork_server,
@@ -41,7 +42,18 @@ from tests.stages.samples import examples  # noqa: E402
 
 # JAX makes a context of MLIR for each function that it lowers, and `pw` for each module that it reads: with
 # what this empties of caches, a third of the time of tests that trace. Processes make theirs as for users.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+# A context loads its dialects when they are first met, which two threads must not do at once: each has its own.
+_make_context = mlir.make_ir_context
+_contexts = threading.local()
+
+
+def _context_of_thread() -> ir.Context:
+    if not hasattr(_contexts, "one"):
+        _contexts.one = _make_context()
+    return _contexts.one
+
+
+mlir.make_ir_context = _context_of_thread
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=examples(100))
 hypothesis.settings.register_profile(

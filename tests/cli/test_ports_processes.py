@@ -14,7 +14,7 @@ from pw.core.messages.roles import Role
 from tests.stages.cluster import authority
 from tests.stages.daemons import Program, start_module
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import socket, sys

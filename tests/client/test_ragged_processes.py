@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.processes
 
 CELLS, CAPACITY, WIDTH = 4, 64, 128
 STEPS, KILLED_AFTER = 10, 5

@@ -214,7 +214,6 @@ def test_a_job_trains(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_job_that_is_told_to_end_saves_and_begins_again(
     tmp_path: Path, slurm: dict[str, str]
 ) -> None:

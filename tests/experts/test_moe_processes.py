@@ -12,7 +12,7 @@ import pytest
 
 import pw
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.processes
 
 ROWS, WIDTH, EXPERTS, STEPS = 64, 8, 4, 8
 

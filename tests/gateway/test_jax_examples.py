@@ -63,7 +63,6 @@ def numbers(text: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:
     (shown,) = re.findall(r"^# (\(Array.*)$", (EXAMPLES / "paper.py").read_text(), re.M)
     assert on_a_cluster(tmp_path, ["paper.py"])["paper.py"] == shown + "\n"
@@ -71,7 +70,6 @@ def test_the_paper_s_program_prints_the_paper_s_values(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", TRAINING, ids=" ".join)
 def test_losses_are_those_of_plain_jax(tmp_path: Path, command: Sequence[str]) -> None:
     ours = on_a_cluster(tmp_path, command)[command[0]]
