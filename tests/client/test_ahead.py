@@ -141,7 +141,7 @@ def test_uploads_of_threads_are_posted_in_the_order_of_their_numbers(
     """A controller that hears of a later one first may take the earlier one for deleted."""
 
     later: list[Loop] = []
-    lock, is_blocked = runtime._lock, threading.Event()
+    lock, is_blocked = runtime.lock, threading.Event()
 
     class Lock:
         def __enter__(self) -> None:
@@ -158,7 +158,7 @@ def test_uploads_of_threads_are_posted_in_the_order_of_their_numbers(
             until(lambda: is_blocked.is_set() or later[0].error.done(), "a second upload")
         return client_id(client, serial)
 
-    monkeypatch.setattr(runtime, "_lock", Lock())
+    monkeypatch.setattr(runtime, "lock", Lock())
     monkeypatch.setattr("pw.client.connection.runtime.client_id", slowly)
     put(runtime, for_run=False)
     later[0].error.result(BOUND_S)

@@ -210,7 +210,7 @@ def test_a_signal_ends_the_wait_of_the_main_thread_alone(usual: list[int]) -> No
     other = threading.Thread(target=lambda: waits.append(noting.wait(poll, BOUND_S)))
 
     def interrupt_the_wait(main: int) -> None:
-        until(lambda: noting._is_waiting, "a main thread that waits")
+        until(lambda: noting.is_waiting, "a main thread that waits")
         signal.pthread_kill(main, signal.SIGUSR1)
 
     killer = threading.Thread(target=interrupt_the_wait, args=(threading.get_ident(),))
@@ -327,7 +327,7 @@ def test_what_the_loop_has_in_hand_is_handled_by_the_borrower(
     by: list[threading.Thread] = []
     settled: Future[None] = Future()
     settled.add_done_callback(lambda _: by.append(threading.current_thread()))
-    rest = driver._rest
+    rest = driver.rest
 
     def rest_with_work_in_hand() -> None:
         node.post("session", Await((), settled))
@@ -335,10 +335,10 @@ def test_what_the_loop_has_in_hand_is_handled_by_the_borrower(
 
     add_one(0)
     until(lambda: not driver.is_mine(), "a loop that goes on")
-    monkeypatch.setattr(driver, "_rest", rest_with_work_in_hand)
-    monkeypatch.setattr(driver, "_not_before_s", 0.0)
+    monkeypatch.setattr(driver, "rest", rest_with_work_in_hand)
+    monkeypatch.setattr(driver, "not_before_s", 0.0)
     monkeypatch.setattr(
-        driver, "_left_s", math.inf
+        driver, "left_s", math.inf
     )  # the wait before this one was short, and just now
     for bound in ("LONGEST_S", "ASKED_S"):
         monkeypatch.setattr(driving, bound, BOUND_S)

@@ -9,7 +9,7 @@ from tests.stages.programs import ROOT
 MOST = 59
 """Uses of private names of `pw` in tests."""
 OF_OTHERS = {"_exit", "_replace", "_current_frames", "_run_exitfuncs"}
-OF_OTHERS |= {"_src", "_to_xla_hlo_sharding", "_device_assignment"}
+OF_OTHERS |= {"_condition", "_src", "_to_xla_hlo_sharding", "_device_assignment"}
 """Names of the standard library and of JAX that `pw` uses, too."""
 NAME = r"_[A-Za-z]\w*[A-Za-z0-9]\b"
 USES = re.compile(rf'(?<!\bself)(?<!\bcls)\.({NAME})|setattr\([^,"]+, "({NAME})"')

@@ -379,7 +379,7 @@ def test_the_command_finds_the_least_that_fails(capsys: pytest.CaptureFixture[st
     install = MUTATIONS["lose-a-discard"].install
     assert not replay(0, PROFILES["slow"], trace=False, smallest=True, alter=install)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "--without latency_spike,slow_hosts,clock_skew" in last
+    assert "--without latency_spike,silences,slow_hosts,clock_skew" in last
     runs = int(last.split("--runs ")[1].split()[0])
     assert runs < 10
 

@@ -14,6 +14,7 @@ from pw.core.actors.actor import Actor, Env
 from pw.core.ids import Address
 from pw.core.messages import (
     PeerLost,
+    PeerSilent,
     Ready,
 )
 from pw.core.messages.roles import role_of
@@ -51,10 +52,15 @@ class Recorder(Actor):
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self.received: list[tuple[Address, object]] = []
+        self.silent: list[str] = []
+        """Peers that have fallen silent, which they do on a busy machine."""
         self.turns: list[int] = []
         self.react: Callable[[Address, Any], None] = lambda sender, message: None
 
     def receive(self, sender: Address, message: object) -> None:
+        if isinstance(message, PeerSilent):
+            self.silent.append(message.node)
+            return
         self.received.append((sender, message))
         self.react(sender, message)
 

@@ -114,7 +114,7 @@ def test_a_stopped_process_is_slow_and_not_lost(sockets: Cluster, is_full: bool)
         sockets.until(lambda: numbers(a) == [-1])
         child.send_signal(signal.SIGSTOP)
         link = network.links["b"]
-        sockets.until(lambda: a.of(msg.PeerSilent))
+        sockets.until(lambda: a.silent)
         sent = [-1]
         while is_full and not link.out.is_waiting:
             sent.append(len(sent))

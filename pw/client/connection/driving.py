@@ -82,9 +82,10 @@ class Driver:
         self._is_wanted = False
         self._borrower = 0
         self._since_s = 0.0
-        self._left_s = -1.0
+        self.left_s = -1.0
         """When the last short wait was over."""
-        self._not_before_s = 0.0
+        self.not_before_s = 0.0
+        """No thread gets the loop before."""
         self._pause_s = PAUSE_S
         self._signals = Signals()
         self._main = threading.main_thread().ident
@@ -115,7 +116,7 @@ class Driver:
                 future.exception(LONGEST_S)
         now_s = time.monotonic()
         if now_s - began_s < LONGEST_S:
-            self._left_s = now_s
+            self.left_s = now_s
             if self._pause_s > PAUSE_S:
                 self._pause_s /= 2
 
@@ -133,9 +134,7 @@ class Driver:
     def _may_borrow(self, now_s: float) -> bool:
         if self._borrower:
             return self.is_mine()
-        return (
-            not self._is_closed and now_s >= self._not_before_s and now_s - self._left_s <= AWAY_S
-        )
+        return not self._is_closed and now_s >= self.not_before_s and now_s - self.left_s <= AWAY_S
 
     def _borrow(self, now_s: float) -> bool:
         """Have the loop rest; return whether it does, with the lock."""
@@ -144,7 +143,7 @@ class Driver:
         if self._borrower:
             return False
         self._borrower, self._is_wanted = threading.get_ident(), False
-        self._loop.call_soon_threadsafe(self._rest)
+        self._loop.call_soon_threadsafe(self.rest)
         if not self._rested.acquire(timeout=ASKED_S):
             self._pause(now_s)
             with self._lock:
@@ -155,7 +154,7 @@ class Driver:
         return self._begin()
 
     def _pause(self, now_s: float) -> None:
-        self._not_before_s = now_s + self._pause_s
+        self.not_before_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _begin(self) -> bool:
@@ -225,7 +224,7 @@ class Driver:
 
     # --- the loop's thread ---------------------------------------------------------------------------
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Do nothing while a thread has the loop; a callback of the loop."""
         with self._lock:
             if not self._borrower or self._is_wanted or self._is_closed:
@@ -238,7 +237,7 @@ class Driver:
             self._sleep.acquire(timeout=AWAY_S)
             if not self._lock.acquire(blocking=False):
                 continue
-            if self._is_wanted or time.monotonic() - self._left_s > AWAY_S:
+            if self._is_wanted or time.monotonic() - self.left_s > AWAY_S:
                 break
             self._lock.release()
         self._is_resting, self._borrower, self._loop.wanted = False, 0, None

@@ -85,16 +85,17 @@ class Runtime:
         name: str = "",
     ) -> None:
         self._output = WorkerOutput() if is_wanted(worker_output) else None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by a call while it takes numbers and posts messages."""
         self._serial = 0
-        self._run_credits = RunCredits(self._lock)
+        self._run_credits = RunCredits(self.lock)
         self.grant = self._run_credits.grant
         self._is_calling = False
         """A run gets its number, and is not posted yet."""
         self.programs = Programs()
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
-        self.handovers = Handovers(self._lock, self._ids, self._tell)
+        self.handovers = Handovers(self.lock, self._ids, self._tell)
         self.noted_in: tuple[dict[int, float], ...] = ()
         """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
         self._habits = Habits()
@@ -113,7 +114,7 @@ class Runtime:
             self.thread,
             self.ask,
             self._run_credits,
-            self._lock,
+            self.lock,
             self._habits,
             (lambda: None) if self._output is None else self._output.flush,
         )
@@ -207,7 +208,7 @@ class Runtime:
             self._wait_until(self._run_credits.has_no_effects, "Python functions on hosts to end")
             self.ask.wait_until_saved()
         closed: Future[tuple[msg.RunFailed, ...]] = Future()
-        with self._lock:
+        with self.lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -233,7 +234,7 @@ class Runtime:
 
     def _post(self, note: object) -> None:
         """Hand a note to the session; `close` settles all notes posted before it."""
-        with self._lock:
+        with self.lock:
             self.check_alive()
             self.thread.post(note)
 
@@ -243,7 +244,7 @@ class Runtime:
 
     def session_ended(self, error: Error) -> None:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
-        with self._lock:
+        with self.lock:
             if self._closing is None:
                 how = " with other credentials" if isinstance(error, AccessRefused) else ""
                 words = f"{error}. This session is over; pw.connect(){how} begins another"
@@ -274,7 +275,7 @@ class Runtime:
         return self._ids(1)[0]
 
     def _ids(self, count: int) -> Sequence[int]:
-        with self._lock:
+        with self.lock:
             # A signal handler can run between two calls, but not between these lines.
             given = self._serial
             self._serial = given + count
@@ -329,7 +330,7 @@ class Runtime:
             check_size(body, artifacts)
         number = self._id()
         python = {each.placement.slice for each in program.computations if each.traits.is_python}
-        with self._lock:
+        with self.lock:
             self.check_alive()
             new = self.programs.unsent(artifacts)
             self.thread.post(Tell(msg.RegisterProgram(number, body, new)))
@@ -358,7 +359,7 @@ class Runtime:
         if len(args) > MANY_ARGUMENTS and self.thread.has_frames:
             check_arguments(args)
         self._released.make_room()
-        with self._lock:
+        with self.lock:
             if self._closing is not None:
                 self.check_alive()
             if not self._run_credits.has_credit():
@@ -388,14 +389,14 @@ class Runtime:
 
     def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, from any thread, when another run may be sent or the session has ended."""
-        with self._lock:
+        with self.lock:
             self._run_credits.when_credit(call)
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait, without the lock, until runs that end have made `condition` true."""
 
         def holds(timeout_s: float | None) -> bool:
-            with self._lock:
+            with self.lock:
                 return self._run_credits.changed.wait_for(condition, timeout_s)
 
         patiently(holds, partial(self.ask.about, what))
@@ -423,7 +424,7 @@ class Runtime:
             self._habits.uploading(value, spec)
         if _mutable(value):
             value = value.copy()
-        with self._lock:  # so that what is posted first has the smaller number
+        with self.lock:  # so that what is posted first has the smaller number
             array = self._id()
             self._post(Put(array, spec, value, keep))
         return array
@@ -431,7 +432,7 @@ class Runtime:
     def _count_upload(self, size_bytes: int) -> None:
         credits = self._run_credits
         while True:
-            with self._lock:
+            with self.lock:
                 self.check_alive()
                 if credits.has_room():
                     credits.uploaded(size_bytes)
@@ -441,7 +442,7 @@ class Runtime:
 
     def load(self, source: msg.FileSource, spec: ArraySpec) -> int:
         """Have the hosts of `spec` read an array from disk; returns its id at once."""
-        with self._lock:
+        with self.lock:
             array = self._id()
             self._post(Tell(msg.CreateArray(array, spec, source=source)))
         return array

@@ -28,7 +28,7 @@ class Signals:
     """Keeps handlers of signals from raising in the middle of a turn of the main thread."""
 
     def __init__(self) -> None:
-        self._is_waiting = False
+        self.is_waiting = False
         """The main thread only waits, so a signal may end that."""
         self._noted: dict[int, FrameType | None] = {}
         self._note = self._came
@@ -43,16 +43,16 @@ class Signals:
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self._noted[number] = frame
-        if self._is_waiting:
-            self._is_waiting = False
+        if self.is_waiting:
+            self.is_waiting = False
             raise _SignalCame
 
     def wait(self, poll: select.poll, timeout_s: float) -> list[tuple[int, int]] | None:
         """Wait for descriptors; None if a signal has come to this thread, whose handler `end` calls."""
         try:
-            self._is_waiting = threading.get_ident() == threading.main_thread().ident
+            self.is_waiting = threading.get_ident() == threading.main_thread().ident
             ready = poll.poll(timeout_s * 1e3)
-            self._is_waiting = False
+            self.is_waiting = False
         except _SignalCame:
             return None
         return ready

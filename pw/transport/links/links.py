@@ -96,8 +96,8 @@ class Links:
         self._access = access
         self._clock = clock
         self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
-        self._patience_s = max(patience_s, lease_s)
+        self.lease_s = lease_s
+        self.patience_s = max(patience_s, lease_s)
         self._connect_s = connect_s
         self._absent_s = absent_s
         self._warnings = Warnings(self.name)
@@ -463,7 +463,7 @@ class Links:
             absent_s = self._absent_s if link.node == CONTROLLER else math.inf
             reason = link.unreached(now_s, self._connect_s, absent_s)
         else:
-            reason = link.complaint(now_s, self._lease_s, self._patience_s)
+            reason = link.complaint(now_s, self.lease_s, self.patience_s)
         if reason:
             self._lose(link, reason, msg.Goodbye())
             return

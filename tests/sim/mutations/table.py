@@ -165,13 +165,13 @@ row("lose-leave", drop(m.LeaveIsland), seen("crashes", 31, "liveness"))
 # The controller takes a client that is stopped for dead, though its machine answers.
 row(
     "silence-is-death",
-    put("node.network._patience_s", 5.0),
+    put("node.network.patience_s", 5.0),
     seen("calm", 8, "alive and given up"),
 )
 # It goes on to wait for a client whose machine is gone.
 row(
     "gone-clients-stay",
-    put("node.network._lease_s", math.inf),
+    put("node.network.lease_s", math.inf),
     seen("clients", 0, "gone and kept"),
 )
 
