@@ -204,6 +204,12 @@ def test_each_end_of_the_window_has_a_lock_file() -> None:
         assert numbers == sorted(numbers)
 
 
+def test_the_files_of_the_sample_exist() -> None:
+    names = (ROOT / "tests" / "other_jax.txt").read_text().split()
+    assert names
+    assert not [name for name in names if not (ROOT / name).is_file()]
+
+
 def test_the_other_project_called_pw_is_noticed(tmp_path: Path) -> None:
     path = dist_info(tmp_path / "other", "pw", "0.14.1")
     script = "import pw; pw.jit; pw.put"
