@@ -62,7 +62,10 @@ class Faults:
 
     def _note(self, fault: str, *nodes: str) -> None:
         self._world.ledger.note(fault, *nodes)
-        self._world.trace.add((self._world.now_s, "FAULT", None, f"{fault}: {', '.join(nodes)}"))
+        self._trace(f"{fault}: {', '.join(nodes)}")
+
+    def _trace(self, what: str) -> None:
+        self._world.trace.add((self._world.now_s, "FAULT", None, what))
 
     # --- faults --------------------------------------------------------------------------------------
 
@@ -110,12 +113,12 @@ class Faults:
         length_s = random.choice((2.0, 6.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
         if role_of(node.name) is Role.WORKER:
             length_s = min(length_s, 1.0)
+        elif node.name == CONTROLLER:
+            length_s = min(length_s, 30.0)  # it counts its own silence when it waits for devices
         if node.paused:
             return
         self._world.ledger.injected["silence"] += 1
-        self._world.trace.add(
-            (self._world.now_s, "FAULT", None, f"silence: {node.name} for {length_s:.1f} s")
-        )
+        self._trace(f"silence: {node.name} for {length_s:.1f} s")
         self._stop(node, length_s)
 
     def _stop(self, node: SimProcess, length_s: float) -> None:

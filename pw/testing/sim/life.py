@@ -245,8 +245,11 @@ class Life:
         """Check that a fault excuses the end of the session."""
         if not isinstance(error, Error):
             raise Violation("errors are typed", f"{self.name}: {error!r}")
-        is_alone = self.attached is None and self.world.ledger.injected["controller killed"]
-        if not is_alone and not self.world.ledger.touched((self.name, CONTROLLER)):
+        world = self.world
+        controller = world.nodes.get(CONTROLLER)
+        is_unanswered = world.ledger.injected["controller killed"] or (controller and controller.paused)
+        is_alone = self.attached is None and is_unanswered
+        if not is_alone and not world.ledger.touched((self.name, CONTROLLER)):
             raise Violation("sessions last", f"{self.name} was cut off: {error}")
         if not self.closing:
             self.closing = True
