@@ -247,7 +247,9 @@ class Life:
             raise Violation("errors are typed", f"{self.name}: {error!r}")
         world = self.world
         controller = world.nodes.get(CONTROLLER)
-        is_unanswered = world.ledger.injected["controller killed"] or (controller and controller.paused)
+        is_unanswered = world.ledger.injected["controller killed"] or (
+            controller and controller.paused
+        )
         is_alone = self.attached is None and is_unanswered
         if not is_alone and not world.ledger.touched((self.name, CONTROLLER)):
             raise Violation("sessions last", f"{self.name} was cut off: {error}")
