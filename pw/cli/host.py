@@ -32,10 +32,10 @@ from pw.cli.process import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_UNAVAILABLE,
-    SILENT_HEARTBEATS,
     Daemon,
     configure_logging,
     fail,
+    longest_silence_s,
     size_of,
 )
 from pw.cli.streams import take_output
@@ -223,7 +223,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
             heartbeat_s=options.heartbeat,
             lease_s=options.lease,
             patience_s=options.client_timeout,
-            own_silence_s=SILENT_HEARTBEATS * options.heartbeat,
+            own_silence_s=longest_silence_s(options.heartbeat),
             connect_s=options.connect_timeout,
             credentials=security.credentials,
             insecure=security.insecure,

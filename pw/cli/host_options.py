@@ -91,7 +91,8 @@ class HostOptions:
         float,
         typer.Option(
             min=LEAST_HEARTBEAT_S,
-            help="Seconds between heartbeats; a host that misses three of them counts as lost.",
+            help="Seconds between heartbeats. A host is lost if its machine does not answer three of them, "
+            "and if it says nothing for 10 s, or for three of them.",
         ),
     ] = 1.0
     lease: Annotated[

@@ -108,8 +108,9 @@ TWO_WAYS = (
 )
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
-SILENT_HEARTBEATS = 3
-"""A host is lost after so many missing heartbeats."""
+LEAST_SILENCE_S = 10.0
+"""A runtime that is silent for so long hangs; on a busy machine it may wait for a processor for seconds."""
+_SILENT_HEARTBEATS = 3
 LEAST_LEASE_S = 3.0
 """Peers send a heartbeat a second, and a busy machine may miss one or two."""
 ClientTimeout = Annotated[
@@ -276,6 +277,11 @@ def fail(program: str, message: str) -> None:
 
 LEFT_S = 2.0
 """How long a process whose parent was killed waits for all others to leave their directory."""
+
+
+def longest_silence_s(heartbeat_s: float) -> float:
+    """Return how long a runtime may say nothing, in seconds, before it counts as hung."""
+    return max(LEAST_SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s)
 
 
 class Daemon:

@@ -41,8 +41,8 @@ from pw.cli.process import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_UNAVAILABLE,
-    SILENT_HEARTBEATS,
     fail,
+    longest_silence_s,
 )
 from pw.cli.supervision import ChildLink, Parcel, SupervisorLink, ToSupervisor, Watch
 from pw.processes.channel import Channel
@@ -52,8 +52,6 @@ from pw.transport.log import log
 
 RUNTIME = "pw.cli.host"
 STOP_S = 1.5
-LEAST_SILENCE_S = 3.0
-"""Shortest silence after which a child is killed: a busy machine may delay a beat or two."""
 CRASHES = 10
 WITHIN_S = 600.0
 LONGEST_PAUSE_S = 2.0
@@ -79,7 +77,7 @@ class Supervisor:
         self._name, self._heartbeat_s = self._options.name, self._options.heartbeat
         self._drained_by_s: float | None = None
         """When this process ends at the latest; None until it is told to."""
-        self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * self._heartbeat_s)
+        self._silence_s = longest_silence_s(self._heartbeat_s)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

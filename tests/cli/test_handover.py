@@ -523,7 +523,7 @@ def test_a_child_that_was_stopped_is_killed_and_replaced(supervised: Supervised)
     assert found == {"1": [4]}
     assert third in program.family()
     assert program.family().isdisjoint({first, second})
-    words = rf"runtime is stuck and is killed node=\S+ process={second} silence_s=3.0"
+    words = rf"runtime is stuck and is killed node=\S+ process={second} silence_s=10.0"
     assert len([line for line in program.err.splitlines() if "stuck" in line]) == 1
     assert re.search(words, program.err)
     assert first != second != third

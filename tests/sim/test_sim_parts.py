@@ -188,7 +188,7 @@ def test_a_machine_that_dies_is_noticed_by_its_silence() -> None:
     stage.run(2.0)
     assert not stage.right.lost
     stage.run(4.0)
-    assert stage.right.lost == [("a", "silent for 3 s")]
+    assert stage.right.lost == [("a", "unanswered for 3 s")]
 
 
 def test_a_peer_that_is_not_there_is_lost_in_time() -> None:

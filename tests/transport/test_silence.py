@@ -64,6 +64,7 @@ class Scripted(Connection):
         (2.0, 3.0, Scripted(), ""),
         (4.0, 3.0, Scripted(), "silent for 3 s"),
         (4.0, 3.0, Scripted(unread=True), ""),
+        (11.0, 30.0, Scripted(10.5), "unanswered for 10 s"),
     ],
 )
 def test_why_a_silent_peer_is_lost(

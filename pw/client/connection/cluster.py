@@ -107,7 +107,8 @@ class LocalCluster:
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a client keeps what it owns after its machine has ceased to answer, in seconds.
         client_timeout_s: how long a silent client keeps it while its machine answers, in seconds.
-        heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
+        heartbeat_s: the interval of a worker's heartbeats. It is lost if its machine does not answer three of
+            them, and if it says nothing for 10 s, or for three of them.
         allow_python: let the workers run `pw.host_function`s.
         compile_cache: a folder for compiled computations, which workers share, also with later clusters; by
             default `~/.cache/pw/executables`. With `""` nothing is kept.

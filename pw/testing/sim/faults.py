@@ -22,7 +22,7 @@ from pw.testing.sim.trespasses import Trespasses
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import SimProcess
 
-WATCHDOG_S = 3.0
+WATCHDOG_S = 10.0
 """When a supervisor kills a runtime that does not answer."""
 
 
@@ -112,7 +112,7 @@ class Faults:
         node = self._world.nodes[random.choice(names)]
         length_s = random.choice((2.0, 6.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
         if role_of(node.name) is Role.WORKER:
-            length_s = min(length_s, 1.0)
+            length_s = min(length_s, 6.0)
         elif node.name == CONTROLLER:
             length_s = min(length_s, 30.0)  # it counts its own silence when it waits for devices
         if node.paused:

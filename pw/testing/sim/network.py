@@ -26,7 +26,7 @@ from pw.transport.links.links import UNNUMBERED, LastWord, Links
 
 CONNECT_S = 8.0
 HEARTBEAT_S = 1.0
-HOST_SILENCE_S = 3.0
+HOST_SILENCE_S = 10.0
 LEASE_S = 10.0
 LATENCY_S = 60e-6
 RETRY_S = 0.1

@@ -15,6 +15,8 @@ SILENCES = ("silent", "unanswered")
 """How the reasons begin for which a link ends because nothing comes."""
 KEPT_S = 20.0
 """A peer that is gone is lost within twice the lease."""
+HOST_KEPT_S = 6.0
+"""A host whose machine is gone is lost within twice three heartbeats."""
 _SLACK_S = 3.0
 """Probes and ticks are a heartbeat apart, and a peer is looked at twice."""
 
@@ -47,6 +49,7 @@ def check_kept(here: SimProcess, link: Link) -> None:
     if cut_off_s is None:
         return
     world.checked["gone and kept"] += 1
-    if world.now_s - max(cut_off_s, here.paused_until_s) > KEPT_S + _SLACK_S:
+    kept_s = HOST_KEPT_S if role_of(link.node) is Role.WORKER else KEPT_S
+    if world.now_s - max(cut_off_s, here.paused_until_s) > kept_s + _SLACK_S:
         words = f"{here.name} keeps {link.node}, of which it is cut off since {cut_off_s:.1f} s"
         raise Violation("gone and kept", words)

@@ -184,17 +184,16 @@ class Link:
     def complaint(self, now_s: float, lease_s: float, patience_s: float) -> str:
         """Why an open link is lost: the peer is silent for too long, also after a read; else empty.
 
-        A peer that has named no silence of its own has `patience_s` while its machine answers, else `lease_s`.
+        A peer has `patience_s`, or the silence that it has named, while its machine answers, else `lease_s`.
         """
-        bound_s = self.silence_s or lease_s
+        patience_s = self.silence_s or patience_s
+        bound_s = min(lease_s, patience_s)
         if now_s - self.last_heard_s <= bound_s:
             return ""
         unread = self.source is not None and self.source.receive()
         silent_s = now_s - self.last_heard_s
         if unread or silent_s <= bound_s:
             return ""
-        if self.silence_s:
-            return f"silent for {self.silence_s:g} s"
         if self.out.unanswered_s > lease_s:
             return f"unanswered for {lease_s:g} s"
         if silent_s > patience_s:

@@ -53,6 +53,8 @@ LOOKS = 128
 
 QUIET_HEARTBEATS = 2
 """A peer of which nothing has come for so many heartbeats is silent."""
+DEAD_HEARTBEATS = 3
+"""A host whose machine has acknowledged nothing for so many heartbeats is lost: its gang waits for it."""
 
 LastWord = msg.Goodbye | msg.Refused | None
 _LINK_KINDS = frozenset((msg.Hello, msg.Refused, msg.Heartbeat, msg.Goodbye))
@@ -463,7 +465,9 @@ class Links:
             absent_s = self._absent_s if link.node == CONTROLLER else math.inf
             reason = link.unreached(now_s, self._connect_s, absent_s)
         else:
-            reason = link.complaint(now_s, self.lease_s, self.patience_s)
+            quick_s = DEAD_HEARTBEATS * self._heartbeat_s if link.silence_s else math.inf
+            lease_s = min(self.lease_s, quick_s)
+            reason = link.complaint(now_s, lease_s, self.patience_s)
         if reason:
             self._lose(link, reason, msg.Goodbye())
             return
