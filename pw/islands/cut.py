@@ -10,8 +10,8 @@ from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
 from pw.islands.division import Divided, divide
-from pw.islands.errors import UncountedLoop
-from pw.islands.flat import bytes_of, entry, returned, walk
+from pw.islands.errors import CannotCut, UncountedLoop, cannot
+from pw.islands.flat import bytes_of, entry, is_call, is_token, returned, walk, walk_called
 from pw.islands.loops import is_counted
 from pw.islands.plan import Plan
 from pw.islands.planning import plan
@@ -42,12 +42,22 @@ def cut(
     Raises:
         CannotCut: with the reason.
     """
-    text = module.operation.get_asm(binary=True)
 
-    divided = divide(module, assignment.partitions, options)
-    results = divided.results
+    def planned(*, afresh: bool = False) -> Plan:
+        nonlocal results
+        divided = divide(module, assignment.partitions, options, afresh=afresh)
+        results = divided.results
+        try:
+            return plan(divided, assignment, sides(divided), name, donated)
+        except CannotCut as error:
+            if error.where and divided.is_of_other:
+                return planned(afresh=True)  # which raises it again, with the script's own line
+            raise
+
+    text = module.operation.get_asm(binary=True)
+    results: tuple[str, ...] = ()
     try:
-        return plan(divided, assignment, sides(divided), name, donated)
+        return planned()
     except UncountedLoop as error:
         module = ir.Module.parse(text, module.context)
         loops = _made_whole(module)
@@ -62,8 +72,7 @@ def cut(
             RuntimeWarning,
             stacklevel=2,
         )
-        divided = divide(module, assignment.partitions, options)
-        return plan(divided, assignment, sides(divided), name, donated)
+        return planned()
 
 
 def _keep_results(module: Any, results: Sequence[str]) -> None:
@@ -95,6 +104,8 @@ def _made_whole(module: Any) -> list[Any]:
             if one.name == "stablehlo.while" and not is_counted(one):
                 loops.append(one)
     for loop in loops:
+        for one in filter(is_call, walk_called(loop, module)):
+            _call_on_each(one, mesh)
         for at, value in enumerate(list(loop.operands)):
             loop.operands[at] = _whole(value, mesh, ir.InsertionPoint(loop), loop)
         for result in loop.results:
@@ -107,10 +118,34 @@ def _made_whole(module: Any) -> list[Any]:
     return loops
 
 
+def _call_on_each(call: Any, mesh: str) -> None:
+    """Let each device call a function of the script for itself, if it makes values; in place.
+
+    Raises:
+        CannotCut: the function has effects, so it may be called only once.
+    """
+    if not [value for value in call.results if not is_token(value)]:
+        return
+    if (effect := call.attributes.get("has_side_effect")) and ir.BoolAttr(effect).value:
+        cannot(
+            "a loop that runs whole on each device, because its values decide how often it runs, calls a "
+            "function with effects (io_callback) and uses what it returns. Use jax.pure_callback, or a loop "
+            "with a known number of iterations",
+            call,
+        )
+    each = ", ".join(f"<{_everywhere(value, mesh)}>" for value in call.results)
+    call.attributes["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding_per_value<[{each}]>")
+
+
+def _everywhere(value: Any, mesh: str) -> str:
+    """Return in words that each device has the whole of a value."""
+    dimensions = ", ".join("{}" for _ in ir.RankedTensorType(value.type).shape)
+    return f"@{mesh}, [{dimensions}]"
+
+
 def _whole(value: Any, mesh: str, point: Any, loop: Any) -> Any:
     """Return a value that each device has whole."""
-    dimensions = ", ".join("{}" for _ in ir.RankedTensorType(value.type).shape)
-    sharding = ir.Attribute.parse(f"#sdy.sharding<@{mesh}, [{dimensions}]>")
+    sharding = ir.Attribute.parse(f"#sdy.sharding<{_everywhere(value, mesh)}>")
     made = ir.Operation.create(
         "sdy.sharding_constraint",
         [value.type],

@@ -19,6 +19,7 @@ from pw.islands.collectives import exchange_of, together
 from pw.islands.exchanges import Exchange
 from pw.islands.flat import bytes_of, calls, element_of, entry, operations_of, returned, used_by
 from pw.islands.labels import LabelsOf
+from pw.islands.loops import iterations
 from pw.islands.partial_sums import Sum, Sums
 from pw.islands.sums import Bucket
 
@@ -74,6 +75,23 @@ class Opened:
         self.kept = [value == argument for value, argument in carried]
         """Which of the values that it carries stay as they are."""
 
+    @property
+    def ends(self) -> Any:
+        """The result that is there when all calls of the script in the loop have ended; None without calls."""
+        if not calls(self.operation):
+            return None
+        counter = iterations(self.operation)[1].at
+        body = returned(entry(self.operation, 1))
+        last = _last(
+            [None if kept or at == counter else body[at] for at, kept in enumerate(self.kept)]
+        )
+        return None if last is None else self.operation.results[body.index(last)]
+
+
+def _last(values: Sequence[Any]) -> Any:
+    """Return the result that the last piece makes if it calls the script; of these, where not None."""
+    return min((value for value in values if value is not None), key=bytes_of, default=None)
+
 
 class Cut:
     """The steps of a block, in an order in which they can run.
@@ -114,7 +132,7 @@ class Cut:
         self._kept = frozenset(kept)
         self._outside = {one.operation for one in self.exchange_of.values()} | set(self._opened)
         """Operations that no piece has."""
-        self._calling = {one for one in self._operations if calls(one)}
+        self._calling = {one for one in self._operations if calls(one) and one not in self._opened}
         """Operations that call the script: nothing else is in their pieces, so that no device waits for one
         whose call fails."""
         self._cheap: set[Any] = set()
@@ -290,8 +308,13 @@ class Cut:
         arguments = set(self.arguments)
         calling = any(map(calls, pieces[-1].operations))
         # The function has ended when its results are there: so the last piece has one if it calls the client.
-        made = [value for at, value in enumerate(self.results) if at not in self._kept]
-        last = min(made, key=bytes_of) if made and calling else None
+        made = [None if at in self._kept else value for at, value in enumerate(self.results)]
+        last = _last(made) if calling else None
+        ends = [
+            one.ends
+            for one in self.steps[: self.steps.index(pieces[-1])]
+            if isinstance(one, Opened)
+        ]
         for at, value in enumerate(self.results):
             if at in self._kept:
                 continue
@@ -306,7 +329,8 @@ class Cut:
         for piece in pieces:
             inputs: dict[Any, None] = {}
             takes: dict[Exchange, None] = {}
-            for value in self._used_in(piece):
+            ended = [value for value in ends if value is not None] if piece is pieces[-1] else []
+            for value in (*self._used_in(piece), *ended):
                 exchange = self.exchange_of.get(value)
                 if exchange is not None:
                     takes[exchange] = None

@@ -31,7 +31,7 @@ from pw.processes.kept_files import KeptFiles, cache_folder
 LIMIT_BYTES = 256 << 20
 """A larger folder of divided modules loses those that were used longest ago."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Grows when a file holds something else."""
 _AFTER = "after_spmd-partitioning"
 _STOP = "pw_stop"
@@ -47,10 +47,17 @@ class Divided(NamedTuple):
     arguments: tuple[str, ...]
     """The HLO sharding of each argument, in XLA's words."""
     results: tuple[str, ...]
+    is_of_other: bool = False
+    """Whether it was divided for an equal module with other locations, which it has."""
 
 
 def divide(
-    module: Any, devices: int, options: bytes = b"", files: Divisions | None = None
+    module: Any,
+    devices: int,
+    options: bytes = b"",
+    files: Divisions | None = None,
+    *,
+    afresh: bool = False,
 ) -> Divided:
     """Divide a module over so many devices, as its shardings say.
 
@@ -59,11 +66,12 @@ def divide(
         devices: its partitions.
         options: a serialized `xla.CompileOptionsProto`; without it, what JAX chooses.
         files: what was divided before; the user's, if not given.
+        afresh: divide it also if it was divided before.
 
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
     """
-    return (files or _files()).divide(module, devices, options)
+    return (files or _files()).divide(module, devices, options, afresh=afresh)
 
 
 def _divided(module: Any, devices: int, options: bytes) -> bytes:
@@ -152,13 +160,14 @@ def _return(main: Any, values: Sequence[Any]) -> None:
         main.attributes["res_attrs"] = ir.ArrayAttr.get(every)
 
 
-def _read(local: bytes, context: Any) -> Divided:
+def _read(local: bytes, context: Any, *, is_of_other: bool) -> Divided:
     made = ir.Module.parse(local, context)
     attributes = made.operation.attributes
     of_parameters = "mhlo.spmd_parameters_shardings"
     listed = ir.ArrayAttr(attributes[of_parameters]) if of_parameters in attributes else ()
     arguments = tuple(ir.StringAttr(one).value for one in listed)
-    return Divided(made, arguments, _each(ir.StringAttr(attributes[_RESULTS]).value))
+    results = _each(ir.StringAttr(attributes[_RESULTS]).value)
+    return Divided(made, arguments, results, is_of_other)
 
 
 class Divisions(KeptFiles):
@@ -168,15 +177,17 @@ class Divisions(KeptFiles):
         advice = "give the folder to this user alone (chown, chmod -R go-w), or set XDG_CACHE_HOME"
         super().__init__(folder, LIMIT_BYTES, "divided functions", advice)
 
-    def divide(self, module: Any, devices: int, options: bytes) -> Divided:
+    def divide(self, module: Any, devices: int, options: bytes, *, afresh: bool = False) -> Divided:
         """Return what `divide` does."""
         text = module.operation.get_asm(enable_debug_info=False)
         key = hashlib.sha256(f"{devices} {text}".encode() + options).digest()
-        local = self.load_with(key, bytes)
-        if local is None:
-            local = made = _divided(module, devices, options)
+        located = hashlib.sha256(mlir.module_to_bytecode(module)).digest()
+        kept = None if afresh else self.load_with(key, bytes)
+        if kept is None:
+            kept = made = located + _divided(module, devices, options)
             self.save_with(key, lambda: made)
-        return _read(local, module.context)
+        size = len(located)
+        return _read(kept[size:], module.context, is_of_other=kept[:size] != located)
 
     def _made_by(self) -> bytes:
         return f"{_FORMAT} {jaxlib.version.__version__}".encode()

@@ -22,16 +22,12 @@ _DROPPED = ("result_layout", "xla_shape", "mhlo.sharding", _OPTIONS)
 
 def flatten(module: Any) -> Any:
     """Put the bodies of called functions in place of the calls; in place. Returns the operation of `main`."""
-    functions = {
-        ir.StringAttr(one.operation.attributes["sym_name"]).value: one.operation
-        for one in module.body.operations
-        if one.operation.name == "func.func"
-    }
+    functions = _functions(module)
     main = functions.pop("main")
     calls = [one for one in walk(main) if one.name in _CALLS]
     while calls:
         call = calls.pop()
-        callee = functions[ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value]
+        callee = functions[_callee(call)]
         body = entry(callee)
         given = dict(zip(body.arguments, call.operands, strict=True))
         before = ir.InsertionPoint(call)
@@ -66,6 +62,19 @@ def flatten(module: Any) -> Any:
             if name in one.attributes and not is_option:
                 del one.attributes[name]
     return main
+
+
+def _functions(module: Any) -> dict[str, Any]:
+    """Return the functions of a module by their names."""
+    return {
+        ir.StringAttr(one.operation.attributes["sym_name"]).value: one.operation
+        for one in module.body.operations
+        if one.operation.name == "func.func"
+    }
+
+
+def _callee(call: Any) -> str:
+    return str(ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value)
 
 
 def _without_tuple(call: Any) -> Any:
@@ -123,6 +132,17 @@ def walk(operation: Any) -> Iterator[Any]:
             for inner in list(block.operations):
                 yield inner.operation
                 yield from walk(inner.operation)
+
+
+def walk_called(operation: Any, module: Any) -> Iterator[Any]:
+    """Yield all operations inside of `operation`, and those of the functions that it calls, each once."""
+    functions = _functions(module)
+    pending = [operation]
+    while pending:
+        for one in walk(pending.pop()):
+            yield one
+            if one.name in _CALLS and (called := functions.pop(_callee(one), None)) is not None:
+                pending.append(called)
 
 
 def is_call(operation: Any) -> bool:

@@ -14,6 +14,7 @@ from pw.islands.flat import (
     calls,
     element_of,
     entry,
+    is_call,
     is_token,
     operations_of,
     replace_operands,
@@ -145,9 +146,10 @@ def _only_in(one: Any, branches: Any, at: int, point: Any) -> None:
     """Let a call of a branch happen only if the branch is taken."""
     if one.name != "stablehlo.if":
         cannot(
-            "a branch that needs values of other islands calls a function of the script on each device, or in "
-            "a loop; call it outside of the branch",
-            one,
+            "a function of the script (as of jax.debug.print or io_callback) is called in a loop, or on each "
+            "device, inside of a branch (as of jax.lax.cond) that needs values of other islands. Call it "
+            "outside of the branch",
+            next(filter(is_call, (one, *walk(one)))),
         )
     (chosen,) = branches.operands
     before = ir.InsertionPoint(one)

@@ -19,7 +19,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from pw.islands.assignment import Assignment
-from pw.islands.flat import element_of, elements_of, entry, returned
+from pw.islands.flat import element_of, elements_of, entry, returned, used_by
 from pw.islands.groups import REDUCE, Aligned, Groups, aligned, groups_of, is_crossing
 from pw.islands.labels import LabelsOf
 from pw.islands.reductions import part_of_islands
@@ -216,7 +216,7 @@ class Sums:
             self._flags[operation.results[at]] = flag
 
     def _choice(self, operation: Any, is_inside: bool) -> None:
-        for value in operation.operands:
+        for value in used_by(operation):  # branches have no sums inside
             self._whole(value, is_inside)
         ends: list[list[Flag]] = []
         for at in range(len(operation.regions)):

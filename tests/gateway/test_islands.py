@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.gateway import calling_functions
 from tests.gateway.gateway_cases import (
     Case,
     Devices,
@@ -339,6 +341,17 @@ def test_functions_of_the_script_are_called_once() -> None:
         str([float(at) for at in range(16)]),
         "[4.0, 8.0, 12.0]",
     ]
+
+
+def test_functions_of_the_script_are_called_wherever_they_stand() -> None:
+    """In loops, branches and maps, with elements and slices: values and calls are those of plain JAX."""
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "4", "PW_ISLANDS": "2"}
+    arguments = ["-m", calling_functions.__name__]
+    ran = run_python(arguments, environment=without_address() | variables, timeout_s=60.0)
+    assert ran.returncode == 0, ran.stderr
+    over_islands = [json.loads(line) for line in ran.stdout.splitlines()]
+    for ours, theirs in zip(over_islands, calling_functions.run(jax.devices()[:4]), strict=True):
+        assert ours == json.loads(json.dumps(theirs))
 
 
 RAISING = """

@@ -13,12 +13,16 @@ from jax._src.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pw.islands import division
 from pw.islands.assignment import Assignment
+from pw.islands.cut import cut
 from pw.islands.division import Divisions, divide
 from pw.islands.errors import CannotCut
 from pw.islands.flat import entry, flatten, returned
 from pw.islands.groups import aligned
 from pw.islands.labels import LabelsOf, labels_of
+from pw.islands.plan import Lies
+from pw.islands.writing import Sides
 
 DEVICES = 8
 
@@ -87,3 +91,36 @@ def test_groups_that_lie_the_same_way_on_all_islands() -> None:
     assert other is not None
     assert other.order[0][:3] == ((0, 0), (1, 0), (0, 1))
     assert aligned(((0, 5), (1, 4), (2, 6), (3, 7)), halves) is None
+
+
+def test_an_error_names_the_line_of_its_own_script(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another script has had the same function divided: what is kept has the lines of that one."""
+    monkeypatch.setattr(division, "_files", lambda: Divisions(tmp_path))
+
+    def of(lines: int) -> CannotCut:
+        source = "\n" * lines + (
+            "def function(x):\n"
+            "    def branch(x):\n"
+            "        step = lambda at, x: jax.debug.print('{}', x[0, 0]) or x - x.mean()\n"
+            "        return jax.lax.fori_loop(0, 3, step, x)\n"
+            "    return jax.lax.cond(x.sum() > 0, branch, lambda x: x, x)\n"
+        )
+        file = tmp_path / "script.py"
+        file.write_text(source)
+        names: dict[str, Any] = {"jax": jax}
+        exec(compile(source, str(file), "exec"), names)
+        module = lowered(names["function"], P(("island", "data")))
+        assignment = Assignment([0, 0, 0, 0, 1, 1, 1, 1])
+        with module.context, module.operation.location, pytest.raises(CannotCut) as caught:
+            cut(module, assignment, sides, "function")
+        return caught.value
+
+    def sides(divided: Any) -> Sides:
+        lies = (Lies((8, 8), np.dtype(np.float32), (("x",),)),) * 2
+        return Sides(({"x": 4}, {"x": 4}), (lies,), (lies,))
+
+    assert [of(lines).where for lines in (0, 10, 10)] == [
+        " (script.py:3)",
+        " (script.py:13)",
+        " (script.py:13)",
+    ]
