@@ -42,6 +42,7 @@ def cut(
     Raises:
         CannotCut: with the reason.
     """
+    results: tuple[str, ...] = ()
 
     def planned(*, afresh: bool = False) -> Plan:
         nonlocal results
@@ -55,7 +56,6 @@ def cut(
             raise
 
     text = module.operation.get_asm(binary=True)
-    results: tuple[str, ...] = ()
     try:
         return planned()
     except UncountedLoop as error:
