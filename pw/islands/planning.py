@@ -12,6 +12,7 @@ from pw.islands.assignment import Assignment
 from pw.islands.collectives import exchange_of
 from pw.islands.cutting import Cut, Opened, Piece
 from pw.islands.division import Divided
+from pw.islands.endings import end_by_island
 from pw.islands.exchanges import Permute
 from pw.islands.flat import entry, flatten, walk
 from pw.islands.groups import NAMES, PERMUTE, aligned, groups_of, is_crossing
@@ -46,6 +47,7 @@ def plan(
     """
     main = flatten(divided.module)
     merge(main, assignment)
+    end_by_island(main, assignment)
     block = entry(main)
     given = [labels_of(one, assignment.partitions) for one in divided.arguments]
     planner = _Planner(main, assignment, sides, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -323,6 +324,59 @@ LOOPS: dict[str, Callable[[Any], Any]] = {
         0, loops.ITERATIONS + 1, lambda _, c: c / (1 + jnp.abs(c).sum()), x
     ),
 }
+
+
+ALONE: dict[str, Any] = {
+    "one value": lambda r: jax.lax.while_loop(lambda c: c < 3, lambda c: c * 0.5 + 2, r),
+    "several, and a count": lambda r: jax.lax.while_loop(
+        lambda c: (c[0] < 3) & (c[1] < 4),
+        lambda c: (c[0] * 0.5 + 2, c[1] + 1, c[2] * r),
+        (r, 0, jnp.ones(3) * r),
+    ),
+    "roots": lambda r: jax.lax.while_loop(
+        lambda c: jnp.abs(c[0] - c[1]) > 1e-3, lambda c: ((c[0] + r * r / c[0]) / 2, c[0]), (r, 0.0)
+    ),
+    "a loop in it": lambda r: jax.lax.while_loop(
+        lambda c: c < 5,
+        lambda c: jax.lax.while_loop(lambda z: z < c + 2, lambda z: z + 0.7, c),
+        r,
+    ),
+}
+
+
+def test_each_island_ends_its_own_part_of_a_loop_of_vmap(mesh: Mesh) -> None:
+    """Without a word between islands, and so without a warning that the loop runs whole on each device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(
+            mesh,
+            lambda v: [jax.vmap(one)(v) for one in ALONE.values()],
+            (BATCH,),
+            (V,),
+            exactly=True,
+        )
+
+
+STAYING: dict[str, Any] = {
+    "what goes on for all": lambda v: jax.lax.while_loop(
+        lambda c: (c < 3).any(), lambda c: c + 1, v
+    ),
+    "other elements stay than have ended": lambda v: jax.lax.while_loop(
+        lambda c: (c < 3).any(), lambda c: jnp.where(c < 6, c + 1, c), v
+    ),
+    "what stays is another value": lambda v: jax.lax.while_loop(
+        lambda c: (c[0] < 3).any(),
+        lambda c: (jnp.where(c[0] < 3, c[0] + 1, c[0]), jnp.where(c[0] < 3, c[1], c[1] + 1)),
+        (v, v),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a loop of")
+def test_an_island_waits_for_others_where_values_depend_on_it(mesh: Mesh) -> None:
+    numbers = np.arange(16, dtype=np.float32) - 4
+    for function in STAYING.values():
+        check(mesh, function, (BATCH,), (numbers,), exactly=True)
 
 
 @pytest.mark.parametrize("name", LOOPS)
