@@ -9,6 +9,7 @@ RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 DOCS  := $(VENV)/.installed-docs
+OTHER := $(VENV)/.installed-libraries
 WHEEL := .venv-wheel
 PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps
 
@@ -69,7 +70,7 @@ test: $(STAMP)  ## everything CI checks: format, lint, types, import contracts, 
 	tests=$$?; wait $$! || { echo "error: make lint fails, see above"; exit 1; }; exit $$tests
 endif
 
-long: $(STAMP)  ## a day of tests: marked long, other releases of JAX, then seeds, fuzzing and kills (HOURS=24)
+long: $(STAMP) $(OTHER)  ## a day of tests: marked long, other releases of JAX, then seeds, fuzzing and kills (HOURS=24)
 	@$(RUN) -m tests.long --hours $(HOURS)
 
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
@@ -101,6 +102,8 @@ lock:  ## resolve requirements*.lock and docs/requirements.lock again (needs uv)
 		$(LOCK) --no-deps - --output-file $$file || exit 1; done
 	@$(LOCK) docs/requirements.in --output-file docs/requirements.lock --constraint requirements.lock \
 		--constraint bench/requirements.txt --constraint bench/baselines/requirements.txt
+	@$(LOCK) tests/libraries/requirements.in --output-file tests/libraries/requirements.lock \
+		--constraint requirements.lock
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) .venv-jax-* $(WHEEL) build dist docs/_build *.egg-info
@@ -142,6 +145,12 @@ $(WHEEL)/.installed: requirements.lock
 $(DOCS): $(STAMP) docs/requirements.lock
 	@echo "installing the packages of the site into $(VENV)"
 	@$(PIP) --require-hashes -r docs/requirements.lock
+	@touch $@
+
+# The versions of requirements.lock stay.
+$(OTHER): $(STAMP) tests/libraries/requirements.lock
+	@echo "installing the libraries of tests/libraries into $(VENV)"
+	@$(PIP) --require-hashes -r tests/libraries/requirements.lock
 	@touch $@
 
 $(BENCH): $(STAMP) bench/requirements.txt bench/baselines/requirements.txt

@@ -1,4 +1,6 @@
-"""`make long`: the tests that are marked `long`, then rounds of seeds, inputs, kills and rough conditions.
+"""`make long`: tests that are marked `long`, libraries, other releases of JAX, then rounds.
+
+A round has seeds of the simulator, inputs, kills and a rough condition.
 
 Each round has new seeds, which its number decides; the first number is chosen at random. It ends when the time
 is over or at the first failure, and prints each command, which repeats it. `--seeds-only` runs seeds of the
@@ -52,6 +54,7 @@ def commands(first_round: int) -> Iterator[list[str]]:
     tests = ["-m", "pytest", "-q", "-n", str(CORES), "--dist", "loadfile"]
     tests += ["--max-worker-restart=0", "--durations=15"]
     yield [*tests, "-m", "long"]
+    yield ["-m", "tests.libraries"]
     yield from (["-m", "tests.other_jax", release] for release in releases())
     number, rough = first_round, list(conditions(0))
     while True:
