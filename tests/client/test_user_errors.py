@@ -6,6 +6,7 @@ was there is found again in the next epoch.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import threading
@@ -232,6 +233,34 @@ def test_cancelling(cluster: pw.LocalCluster, mesh: pw.Mesh) -> None:
     beside.delete()
     with pytest.raises(pw.ArrayDeleted):
         pw.cancel([kept, beside])
+
+
+def test_a_task_that_is_cancelled_ends_its_wait_and_pw_cancel_the_computation(
+    cluster: pw.LocalCluster, mesh: pw.Mesh
+) -> None:
+    stuck = on(mesh, for_ever)(numbers(4))
+
+    async def main() -> None:
+        async def wait() -> None:
+            try:
+                await pw.ready({"stuck": stuck})
+            except asyncio.CancelledError:
+                waits.append(stuck.is_ready())
+                pw.cancel(stuck)
+                raise
+
+        waits: list[bool] = []
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)  # it begins to wait
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert waits == [False]
+
+    asyncio.run(main())
+    with pytest.raises(pw.Cancelled, match="'for_ever'"):
+        np.asarray(stuck)
+    check_gang(mesh)
 
 
 def test_the_operator_cancels_what_status_shows(cluster: pw.LocalCluster, mesh: pw.Mesh) -> None:

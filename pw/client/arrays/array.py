@@ -160,6 +160,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
+        """Wait as a task of asyncio. Its cancellation ends the wait; `pw.cancel` ends the computation."""
         waiting = asyncio.wrap_future(self.start_wait())
         # A caller that was cancelled does not hear of an error any more.
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
