@@ -9,6 +9,7 @@ be computed again. Bytes go from host to host, and to disk with `path=` (see
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -21,9 +22,13 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
+from pw.client.keywords import checks_keywords
 from pw.client.trace.wrapped import under_jax_trace
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
+
+_FILES = "the files at {0} are complete, only the replicas in memory are missing"
+_REPLICAS = "the replicas in memory are there, only the files at {0} are missing"
 
 
 class Checkpoint:
@@ -39,7 +44,8 @@ class Checkpoint:
 
         Raises:
             TimeoutError: it took longer; the checkpoint goes on.
-            Error: the reason why an array could not be copied.
+            Error: the reason why an array could not be copied. With `path` it says whether the files or the
+                replicas are there all the same.
         """
         self._future.result(timeout)
 
@@ -58,6 +64,7 @@ class Checkpoint:
         return f"<pw.Checkpoint: {'done' if error is None else f'failed, {error}'}>"
 
 
+@checks_keywords
 def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Checkpoint:
     """Copy arrays to the memory of other hosts, so that they survive the loss of theirs; and to disk.
 
@@ -98,34 +105,45 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
             arrays.extend(leaf.members)
         elif not jax_arrays.is_remote(leaf):
             _check_host_value(keys, leaf)
-    parts: list[Future[None]] = []
+    files: list[Future[None]] = []
     if path is not None:
-        parts.append(checkpoint_files.save(tree, leaves, path, overwrite))
+        files.append(checkpoint_files.save(tree, leaves, path, overwrite))
+    copies: list[Future[None]] = []
     if arrays:
-        parts.append(arrays[0]._runtime.ask.checkpoint([array._id for array in arrays]))
+        copies.append(arrays[0]._runtime.ask.checkpoint([array._id for array in arrays]))
     if remote:
-        parts.append(jax_arrays.front().checkpoint(remote))
-    if not parts:
+        copies.append(jax_arrays.front().checkpoint(remote))
+    if len(copies) == 2:
+        copies = [_both(copies[0], copies[1], current.runtime())]
+    if not files and not copies:
         nothing: Future[None] = Future()
         nothing.set_result(None)
         return Checkpoint(nothing)
-    future, *others = parts
-    for other in others:
-        future = _both(future, other, current.runtime())
+    parts = files + copies
+    future = parts[0] if len(parts) == 1 else _both(files[0], copies[0], current.runtime(), path)
     future.add_done_callback(_log_failure)
     return Checkpoint(future)
 
 
-def _both(first: Future[None], second: Future[None], session: Any) -> Future[None]:
-    """Return a future that is settled when both are; it fails with the first's error, else the second's."""
+def _both(
+    first: Future[None], second: Future[None], session: Any, path: Any = None
+) -> Future[None]:
+    """Return a future that is settled when both are; it fails with the first's error, else the second's.
+
+    If the first writes files at `path`, the error says which of the two is there.
+    """
     both: Future[None] = Waiting(session.ask.in_the_way, getattr(first, "about", None))
 
     def settle(_: Future[None]) -> None:
-        error = first.exception() or second.exception()
+        errors = first.exception(), second.exception()
+        error = errors[0] or errors[1]
         if error is None:
             both.set_result(None)
-        else:
-            both.set_exception(error)
+            return
+        if path is not None and None in errors:
+            error = copy.copy(error)  # others may wait for this one too
+            error.args = (f"{error}; {(_FILES if errors[0] is None else _REPLICAS).format(path)}",)
+        both.set_exception(error)
 
     first.add_done_callback(lambda _: second.add_done_callback(settle))
     return both
@@ -151,6 +169,7 @@ def _log_failure(future: Future[None]) -> None:
         log("warning", "checkpoint failed", "client", error=error)
 
 
+@checks_keywords
 def drain(host: str, *, timeout_s: float | None = None) -> None:
     """Move all work and data off a host, so that it can be switched off.
 

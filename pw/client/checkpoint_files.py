@@ -20,6 +20,7 @@ from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
 from pw.client.checkpoint_tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
+from pw.client.keywords import checks_keywords
 from pw.client.trace.prefixes import spread
 from pw.client.trace.wrapped import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.transfer import put
@@ -97,6 +98,7 @@ def _host_leaf(key: str, leaf: Any) -> Leaf:
     return Leaf(key, "", value.shape, value.dtype.name, prng, data=value.tobytes())
 
 
+@checks_keywords
 def restore(path: Any, like: Any = None, *, sharding: Any = None) -> Any:
     """Bring a tree back from disk, onto any devices; returns futures at once.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory
 from pw.core.sizes import size_in_words
 from pw.display.tables import Shown, Table
@@ -81,6 +82,7 @@ def _words(size_bytes: int | None, without: str) -> str:
     return without if size_bytes is None else size_in_words(size_bytes)
 
 
+@checks_keywords
 def memory(timeout_s: float = MEMORY_S) -> ClusterMemory:
     """Return what lies in the memory of each device: whose it is, what is reserved, the largest arrays.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError
 from pw.core.messages import PlannedBranch, PlannedEdge, PlannedSegment, ProgramPlan
 from pw.core.sizes import size_in_words
@@ -79,6 +80,7 @@ def _counted(computations: tuple[tuple[str, int], ...]) -> str:
     return ", ".join(name + (f" × {n}" if n > 1 else "") for name, n in computations)
 
 
+@checks_keywords
 def plan(what: Any, timeout_s: float = PLAN_S) -> Plan:
     """Return the plan of a program: its segments on each island, its edges, and the way of each edge.
 

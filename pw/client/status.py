@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
 from pw.display.tables import Shown, Table
 
@@ -119,6 +120,7 @@ def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(getattr(info, name) for name in names)
 
 
+@checks_keywords
 def status(timeout_s: float = STATUS_S) -> ClusterStatus:
     """Return the state of the cluster: islands, hosts, clients, and runs in flight.
 

@@ -21,6 +21,7 @@ from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection.waiting import time_left
+from pw.client.keywords import checks_keywords
 from pw.client.trace.counted_rows import with_counts
 from pw.client.trace.equations import program_trace
 from pw.client.trace.launch import Launch
@@ -36,6 +37,7 @@ UPLOADED_ONCE_BYTES = 1 << 20
 """A value from this size on that more than two islands take whole is uploaded to one, and moved from there."""
 
 
+@checks_keywords
 def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = False) -> Any:
     """Put host values, or arrays of other devices, on virtual devices; returns futures at once.
 
@@ -182,6 +184,7 @@ def _is_relayed(type_: ArrayType) -> bool:
     return len(type_.parts) > 2 and all(part.is_whole for part in type_.islands)
 
 
+@checks_keywords
 def get(tree: Any, timeout: float | None = None) -> Any:
     """Fetch values: return the tree with numpy arrays (jax arrays for typed keys).
 
@@ -193,8 +196,8 @@ def get(tree: Any, timeout: float | None = None) -> Any:
 
     Raises:
         Error: the error of an array that has failed.
-        TimeoutError: not all values have come in time. It says why, as `pw.why()`; the arrays stay as they
-            are, and may be fetched again.
+        TimeoutError: not all values have come in time. From a timeout of 0.5 s on it says why, as `pw.why()`;
+            the arrays stay as they are, and may be fetched again.
     """
     left_s = time_left(timeout)
     leaves, structure = tree_flatten(tree)
@@ -215,6 +218,9 @@ def get(tree: Any, timeout: float | None = None) -> Any:
 async def ready(tree: Any) -> Any:
     """`block_until_ready` for asyncio: `await pw.ready(tree)`, `asyncio.gather(pw.ready(x), ...)`.
 
+    A task that is cancelled ends its wait only: the computations go on, and later ones on these devices wait
+    for them. `pw.cancel(tree)` ends them.
+
     Raises:
         Error: the error of the first array that has failed.
     """
@@ -224,6 +230,7 @@ async def ready(tree: Any) -> Any:
     return tree
 
 
+@checks_keywords
 def block_until_ready(tree: Any, timeout: float | None = None) -> Any:
     """Wait until all arrays of a tree exist on their devices; returns the tree.
 
@@ -233,7 +240,7 @@ def block_until_ready(tree: Any, timeout: float | None = None) -> Any:
 
     Raises:
         Error: the error of the first array that has failed.
-        TimeoutError: not all arrays are there in time. It says why, as `pw.why()`.
+        TimeoutError: not all arrays are there in time. From a timeout of 0.5 s on it says why, as `pw.why()`.
     """
     left_s = time_left(timeout)
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}

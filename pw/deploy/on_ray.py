@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.installed import check_extra
 from pw.core.messages.roles import Role
@@ -192,6 +193,7 @@ class RayCluster:
         return f"RayCluster(address={self.address!r}, islands={list(self._file.islands)})"
 
 
+@checks_keywords
 def on_ray(
     islands: int = 1,
     hosts_per_island: int = 1,

@@ -27,6 +27,7 @@ from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_mesh
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
+from pw.client.keywords import checks_keywords
 from pw.client.trace.cond import cond
 from pw.client.trace.equations import program_trace
 from pw.client.trace.jit import jit
@@ -43,6 +44,7 @@ from pw.pipelines.stage_trace import outside_of_stage
 tree_leaves, tree_map = jax.tree_util.tree_leaves, jax.tree_util.tree_map
 
 
+@checks_keywords
 def moe(
     expert: Callable[..., Any],
     *,

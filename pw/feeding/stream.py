@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
+from pw.client.keywords import checks_keywords
 from pw.client.trace.host_function import declared, output_types, takes_part
 from pw.client.trace.prefixes import mesh_in, spread
 from pw.core.errors import ArgumentError, PlacementError, PythonRefused
@@ -111,6 +112,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@checks_keywords
 def stream(
     make: Callable[..., Any] | Any,
     like: Any,

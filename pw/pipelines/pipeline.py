@@ -15,6 +15,7 @@ import jax
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import given_mesh
 from pw.client.arrays.sharding import OwnSharding
+from pw.client.keywords import checks_keywords
 from pw.client.trace.argument_errors import naming_state
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
@@ -407,6 +408,7 @@ def _backward_follows(schedule: Schedule) -> bool:
     )
 
 
+@checks_keywords
 def pipeline(
     model: Callable[..., Any] | Sequence[Callable[..., Any]],
     *,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.client.show import html
 from pw.client.show import show as show_it
 from pw.profiling.report import Profile
@@ -42,6 +43,7 @@ class profile:  # noqa: N801 - it is used like a function, as `with pw.profile()
         Disconnected: the session ended during the block, and the block raised nothing.
     """
 
+    @checks_keywords
     def __init__(self, *, show: bool = True, runtime: Runtime | None = None) -> None:
         self._show = show
         self._runtime = runtime

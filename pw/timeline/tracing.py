@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.timeline import chrome
 from pw.timeline.resolve import resolved
@@ -47,6 +48,7 @@ class trace:  # noqa: N801 - it is used like a function, as `with pw.trace(...)`
         Disconnected: the session ended during the block, and the block raised nothing.
     """
 
+    @checks_keywords
     def __init__(
         self, path: str | os.PathLike[str] | None, *, runtime: Runtime | None = None
     ) -> None:

@@ -355,7 +355,7 @@ def test_a_wait_may_have_a_limit(cluster: InProcessCluster, east: pw.Mesh, wait:
     with held(cluster):
         made = [f(numbers(3)), f(numbers(4))]
         for limit_s in (0.0, 0.01):
-            with pytest.raises(TimeoutError, match=f"not within {limit_s:g} s"):
+            with pytest.raises(TimeoutError, match=rf"not within {limit_s:g} s; pw\.why\(\)"):
                 wait(made, timeout=limit_s)
     last = pw.get(wait(made, timeout=BOUND_S), timeout=BOUND_S)
     np.testing.assert_array_equal(last[1], 2 * numbers(4))
@@ -429,7 +429,7 @@ def test_put_takes_shardings_where_jax_does(east: pw.Mesh, west: pw.Mesh) -> Non
     x, y = pw.put((numbers(4), numbers(2)), (there, here))
     assert (x.sharding, y.sharding) == (there, here)
     assert pw.put(x, here).sharding == here
-    with pytest.raises(pw.PlacementError, match="; 3 was given"):
+    with pytest.raises(pw.PlacementError, match=r"^3 was given"):
         pw.put(numbers(4), 3)
 
 

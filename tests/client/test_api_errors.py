@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,10 +16,23 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.connection import current, runtime
+from pw.core.near import nearest
 from pw.testing import InProcessCluster
 from pw.transport.links import codec
 from tests.stages.inside import number_of, traced_of, type_of
 from tests.stages.stage import held, interrupted_in_its_wait, mesh_on, numbers, split
+
+
+def _options(name: str) -> list[str]:
+    """Names of the arguments with defaults of a function of pw."""
+    fun = getattr(pw, name)
+    if not fun.__module__.startswith("pw.") or name in ("Stream", "Schedule"):
+        return []
+    if isinstance(fun, type) and issubclass(fun, Exception):
+        return []
+    parameters = inspect.signature(fun).parameters.values()
+    return [one.name for one in parameters if one.default is not one.empty]
+
 
 TOO_LARGE = 1 << 44
 """Elements of an array that no host has memory for."""
@@ -129,6 +143,57 @@ def test_a_traced_value_is_looked_at(east: pw.Mesh) -> None:
     with pytest.raises(pw.TracerError, match="return it from the program"):
         pw.program(lambda: f(kept[0]))()
     assert float(f(1.0)) == 2  # the session goes on
+
+
+@pytest.mark.parametrize("name", [name for name in pw.__all__ if _options(name)])
+def test_a_wrong_keyword_is_answered_with_the_right_one(name: str) -> None:
+    (right, *_) = _options(name)
+    with pytest.raises(pw.ArgumentError, match=f"^{name} has no argument {right}s=; .*{right}"):
+        getattr(pw, name)(**{f"{right}s": 1})
+
+
+def test_the_nearest_of_some_names() -> None:
+    cluster, sliced = _options("LocalCluster"), ("devices", "kind", "island", "hosts")
+    for word, names, near in (
+        ("hosts", cluster, "hosts_per_island"),
+        ("device", ("devices", "donate_argnums"), "devices"),
+        ("device", sliced, "devices"),
+        ("memory", cluster, "device_memory"),
+        ("memory", sliced, None),
+        ("PW_ADRESS", ("PW_ADVICE", "PW_ADDRESS"), "PW_ADDRESS"),
+        ("x", ("xs",), None),
+    ):
+        assert nearest(word, names) == near, word
+    with pytest.raises(pw.ArgumentError, match="no argument memory=; there are devices, kind"):
+        pw.client.arrays.devices.VirtualDeviceSet(None).add_slice(1, memory=1)  # type: ignore[call-overload]
+
+
+def test_what_is_given_in_the_place_of_devices(east: pw.Mesh) -> None:
+    x = numbers(4)
+    for wrong, words in (
+        (lambda: pw.put(x, east), r"pw\.NamedSharding\(mesh, spec\)"),
+        (lambda: pw.put(x, P("x")), r"pw\.NamedSharding\(mesh, \w+\('x',\)\)"),
+        (lambda: pw.put(x, 2), r"add_slice\(devices=2\)\.devices"),
+        (lambda: pw.jit(lambda x: x, devices=2), r"add_slice\(devices=2\)\.devices"),
+        (lambda: pw.jit(lambda x: x, devices=east), "mesh=mesh"),
+        (lambda: pw.pmap(lambda x: x, devices=2), r"add_slice\(devices=2\)\.devices"),
+        (lambda: pw.host_function(lambda x: x, x, devices=2), r"add_slice\(devices=2\)\.devices"),
+    ):
+        with pytest.raises(pw.PlacementError, match=words):
+            wrong()
+    devices = pw.make_virtual_device_set()
+    for name in ("island", "kind"):
+        with pytest.raises(pw.ArgumentError, match=f"{name}= as a name.*not 1"):
+            devices.add_slice(devices=1, **{name: 1})  # type: ignore[call-overload]
+
+
+def test_a_mesh_takes_slices(cluster: InProcessCluster) -> None:
+    devices = pw.make_virtual_device_set()
+    one, two = devices.add_slice(devices=1), devices.add_slice(devices=2, islands=2)
+    for part in (one, two):
+        mesh = pw.Mesh(part, ("x",))
+        assert list(mesh.devices) == list(part.devices)
+        assert np.array_equal(pw.put(numbers(2), sharding=pw.NamedSharding(mesh, P("x"))), [0, 1])
 
 
 # --- where the value is read ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pw
+from pw.client import checkpoint_files
 from pw.client.connection import current, waiting
 from pw.client.connection.questions import Questions
 from pw.client.session.thread_messages import Put
@@ -101,6 +102,33 @@ def test_who_has_waited_in_vain_is_told_what_is_in_the_way(
     x = pw.put(numbers(8), sharding=split(mesh))
     with pytest.raises(TimeoutError, match="The disk is slow"):
         pw.checkpoint(x, path=path).result(timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("files_fail", "copies_fail", "words"),
+    [
+        (False, True, "the host is gone; the files at /there are complete"),
+        (True, False, "the disk is full; the replicas in memory are there"),
+        (True, True, "the disk is full$"),
+    ],
+)
+def test_the_error_of_one_half_says_that_the_other_is_there(
+    mesh: pw.Mesh,
+    asked: Asked,
+    files_fail: bool,
+    copies_fail: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files: Future[None] = Future()
+    monkeypatch.setattr(checkpoint_files, "save", lambda *_: files)
+    saving = pw.checkpoint(pw.put(numbers(8), sharding=split(mesh)), path="/there")
+    lost, full = pw.HostLost("the host is gone"), pw.CheckpointFailed("the disk is full")
+    asked[0][1].set_exception(lost) if copies_fail else asked[0][1].set_result(None)
+    files.set_exception(full) if files_fail else files.set_result(None)
+    with pytest.raises(pw.CheckpointFailed if files_fail else pw.HostLost, match=words):
+        saving.result(60)
+    assert (str(lost), str(full)) == ("the host is gone", "the disk is full")
 
 
 def test_it_can_be_awaited_and_does_not_end_with_the_task_that_does(

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, NoReturn, overload
 
+import numpy as np
+
 from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
 from pw.core.messages import SliceBound
@@ -51,6 +54,9 @@ class Slice:
 
     def __len__(self) -> int:
         return self.size
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return _grid(self.devices)  # so that `Mesh` takes a slice
 
     def __repr__(self) -> str:
         return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
@@ -126,6 +132,9 @@ class Slices:
     def __len__(self) -> int:
         return self.size
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return _grid(self.devices)
+
     def __repr__(self) -> str:
         return f"Slices(islands={self.island!r}, devices={self.size}, platform={self.platform!r})"
 
@@ -135,6 +144,13 @@ class Slices:
 
 
 _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValueDictionary()
+
+
+def _grid(devices: tuple[VirtualDevice, ...]) -> np.ndarray[Any, Any]:
+    """Return devices as an array of one dimension, which JAX's meshes take."""
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    return grid
 
 
 class VirtualDevice:
@@ -241,6 +257,7 @@ class VirtualDeviceSet:
         tpu_devices: int | None = None,
     ) -> Slices: ...
 
+    @checks_keywords
     def add_slice(
         self,
         devices: int | None = None,
@@ -269,6 +286,7 @@ class VirtualDeviceSet:
 
         Raises:
             InsufficientDevices: no island can satisfy the request, or has a host of that name.
+            ArgumentError: `kind` or `island` is no name, or there is no such argument.
             ValueError: the devices do not divide over the islands or hosts.
         """
         if (devices is None) == (tpu_devices is None):
@@ -280,6 +298,11 @@ class VirtualDeviceSet:
             count = 0
         if count < 1:
             raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
+        for what, value in (("kind", kind), ("island", island)):
+            if not isinstance(value, str | None):
+                raise ArgumentError(
+                    f"add_slice takes {what}= as a name, as pw status shows it; not {value!r}"
+                )
         shape = None if topology is None else tuple(map(index, topology))
         if hosts is not None:
             if islands is not None or shape is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.arrays.factors import Factors, factors_of
@@ -187,8 +188,29 @@ def default_mesh(size: int = 1) -> OwnMesh:
     return mesh
 
 
+_NO_DEVICES: tuple[tuple[Any, str], ...] = (
+    (int, "pass pw.make_virtual_device_set().add_slice(devices={0}).devices"),
+    (
+        (jax.sharding.Mesh, OwnMesh),
+        "pass pw.NamedSharding(mesh, spec) to pw.put, mesh=mesh to pw.jit and pw.host_function, or the devices "
+        "of the mesh: list(mesh.devices.flat)",
+    ),
+    (PartitionSpec, "pass pw.NamedSharding(mesh, {0}), or sharding={0} beside devices="),
+)
+"""What is given in the place of devices, and what to give instead."""
+
+
 def mesh_of(devices: Any) -> OwnMesh:
-    """The one-axis mesh over `devices` (a slice, one device, or a sequence), axis "devices"."""
+    """The one-axis mesh over `devices` (a slice, one device, or a sequence), axis "devices".
+
+    Raises:
+        PlacementError: these are no virtual devices.
+    """
+    for kind, way in _NO_DEVICES:
+        if isinstance(devices, kind):
+            raise PlacementError(
+                f"{devices!r} was given where virtual devices are needed; {way.format(devices)}"
+            )
     if isinstance(devices, (Slice, Slices)):
         devices = devices.devices
     elif isinstance(devices, VirtualDevice):

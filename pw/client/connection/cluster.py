@@ -30,6 +30,7 @@ from pw.client.connection.children import (
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
+from pw.client.keywords import checks_keywords
 from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
@@ -120,6 +121,7 @@ class LocalCluster:
         ValueError: there are too few GPUs for so many workers, or `device_memory` is no size.
     """
 
+    @checks_keywords
     def __init__(
         self,
         islands: int = 1,

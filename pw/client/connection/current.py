@@ -10,6 +10,7 @@ from typing import Any
 
 from pw.client.connection import embedded, jax_backend, threads
 from pw.client.connection.runtime import RECONNECT_S, Runtime
+from pw.client.keywords import checks_keywords
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
@@ -37,6 +38,7 @@ def runtime() -> Runtime:
     return connect()
 
 
+@checks_keywords
 def connect(
     address: str | None = None,
     *,

@@ -133,8 +133,10 @@ class Waiting(Future[T]):
 
     def _in_vain(self, timeout_s: float | None) -> str:
         words = f"not within {timeout_s or 0:g} s"
-        if self.explain is None or timeout_s is None or timeout_s < POLL_S:
+        if self.explain is None or timeout_s is None:
             return words
+        if timeout_s < POLL_S:
+            return f"{words}; pw.why() says why, and so does a timeout of {POLL_S:g} s"
         return f"{words}. {self.explain()}".rstrip(". ")
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.signature import aval_of, describe_leaf
+from pw.client.keywords import checks_keywords
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.equations import ProgramTrace, program_trace
 from pw.client.trace.function import signature_of_call
@@ -18,6 +19,7 @@ from pw.client.trace.wrapped import name_of, tree_flatten, under_jax_trace
 from pw.core.errors import ArgumentError
 
 
+@checks_keywords
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -65,6 +67,7 @@ def value_and_grad(
     return differentiated
 
 
+@checks_keywords
 def grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:

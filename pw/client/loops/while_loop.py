@@ -15,6 +15,7 @@ from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.ragged import check_counts, pairs_of
 from pw.client.arrays.signature import ArrayType, tracing_configuration
 from pw.client.connection import jax_backend
+from pw.client.keywords import checks_keywords
 from pw.client.loops.bursts import Bursts
 from pw.client.loops.carry import learn
 from pw.client.loops.driver import drive
@@ -32,6 +33,7 @@ from pw.client.trace.wrapped import (
 from pw.core.errors import ArgumentError
 
 
+@checks_keywords
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[[Any], Any],

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import OwnSharding
+from pw.client.keywords import checks_keywords
 from pw.client.trace.argument_errors import in_words
 from pw.client.trace.cond_errors import (
     PREDICATE,
@@ -40,6 +41,7 @@ PROGRAMS_KEPT = 128
 """Pairs of functions that were called outside of a program, and whose programs are kept."""
 
 
+@checks_keywords
 def cond(
     pred: Any,
     true_fun: Callable[..., Any],

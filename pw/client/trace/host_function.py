@@ -22,6 +22,7 @@ from pw.client.arrays.mesh import OwnMesh, mesh_of
 from pw.client.arrays.ragged import check_pairs, is_ragged, pairs_of
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, aval_of
+from pw.client.keywords import checks_keywords
 from pw.client.trace.equations import ProgramTrace
 from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
@@ -196,6 +197,7 @@ class _Tree:
         return list(leaves)
 
 
+@checks_keywords
 def host_function(
     fun: Callable[..., Any],
     result_shape_dtypes: Any,

@@ -9,6 +9,7 @@ import jax
 
 from pw.client.arrays.mesh import OwnMesh, mesh_of
 from pw.client.arrays.signature import Statics, both_ways
+from pw.client.keywords import checks_keywords
 from pw.client.trace.function import JitFunction
 from pw.client.trace.parameters import parameters_of
 from pw.client.trace.wrapped import P, R
@@ -37,6 +38,7 @@ def jit(
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
+@checks_keywords
 def jit(
     fun: Callable[..., Any] | None = None,
     *,

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.mesh import OwnMesh, default_mesh, mesh_of
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
+from pw.client.keywords import checks_keywords
 from pw.client.trace.function import JitFunction
 from pw.client.trace.parameters import parameters_of
 from pw.client.trace.prefixes import spread
@@ -175,6 +176,7 @@ def pmap(
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
+@checks_keywords
 def pmap(
     fun: Callable[..., Any] | None = None,
     axis_name: str | None = None,

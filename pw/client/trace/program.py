@@ -30,6 +30,7 @@ from pw.client.arrays.signature import (
     tracing_configuration,
 )
 from pw.client.connection import current
+from pw.client.keywords import checks_keywords
 from pw.client.trace.equations import ProgramTrace, tracing_program
 from pw.client.trace.function import signature_of_call
 from pw.client.trace.jax_calls import with_calls
@@ -223,6 +224,7 @@ def program(
 ) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
 
 
+@checks_keywords
 def program(
     fun: Callable[..., Any] | None = None,
     *,
