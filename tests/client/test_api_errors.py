@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.connection import current, runtime
 from pw.core.near import nearest
+from pw.core.variables import VARIABLES
 from pw.testing import InProcessCluster
 from pw.transport.links import codec
 from tests.stages.inside import number_of, traced_of, type_of
@@ -166,6 +169,27 @@ def test_the_nearest_of_some_names() -> None:
         assert nearest(word, names) == near, word
     with pytest.raises(pw.ArgumentError, match="no argument memory=; there are devices, kind"):
         pw.client.arrays.devices.VirtualDeviceSet(None).add_slice(1, memory=1)  # type: ignore[call-overload]
+
+
+def test_a_misspelt_variable_and_an_address_without_its_scheme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PW_ADRESS", "tcp://127.0.0.1:7777")
+    monkeypatch.setenv("PW_OF_MY_OWN", "1")
+    current.disconnect()
+    with (
+        pytest.warns(UserWarning, match="PW_ADRESS; did you mean PW_ADDRESS") as warned,
+        pytest.raises(pw.ConnectionFailed, match=r"did you mean tcp://10\.0\.0\.1:7777\?"),
+    ):
+        pw.connect("10.0.0.1:7777")
+    assert len(warned) == 1
+    with pytest.raises(pw.ConnectionFailed, match=r"tcp://host:port$"):
+        pw.connect("http://10.0.0.1:7777")
+
+
+def test_all_variables_are_known() -> None:
+    written = "".join(path.read_text() for path in Path(pw.__path__[0]).rglob("*.py"))
+    assert set(re.findall(r"\bPW_[A-Z]+(?:_[A-Z]+)*\b", written)) == set(VARIABLES)
 
 
 def test_what_is_given_in_the_place_of_devices(east: pw.Mesh) -> None:

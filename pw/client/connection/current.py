@@ -14,6 +14,7 @@ from pw.client.keywords import checks_keywords
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
+from pw.core.variables import warn_of_misspelt
 from pw.display.worker_output import is_wanted
 from pw.transport.access.credentials import CREDENTIALS
 from pw.transport.access.joined import default_address
@@ -110,6 +111,7 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
+        warn_of_misspelt(os.environ)
         start = embedded.start if address is None else _remote(address, credentials)
         if _current is not None:
             _current.close()

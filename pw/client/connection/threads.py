@@ -291,6 +291,7 @@ def remote(
         if not address.startswith(("tcp://", "ipc://")):
             raise ConnectionFailed(
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
+                + f"; did you mean tcp://{address}?" * (":" in address and "://" not in address)
             )
         folder = private_folder(address)
         credentials, insecure = security or Security.of(address, role=Role.CLIENT)
