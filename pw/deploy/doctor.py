@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import select
 import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from pw.core import installed
-from pw.core.errors import ConnectionFailed, Error
+from pw.core.errors import AccessRefused, ConnectionFailed, Error
+from pw.core.messages.roles import Role
 from pw.deploy.cluster_file import ClusterFile, Machine
 from pw.deploy.daemons import CONTROLLER, Daemon, address_of, daemons
 from pw.deploy.ssh import Ssh, by_machine, on_each
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.identity import said
 from pw.transport.endpoints import look_up, parse
+from pw.transport.streams.tls_stream import TlsStream
 
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK, LATER, WARNING, ERROR = "ok", "later", "warning", "error"
 ANSWER_S = 3.0
 WARN_DAYS = 9.0
 DESCRIPTORS = 65_536
@@ -40,6 +43,8 @@ class Finding(msgspec.Struct, frozen=True):
     subject: str
     says: str
     remedy: str = ""
+    before_up: bool = False
+    """Whether it is also so on each machine of a cluster that `pw up` has not started yet."""
 
     def __str__(self) -> str:
         return f"{self.level:<8}{self.subject}: {self.says}" + (
@@ -64,14 +69,21 @@ def examine(address: str = "", credentials: str = "", folders: Sequence[str] = (
 
     Args:
         address: the controller's; empty to check no connection.
-        credentials: a file or folder of credentials; empty to check none.
+        credentials: a file or folder of credentials, with which to connect; empty to check none.
         folders: that all machines of the cluster must see, such as that of checkpoints.
     """
     found = [*_versions(), *_names(), *_limits()]
-    if address:
-        found += _port(address)
+    own: Credentials | None = None
     if credentials:
-        found += _certificates(credentials)
+        try:
+            own = Credentials.read(credentials)
+            found.append(_certificate(own))
+        except Error as error:
+            remedy = "issue another: `pw keys issue`, or `pw up`"
+            is_missing = not Path(credentials).exists()
+            found.append(Finding(ERROR, "certificate", str(error), remedy, is_missing))
+    if address:
+        found += _port(address, own)
     seen: dict[str, str] = {}
     for folder in folders:
         found += _folder(folder, seen)
@@ -112,21 +124,24 @@ def _names() -> Iterator[Finding]:
         )
 
 
-def _port(address: str) -> Iterator[Finding]:
+def _port(address: str, credentials: Credentials | None) -> Iterator[Finding]:
     try:
         where = look_up(parse(address))
         begun_s = time.monotonic()
         with socket.socket(where.family, socket.SOCK_STREAM) as dialled:
             dialled.settimeout(ANSWER_S)
             dialled.connect(where.address)
-        took_ms = 1000 * (time.monotonic() - begun_s)
-        yield Finding(OK, "port", f"{address} takes connections, after {took_ms:.1f} ms")
+            took_ms = 1000 * (time.monotonic() - begun_s)
+            yield Finding(OK, "port", f"{address} takes connections, after {took_ms:.1f} ms")
+            if credentials is not None and where.family != socket.AF_UNIX:
+                yield _handshake(address, dialled, credentials)
     except ConnectionRefusedError:
         yield Finding(
             ERROR,
             "port",
             f"no process listens at {address}",
             "start pw-controller there, or `pw up`",
+            before_up=True,
         )
     except TimeoutError:
         yield Finding(
@@ -139,19 +154,28 @@ def _port(address: str) -> Iterator[Finding]:
         yield Finding(ERROR, "port", f"{address} cannot be reached: {error}", "correct the address")
 
 
-def _certificates(path: str) -> Iterator[Finding]:
+def _handshake(address: str, dialled: socket.socket, credentials: Credentials) -> Finding:
+    """Show the controller the certificate, and look at its own, as every process of the cluster does."""
+    stream = TlsStream(dialled, credentials, dialled=True, role=Role.CONTROLLER)
+    end_s = time.monotonic() + ANSWER_S
     try:
-        own = Credentials.read(path).own
-    except Error as error:
-        yield Finding(
-            ERROR, "certificate", str(error), "issue another: `pw keys issue`, or `pw up`"
-        )
-        return
+        while not stream.shake():
+            select.select([dialled], [], [], max(0.0, end_s - time.monotonic()))
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"it does not answer within {ANSWER_S:g} s")
+    except (AccessRefused, OSError) as error:
+        remedy = "use credentials that the authority of this cluster has issued: `pw keys issue`"
+        return Finding(ERROR, "access", f"{address} and {credentials.own}: {error}", remedy)
+    return Finding(OK, "access", f"{address} takes {credentials.own}")
+
+
+def _certificate(credentials: Credentials) -> Finding:
+    own = credentials.own
     days = (own.expires - time.time()) / 86400
     level, remedy = (
         (OK, "") if days > WARN_DAYS else (WARNING, "issue another now: `pw keys issue`")
     )
-    yield Finding(level, "certificate", f"{own}, until {said(own.expires)}", remedy)
+    return Finding(level, "certificate", f"{own}, until {said(own.expires)}", remedy)
 
 
 def _folder(folder: str, seen: dict[str, str]) -> Iterator[Finding]:
@@ -256,9 +280,25 @@ def examine_cluster(file: ClusterFile) -> list[tuple[str, Finding]]:
 
     _, wrong = on_each(by_machine(daemons(file)), ask)
     found += [("", Finding(ERROR, "machine", line)) for line in wrong]
-    for name, (report, _) in reports.items():
-        found += [(name, one) for one in report.findings]
+    found += before_up({name: report.findings for name, (report, _) in reports.items()})
     return found + list(compared(reports))
+
+
+def before_up(findings: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
+    """Return what was found, with its machine; what is normal until `pw up` is no error until then.
+
+    Until then no machine has credentials. Without certificates, a missing controller is an error at any time.
+    """
+    listed = [(name, one) for name, report in findings.items() for one in report]
+    certificates = [one for _, one in listed if one.subject == "certificate"]
+    if not certificates or not all(one.before_up for one in certificates):
+        return listed
+    return [
+        (name, msgspec.structs.replace(one, level=LATER, remedy="`pw up` sees to it"))
+        if one.before_up
+        else (name, one)
+        for name, one in listed
+    ]
 
 
 def _question(file: ClusterFile, group: Iterable[Daemon]) -> str:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pw.core.errors import AccessRefused
 from pw.core.messages.roles import Role
-from pw.deploy.doctor import ERROR, OK, WARNING, Finding, Report, compared, examine
+from pw.deploy.doctor import (
+    ERROR,
+    LATER,
+    OK,
+    WARNING,
+    Finding,
+    Report,
+    before_up,
+    compared,
+    examine,
+)
 from pw.transport.access.authority import Authority
+from pw.transport.access.credentials import Credentials
+from pw.transport.streams.tls_stream import TlsStream
 
 
 def one(report: Report, subject: str) -> Finding:
@@ -33,6 +50,67 @@ def test_a_port_is_open_or_closed() -> None:
     assert finding.level == ERROR
     assert "start pw-controller there" in finding.remedy
     assert "cannot be reached" in one(examine("10.0.0.1"), "port").says
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Authority, Callable[[Role, Authority], str]]:
+    def issue(role: Role, authority: Authority) -> str:
+        file = tmp_path / f"{role}-{id(authority)}.pem"
+        file.touch(0o600)
+        file.write_bytes(authority.issue(role, "w"))
+        return str(file)
+
+    return Authority.create(), issue
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        (Role.CONTROLLER, ""),
+        (Role.WORKER, "not of a controller"),
+        (None, "another cluster"),
+    ],
+)
+def test_both_ends_show_their_certificates(own: Any, role: Role | None, words: str) -> None:
+    """As a process of the cluster sees a controller, another role, and that of another cluster."""
+    authority, issue = own
+    file = issue(role or Role.CONTROLLER, authority if role else Authority.create())
+
+    def listen() -> None:
+        accepted, _ = listening.accept()
+        with accepted:
+            stream = TlsStream(accepted, Credentials.read(file), dialled=False)
+            with contextlib.suppress(AccessRefused, OSError):
+                while not stream.shake():
+                    pass
+                stream.flush()
+                accepted.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=listen)
+        thread.start()
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        report = examine(address, issue(Role.CLIENT, authority))
+        thread.join(60)
+    assert one(report, "port").level == OK
+    finding = one(report, "access")
+    assert finding.level == (ERROR if words else OK), finding
+    assert words in finding.says
+
+
+def test_what_is_normal_before_a_cluster_is_up_is_no_error(tmp_path: Path) -> None:
+    port, missing = (
+        Finding(ERROR, "port", "no process listens at tcp://a:1", "start it", before_up=True),
+        one(examine(credentials=str(tmp_path / "w.pem")), "certificate"),
+    )
+    other, there = Finding(ERROR, "versions", "old"), Finding(OK, "certificate", "w")
+    assert missing.level == ERROR
+    for findings, levels in (
+        ({"a": [port, missing], "b": [other, missing]}, [LATER, LATER, ERROR, LATER]),
+        ({"a": [port, missing], "b": [there]}, [ERROR, ERROR, OK]),
+        ({"a": [port]}, [ERROR]),
+    ):
+        assert [finding.level for _, finding in before_up(findings)] == levels
 
 
 @pytest.mark.parametrize(("days", "level"), [(90, OK), (2, WARNING), (-1, ERROR)])
