@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import datetime
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -225,12 +226,14 @@ def check_private(address: str) -> None:
 
 
 class _JsonLines(logging.Formatter):
-    """A JSON document a record: its time, level, logger, event, and traceback if there is one."""
+    """A JSON document a record: time with zone, level, logger, event, fields, and traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
         written = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "time": datetime.fromtimestamp(record.created)
+            .astimezone()
+            .isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
         }

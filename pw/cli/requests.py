@@ -13,6 +13,7 @@ import typer
 
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
+from pw.client.connection.waiting import time_left
 from pw.client.memory import ClusterMemory
 from pw.client.plan import Plan
 from pw.client.status import ClusterStatus
@@ -24,6 +25,8 @@ from pw.display import tables
 from pw.timeline import tracing
 
 CONNECT_S = 3.0
+AWAITED_S = 1.0
+"""How long to wait in silence for a drain to end, in seconds."""
 
 
 def connected(address: str, timeout_s: float) -> closing[Runtime]:
@@ -192,6 +195,18 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
             session.ask.cancel_runs(client, run).result(timeout_s)
 
 
+def say_if_absent(session: Runtime, host: str) -> None:
+    """Write a line to standard error if a host, which is to be drained, is not in the cluster."""
+    told = session.ask.status()
+    hosts = (*told.other_hosts, *(one for island in told.islands for one in island.hosts))
+    if all(one.name != host for one in hosts):
+        typer.echo(
+            f"pw: no host {host} is here; the controller waits, as hosts may still come back after its start "
+            "or after a loss",
+            err=True,
+        )
+
+
 def drain(address: str, host: str, timeout_s: float) -> None:
     """Drain `host`; returns when the host holds nothing any more.
 
@@ -199,8 +214,11 @@ def drain(address: str, host: str, timeout_s: float) -> None:
         Error: there is no such host, no other host can take its place, or it took longer than `timeout_s`.
     """
     with connected(address, CONNECT_S) as session:
+        left_s, drained = time_left(timeout_s), session.ask.drain(host)
+        if not drained.settles(min(AWAITED_S, timeout_s)):
+            say_if_absent(session, host)
         try:
-            session.ask.drain(host).result(timeout_s)
+            drained.result(left_s())
         except TimeoutError:
             raise Error(
                 f"host {host} is not empty after {timeout_s:g} s; the drain goes on, see pw status"

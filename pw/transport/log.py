@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 
 from pw.core.messages import LogLine
@@ -38,7 +39,13 @@ def log(level: str, event: str, node: str, actor: str = "", /, **fields: object)
 
 def _extra(event: str, fields: dict[str, object]) -> dict[str, object]:
     """Return what a record has beside its text, for formats that write fields apart."""
-    return {FIELDS: {"event": event} | {key: _cut(key, value) for key, value in fields.items()}}
+    return {FIELDS: {"event": event} | {key: _plain(key, value) for key, value in fields.items()}}
+
+
+def _plain(key: str, value: object) -> object:
+    """Return a value that JSON has: numbers stay numbers."""
+    is_number = isinstance(value, bool | int | float) and math.isfinite(value)
+    return value if is_number else _cut(key, value)
 
 
 def _pairs(fields: dict[str, object]) -> str:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pw.cli import requests
 from pw.cli.host import DESCRIPTORS, take_descriptors
 from pw.client.connection import threads
 from pw.client.connection.runtime import Runtime
@@ -28,6 +29,7 @@ from pw.core.messages import SliceBound
 from pw.core.programs.program import Node, Output, ValueRef
 from pw.core.programs.program import Program as Graph
 from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.testing import InProcessCluster
 from tests.devices.test_jax_backend import export
 from tests.stages.daemons import BOUND_S, Program, send, start_module, until
 from tests.stages.daemons import process_name as name_of
@@ -423,6 +425,15 @@ def test_looking_at_a_cluster_does_not_load_jax(cluster: Cluster, tmp_path: Path
     one = Program(tmp_path, ["-c", body], new_interpreter=True)
     assert one.end() == 0, one.err
     assert one.out.endswith("\n[]\n")
+
+
+def test_a_drain_that_waits_for_a_host_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with InProcessCluster(islands=1, devices_per_island=1) as cluster:
+        session = cluster.client()
+        requests.say_if_absent(session, "host-0")
+        assert capsys.readouterr().err == ""
+        requests.say_if_absent(session, "nosuch")
+        assert re.match("pw: no host nosuch is here; the controller waits", capsys.readouterr().err)
 
 
 def test_version(start: Start) -> None:

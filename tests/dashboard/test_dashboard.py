@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -311,7 +312,10 @@ def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> N
         (link,) = re.findall(r"pw dashboard: (\S+)", controller.out)
         assert get(link.partition("?")[0])[0] == 403
         for line in controller.err.splitlines():
-            assert json.loads(line)["level"] in ("info", "warning")
+            record = json.loads(line)
+            assert record["level"] in ("info", "warning")
+            assert datetime.fromisoformat(record["time"]).tzinfo is not None
+            assert isinstance(record.get("client", 0), int), record
         codes = top.end(), compared.end(), notebook.end()
         assert codes == (0, 0, 0), notebook.err
     finally:

@@ -199,6 +199,8 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     world.settle()
     world.wait(5)
     np.testing.assert_array_equal(client.value(state), cluster.x + 10)
+    logged = [event for _, event in world.logged if event.startswith("rebuil")]
+    assert logged == [*logged[:-1], "rebuilt"] != ["rebuilt"], "what began ends"
     client.delete(state)
     client.release(step)
     cluster.idle()

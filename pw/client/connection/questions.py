@@ -190,10 +190,11 @@ class Questions:
         self._post(AskCompiler(artifact, anywhere, detail, answer))
         return answer
 
-    def drain(self, host: str) -> Future[None]:
+    def drain(self, host: str) -> Waiting[None]:
         """Move all work and data off a host; settled when it may be switched off."""
         answer = self.waiting(f"host {host} to be left by all that runs and lies there")
-        return self._ask(lambda request: msg.DrainHost(request, host), answer)
+        self._ask(lambda request: msg.DrainHost(request, host), answer)
+        return answer
 
 
 def counted(arrays: int) -> str:

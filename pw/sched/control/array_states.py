@@ -215,6 +215,11 @@ class Arrays:
         newest = chain(reversed(self.discarded.items()), reversed(self.held.items()))
         return ((number, one) for number, one in islice(newest, looked_at) if one.awaited)
 
+    def is_on_its_way(self, number: int) -> bool:
+        """Whether an array that the client holds is lost, or some of its hosts have not reported it."""
+        array = self.held.get(number)
+        return array is not None and (array.is_lost or bool(array.awaited))
+
     def add(self, number: int, array: Array) -> None:
         """The client holds this array from now on."""
         self.held[number] = array

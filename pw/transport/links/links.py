@@ -423,7 +423,8 @@ class Links:
             return
         self._drop(link, last_word)
         self._node.counters["peers_lost"] += 1
-        log("info", "peer lost", self.name, peer=link.node, reason=reason)
+        level = "debug" if reason == "closed" else "info"  # each command of `pw` ends so
+        log(level, "peer lost", self.name, peer=link.node, reason=reason)
         self._node.tell_all(link.node, msg.PeerLost(link.node, reason))
 
     def _refuse(self, node: str, error: ErrorReport, link: Link | None) -> None:

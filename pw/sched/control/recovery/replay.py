@@ -8,9 +8,10 @@ may be about to drop what they have under the old one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pw.core import messages as msg
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in, store_of
 from pw.sched.control.array_states import Array, ArrayState
@@ -23,6 +24,17 @@ from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart
 from pw.sched.control.shares import Shares
 
+LOOK_S = 1.0
+"""How often to look whether lost arrays have come."""
+
+
+@dataclass(slots=True)
+class _Rebuilding:
+    """What a client waits for since its island was formed again."""
+
+    since_s: float
+    arrays: set[int] = field(default_factory=set)
+
 
 @dataclass(eq=False)
 class Replays(ControlPart):
@@ -31,6 +43,12 @@ class Replays(ControlPart):
     registry: ProgramRegistry
     runs: Runs
     shares: Shares
+    _rebuilding: dict[int, _Rebuilding] = field(default_factory=dict, init=False)
+    """By client."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._looks = Ticker(self._env, LOOK_S, self._look)
 
     def carry_out(self, client: Client, plan: RecoveryPlan) -> None:
         """Carry out a plan, on slices that are bound and with programs that are compiled."""
@@ -43,6 +61,9 @@ class Replays(ControlPart):
                 from_client=len(plan.uploads),
                 runs=len(plan.runs),
             )
+            begun = self._rebuilding.setdefault(client.number, _Rebuilding(self._env.now_s()))
+            begun.arrays.update(client.arrays.lost)
+            self._looks.start()
         names = dict(client.brought)
         for number, sources in plan.restores.items():
             self._restore(client, number, sources, names)
@@ -71,6 +92,18 @@ class Replays(ControlPart):
             self.shares.failed(client, number, error)
         self._islands.release(client.number, temporary)
         self.registry.uninstall_retired(client)
+
+    def _look(self) -> bool:
+        """Log of which clients all lost arrays have come, or have failed; runs may still compute them."""
+        for number, begun in list(self._rebuilding.items()):
+            client = self.sessions.get(number)
+            if client is not None and any(map(client.arrays.is_on_its_way, begun.arrays)):
+                continue
+            del self._rebuilding[number]
+            if client is not None:
+                seconds = round(self._env.now_s() - begun.since_s, 1)
+                self._env.log("info", "rebuilt", client=number, seconds=seconds)
+        return bool(self._rebuilding)
 
     def _restore(
         self,
