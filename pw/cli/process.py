@@ -136,6 +136,18 @@ def command(program: str, function: Callable[..., None]) -> NoReturn:
     run_app(program, app)
 
 
+_WORDS = (
+    ("Input should be a valid number, unable to parse string as a number", "it is no number"),
+    (
+        "Input should be a valid integer, unable to parse string as an integer",
+        "it is no whole number",
+    ),
+    ("Input should be greater than or equal to", "it must be at least"),
+    ("Input should be less than or equal to", "it must be at most"),
+)
+"""What the library that checks options says, and what a user reads."""
+
+
 def run_app(program: str, app: typer.Typer) -> NoReturn:
     """Run the program `app` (see `command`)."""
     try:
@@ -143,6 +155,8 @@ def run_app(program: str, app: typer.Typer) -> NoReturn:
     except typer.TyperException as error:
         say = getattr(error, "format_message", error.__str__)
         words = say().replace("Value error, ", "").rstrip(".")
+        for theirs, ours in _WORDS:
+            words = words.replace(theirs, ours)
         context = getattr(error, "ctx", None)
         fail(program, f"{words}; see {context.command_path if context else program} --help")
         code = EXIT_ERROR

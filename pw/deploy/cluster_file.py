@@ -13,6 +13,7 @@ import msgspec
 from pw.core.errors import Error
 from pw.core.installed import check_extra
 from pw.core.platforms import installed_platform, platform_names
+from pw.deploy.located import mistakes, parsed
 from pw.transport.access.joined import config_folder
 
 Value = str | int | float | bool
@@ -114,7 +115,7 @@ class Kubernetes(_Described, frozen=True):
 class ClusterFile(_Described, frozen=True):
     """The description of a cluster."""
 
-    islands: dict[str, Island]
+    islands: dict[str, Island] = {}
     name: str = "pw"
     controller: Controller = Controller()
     python: str = "python3"
@@ -187,7 +188,11 @@ def read(path: Path, worker: Collection[str] = (), controller: Collection[str] =
             f"{path} cannot be read: {error.strerror}; docs/deploy.md shows a cluster file"
         ) from error
     try:
-        file = msgspec.convert(msgspec.yaml.decode(text), ClusterFile)
+        node = parsed(text)
+        value = {} if node is None else msgspec.yaml.decode(text)
+        for mistake in () if node is None else mistakes(node, value, ClusterFile):
+            raise Error(f"{path}: {mistake}; docs/deploy.md has all keys")
+        file = msgspec.convert(value, ClusterFile)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Error(f"{path}: {' '.join(str(error).split())}") from error
     objections = [*_objections(file), *_unknown("controller", file.controller.options, controller)]

@@ -57,12 +57,25 @@ def test_each_daemon_has_its_command_line(tmp_path: Path) -> None:
     ("before", "after", "words"),
     [
         ("name: lab", "name: Lab 1", "'Lab 1' is no name: use up to 40 small letters"),
-        ("name: lab", "nme: lab", "unknown field `nme`"),
+        ("name: lab", "nme: lab", "line 2: the file has no key nme; did you mean name"),
         (
             "devices: 4",
             "devices: four",
-            r"Expected `int`, got `str` - at `\$.islands\[...\].devices`",
+            "line 11: islands.east.devices needs a whole number, not 'four'",
         ),
+        (
+            "devices: 4",
+            "devics: 4",
+            "line 11: islands.east has no key devics; did you mean devices",
+        ),
+        ("address: 10", "adress: 10", r"line 9: islands.east.machines\[1\] has no key adress; did"),
+        ("  east:", "  east: 4\n  west:", "line 8: islands.east needs keys with values, not 4"),
+        (
+            "10.0.0.4]",
+            "[1]]",
+            r"line 9: islands.east.machines\[2\] needs text or keys .*, not \[1\]",
+        ),
+        ("name: lab", "- lab", "line 3: .*: this is no YAML"),
         ("spares: 1", "spares: 3", "island east needs at least one host"),
         ("spares: 1", "hosts: 4", "has 4 workers and 3 machines; name a machine for each"),
         ("platform: cuda", "platform: rocm", "no platform 'rocm'; there are cpu, cuda, tpu"),
@@ -84,7 +97,9 @@ def test_each_daemon_has_its_command_line(tmp_path: Path) -> None:
             r"the controller has no machine; add to the file: controller:",
         ),
         ("name: lab", "environment: {PW_ADDRESS: x}", "PW_ADDRESS is set by pw"),
-        ("islands:", "islands: [", "cluster.yaml: "),
+        ("islands:", "islands: [", r"cluster\.yaml: line 9: .*: this is no YAML"),
+        (FILE, "", "a cluster needs an island"),
+        (FILE, "- lab", "line 1: the file needs keys with values"),
     ],
 )
 def test_an_error_says_what_to_write(tmp_path: Path, before: str, after: str, words: str) -> None:
