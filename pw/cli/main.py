@@ -150,7 +150,7 @@ def sim(
 
 @app.command()
 def version() -> None:
-    """Show the installed versions. All processes of a cluster need the same versions of pw and jax."""
+    """Show the installed versions. The processes of a cluster need the same jax, and the same first two numbers of pw."""
     typer.echo(versions())
 
 
