@@ -150,7 +150,7 @@ def sim(
 
 @app.command()
 def version() -> None:
-    """Show the installed versions. The processes of a cluster need the same jax, and the same first two numbers of pw."""
+    """Show the installed versions. A cluster has one version of jax, and one series of pw, as 0.1."""
     typer.echo(versions())
 
 

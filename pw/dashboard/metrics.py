@@ -17,8 +17,11 @@ from pw.dashboard.reader import Reader
 from pw.dashboard.sampling import Sample
 from pw.dashboard.snapshot import Snapshot
 
-SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""The bounds of all histograms."""
+SECONDS = tuple(
+    float(f"{step}e{power}") for power in range(-4, 3) for step in (1, 1.6, 2.5, 4, 6.3)
+)
+"""The bounds of all histograms, 0.1 ms to 630 s: five for each power of ten, a factor of 1.6 apart."""
+HOST_STATES = ("ready", "joining", "spare", "draining")
 
 COUNTERS = {
     "pw_runs": ("controller_runs", "Runs that were submitted."),
@@ -108,7 +111,7 @@ class Metrics(Collector):
         yield _counter("pw_compile_seconds", "Time of compilations.", (), [((), compile_s)])
         yield from self._of_tenants(now)
         yield from _of_islands(now, self._reader.totals.of)
-        yield from _of_hosts(now)
+        yield from of_hosts(now)
 
     def _of_tenants(self, now: Snapshot) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         labels = ("tenant",)
@@ -155,12 +158,20 @@ def _of_islands(now: Snapshot, of: Any) -> Iterator[CounterMetricFamily | GaugeM
     yield gauge("pw_hidden_clients", "Clients that the reader may not see.", (), hidden)
 
 
-def _of_hosts(now: Snapshot) -> Iterator[GaugeMetricFamily]:
+def of_hosts(now: Snapshot) -> Iterator[GaugeMetricFamily]:
+    """Yield the metrics that each host has."""
     hosts = [(i.name, host) for i in now.islands for host in i.hosts]
     hosts += [("", host) for host in now.waiting_hosts]
     labels = ("island", "host")
-    states = [((island, host.name, host.state), 1.0) for island, host in hosts]
-    yield gauge("pw_host", "1 for each connected host.", (*labels, "state"), states)
+    named = [(island, host.name, host.state) for island, host in hosts]
+    named += [(island.name, host, "") for island in now.islands for host in island.missing]
+    states = [
+        ((island, host, state), float(state == present))
+        for island, host, present in named
+        for state in HOST_STATES
+    ]
+    words = "1 in the state of a host; a host that its island waits for is in none."
+    yield gauge("pw_host", words, (*labels, "state"), states)
     slow = {one.host for one in now.slow}
     for name, words, value in (
         ("pw_device_use_ratio", "Busy part of its devices' time; of samples.", "use"),

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec import to_builtins
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 import pw
@@ -31,7 +33,7 @@ from pw.core.errors import ConnectionFailed
 from pw.core.events import RunEvent
 from pw.core.messages.roles import Role
 from pw.core.tenants import OPERATOR
-from pw.dashboard.metrics import Metrics
+from pw.dashboard.metrics import HOST_STATES, SECONDS, Metrics, of_hosts
 from pw.dashboard.reader import Busy, Reader, Totals
 from pw.dashboard.sampling import Stragglers
 from pw.dashboard.snapshot import Snapshot, devices_of
@@ -163,6 +165,8 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
     assert values["pw_up",] == 1.0
     assert values["pw_ended_launches_total", "operator"] > 0
     assert values["pw_run_seconds_count", "operator"] > 0
+    host = "pw_host", "island-0-host-0", "island-0"
+    assert [values[(*host, state)] for state in HOST_STATES] == [1.0, 0.0, 0.0, 0.0]
     grafana = (ROOT / "docs" / "grafana.json").read_text()
     used = set(re.findall(r"\bpw_\w+", grafana))
     known_later = {"pw_host_behind_seconds"}  # of gangs
@@ -170,6 +174,16 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
     documented = set(re.findall(r"\bpw_\w+", (ROOT / "docs" / "metrics.md").read_text()))
     base = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in names} | known_later
     assert base == documented
+
+
+def test_a_host_that_is_missing_is_in_no_state(reader: Reader) -> None:
+    now = seen(reader, lambda s: len(s.islands) == 2, "both islands")
+    island = replace(now.islands[0], missing=("gone",))
+    states = next(of_hosts(replace(now, islands=(island,), waiting_hosts=())))
+    values = {tuple(one.labels.values()): one.value for one in states.samples}
+    assert {values[island.name, "gone", state] for state in HOST_STATES} == {0.0}
+    assert all(1.55 < after / before < 1.65 for before, after in pairwise(SECONDS))
+    assert (SECONDS[0], SECONDS[-1]) == (1e-4, 630)
 
 
 def test_only_the_token_opens_the_page(link: str) -> None:
