@@ -19,7 +19,6 @@ from pw.core.errors import Error
 from pw.transport.access.joined import default_address
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Look at a pw cluster, run scripts on one, simulate one. See also pw-controller and pw-worker.",
@@ -31,20 +30,37 @@ def options(version: Version = False) -> None:
     """Take the options before the command."""
 
 
-def _add(*commands: Callable[..., None], **settings: Any) -> None:
+LOOK, USE, OPERATE, ACCESS, MORE = (
+    "Look at a cluster",
+    "Use a cluster",
+    "Operate a cluster",
+    "Access",
+    "More",
+)
+"""The groups of commands in the help, in its order."""
+
+
+def _add(group: str, *commands: Callable[..., None], **settings: Any) -> None:
     for one in commands:
-        app.command(**settings)(one)
+        app.command(rich_help_panel=group, **settings)(one)
 
 
 _OF_A_SCRIPT = {"allow_interspersed_args": False}
 """What comes behind the script is its own."""
 
-_add(questions.status, questions.memory, questions.events, questions.why, questions.plan)
-_add(questions.trace, questions.top, questions.cancel, questions.drain)
-_add(run.run, context_settings=_OF_A_SCRIPT)
+_add(LOOK, questions.status, questions.why, questions.memory, questions.plan, questions.events)
+_add(LOOK, questions.trace, questions.top)
+_add(LOOK, dashboard.serve, name="dashboard")
+_add(USE, run.run, context_settings=_OF_A_SCRIPT)
+_add(USE, questions.cancel)
+_add(OPERATE, deploy.up, deploy.down, deploy.logs, deploy.doctor, questions.drain)
+_add(OPERATE, deploy.k8s, deploy.systemd)
+_add(OPERATE, deploy.slurm, context_settings=_OF_A_SCRIPT)
+_add(ACCESS, keys.join)
+app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def gateway(
     address: Address = "",
     credentials: Credentials = "",
@@ -91,7 +107,7 @@ def gateway(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=MORE)
 def sim(
     seeds: Annotated[str, typer.Option(help="Seeds to run: first:end, or how many.")] = "0:100",
     seed: Annotated[int | None, typer.Option(help="Run this seed only.")] = None,
@@ -148,16 +164,10 @@ def sim(
     raise SystemExit(0 if fine else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=MORE)
 def version() -> None:
     """Show the installed versions. A cluster has one version of jax, and one series of pw, as 0.1."""
     typer.echo(versions())
-
-
-_add(dashboard.serve, name="dashboard")
-app.add_typer(keys.app, name="keys")
-_add(keys.join, deploy.up, deploy.down, deploy.logs, deploy.doctor, deploy.k8s, deploy.systemd)
-_add(deploy.slurm, context_settings=_OF_A_SCRIPT)
 
 
 def main() -> None:

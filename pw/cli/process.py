@@ -70,7 +70,11 @@ PRIVATE_HELP = (
     "that of --bind."
 )
 PrivateAddress = Annotated[str, typer.Option(metavar="ADDRESS", help=PRIVATE_HELP)]
-Credentials = Annotated[str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP)]
+CONNECTION = "Connection"
+"""The group of options, in helps, that are alike in most commands."""
+Credentials = Annotated[
+    str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP, rich_help_panel=CONNECTION)
+]
 Revoked = Annotated[str, typer.Option(metavar="FILE", help=REVOKED_HELP)]
 MetricsEndpoint = Annotated[
     str,
@@ -78,7 +82,9 @@ MetricsEndpoint = Annotated[
         metavar="ENDPOINT", help="Serve metrics for Prometheus there, as tcp://127.0.0.1:9464."
     ),
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help=INSECURE_HELP)]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help=INSECURE_HELP, rich_help_panel=CONNECTION)
+]
 
 
 def versions() -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pw.cli.process import CONNECTION
 from pw.core.errors import Error
 from pw.transport.access.joined import default_address
 from pw.transport.access.security import address_in, use_tcp
@@ -15,11 +16,17 @@ Address = Annotated[
     typer.Option(
         envvar="PW_ADDRESS",
         help="The controller's address, tcp://host:port; by default that of the joined cluster (`pw join`).",
+        rich_help_panel=CONNECTION,
     ),
 ]
 
 Timeout = Annotated[
-    float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
+    float,
+    typer.Option(
+        min=0.1,
+        help="Seconds within which the controller must answer.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 
 

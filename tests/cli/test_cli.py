@@ -209,6 +209,23 @@ def test_help_lists_the_options_and_the_exit_codes(
     assert one.err == ""
 
 
+def test_commands_and_options_are_in_groups(start: Start) -> None:
+    every, one = start("pw.cli.main", "--help"), start("pw.cli.main", "status", "--help")
+    assert (every.end(), one.end()) == (0, 0)
+    groups = ["Look at a cluster", "Use a cluster", "Operate a cluster", "Access", "More"]
+    places = [every.out.index(f" {group} ") for group in groups]
+    assert places == sorted(places)
+    assert " Commands " not in every.out, "each command has a group"
+    assert one.out.index(" --json ") < one.out.index(" Connection ") < one.out.index(" --address ")
+
+
+def test_the_shell_completes_commands(start: Start) -> None:
+    asked = {"_PW_COMPLETE": "complete_bash", "COMP_WORDS": "pw dr", "COMP_CWORD": "1"}
+    completing = start("pw.cli.main", **asked)
+    assert completing.end() == 0, completing.err
+    assert completing.out.split() == ["drain"]
+
+
 MISTAKES = {
     "policy": ("controller", "--policy random", "no policy 'random'; there are fifo, share"),
     "bind": ("controller", "--bind nonsense", "cannot listen on 'nonsense'; it looks like tcp://"),

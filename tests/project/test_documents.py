@@ -78,7 +78,7 @@ def test_files_that_are_named_exist(document: Path) -> None:
 def test_commands_that_are_named_exist(document: Path) -> None:
     parts = re.findall(r"^```.*?\n(.*?)^```|`([^`]+)`", document.read_text(), re.M | re.S)
     code = "\n".join(block or " ".join(words.split()) for block, words in parts)
-    called = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*pw ([a-z0-9-]+)(?: ([a-z-]+))?", code, re.M)
+    called = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*pw ([a-z0-9][a-z0-9-]*)(?: ([a-z-]+))?", code, re.M)
     for name, first in called:
         command = COMMANDS.commands.get(name)
         assert command is not None, f"pw {name}"
