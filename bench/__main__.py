@@ -79,9 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
     if len(names) == 1:
         module = importlib.import_module(f"bench.{names[0].replace('-', '_')}")
         more = {} if options.clients is None else {"clients": options.clients}
+        console.print(f"  {duration(names[0], options.out)}; rows come as they are measured")
         run_and_write(partial(module.run, **more), quick=options.quick, out=options.out)
         return 0
     return run_each(names, quick=options.quick, out=options.out)
+
+
+def duration(name: str, out: Path) -> str:
+    """Say how long a benchmark takes: as the last time, or at most on the machine of the limits."""
+    try:
+        took_s = json.loads((out / f"{name}.json").read_text())["machine"]["took_s"]
+    except (OSError, KeyError, ValueError):
+        return f"{name} takes up to {LIMITS_S[name] / 60:.0f} minutes, and longer on a slow machine"
+    return f"{name} took {took_s / 60:.1f} minutes the last time"
 
 
 def run_and_write(run: Callable[[bool], report.Result], *, quick: bool, out: Path) -> None:

@@ -6,6 +6,7 @@ A bar that does not hold is reported and changes no exit code.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,11 @@ class Row:
     unit: str
     baseline: str | None = None
     ratio: Sample | None = None
+
+    def __str__(self) -> str:
+        where = "".join(f", {key} {value}" for key, value in self.params.items())
+        ratio = f", {self.ratio.median:.3g} of {self.baseline}" if self.ratio else ""
+        return f"{self.name}{where}: {number(self.sample.median)} {self.unit}{ratio}"
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,12 @@ class Result:
         baseline: str | None = None,
         reference: Sample | None = None,
     ) -> None:
-        """Add a row; with the `reference` sample of the `baseline`, also the ratio to it."""
-        if reference is None:
-            self.rows.append(Row(name, params, sample, unit))
-        else:
-            self.rows.append(Row(name, params, sample, unit, baseline, sample.over(reference)))
+        """Add a row, and print it, for a run that is ended; with `reference`, also the ratio to it."""
+        row = Row(name, params, sample, unit)
+        if reference is not None:
+            row = replace(row, baseline=baseline, ratio=sample.over(reference))
+        self.rows.append(row)
+        print(f"  {self.name}: {row}", file=sys.stderr, flush=True)
 
     def compare(
         self,

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from bench import bars, measure, paper, pictures, report
-from bench.__main__ import main
+from bench.__main__ import duration, main
 from bench.baselines.peer import Peer
 from bench.clients import sizes_to
 from bench.measure import GaveUp, Sample
@@ -121,6 +121,21 @@ def made_timeline() -> Timeline:
         ],
         processes=[Process(host, 0.0, 1, 0, "") for host in ("h0", "h1")],
     )
+
+
+def test_each_row_is_printed_as_it_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = report.Result("echo", "echoes a second")
+    fast, slow = Sample((4.0, 4.0)), Sample((2.0, 2.0))
+    result.compare({"pw": fast, "ray": slow}, unit="1/s", baseline="ray", params={"hosts": 2})
+    assert capsys.readouterr().err.splitlines() == [
+        "  echo: pw, hosts 2: 4 1/s, 2 of ray",
+        "  echo: ray, hosts 2: 2 1/s",
+    ]
+    assert duration("latency", tmp_path).startswith("latency takes up to 5 minutes")
+    report.write(report.Result("latency", ""), {"took_s": 90.0}, tmp_path)
+    assert duration("latency", tmp_path) == "latency took 1.5 minutes the last time"
 
 
 def test_a_timeline_becomes_rows_of_computations_and_transfers() -> None:
