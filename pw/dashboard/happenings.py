@@ -69,8 +69,9 @@ def words_of(topic: str, event: dict[str, Any]) -> str | None:
     what = event["what"]
     if topic == "island":
         reason = f": {event['reason']}" if event["reason"] else ""
-        hosts = f" with {len(event['hosts'])} hosts" if event["hosts"] else ""
-        return f"island {event['island']} is {what}{hosts} (the {event['epoch']}. time){reason}"
+        count = len(event["hosts"])
+        hosts = f" with {count} host{'s' * (count > 1)}" if count else ""
+        return f"island {event['island']} is {what}{hosts}{_formed(event['epoch'])}{reason}"
     if topic == "host":
         return f"host {event['host']} {_HOST.get(what, what)}"
     if topic == "client":
@@ -81,6 +82,10 @@ def words_of(topic: str, event: dict[str, Any]) -> str | None:
         who = f"client {event['client']} ({event['name']})"
         return f"the recovery of {who} {what}{took}, {event['arrays']} arrays lost"
     return None
+
+
+def _formed(times: int) -> str:
+    return f", formed {times} times" if times > 1 else ""
 
 
 _HOST = {
@@ -97,7 +102,7 @@ def changes(before: Status, now: Status, time_s: float) -> Iterator[Happening]:
     for island in now.islands:
         former = next((one for one in before.islands if one.name == island.name), None)
         if former is None or (former.state, former.formed) != (island.state, island.formed):
-            words = f"island {island.name} is {island.state} (the {island.formed}. time)"
+            words = f"island {island.name} is {island.state}{_formed(island.formed)}"
             if island.missing:
                 words += f", without {', '.join(island.missing)}"
             yield Happening(time_s, "island", island.state, words)

@@ -33,6 +33,7 @@ from pw.core.errors import ConnectionFailed
 from pw.core.events import RunEvent
 from pw.core.messages.roles import Role
 from pw.core.tenants import OPERATOR
+from pw.dashboard.happenings import words_of
 from pw.dashboard.metrics import HOST_STATES, SECONDS, Metrics, of_hosts
 from pw.dashboard.reader import Busy, Reader, Totals
 from pw.dashboard.sampling import Stragglers
@@ -184,6 +185,14 @@ def test_a_host_that_is_missing_is_in_no_state(reader: Reader) -> None:
     assert {values[island.name, "gone", state] for state in HOST_STATES} == {0.0}
     assert all(1.55 < after / before < 1.65 for before, after in pairwise(SECONDS))
     assert (SECONDS[0], SECONDS[-1]) == (1e-4, 630)
+
+
+def test_a_first_time_is_not_counted() -> None:
+    event = {"what": "ready", "island": "a", "epoch": 1, "hosts": ["h"], "reason": ""}
+    assert words_of("island", event) == "island a is ready with 1 host"
+    assert (
+        words_of("island", event | {"epoch": 3}) == "island a is ready with 1 host, formed 3 times"
+    )
 
 
 def test_only_the_token_opens_the_page(link: str) -> None:

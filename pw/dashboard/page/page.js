@@ -214,13 +214,13 @@ function drawTransfers() {
     cells = [...sums].map(([key, bytes]) => [...JSON.parse(key), bytes]); names = [...new Set(cells.flatMap(([from, to]) => [from, to]))].sort();
   }
   if (!names.length) { note("transfers", "no edges in the samples of the last minute"); canvasOf("transfers", 1); return; }
-  const label = Math.min(170, 12 + Math.max(...names.map(name => name.length)) * 6.5), room = $("#transfers .body").clientWidth - label - 60;
+  const label = Math.min(190, 32 + Math.max(...names.map(name => name.length)) * 6.5), room = $("#transfers .body").clientWidth - label - 60;
   const side = Math.max(7, Math.min(30, room / names.length)), most = Math.max(...cells.map(cell => cell[2]));
   const [canvas, pen] = canvasOf("transfers", names.length * side + 24);
-  note("transfers", `rows send, columns receive; by ${unit}, at most ${size(most)} a second`);
+  note("transfers", `rows send, columns of the same numbers receive; by ${unit}, at most ${size(most)} a second`);
   const at = Object.fromEntries(names.map((name, index) => [name, index]));
   names.forEach((name, y) => {
-    pen.fillStyle = css("--faint"); pen.textAlign = "left"; pen.fillText(name, 0, y * side + side / 2, label - 8);
+    pen.fillStyle = css("--faint"); pen.textAlign = "left"; pen.fillText(`${y + 1}  ${name}`, 0, y * side + side / 2, label - 8);
     names.forEach((_, x) => { pen.fillStyle = css("--track"); pen.fillRect(label + x * side + 1, y * side + 1, side - 2, side - 2); });
     pen.fillStyle = css("--faint"); pen.textAlign = "center"; if (side > 13) pen.fillText(String(y + 1), label + y * side + side / 2, names.length * side + 11);
   });
