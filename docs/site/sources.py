@@ -21,8 +21,9 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
 
+from docs.site.links import DOCS, with_titles
+
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 SCHEME = "source:"
 """Stands before the path of a file, from the root of the repository, until pages are written."""
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]+)?(?=\))")
@@ -56,7 +57,7 @@ def _mark_links(app: Sphinx, document: str, text: list[str]) -> None:
             return match[0]
         return f"{SCHEME}{path.relative_to(ROOT)}{match[2] or ''}"
 
-    text[0] = _LINK.sub(marked, text[0])
+    text[0] = _LINK.sub(marked, with_titles(text[0], folder))
 
 
 def _lead_links(app: Sphinx, tree: nodes.document, document: str) -> None:

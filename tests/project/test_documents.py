@@ -10,6 +10,7 @@ import pytest
 import typer.main
 
 import pw
+from docs.site.links import with_titles
 from docs.site.pictures import DRAWINGS
 from pw.cli.main import app
 from pw.core.actors.lifecycle import Lifecycle
@@ -96,6 +97,18 @@ def test_what_happens_when_a_host_dies_during_an_upload_is_two_links_from_the_re
     assert "docs/reliability.md" in (ROOT / "README.md").read_text()
     link = "internals/recovery.md#a-host-dies-in-the-middle-of-an-upload"
     assert link in (ROOT / "docs/reliability.md").read_text()
+
+
+def test_links_show_titles_on_the_site() -> None:
+    inside, outside = (
+        "[tracing.md](tracing.md#how-exact-it-is)",
+        "[bench/README.md](../bench/README.md)",
+    )
+    text = f"({inside}), {outside}, [Guide](guide.md), [api/index.md](api/index.md)"
+    shown = with_titles(text, ROOT / "docs")
+    assert (
+        shown == f"([](tracing.md#how-exact-it-is)), {outside}, [Guide](guide.md), [](api/index.md)"
+    )
 
 
 def test_every_page_is_in_the_contents_of_the_site() -> None:
