@@ -59,6 +59,9 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     400
 )  # a dozen commands; pytest's bound is for all of them, and the end of the cluster
 def test_a_cluster_comes_up_trains_and_goes_down(lab: Lab) -> None:
+    before = pw_command("doctor", lab.file)
+    assert before.returncode == 0, before.stdout + before.stderr
+    assert "127.0.0.1: later   port: no process listens" in before.stdout
     done = pw_command("up", lab.file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "controller: new credentials on 127.0.0.1" in done.stdout
@@ -93,6 +96,7 @@ def test_a_cluster_comes_up_trains_and_goes_down(lab: Lab) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "127.0.0.1: ok      clock: agrees" in checked.stdout
     assert "takes connections" in checked.stdout
+    assert "ok      access: " in checked.stdout
     print(checked.stdout)
 
     down = pw_command("down", lab.file)
