@@ -71,7 +71,7 @@ def divide(
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
     """
-    return (files or _files()).divide(module, devices, options, afresh=afresh)
+    return (files or kept_divisions()).divide(module, devices, options, afresh=afresh)
 
 
 def _divided(module: Any, devices: int, options: bytes) -> bytes:
@@ -194,7 +194,8 @@ class Divisions(KeptFiles):
 
 
 @functools.cache
-def _files() -> Divisions:
+def kept_divisions() -> Divisions:
+    """Return the user's."""
     return Divisions(cache_folder("divisions"))
 
 

@@ -95,7 +95,7 @@ def test_groups_that_lie_the_same_way_on_all_islands() -> None:
 
 def test_an_error_names_the_line_of_its_own_script(tmp_path: Path, monkeypatch: Any) -> None:
     """Another script has had the same function divided: what is kept has the lines of that one."""
-    monkeypatch.setattr(division, "_files", lambda: Divisions(tmp_path))
+    monkeypatch.setattr(division, "kept_divisions", lambda: Divisions(tmp_path))
 
     def of(lines: int) -> CannotCut:
         source = "\n" * lines + (
