@@ -797,6 +797,17 @@ def test_a_leased_launch_asks_for_the_result(lent: tuple[Bench, Recorder]) -> No
     assert ready.result(0) is None
 
 
+def test_a_host_hears_who_launches_before_the_first_launch(lent: tuple[Bench, Recorder]) -> None:
+    bench, executor = lent
+    bench.directory({"a": "another place"})
+    run_and_wait(bench, 21, X, Y)
+    assert executor.of(msg.LeasedLaunch)
+    sent = [type(it) for _, to, it in bench.world.sent if to.node == "a"]
+    last = len(sent) - 1 - sent[::-1].index(msg.Identify)
+    assert last < sent.index(msg.LeasedLaunch)
+    assert sent.count(msg.Identify) == 2
+
+
 def test_what_was_asked_with_a_launch_is_asked_again_after_a_loss(
     lent: tuple[Bench, Recorder],
 ) -> None:

@@ -31,7 +31,7 @@ from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices.host import backend as ops
 from pw.devices.host.launch_end import PROGRESS_SHARE
 from pw.devices.host.replica_memory import KEEP_S, Replica
-from tests.stages.actors import FakeHost, World
+from tests.stages.actors import TICKETS, FakeHost, World
 from tests.stages.scripted import SMALL, chain, copy, digest, split
 
 X = np.arange(SMALL)
@@ -45,7 +45,7 @@ class Bench:
         self.world = World()
         registration = msg.RegisterHost("a", 1 + len(peers), 1, "cpu", "", 1)
         self.host = FakeHost(self.world, "a0", registration, replicas)
-        self.tell(msg.FormIsland("a", 1, ("a0", *peers), 0, "", b"secret"))
+        self.tell(msg.FormIsland("a", 1, ("a0", *peers), 0, "", TICKETS.public))
         self.sequence = -1
         self.installs: list[int] = []
         """The numbers of the programs that were installed."""

@@ -100,7 +100,7 @@ class Hosts(Part):
 
     def _meet(self, bound: msg.SliceBound) -> None:
         for host in dict.fromkeys(device.host for device in bound.devices):
-            self._identify(host)
+            self.identify(host)
 
     @handles(msg.SliceLost)
     def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
@@ -144,10 +144,11 @@ class Hosts(Part):
 
     def send(self, host: str, message: object) -> None:
         """Send to a host's store, after identifying the client if that is necessary."""
-        self._identify(host)
+        self.identify(host)
         self._env.send(store_of(host), message)
 
-    def _identify(self, host: str) -> None:
+    def identify(self, host: str) -> None:
+        """Tell a host which client this is, if it may not know."""
         if host not in self._identified and self._identity is not None:
             self._identified.add(host)
             self._env.send(store_of(host), self._identity)

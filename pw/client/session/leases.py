@@ -99,6 +99,7 @@ class Leases(Part):
                 run.results,
             )
             for executor in executors:
+                self._hosts.identify(executor.node)
                 if (request := requests.get(executor.node)) is not None:
                     asking = msgspec.structs.replace(launch, request=request, awaited=awaited)
                     self._env.send(executor, asking)

@@ -7,7 +7,10 @@ the controller of each run as always, marked with its index (`Run`). The schedul
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from pw.core.messages.base import (
     ClientToExecutor,
@@ -18,6 +21,9 @@ from pw.core.messages.base import (
 )
 from pw.core.messages.bounds import Count, ManyArrays, RunArguments
 from pw.core.messages.gangs import Submit
+
+STEPS = 256
+"""The most steps of a leased launch on one host."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +75,8 @@ class Lend(ControllerToExecutor, frozen=True, tag=192):
     sequence: int
     lease: int
     client: int
+    node: str
+    """The node of the client."""
     programs: tuple[int, ...]
     first: int
 
@@ -82,7 +90,7 @@ class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
     run: int
     program: int
     install: int
-    steps: tuple[Step, ...]
+    steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS)]
     args: RunArguments
     results: ManyArrays
     request: Count = 0
@@ -146,10 +154,6 @@ def steps_of(submit: Submit, host: str) -> tuple[Step, ...]:
         )
         if host in hosts
     )
-
-
-STEPS = 256
-"""The most steps of a leased launch on one host."""
 
 
 def number_of(index: int, step: int) -> int:

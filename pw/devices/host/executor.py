@@ -113,6 +113,7 @@ class HostExecutor(Actor):
             "runs": len(self.interpreter.runs),
             "queue": len(self.interpreter.lanes),
             "early": len(self.order.early),
+            "early launches": len(self.leases.early_launches()),
         }
 
     @handles(msg.Install)

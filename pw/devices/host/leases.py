@@ -3,10 +3,12 @@
 Two senders then decide what the host does, over two links: the client with its launches, the scheduler with
 all else. The order of the scheduler holds. `Lend` begins a lease and `EndLease` ends it; what the scheduler
 sends in between says which leased launches come before it, and is held until they have come. A leased
-launch that comes before its `Lend` waits for it.
+launch that comes before its `Lend` waits for it, within bounds for each client. If one is refused, the
+lease is closed as soon as it has begun: so the scheduler hears of it.
 
-A lease is closed when the scheduler says so, when the link to the client is lost, and when the client sends
-what may not be. From then on only the scheduler adds launches, which other hosts have taken.
+A lease is closed when the scheduler says so, when the link to its holder is lost, and when the holder sends
+what may not be. From then on only the scheduler adds launches, which other hosts have taken. What another
+client sends is dropped and counted, and the lease goes on.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import Address, are_of, arrays_in
+from pw.core.ids import Address, are_of, arrays_in, session_of
+from pw.core.programs.program import Program
 from pw.devices.host.clients import Clients
 from pw.devices.host.installs import Installs
 from pw.devices.host.launch_order import LaunchOrder
 
 KEPT = 256
 """The newest leased launches, for hosts that lack them: a client has no more in flight."""
-EARLY = 1024
-"""Messages about a lease that wait for their `Lend`."""
+EARLY_BYTES = 4 << 20
+"""The room that one client has for launches that come before their `Lend`."""
+VALUE_BYTES = 64
+"""What each value of a launch takes beside the bytes that came with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +42,24 @@ class HostLease:
 
     number: int
     client: int
+    node: str
+    """The node of the client: launches come from there."""
     programs: frozenset[int]
     taken: int
     """The index of the next launch."""
-    node: str = ""
-    """Where launches have come from."""
     is_open: bool = True
     recent: deque[msg.LeasedLaunch] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+
+@dataclass(slots=True, eq=False)
+class _Early:
+    """The launches of one client under the next lease, whose `Lend` has not come."""
+
+    lease: int
+    launches: list[msg.LeasedLaunch] = field(default_factory=list)
+    size_bytes: int = 0
+    is_cut: bool = False
+    """A launch was refused, so no later one is kept."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,12 +76,17 @@ class Leases(Part):
     """Answers a request of the client when an array is ready."""
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
+    room_bytes: int = EARLY_BYTES
+    """The most bytes of launches of one client that are kept before their `Lend`."""
     current: HostLease | None = None
     newest: int = 0
     """The number of the newest lease."""
     _held: deque[tuple[Address, Any]] = field(default_factory=deque)
     """What the scheduler has sent, and comes after launches that have not been taken."""
-    _early: list[tuple[Address, msg.LeasedLaunch | msg.CloseLease]] = field(default_factory=list)
+    _early: dict[str, _Early] = field(default_factory=dict)
+    """By the node of a client, what it has launched before its `Lend` has come."""
+    _early_close: tuple[Address, msg.CloseLease] | None = None
+    """The end of the next lease: a host is lent again only after it has answered the last one."""
 
     # --- the scheduler's order -----------------------------------------------------------------------
 
@@ -94,15 +115,44 @@ class Leases(Part):
         if not self.takes(sender, message):
             return
         self.newest, programs = message.lease, frozenset(message.programs)
-        self.current = HostLease(message.lease, message.client, programs, message.first)
-        early, self._early = self._early, []
-        for one in early:
-            self.receive(*one)
+        lease = HostLease(message.lease, message.client, message.node, programs, message.first)
+        self.current = lease
+        mine = self._early.pop(lease.node, None)
+        self._early = {at: one for at, one in self._early.items() if one.lease > lease.number}
+        if mine is not None and mine.lease == lease.number:
+            for launch in mine.launches:
+                self.receive(session_of(lease.node), launch)
+            if mine.is_cut and lease.is_open:
+                self.close(lease, lease.taken)
+        if self._early_close is not None:
+            close, self._early_close = self._early_close, None
+            self.receive(*close)
 
-    def _keep(self, sender: Address, message: msg.LeasedLaunch | msg.CloseLease) -> None:
-        """Keep what comes before its `Lend`."""
-        if len(self._early) < EARLY:
-            self._early.append((sender, message))
+    def _keep(self, node: str, message: msg.LeasedLaunch) -> None:
+        """Keep a launch of a client that comes before its `Lend`, or that one was refused."""
+        early = self._early.get(node)
+        if early is None or early.lease < message.lease:
+            early = self._early[node] = _Early(message.lease)
+        elif early.lease > message.lease:
+            self.env.count("messages_stale")
+            return
+        client = self.clients.at(node)
+        early.size_bytes += _size_bytes(message)
+        early.is_cut = (
+            early.is_cut
+            or client is None
+            or not _is_of(client, message)
+            or len(early.launches) == KEPT
+            or early.size_bytes > self.room_bytes
+        )
+        if early.is_cut:
+            self.env.count("leased_launches_refused")
+        else:
+            early.launches.append(message)
+
+    def early_launches(self) -> list[msg.LeasedLaunch]:
+        """Return the launches that wait for their `Lend`."""
+        return [launch for early in self._early.values() for launch in early.launches]
 
     @handles(msg.EndLease)
     def _ended(self, sender: Address, message: msg.EndLease) -> None:
@@ -123,7 +173,7 @@ class Leases(Part):
             return
         lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
-            self._keep(sender, replace(message, request=0))
+            self._keep(sender.node, replace(message, request=0))
             return
         if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")
@@ -131,7 +181,10 @@ class Leases(Part):
         if not is_clients:
             if message.index != lease.taken:
                 return  # it came from the client before the lease was closed
-        elif not self._may_launch(lease, sender, message):
+        elif sender.node != lease.node:
+            self.env.count("leased_launches_refused")
+            return
+        elif not self._may_launch(lease, message):
             self.env.count("leased_launches_refused")
             self.close(lease, lease.taken)
             return
@@ -154,21 +207,17 @@ class Leases(Part):
         if self._held:
             self._go_on()
 
-    def _may_launch(self, lease: HostLease, sender: Address, message: msg.LeasedLaunch) -> bool:
-        """Whether a client may send a launch: the next one of its lease, of its own program and arrays."""
-        client = lease.client
-        if self.clients.at(sender.node) != client or message.index != lease.taken:
-            return False
-        lease.node = sender.node
+    def _may_launch(self, lease: HostLease, message: msg.LeasedLaunch) -> bool:
+        """Whether the holder may send a launch: the next one of its lease, of its own program and arrays."""
         program = self.programs.get(message.program)
-        named = (message.run, *arrays_in(message.args), *message.results)
         return (
-            message.program in lease.programs
+            message.index == lease.taken
+            and self.clients.at(lease.node) == lease.client
+            and message.program in lease.programs
             and program is not None
             and program.install == message.install
-            and len(message.args) == len(program.body.inputs)
-            and len(message.results) == len(program.body.outputs)
-            and are_of(client, named)
+            and _fits(program.body, message)
+            and _is_of(lease.client, message)
         )
 
     # --- closing -------------------------------------------------------------------------------------
@@ -179,7 +228,7 @@ class Leases(Part):
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
         elif message.lease > self.newest:
-            self._keep(sender, message)
+            self._early_close = sender, message
         elif lease is not None and lease.number == message.lease:
             self.close(lease, message.noticed)
 
@@ -194,7 +243,32 @@ class Leases(Part):
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         """The link to the client is lost, and launches with it."""
-        self._early = [one for one in self._early if one[0].node != message.node]
+        self._early.pop(message.node, None)
         lease = self.current
         if lease is not None and lease.is_open and message.node == lease.node:
             self.close(lease, lease.taken)
+
+
+def _is_of(client: int, launch: msg.LeasedLaunch) -> bool:
+    """Whether a client has made the run of a launch, what it reads, and the numbers of its results."""
+    return are_of(client, (launch.run, *arrays_in(launch.args), *launch.results))
+
+
+def _fits(body: Program, launch: msg.LeasedLaunch) -> bool:
+    """Whether a launch has the arguments and results of a program."""
+    return (
+        len(launch.args) == len(body.inputs)
+        and len(launch.results) == len(body.outputs)
+        and len(set(launch.results)) == len(launch.results)
+        and all(
+            isinstance(arg, int) or len(arg) == spec.size_bytes
+            for arg, spec in zip(launch.args, body.inputs, strict=True)
+        )
+    )
+
+
+def _size_bytes(launch: msg.LeasedLaunch) -> int:
+    """Return about how much memory a launch takes."""
+    values = 1 + len(launch.args) + len(launch.results) + len(launch.steps)
+    sent = (len(arg) for arg in launch.args if isinstance(arg, bytes))
+    return VALUE_BYTES * values + sum(sent)

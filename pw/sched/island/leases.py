@@ -211,11 +211,11 @@ class Leases(Part):
             max(2, min(SEGMENTS, int(TIME_US / longest_us))),
         )
         self.table.numbered[lease.number] = lease
-        epoch = self.members.epoch
+        epoch, node = self.members.epoch, self._nodes[client]
         for host in lease.hosts:
             self.table.holders[host] = lease
             number = self.members.next_number(host)
-            lend = msg.Lend(epoch, number, lease.number, client, tuple(programs), lease.first)
+            lend = msg.Lend(epoch, number, lease.number, client, node, tuple(programs), lease.first)
             self.env.send(executor_of(host), lend)
         lent = msg.Lent(
             lease.number,
@@ -226,7 +226,7 @@ class Leases(Part):
             lease.until,
             habit.last_run,
         )
-        self.env.send(session_of(self._nodes[client]), lent)
+        self.env.send(session_of(node), lent)
         self.env.count("leases")
 
     # --- launches of clients -------------------------------------------------------------------------

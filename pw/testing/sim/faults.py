@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages.roles import Role, role_of
 from pw.testing.sim.cluster import SimCluster
@@ -35,6 +36,8 @@ class Faults:
         self._world = cluster.world
         self._trespasses = Trespasses(cluster) if cluster.world.profile.trespasses else None
         profile = self._world.profile
+        if profile.late_leases:
+            self._world.watch_sent(msg.Lend, self._delay_lease)
         scale = max(1.0, profile.hosts / 12)
         kinds: tuple[tuple[str, float, Callable[[Random], None]], ...] = (
             ("partition", profile.partitions * scale, self._partition),
@@ -95,6 +98,13 @@ class Faults:
         node = self._world.nodes.get(target)
         if node is not None:
             self._world.after(HEARTBEAT_S, node.network.probe, source)
+
+    def _delay_lease(self, sender: Address, to: Address, message: msg.Lend) -> None:
+        """What the controller sends to a host is late from here on, for some milliseconds."""
+        random = self._world.streams("faults/late lease")
+        if not self._world.calm and random.random() < self._world.profile.late_leases:
+            self._world.ledger.injected["late lease"] += 1
+            self._block(sender.node, to.node, self._world.now_s + random.uniform(0.001, 0.02))
 
     def _pause(self, random: Random) -> None:
         """A process stops and goes on later without noticing."""

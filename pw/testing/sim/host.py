@@ -19,6 +19,7 @@ from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import TREES, FormIsland, IslandJoined, IslandJoinFailed, RegisterHost, Trees
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
+from pw.devices.host.leases import EARLY_BYTES
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
@@ -81,6 +82,7 @@ class SimHost:
         self.world = self.cluster.world
         self._random = self.world.streams(f"host/{self.name}")
         self._keeping = self.world.streams(f"keeping/{self.name}")
+        self._early = self.world.streams(f"early launches/{self.name}")
         slow = self._random.random() < self.world.profile.slow_hosts
         self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
         if slow:
@@ -134,6 +136,7 @@ class SimHost:
                 tree_over=self.cluster.trees.over,
             ),
         )
+        self.executor.leases.room_bytes = self._early.choice((EARLY_BYTES, EARLY_BYTES, 0))
         for act in self.cluster.on_start["host"]:
             act(self)
         self.executor.register()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from pw.core import messages as msg
-from pw.core.ids import client_of
+from pw.core.ids import CONTROLLER, Address, are_of, arrays_in
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.world import Violation, World
@@ -21,10 +23,18 @@ class LeaseMonitor:
         """By island, controller, epoch, lease and index, the run that a first host has taken."""
         self._numbers: set[tuple[str, str, bytes, int, int]] = set()
         """By host, island, controller and epoch, the numbers of leased launches."""
+        self._hosts: dict[str, SimHost] = {host.name: host for host in cluster.hosts}
         cluster.on_start["host"].append(self._watch)
+        self._came: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        """By host, holder and lease, the index behind the last launch that has come."""
+        cluster.world.watch_handled(msg.LeasedLaunch, self._arrived)
+        cluster.world.watch_handled(msg.Lend, self._lent)
+        cluster.world.watch_handled(msg.PeerLost, self._cut_off)
 
     def _watch(self, host: SimHost) -> None:
         executor: Any = host.executor
+        for at in [at for at in self._came if at[0] == host.name]:
+            del self._came[at]
         executor.leases.launch = partial(self._taken, host, executor.leases.launch)
         executor._do = partial(self._done, host, executor._do)
 
@@ -35,8 +45,10 @@ class LeaseMonitor:
         self._world.checked["leased"] += 1
         if lease is None:
             raise Violation("leases", f"{host.name} takes a leased launch without a lease")
-        if client_of(message.run) != lease.client:
-            raise Violation("leases", f"{host.name} takes a launch that is not of the holder")
+        given = message.arguments or msg.Arguments((), ())
+        if not are_of(lease.client, (message.run, *arrays_in(given.args), *given.results)):
+            words = f"{host.name} takes a launch that names what its holder has not made"
+            raise Violation("leases", words)
         index = (-1 - message.sequence) // msg.STEPS
         place: Any = host.executor.membership._place
         number = (host.name, place.island, place.tickets, message.epoch, message.sequence)
@@ -56,3 +68,45 @@ class LeaseMonitor:
         if leases.current is not None and message.segment != msg.CANCELLED:
             raise Violation("leases", f"{host.name} takes a launch of the scheduler under a lease")
         do(message)
+
+    def _arrived(
+        self, sender: Address, to: Address, message: msg.LeasedLaunch
+    ) -> Callable[[], None] | None:
+        """A launch comes to a host: of the holder, or of a client that may change nothing for the holder."""
+        if sender.node == CONTROLLER:
+            return None
+        at = (to.node, sender.node, message.lease)
+        self._came[at] = max(self._came[at], message.index + 1)
+        lease = self._lease(to.node)
+        if lease is None or not lease.is_open or sender.node == lease.node:
+            return partial(self._check_heard, to.node)
+        taken = lease.taken
+
+        def check() -> None:
+            self._world.checked["foreign launches"] += 1
+            if not lease.is_open or lease.taken != taken:
+                words = f"{sender.node} has changed the lease of {lease.node} on {to.node}"
+                raise Violation("leases", words)
+
+        return check
+
+    def _lent(self, sender: Address, to: Address, message: msg.Lend) -> Callable[[], None]:
+        return partial(self._check_heard, to.node)
+
+    def _check_heard(self, host: str) -> None:
+        """While a lease is open, its host has taken all that has come of its holder."""
+        lease = self._lease(host)
+        if lease is not None and lease.is_open:
+            self._world.checked["heard"] += 1
+            came = self._came[host, lease.node, lease.number]
+            if came > lease.taken:
+                words = f"{host} has lost launch {came - 1} of {lease.node}, and its lease goes on"
+                raise Violation("leases", words)
+
+    def _cut_off(self, sender: Address, to: Address, message: msg.PeerLost) -> None:
+        """Launches are lost with the link: both ends hear of that."""
+        for at in [at for at in self._came if at[:2] == (to.node, message.node)]:
+            del self._came[at]
+
+    def _lease(self, host: str) -> Any:
+        return self._hosts[host].executor.leases.current

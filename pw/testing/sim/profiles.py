@@ -44,6 +44,8 @@ class Profile:
     """A client sends what only hosts and the controller may send."""
     trespasses: float = 0.0
     """Clients are of two tenants, and one asks for what clients of the other have."""
+    late_leases: float = 0.0
+    """For each lease and host, the probability that launches of the holder may reach the host before it."""
     floods: float = 0.0
     """A client sends thousands of requests at once."""
     slow_hosts: float = 0.0
@@ -263,6 +265,7 @@ PROFILES = {
             **(_NETWORK | _LOSSES),
         ),
         Profile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
+        Profile("leases-late", clients=2, runs=60, loops=0.3, quick=0.3, late_leases=0.5),
         Profile(
             "leases-lost",
             span_s=20.0,

@@ -16,6 +16,7 @@ from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, CONTROLLER, Address, run_name, store_of
 from pw.core.messages.roles import CLIENT_PREFIX
+from pw.testing.sim.forgeries import Forgeries
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.rogues import Rogues
 from pw.testing.sim.world import Violation, World, tenant_of_user
@@ -47,6 +48,7 @@ class Trespasses:
         """The tenants of all numbers of clients."""
         self._asked = 0
         self._rogues = Rogues(cluster)
+        Forgeries(cluster)
         world = self._world
         world.watch_sent(msg.Attached, self._attached)
         for kind in (

@@ -45,6 +45,9 @@ class SimProcess(Protocol):
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox."""
 
+    def request_turn(self) -> None:
+        """Have what was sent leave soon."""
+
     @property
     def alive(self) -> bool:
         """Whether the process has not ended."""

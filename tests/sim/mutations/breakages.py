@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pw.core import messages as m
 from pw.core.compact import Compact
 from pw.core.functions.feeding import Feeder
-from pw.core.ids import CONTROLLER, Address, store_of
+from pw.core.ids import CONTROLLER, Address, client_id, store_of
 from pw.core.programs.counted import NUMBER, unpacked
 from pw.core.programs.plan import Execute, Free, HostSegment, Receive
 from pw.core.programs.program import Computation, Kind
@@ -164,6 +164,27 @@ def take_all_for_the_scheduler(
 ) -> None:
     """Take a session on the controller's node for the scheduler."""
     receive(executor.order.scheduler if sender.node == CONTROLLER else sender, message)
+
+
+def look_away(part: str, may_launch: Any, lease: Any, message: m.LeasedLaunch) -> bool:
+    """Take what a launch names in this field for what its holder has made."""
+    own = client_id(lease.client, 1)
+    heeded = {
+        "run": own,
+        "args": tuple(own if isinstance(arg, int) else arg for arg in message.args),
+        "results": tuple(client_id(lease.client, at) for at in range(len(message.results))),
+    }
+    return bool(may_launch(lease, replace(message, **{part: heeded[part]})))
+
+
+def close_for_strangers(
+    executor: Any, receive: Any, sender: Address, message: m.LeasedLaunch
+) -> None:
+    """Close the lease also when another client than its holder launches under it."""
+    lease = executor.leases.current
+    if lease is not None and lease.is_open and sender.node not in (lease.node, CONTROLLER):
+        executor.leases.close(lease, lease.taken)
+    receive(sender, message)
 
 
 def bind_anywhere(bind_again: Any, island: Any) -> None:

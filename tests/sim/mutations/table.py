@@ -209,6 +209,25 @@ row(
     wrap("host.executor.leases.close", breakages.answer_and_go_on),
     seen("leases-lost", 167, "leases", "liveness", "epochs last", "once"),
 )
+# A host does not look whose run, arrays or results a holder names in a launch.
+for part, seed in (("run", 22), ("args", 19), ("results", 1)):
+    row(
+        f"launch-{part}-of-others",
+        wrap("host.executor.leases._may_launch", partial(breakages.look_away, part)),
+        seen("trespasses", seed, "leases"),
+    )
+# What another client launches under a lease ends it.
+row(
+    "strangers-end-leases",
+    hear("host.executor", m.LeasedLaunch, breakages.close_for_strangers),
+    seen("trespasses", 17, "leases"),
+)
+# A host says nothing of launches for which it has no room before their lease.
+row(
+    "lose-early-launches",
+    forget("host.executor.leases._keep"),
+    seen("leases-late", 2, "leases"),
+)
 # A host takes a session on the controller's node for the scheduler.
 row(
     "session-for-scheduler",
