@@ -60,6 +60,9 @@ HEADERS = {
 }
 LINK = "open the link that pw has printed when it started the dashboard: it has a token"
 
+Admit = Callable[[tuple[str, int] | None], None]
+"""Called with the address and port of a connection that has shown the token."""
+
 _json = msgspec.json.Encoder()
 
 
@@ -80,7 +83,7 @@ class Page:
         reader.is_watched = lambda: bool(self._browsers)
         reader.listeners.append(self._arrived)
 
-    def application(self, token: str, name: str) -> ASGIApp:
+    def application(self, token: str, name: str, admit: Admit) -> ASGIApp:
         """Return the ASGI application; `name` is that of its cookie."""
         routes = [
             *(Route(f"/{path}", self._file) for path in FILES),
@@ -91,7 +94,7 @@ class Page:
             Route("/plan", self._plan),
             Route("/trace", self._trace, methods=["POST"]),
         ]
-        return Guard(Starlette(routes=routes), token, name)
+        return Guard(Starlette(routes=routes), token, name, admit)
 
     def close(self) -> None:
         """End all streams."""
@@ -210,10 +213,14 @@ class EventStream(StreamingResponse):
 
 
 class Guard:
-    """Lets requests with the token pass: in the link, in the cookie that the link sets, or as a bearer."""
+    """Lets requests with the token pass: in the link, in the cookie that the link sets, or as a bearer.
 
-    def __init__(self, application: ASGIApp, token: str, cookie: str) -> None:
+    Connections that have shown the token are admitted; others end with their first answer.
+    """
+
+    def __init__(self, application: ASGIApp, token: str, cookie: str, admit: Admit) -> None:
         self._application = application
+        self._admit = admit
         self._token = token.encode()
         self._cookie = cookie
 
@@ -235,21 +242,24 @@ class Guard:
         ):
             answer = self._application
         else:
-            answer = PlainTextResponse(LINK, 403, headers=HEADERS)
+            refused = PlainTextResponse(LINK, 403, headers=HEADERS | {"Connection": "close"})
+            await refused(scope, receive, send)
+            return
+        self._admit(scope.get("client"))
         await answer(scope, receive, send)
 
     def _is_right(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self._token)
 
 
-def metrics_application(metrics: Metrics, token: str) -> ASGIApp:
+def metrics_application(metrics: Metrics, token: str, admit: Admit) -> ASGIApp:
     """Return the application that serves /metrics; to all who reach it if `token` is empty."""
 
     async def text(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     application = Starlette(routes=[Route("/metrics", text)])
-    return Guard(application, token, "pw-metrics") if token else application
+    return Guard(application, token, "pw-metrics", admit) if token else application
 
 
 def _answer(value: object) -> Response:

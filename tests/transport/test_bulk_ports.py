@@ -23,7 +23,7 @@ from pw.transport.access.credentials import Credentials
 from pw.transport.bulk import chunk_receiver, chunk_sender, chunks
 from pw.transport.bulk.plane import BulkPlane
 from pw.transport.endpoints import parse
-from pw.transport.links import entrance
+from pw.transport.links import strangers
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 from tests.stages.cluster import authority
@@ -397,8 +397,8 @@ def test_hundreds_of_slow_strangers_keep_no_good_sender_out(
     bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_address = 32 if bound == "of an address" else 500
-    monkeypatch.setattr(entrance, "STRANGERS_OF_ADDRESS", of_address)
-    monkeypatch.setattr(entrance, "STRANGERS", 64)
+    monkeypatch.setattr(strangers, "STRANGERS_OF_ADDRESS", of_address)
+    monkeypatch.setattr(strangers, "STRANGERS", 64)
 
     async def scenario() -> None:
         async with host("tls", tmp_path) as (there, endpoint), host("tls", tmp_path) as (here, _):

@@ -22,7 +22,7 @@ from pw.transport.access import certificates
 from pw.transport.access import credentials as credentials_module
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
-from pw.transport.links import connection, entrance, nearby
+from pw.transport.links import connection, nearby, strangers
 from pw.transport.streams.tls_stream import TlsStream
 from tests.stages.cluster import Cluster, Recorder, authority, make_cluster, numbers, wire_bytes
 
@@ -475,14 +475,14 @@ def dial(endpoint: str) -> socket.socket:
 
 def test_idle_strangers_do_not_keep_a_good_process_out(cluster: Cluster) -> None:
     a, b = cluster.node("a"), cluster.node("b", listens=False)
-    with ExitStack() as strangers:
+    with ExitStack() as idle:
         for _ in range(500):
-            strangers.enter_context(dial(cluster.endpoint(a)))
+            idle.enter_context(dial(cluster.endpoint(a)))
         counters, known = cluster.of(a).counters, cluster.network(a).connections
         cluster.until(
-            lambda: counters["connections_crowded_out"] == 500 - entrance.STRANGERS_OF_ADDRESS
+            lambda: counters["connections_crowded_out"] == 500 - strangers.STRANGERS_OF_ADDRESS
         )
-        assert len(known) == entrance.STRANGERS_OF_ADDRESS
+        assert len(known) == strangers.STRANGERS_OF_ADDRESS
         meet(cluster, a, b)
         cluster.until(lambda: numbers(a) == [0])
 
@@ -490,13 +490,13 @@ def test_idle_strangers_do_not_keep_a_good_process_out(cluster: Cluster) -> None
 def test_the_strangers_of_all_addresses_are_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrance, "STRANGERS", 5)
-    monkeypatch.setattr(entrance, "STRANGERS_OF_ADDRESS", 3)
+    monkeypatch.setattr(strangers, "STRANGERS", 5)
+    monkeypatch.setattr(strangers, "STRANGERS_OF_ADDRESS", 3)
     a, b = cluster.node("a"), cluster.node("b", listens=False)
     host, _, port = cluster.endpoint(a).removeprefix("tcp://").rpartition(":")
-    with ExitStack() as strangers:
+    with ExitStack() as idle:
         for number in range(2, 22):
-            raw = strangers.enter_context(socket.socket())
+            raw = idle.enter_context(socket.socket())
             raw.bind((f"127.0.0.{number}", 0))
             raw.connect((host, int(port)))
         cluster.until(lambda: cluster.of(a).counters["connections_crowded_out"] == 15)

@@ -128,7 +128,7 @@ class Leases(Part):
             close, self._early_close = self._early_close, None
             self.receive(*close)
 
-    def _keep(self, node: str, message: msg.LeasedLaunch) -> None:
+    def keep_early(self, node: str, message: msg.LeasedLaunch) -> None:
         """Keep a launch of a client that comes before its `Lend`, or that one was refused."""
         early = self._early.get(node)
         if early is None or early.lease < message.lease:
@@ -173,7 +173,7 @@ class Leases(Part):
             return
         lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
-            self._keep(sender.node, replace(message, request=0))
+            self.keep_early(sender.node, replace(message, request=0))
             return
         if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")
@@ -184,7 +184,7 @@ class Leases(Part):
         elif sender.node != lease.node:
             self.env.count("leased_launches_refused")
             return
-        elif not self._may_launch(lease, message):
+        elif not self.may_launch(lease, message):
             self.env.count("leased_launches_refused")
             self.close(lease, lease.taken)
             return
@@ -207,7 +207,7 @@ class Leases(Part):
         if self._held:
             self._go_on()
 
-    def _may_launch(self, lease: HostLease, message: msg.LeasedLaunch) -> bool:
+    def may_launch(self, lease: HostLease, message: msg.LeasedLaunch) -> bool:
         """Whether the holder may send a launch: the next one of its lease, of its own program and arrays."""
         program = self.programs.get(message.program)
         return (

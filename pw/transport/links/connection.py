@@ -44,11 +44,11 @@ from pw.transport.links import nearby
 from pw.transport.links.acknowledged import unanswered_s
 from pw.transport.links.codec import MAX_FRAME_BYTES
 from pw.transport.links.interface import LOST, Connection
+from pw.transport.links.strangers import HANDSHAKE_S
 from pw.transport.links.zmtp import Refusal, Zmtp, ZmtpError
 from pw.transport.streams.stream import Stream
 from pw.transport.streams.tls_stream import TlsStream
 
-HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200

@@ -2,8 +2,7 @@
 
 A node listens at its endpoint and, without credentials, over a unix socket beside it, for processes
 of this machine (`pw.transport.links.nearby`). Tcp connections that have not greeted are strangers.
-Their number is bounded, in all and for each address: beyond a bound the oldest is dropped, so that
-idle ones keep no good one out.
+Their number is bounded (`pw.transport.links.strangers`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from pw.transport.endpoints import listen, reachable_endpoint, unlisten
 from pw.transport.links import nearby
 from pw.transport.links.admission import Access
 from pw.transport.links.connection import StreamConnection
+from pw.transport.links.strangers import Strangers
 from pw.transport.log import Warnings
 
-STRANGERS = 512
-STRANGERS_OF_ADDRESS = 128
 NO_DESCRIPTORS_S = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
 
@@ -76,7 +74,9 @@ class Entrance:
         self._access = access
         self._security = security
         self._warnings = warnings
-        self._strangers: dict[StreamConnection, str] = {}
+        self._strangers: Strangers[StreamConnection] = Strangers(
+            lambda one: not (one.is_open or one.closed)
+        )
         self._closed = False
         listener = listen(bind)
         try:
@@ -153,18 +153,7 @@ class Entrance:
 
     def _make_room(self, new: StreamConnection) -> None:
         """Count a new stranger, and drop the oldest if there are too many."""
-        strangers, host = self._strangers, new.peer.rpartition(":")[0]
-        if len(strangers) >= min(STRANGERS_OF_ADDRESS, STRANGERS):
-            for known in [one for one in strangers if one.is_open or one.closed]:
-                del strangers[known]
-        same = [one for one, address in strangers.items() if address == host]
-        oldest = None
-        if len(same) >= STRANGERS_OF_ADDRESS:
-            oldest = same[0]
-        elif len(strangers) >= STRANGERS:
-            oldest = next(iter(strangers))
-        strangers[new] = host
+        oldest = self._strangers.add(new, new.peer.rpartition(":")[0])
         if oldest is not None:
-            del strangers[oldest]
             self._network.count("connections_crowded_out")
             self._network.turn_away(oldest)

@@ -213,7 +213,7 @@ row(
 for part, seed in (("run", 22), ("args", 19), ("results", 1)):
     row(
         f"launch-{part}-of-others",
-        wrap("host.executor.leases._may_launch", partial(breakages.look_away, part)),
+        wrap("host.executor.leases.may_launch", partial(breakages.look_away, part)),
         seen("trespasses", seed, "leases"),
     )
 # What another client launches under a lease ends it.
@@ -225,7 +225,7 @@ row(
 # A host says nothing of launches for which it has no room before their lease.
 row(
     "lose-early-launches",
-    forget("host.executor.leases._keep"),
+    forget("host.executor.leases.keep_early"),
     seen("leases-late", 2, "leases"),
 )
 # A host takes a session on the controller's node for the scheduler.
