@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -11,9 +13,13 @@ from pw.client.connection.children import ANYWHERE, LocalDaemon, start_dashboard
 from pw.core import installed
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
+from pw.transport.access import private_files
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import Security
 from pw.transport.log import log
+
+LINK = "dashboard"
+"""Name of the file with the link of the page, in the folder of the controller."""
 
 
 @dataclass(eq=False)
@@ -58,11 +64,20 @@ class Beside:
         def ready() -> None:
             loop.remove_reader(page.channel.fileno())
             try:
-                typer.echo(f"pw dashboard: {page.address(0.0)}")
+                typer.echo(f"pw dashboard: {self._shown(page.address(0.0))}")
             except Error as error:
                 log("error", "no dashboard", CONTROLLER, reason=str(error))
 
         loop.add_reader(page.channel.fileno(), ready)
+
+    def _shown(self, link: str) -> str:
+        """Return the link for a terminal; for a log, where its token does not stand but in a file."""
+        page, _, token = link.partition("?token=")
+        if not token or sys.stdout.isatty():
+            return link
+        file = Path(self._folder.path) / LINK
+        private_files.write(file, f"{link}\n".encode())
+        return f"{page} (the link with its token is in {file}, which only this user can read)"
 
     def close(self) -> None:
         """End it."""

@@ -18,6 +18,7 @@ from pw.transport.access.joined import config_folder
 
 Value = str | int | float | bool
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of clusters and islands: they are also names of objects of Kubernetes, jobs and files."""
 SET_BY_PW = {"bind", "controller", "credentials", "island", "island-hosts", "insecure", "name"}
 SET_BY_PW |= {
@@ -231,6 +232,12 @@ def _objections(file: ClusterFile) -> Iterator[str]:
             yield f"island {name}: ports {island.ports!r} is neither a port nor a range as in 7000-7100"
     for variable in {"PW_CREDENTIALS", "PW_INSECURE", "PW_ADDRESS"} & set(file.environment):
         yield f"environment: {variable} is set by pw from the other parts of the file; leave it out"
+    for variable in file.environment:
+        if not VARIABLE.fullmatch(variable):
+            yield (
+                f"environment: {variable!r} is no name of a variable; use letters, digits and '_', no digit "
+                "first"
+            )
     hosts = [one.host for one in _all_machines(file)]
     if len(set(hosts)) > 1:
         for host in filter(_is_loopback, hosts):

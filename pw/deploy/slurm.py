@@ -6,6 +6,7 @@ beside the script on the first one.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -84,10 +85,10 @@ def write(file: ClusterFile, script: Sequence[str]) -> Path:
             cluster.
 
     Raises:
-        Error: an option of sbatch is one that is set from the other parts of the file.
+        Error: an option of sbatch is none, or is set from the other parts of the file.
     """
-    if taken := SET_BY_PW & set(file.slurm.sbatch):
-        raise Error(f"slurm: the option {min(taken)} of sbatch is set by pw; leave it out")
+    for name, value in file.slurm.sbatch.items():
+        _check_option(name, value)
     folder = folder_of(file)
     private_files.make_folder(folder)
     if not file.insecure:
@@ -112,12 +113,12 @@ def write(file: ClusterFile, script: Sequence[str]) -> Path:
                 drain_s=max(1, file.slurm.notice - SLACK_S),
             )
             text = FUNCTIONS + WORKER.format(first=first, command=_shell(command))
-            (folder / f"{part}.sh").write_text(text)
+            private_files.write(folder / f"{part}.sh", text.encode())
             last = first_node + count - 1
             steps += ISLAND.format(name=part, count=count, first=first_node, last=last)
             first_node = last + 1
     path = folder / "job.sh"
-    path.write_text(_job(file, folder, steps, script))
+    private_files.write(path, _job(file, folder, steps, script).encode())
     return path
 
 
@@ -136,7 +137,7 @@ def _job(file: ClusterFile, folder: Path, steps: str, script: Sequence[str]) -> 
     lines = ["#!/bin/sh"]
     for name, value in options.items():
         if value is not False:
-            lines.append(f"#SBATCH --{name}" + (f"={value}" if value is not True else ""))
+            lines.append(f"#SBATCH --{name}" + (f"={_quoted(value)}" if value is not True else ""))
     lines += [f"export {key}={shlex.quote(value)}" for key, value in file.environment.items()]
     bind = f"tcp://@address@:{file.controller.port}"
     command = controller_command(file, bind, f"{CONTROLLER}.pem")
@@ -156,6 +157,26 @@ def _job(file: ClusterFile, folder: Path, steps: str, script: Sequence[str]) -> 
         + f"\numask 077\n{FUNCTIONS}{begin}{steps}\nexport {allowed}"
         + END.format(script=run)
     )
+
+
+def _check_option(name: str, value: object) -> None:
+    if name in SET_BY_PW:
+        raise Error(f"slurm: the option {name} of sbatch is set by pw; leave it out")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise Error(
+            f"slurm: {name!r} is no option of sbatch; write a long one without --, as in partition: gpu"
+        )
+    if not str(value).isprintable():
+        raise Error(f"slurm: the value of the option {name} of sbatch must be one line of text")
+
+
+def _quoted(value: object) -> str:
+    """Quote a value for sbatch, in whose quotes a backslash is still special."""
+    text = str(value)
+    if re.fullmatch(r"[\w@%+=:,./-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _shell(command: Sequence[str]) -> str:

@@ -331,9 +331,14 @@ def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> N
     tmp_path.chmod(0o700)
     controller = Program(tmp_path, ["-m", "pw.cli.controller", *bind, *both])
     try:
-        controller.until_says("token=")
-        (link,) = re.findall(r"pw dashboard: (\S+)", controller.out)
-        assert get(link.partition("?")[0])[0] == 403
+        controller.until_says("pw dashboard: ")
+        ((page, file),) = re.findall(r"pw dashboard: (\S+) .* is in ([^,]+),", controller.out)
+        link = Path(file).read_text().strip()
+        assert link.startswith(f"{page}?token=")
+        assert Path(file).stat().st_mode & 0o077 == 0
+        assert link.partition("token=")[2] not in controller.out + controller.err
+        assert get(page)[0] == 403
+        assert get(page, Authorization=f"Bearer {link.partition('token=')[2]}")[0] == 200
         for line in controller.err.splitlines():
             record = json.loads(line)
             assert record["level"] in ("info", "warning")

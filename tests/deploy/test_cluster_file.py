@@ -97,6 +97,8 @@ def test_each_daemon_has_its_command_line(tmp_path: Path) -> None:
             r"the controller has no machine; add to the file: controller:",
         ),
         ("name: lab", "environment: {PW_ADDRESS: x}", "PW_ADDRESS is set by pw"),
+        ("name: lab", 'environment: {"A;date": x}', "'A;date' is no name of a variable"),
+        ("name: lab", 'environment: {"A B": x}', "'A B' is no name of a variable"),
         ("islands:", "islands: [", r"cluster\.yaml: line 9: .*: this is no YAML"),
         (FILE, "", "a cluster needs an island"),
         (FILE, "- lab", "line 1: the file needs keys with values"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -90,6 +91,80 @@ def test_the_nodes_are_divided_among_islands(tmp_path: Path) -> None:
     assert "--name east-${number}" in spare
     assert "--spare --drain 50" in spare
     assert (tmp_path / "job" / "east-2.pem").stat().st_mode & 0o077 == 0
+
+
+def words_of(line: str) -> list[str]:
+    """Split a line of options as sbatch does: a backslash is special in both kinds of quotes."""
+    lexer = shlex.shlex(line.removeprefix("#SBATCH"), posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.escapedquotes = True, "'\""
+    return list(lexer)
+
+
+VALUES = [
+    "two words",
+    "a#b",
+    'say "hi"',
+    "it's",
+    "back\\slash",
+    "$(date)",
+    "`date`",
+    "gpu[1-4]",
+    "",
+]
+
+
+def test_values_reach_sbatch_and_the_script_as_they_are(tmp_path: Path) -> None:
+    options = {f"option-{at}": value for at, value in enumerate(VALUES)}
+    variables = {f"VARIABLE_{at}": f"{value}\nmore" for at, value in enumerate(VALUES)}
+    slurm = {"folder": str(tmp_path / "a job"), "sbatch": options}
+    islands = {"east": {"hosts": 1}}
+    file = read(write_cluster(tmp_path, islands=islands, slurm=slurm, environment=variables))
+    text = engine.write(file, ()).read_text()
+    lines = [words_of(line) for line in text.splitlines() if line.startswith("#SBATCH")]
+    for name, value in (options | {"chdir": str(tmp_path / "a job")}).items():
+        assert [f"--{name}={value}"] in lines
+    exports = text[text.index("export ") : text.index("umask")]
+    shown = [f'printf "%s\\0" "${name}"' for name in variables]
+    done = subprocess.run(["sh", "-c", exports + "\n".join(shown)], capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == list(variables.values())
+
+
+@pytest.mark.parametrize("mask", [0, 0o022])
+def test_only_their_user_can_read_the_files_of_a_job(tmp_path: Path, mask: int) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    folder.chmod(0o755)
+    slurm = {"folder": str(folder)}
+    islands = {"east": {"hosts": 1, "spares": 1}}
+    variables = {"WANDB_API_KEY": "secret"}
+    file = read(write_cluster(tmp_path, islands=islands, slurm=slurm, environment=variables))
+    before = os.umask(mask)
+    try:
+        engine.write(file, ())
+    finally:
+        os.umask(before)
+    assert "secret" in (folder / "job.sh").read_text()
+    assert {path.name: path.stat().st_mode & 0o077 for path in folder.iterdir()} == dict.fromkeys(
+        (path.name for path in folder.iterdir()), 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("p", "gpu\ndate", "option p of sbatch must be one line"),
+        ("comment\ndate #", "x", "is no option of sbatch; write a long one"),
+        ("--partition", "gpu", "'--partition' is no option of sbatch"),
+        ("time=1 --nodes", "3", "is no option of sbatch"),
+    ],
+)
+def test_options_that_are_none_are_refused(
+    tmp_path: Path, option: str, value: str, words: str
+) -> None:
+    slurm = {"folder": str(tmp_path / "job"), "sbatch": {option: value}}
+    file = read(write_cluster(tmp_path, islands={"east": {"hosts": 1}}, slurm=slurm))
+    with pytest.raises(Error, match=words):
+        engine.write(file, ())
 
 
 def test_options_that_pw_sets_are_refused(tmp_path: Path) -> None:
