@@ -456,6 +456,26 @@ def test_any_assignment_of_devices(name: str, case: str) -> None:
     check(mesh, function, (split(mesh.axis_names),), (Y,))
 
 
+@pytest.mark.parametrize("columns", [24, 9000])
+def test_unlike_islands_pack_what_they_add_in_one_order(columns: int) -> None:
+    """Several values travel in a bucket: a small one is added on each island, a large one in parts.
+
+    Devices of the first island alone send to each other, so each island has code of its own.
+    """
+    mesh = MESHES["one axis"]()
+    values = np.arange(48 * columns, dtype=np.float32).reshape(48, columns) / (48 * columns)
+
+    def sums(x: Any) -> Any:
+        def body(rows: Any) -> Any:
+            moved = jax.lax.ppermute(rows, "x", [(0, 1), (1, 0)])
+            made = rows.sum(0), (rows * rows).sum(0)[:16], jnp.cos(rows + moved).sum(0)
+            return moved, jax.lax.psum(made, "x")
+
+        return jax.shard_map(body, in_specs=P("x"), out_specs=(P("x"), P()), check_vma=False)(x)
+
+    check(mesh, sums, (P("x"),), (values,))
+
+
 def test_groups_that_differ_between_pairs_of_islands() -> None:
     mesh = Mesh(slices(2, 2, 2, 2, islands=("a", "b", "c", "d")), "x")
     groups = [[0, 2], [1, 3], [6, 4], [7, 5]]
