@@ -102,12 +102,15 @@ def _completed(
 
 
 def _add_cpu(platforms: str) -> None:
-    """Keep this machine's CPU as a second platform, as beside any accelerator: `jax.devices("cpu")`."""
+    """Keep the script's own CPU as a second platform, which is `cpu` unless the cluster's devices are."""
     from jax._src import xla_bridge
+
+    from pw.gateway import in_jax
 
     # An alias: the user's setting of jax_platforms stays as it is.
     if "cpu" not in platforms.split(","):
-        xla_bridge._alias_to_platforms[PLATFORM] = [PLATFORM, "cpu"]
+        xla_bridge.register_backend_factory(in_jax.SCRIPT_CPU, in_jax.make_script_cpu, priority=-1)
+        xla_bridge._alias_to_platforms[PLATFORM] = [PLATFORM, in_jax.SCRIPT_CPU]
 
 
 def _register() -> None:
@@ -123,12 +126,14 @@ def _backend() -> Any:
 
     installed.check()
     installed.check_extra("jax", "hpack", "google.protobuf")
-    from pw.gateway import beside
+    from pw.gateway import beside, in_jax
 
     if not _arguments:  # by JAX_PLATFORMS
         _arguments.update(_completed())
     options = ((f"--{name}", str(value)) for name, value in _arguments.items())
-    return beside.client([part for option in options for part in option])
+    client = beside.client([part for option in options for part in option])
+    in_jax.install(client)
+    return client
 
 
 def from_jax(tree: Any) -> Any:

@@ -19,8 +19,8 @@ What makes the comparison fair:
 - pytest runs with the settings of JAX's `pyproject.toml`: a warning is an error.
 - A test that skips itself with the gateway only is counted apart, and does not count as passed.
 
-The plugin keeps this machine's CPU as a second platform, as beside any accelerator; a few tests ask
-for `jax.devices("cpu")` by name, and get it. Another plugin, or a gateway in another process:
+A few tests ask for `jax.devices("cpu")` by name, and get the gateway's devices. Another plugin, or a
+gateway in another process:
 `--platform proxy --env JAX_BACKEND_TARGET=grpc://localhost:29000`.
 
 Outcomes of plain JAX are kept with `--baseline FILE`. `--again RESULTS` runs what did not pass in
