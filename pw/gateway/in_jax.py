@@ -1,14 +1,19 @@
 """Adds to JAX, in the script's process, what its client of a gateway lacks.
 
 The devices of the client are on other machines, and a few places of JAX expect the memory of this one. There
-the script's own CPU serves: host callbacks, and arrays that other libraries share by DLPack.
+the script's own CPU serves: host callbacks, and arrays that other libraries share by DLPack. Arrays move
+between the two clients over this process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax._src import callback, debugging, dlpack, xla_bridge
+import numpy as np
+from jax._src import array, callback, debugging, dlpack, pjit, xla_bridge
+from jax._src.interpreters import pxla
+from jaxlib import xla_client
 
 SCRIPT_CPU = "script_cpu"
 """The platform of the script's own CPU, whether or not `cpu` is the cluster's."""
@@ -38,6 +43,7 @@ def install(client: Any) -> None:
     own = _WithScriptCpu()
     for module, name in ((callback, "xb"), (debugging, "xla_bridge"), (dlpack, "xla_bridge")):
         setattr(module, name, own)
+    _move_between_clients()
 
 
 class _WithScriptCpu:
@@ -53,3 +59,49 @@ class _WithScriptCpu:
         if backend == "cpu":
             return script_cpu().local_devices()
         return xla_bridge.local_devices(process_index, backend)
+
+
+def _client_of(sharding: Any) -> Any:
+    return sharding._device_assignment[0].client
+
+
+def _move_between_clients() -> None:
+    """Let JAX move arguments between the devices of two clients, over this process."""
+    kind: Any = array.ArrayImpl
+    shard = pxla.shard_arg_handlers[kind]
+    dispatch: Any = pjit
+    fastpath = dispatch._get_fastpath_data
+
+    def shard_or_move(
+        xs: Sequence[Any],
+        shardings: Sequence[Any],
+        layouts: Sequence[Any],
+        semantics: Sequence[Any],
+    ) -> Sequence[Any]:
+        foreign = [
+            _client_of(x.sharding) is not _client_of(there)
+            for x, there in zip(xs, shardings, strict=True)
+        ]
+        if not any(foreign):
+            return shard(xs, shardings, layouts, semantics)
+        here = [
+            np.asarray(x) if is_foreign else x for x, is_foreign in zip(xs, foreign, strict=True)
+        ]
+        moved: Sequence[Any] = pxla.shard_args(shardings, layouts, semantics, here)
+        for x, is_foreign, meant in zip(xs, foreign, semantics, strict=True):
+            if is_foreign and meant == xla_client.ArrayCopySemantics.DONATE_INPUT:
+                x.delete()
+        return moved
+
+    def fastpath_if_here(executable: Any, tree: Any, arguments: Sequence[Any], *others: Any) -> Any:
+        """Return nothing if an argument has moved: calls without Python cannot move it."""
+        data = fastpath(executable, tree, arguments, *others)
+        if data is not None:
+            there = executable.xla_executable.local_devices()[0].client
+            for one in arguments:
+                if isinstance(one, kind) and _client_of(one.sharding) is not there:
+                    return None
+        return data
+
+    pxla.shard_arg_handlers[kind] = shard_or_move
+    dispatch._get_fastpath_data = fastpath_if_here

@@ -45,6 +45,76 @@ def test_cpu_is_the_cluster_unless_the_script_asks_for_its_own(platforms: str) -
     assert finish(start_client("", CHECK, **settings)) == "well\n"
 
 
+MOVES = """
+cluster, cpu = jax.devices()[0], jax.devices("cpu")[0]
+mesh = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), P("x"))
+here, there = jax.sharding.SingleDeviceSharding(cpu), jax.sharding.SingleDeviceSharding(cluster)
+one = lambda v: v + 1
+plus, on_cpu, on_cluster, on_mesh = (
+    jax.jit(one),
+    jax.jit(one, in_shardings=here),
+    jax.jit(one, in_shardings=there),
+    jax.jit(one, in_shardings=mesh),
+)
+mapped = jax.pmap(one, devices=[cpu])
+
+def with_default(function, x):
+    with jax.default_device(cpu):
+        return function(x)
+
+def check(result, device):
+    assert result.devices() == device, (result.devices(), device)
+    assert np.asarray(result, np.float32).ravel().tolist() == [2, 3, 4, 5], result
+
+x = jnp.arange(4.0) + 1
+y = with_default(lambda x: jnp.arange(4.0) + 1, None)
+fixed = jnp.asarray(np.arange(4.0) + 1, device=cpu)
+everywhere = set(jax.devices())
+for _ in range(3):  # JAX's later calls of a function take another way than its first
+    check(with_default(plus, x), {cpu})
+    check(with_default(lambda v: v + 1, x), {cpu})
+    check(mapped(x[None]), {cpu})
+    check(on_cpu(x), {cpu})
+    check(on_cluster(y), {cluster})
+    check(on_cluster(jnp.asarray(np.arange(4.0) + 1)), {cluster})
+    check(plus(jax.device_put(fixed, cluster)), {cluster})
+    check(plus(jax.device_put(fixed, mesh)), everywhere)
+    check(on_mesh(y), everywhere)
+    check(plus(jax.device_put(jax.device_put(x, mesh), cpu)), {cpu})
+    check(plus(y), {cpu} if y.committed else {cluster})
+    check(plus(x), {cluster})
+
+small = jax.device_put(jnp.arange(4, dtype=jnp.int4) + 1, cpu)
+check(plus(jax.device_put(small, cluster)), {cluster})
+key = jax.random.key(3)
+number = float(jax.random.uniform(key))
+assert float(with_default(jax.random.uniform, key)) == number
+for source, target in ((x, here), (y, there)):
+    source = source + 0
+    check(plus(jax.device_put(source, target, donate=True)), target.device_set)
+    assert source.is_deleted()
+gone = jnp.arange(4.0) + 1
+gone.delete()
+for function, error in (
+    (lambda: with_default(plus, gone), RuntimeError),
+    (lambda: jax.device_put(x, cluster) + fixed, ValueError),
+):
+    try:
+        function()
+    except error as said:
+        assert "deleted" in str(said) or "incompatible devices" in str(said), said
+    else:
+        raise AssertionError(function)
+print("well")
+"""
+
+
+def test_values_move_between_the_cluster_and_this_machine() -> None:
+    """Wherever JAX moves arguments by itself between two of its clients."""
+    settings = {"JAX_PLATFORMS": "pw,cpu", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+    assert finish(start_client("", MOVES, **settings)) == "well\n"
+
+
 AGAIN = """
 import pw.jax
 for _ in range(2):
