@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pw.client.arrays.devices import Slice
 from pw.core.platforms import platform_of
-from pw.core.sharding import Placement
+from pw.core.sharding import DeviceAddress, Placement
 from pw.gateway.statuses import StatusError, unsupported
 
 _MEMORIES_EACH = 8
@@ -114,6 +114,12 @@ class Devices:
                 "NOT_FOUND", f"there is no device {number}; jax.devices() shows {len(self.all)}"
             )
         return self.all[number]
+
+    def address(self, number: int) -> DeviceAddress | None:
+        """Return where a device is now; None if that is not known. Raises StatusError: there is none."""
+        device = self._device(number)
+        devices = device.slice.runtime.devices(device.slice.id)
+        return devices[device.index] if devices else None
 
     def default_assignment(self, count: int) -> list[int]:
         """Return the first devices of the first island that has so many; without one, the first of all."""

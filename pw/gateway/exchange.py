@@ -1,10 +1,11 @@
-"""Arrays that the script's own session takes from a client of the gateway, and hands to it.
+"""Programs of pw's own scripts: arrays that the script's session takes or hands over, and memory.
 
 | program | its value | arguments | results |
 |---|---|---|---|
 | `pw_offer` | `token` | arrays of one island, which another session may take | none |
 | `pw_take` | `token`, `arrays` | none | the arrays of another session's offer |
 | `pw_checkpoint` | nothing | arrays, of which hosts make replicas | none; it ends when they have |
+| `pw_memory` | `device` (JAX's number) | none | `MEMORY` of the device, in bytes; -1 for what is not known |
 
 A token is 16 random bytes in hexadecimal digits. `arrays` describes each result: `dtype`, `shape`,
 `shard` (the shape of a shard), `devices` (JAX's numbers) and `replicated`. See `pw.sched.control.shares`.
@@ -12,14 +13,22 @@ A token is 16 random bytes in hexadecimal digits. `arrays` describes each result
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from pw.core.errors import ArgumentError, ErrorReport
+from pw.core.messages import DeviceUse
+from pw.core.sharding import DeviceAddress
 from pw.gateway.arrays import ProxyArray, Stored
 from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
+
+MEMORY = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+"""What `pw_memory` returns, by the names that JAX has for it."""
 
 
 class ArrayExchange:
@@ -63,6 +72,19 @@ class ArrayExchange:
         done: Future[None] = self._runs.runtime.ask.checkpoint([one.number for one in stored])
         return done
 
+    async def memory(self, asked: Any) -> ProxyArray:
+        """Return what is in use of a device's memory."""
+        told = await asyncio.to_thread(self._runs.runtime.ask.memory)
+        place = self._devices.address(int(asked["device"]))
+        known: tuple[int | None, ...] = (None,) * len(MEMORY)
+        for use in told.devices:
+            if DeviceAddress(use.host, use.device) == place:
+                known = memory_of_device(use)
+        sizes = [-1 if size is None else size for size in known]
+        array = ProxyArray("int64", (3,), (3,), (0,), self._devices.memories[0], True)
+        array.value = np.array(sizes, np.int64)
+        return array
+
     def _described(self, one: Any) -> ProxyArray:
         return ProxyArray(
             str(one["dtype"]),
@@ -72,3 +94,9 @@ class ArrayExchange:
             self._devices.memories[0],
             bool(one["replicated"]),
         )
+
+
+def memory_of_device(use: DeviceUse) -> tuple[int | None, ...]:
+    """Return `MEMORY` of a device; hosts count arrays where its allocator does not count."""
+    in_use = use.arrays_bytes if use.in_use_bytes is None else use.in_use_bytes
+    return in_use, use.peak_bytes, use.limit_bytes

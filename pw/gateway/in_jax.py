@@ -1,8 +1,8 @@
 """Adds to JAX, in the script's process, what its client of a gateway lacks.
 
 The devices of the client are on other machines, and a few places of JAX expect the memory of this one. There
-the script's own CPU serves: host callbacks, and arrays that other libraries share by DLPack. Arrays move
-between the two clients over this process.
+the script's own CPU serves: host callbacks, arrays that other libraries share by DLPack, and XLA's estimate of
+what a function costs. Arrays move between the two clients over this process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import array, callback, debugging, dlpack, pjit, xla_bridge
 from jax._src.interpreters import pxla
-from jaxlib import xla_client
+from jaxlib import _jax, xla_client
+
+from pw.client.arrays.jax_arrays import run_plugin
+from pw.gateway.exchange import MEMORY
 
 SCRIPT_CPU = "script_cpu"
 """The platform of the script's own CPU, whether or not `cpu` is the cluster's."""
+
+
+_DLPACK_CPU = 1
+"""The number that DLPack has for the memory of this process."""
 
 
 def script_cpu() -> Any:
@@ -43,6 +51,9 @@ def install(client: Any) -> None:
     own = _WithScriptCpu()
     for module, name in ((callback, "xb"), (debugging, "xla_bridge"), (dlpack, "xla_bridge")):
         setattr(module, name, own)
+    _tell_memory(client)
+    _share_by_dlpack(client)
+    _estimate_costs(client)
     _move_between_clients()
 
 
@@ -63,6 +74,69 @@ class _WithScriptCpu:
 
 def _client_of(sharding: Any) -> Any:
     return sharding._device_assignment[0].client
+
+
+def _tell_memory(client: Any) -> None:
+    """Let devices of the cluster answer `memory_stats`: the gateway asks their hosts."""
+    kind: Any = _jax.Device
+    of_here = kind.memory_stats
+
+    def memory_stats(self: Any) -> dict[str, int] | None:
+        """Return `bytes_in_use`, and `peak_bytes_in_use` and `bytes_limit` where they are known.
+
+        None, as for CPUs in plain JAX, if nothing bounds or counts the device's memory.
+        """
+        if self.client is not client:
+            found: dict[str, int] | None = of_here(self)
+            return found
+        sizes = _numbers_of_plugin(client, "pw_memory", len(MEMORY), device=self.id)
+        known = {name: size for name, size in zip(MEMORY, sizes, strict=True) if size >= 0}
+        return known if len(known) > 1 else None
+
+    kind.memory_stats = memory_stats
+
+
+def _numbers_of_plugin(client: Any, name: str, count: int, **asked: Any) -> list[int]:
+    """Return so many numbers from a program of the gateway."""
+    home = jax.sharding.SingleDeviceSharding(client.devices()[0])
+    aval = jax.core.ShapedArray((count,), np.dtype(np.int64))
+    handlers = pxla.global_avals_to_results_handler([aval], [home], True).handlers
+    (numbers,) = run_plugin(client, name, **asked).consume_with_handlers(handlers)
+    return [int(number) for number in np.asarray(numbers)]
+
+
+def _share_by_dlpack(client: Any) -> None:
+    """Let libraries that ask an array of the cluster for its memory have that of a copy."""
+    kind: Any = array.ArrayImpl
+    share, device = kind.__dlpack__, kind.__dlpack_device__
+
+    def copy_here(remote: Any) -> Any:
+        return jax.device_put(remote, script_cpu().local_devices()[0])
+
+    def share_copy(self: Any, *, copy: bool | None = None, **options: Any) -> Any:
+        if _client_of(self.sharding) is not client:
+            return share(self, copy=copy, **options)
+        if copy is False:
+            raise BufferError(
+                f"the array {self.aval.str_short()} lies on another machine, and cannot be shared without a "
+                "copy; leave out copy=False"
+            )
+        return share(copy_here(self), **options)
+
+    def device_of_copy(self: Any) -> Any:
+        return device(self) if _client_of(self.sharding) is not client else (_DLPACK_CPU, 0)
+
+    kind.__dlpack__, kind.__dlpack_device__ = share_copy, device_of_copy
+
+
+def _estimate_costs(client: Any) -> None:
+    """Let XLA estimate what a function costs before it is compiled: that needs any client of this process."""
+    analyse = _jax.hlo_module_cost_analysis
+
+    def analyse_here(backend: Any, module: Any) -> Any:
+        return analyse(script_cpu() if backend is client else backend, module)
+
+    _jax.hlo_module_cost_analysis = analyse_here
 
 
 def _move_between_clients() -> None:

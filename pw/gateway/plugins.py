@@ -97,6 +97,7 @@ class Plugins:
             "pw_offer": (None, self._offer),
             "pw_take": (None, self._take),
             "pw_checkpoint": (None, self._checkpoint),
+            "pw_memory": (None, self._memory),
         }
 
     def find(self, text: bytes) -> Plugin:
@@ -135,6 +136,9 @@ class Plugins:
 
     async def _checkpoint(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
         return Outcome((), [await self._exchange.checkpoint(args)])
+
+    async def _memory(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        return Outcome([await self._exchange.memory(asked)])
 
     # --- files ----------------------------------------------------------------------------------------
 

@@ -120,6 +120,12 @@ import pw.jax
 for _ in range(2):
     pw.jax.connect(devices=2)
     print(len(jax.devices()))
+stats = jax.devices()[1].memory_stats()
+if os.environ["PW_ADDRESS"]:
+    x = jax.block_until_ready(jax.device_put(np.zeros(1 << 16, np.uint8), jax.devices()[1]))
+    more = jax.devices()[1].memory_stats()["bytes_in_use"] - stats["bytes_in_use"]
+    stats = (stats["bytes_limit"], more, jax.devices()[0].memory_stats()["bytes_in_use"])
+print(stats, jax.local_devices(backend="script_cpu")[0].memory_stats())
 try:
     pw.jax.connect(devices=1)
 except pw.Error as error:
@@ -133,12 +139,9 @@ pw.jax.connect()
 x = jnp.arange(4.0)
 lowered = jax.jit(lambda v: v @ v).lower(x)
 refused = [
-    lambda: np.from_dlpack(x),
     lambda: memoryview(x),
     x.unsafe_buffer_pointer,
     lambda: x.__cuda_array_interface__,
-    lowered.cost_analysis,
-    jax.devices()[0].memory_stats,
 ]
 for use in refused:
     try:
@@ -147,20 +150,34 @@ for use in refused:
         continue
     raise AssertionError(use)
 assert memoryview(np.asarray(x)).nbytes == 16
-assert lowered.compile().cost_analysis()["flops"]
+split = jax.device_put(x, jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), P("x")))
+for lower in (lowered, jax.jit(lambda v: v @ v).lower(split)):
+    assert lower.cost_analysis()["flops"] and lower.compile().cost_analysis()["flops"]
+for remote in (x, split):
+    copy = np.from_dlpack(remote)
+    assert copy.tolist() == np.from_dlpack(remote, copy=True).tolist() == [0, 1, 2, 3]
+    assert copy.dtype == np.float32 and remote.__dlpack_device__() == (1, 0)
+    try:
+        np.from_dlpack(remote, copy=False)
+        raise AssertionError("it has shared the memory of another machine")
+    except BufferError:
+        pass
+half = jax.dlpack.from_dlpack(x.astype(jnp.bfloat16))
+assert half.dtype == jnp.bfloat16 and (half + x).tolist() == [0, 2, 4, 6]
 """
-"""It is connected by JAX_PLATFORMS, and does what `docs/jax.md` says that JAX's client refuses."""
+"""It is connected by JAX_PLATFORMS, and does what `docs/jax.md` says that JAX's client refuses or not."""
 
 
 def test_the_same_connection_again_is_no_error_and_another_names_the_first() -> None:
-    with pw.LocalCluster(devices_per_host=2, connect=False) as cluster:
+    with pw.LocalCluster(devices_per_host=2, device_memory="1GiB", connect=False) as cluster:
         started = {
             where: start_client(where, AGAIN, JAX_PLATFORMS="", XLA_FLAGS="")
             for where in ("", cluster.address)
         }
         for where, script in started.items():
-            two, two_again, refused = finish(script).splitlines()
+            two, two_again, memory, refused = finish(script).splitlines()
             assert (two, two_again) == ("2", "2")
+            assert memory == (f"{1 << 30, 1 << 16, 0} None" if where else "None None")
             said = f"address={where!r}, " if where else ""
             assert f"by pw.jax.connect({said}devices=2, share=1.0)" in refused
 

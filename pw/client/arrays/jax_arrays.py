@@ -34,6 +34,16 @@ TOKEN_BYTES = 16
 SHARDINGS_KEPT = 4096
 
 
+def run_plugin(client: Any, name: str, args: Sequence[Any] = (), **asked: Any) -> Any:
+    """Run a program of the gateway whose client this is; all arguments have as many shards."""
+    if args:
+        asked["devices"] = {"device_ids": [device.id for device in args[0].sharding.device_set]}
+    program = ifrt_programs.make_plugin_program(json.dumps({name: asked}))
+    options = ifrt_programs.make_plugin_compile_options()
+    made = client.compile_ifrt_program(program, options)
+    return made.execute_sharded(args, with_tokens=True)
+
+
 class Front:
     """JAX's virtual devices, and this process's slices on the same physical devices.
 
@@ -140,15 +150,6 @@ class Front:
 
     # --- arrays ---------------------------------------------------------------------------------------
 
-    def _plugin(self, name: str, args: Sequence[Any] = (), **asked: Any) -> Any:
-        """Run a program of the gateway; all arguments have as many shards."""
-        if args:
-            asked["devices"] = {"device_ids": [device.id for device in args[0].sharding.device_set]}
-        program = ifrt_programs.make_plugin_program(json.dumps({name: asked}))
-        options = ifrt_programs.make_plugin_compile_options()
-        made = self.client.compile_ifrt_program(program, options)
-        return made.execute_sharded(args, with_tokens=True)
-
     def taken(self, arrays: Sequence[Any]) -> list[Array]:
         """Return arrays of pw with the shards of arrays of JAX."""
         types = [self._type(array) for array in arrays]
@@ -171,7 +172,7 @@ class Front:
         made: dict[int, Array] = {}
         for places in _grouped(types):
             token = secrets.token_bytes(TOKEN_BYTES)
-            self._plugin("pw_offer", [arrays[at] for at in places], token=token.hex())
+            run_plugin(self.client, "pw_offer", [arrays[at] for at in places], token=token.hex())
             specs = [types[at].spec for at in places]
             numbers = self.session.handovers.take(token, specs)
             for at, number in zip(places, numbers, strict=True):
@@ -235,7 +236,7 @@ class Front:
                 )
                 is_weak = types[at].key_impl is None and types[at].aval.weak_type
                 avals.append(jax.core.ShapedArray(spec.shape, spec.dtype, weak_type=is_weak))
-            results = self._plugin("pw_take", token=token.hex(), arrays=described)
+            results = run_plugin(self.client, "pw_take", token=token.hex(), arrays=described)
             own = [shardings[at] for at in places]
             handlers = pxla.global_avals_to_results_handler(avals, own, True).handlers
             for at, array in zip(places, results.consume_with_handlers(handlers), strict=True):
@@ -248,7 +249,10 @@ class Front:
         for array in arrays:
             for part in self._parts(array, self._type(array)):
                 by_count.setdefault(part.sharding.num_devices, []).append(part)
-        ends = [self._plugin("pw_checkpoint", given).consume_token() for given in by_count.values()]
+        ends = [
+            run_plugin(self.client, "pw_checkpoint", given).consume_token()
+            for given in by_count.values()
+        ]
         done: Future[None] = Future()
 
         def wait() -> None:

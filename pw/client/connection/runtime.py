@@ -53,7 +53,7 @@ from pw.core.errors import (
 )
 from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.programs.program import Program
-from pw.core.sharding import ArraySpec
+from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.display.advice import CALLS, LARGE_BYTES, Habits
 from pw.display.live import About, patiently
 from pw.display.tables import html, link_to
@@ -312,7 +312,13 @@ class Runtime:
 
     def island(self, slice: int) -> str:
         """Return the island to which a slice is bound, or was last; empty if it was given back."""
-        return self.thread.island(slice)
+        bound = self.thread.bound(slice)
+        return "" if bound is None else bound.island
+
+    def devices(self, slice: int) -> Sequence[DeviceAddress]:
+        """Return the devices to which a slice is bound, or was last; none if it was given back."""
+        bound = self.thread.bound(slice)
+        return () if bound is None else bound.devices
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""

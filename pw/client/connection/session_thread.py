@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from pw.core.messages import SliceBound
+
 
 class SessionThread(Protocol):
     """The background thread in which a session's actors live."""
@@ -39,8 +41,8 @@ class SessionThread(Protocol):
     def wait_for_hosts(self) -> None:
         """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
 
-    def island(self, slice: int) -> str:
-        """Return the island to which a slice is bound, or was last; empty if it was given back."""
+    def bound(self, slice: int) -> SliceBound | None:
+        """Return how a slice is bound, or was last; None if it was given back."""
 
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""

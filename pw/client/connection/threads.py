@@ -21,6 +21,7 @@ from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import AwaitHosts, Close
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
+from pw.core.messages import SliceBound
 from pw.core.messages.roles import Role
 from pw.display.live import About, Count, patiently
 from pw.transport.access.private import beside as private_folder
@@ -174,9 +175,9 @@ class SessionOnNode:
             )
         ready.result()
 
-    def island(self, slice: int) -> str:
-        """Return the island to which a slice is bound, or was last; empty if it was given back."""
-        return self._session.link.journal.islands.get(slice, "")
+    def bound(self, slice: int) -> SliceBound | None:
+        """Return how a slice is bound, or was last; None if it was given back."""
+        return self._session.link.journal.bound.get(slice)
 
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""

@@ -30,7 +30,7 @@ class Journal(Part):
 
     def __init__(self) -> None:
         self.slices: dict[int, msg.AllocateSlice] = {}
-        self.islands: dict[int, str] = {}
+        self.bound: dict[int, msg.SliceBound] = {}
         self._hosts: dict[int, dict[str, None]] = {}
         """The hosts that each slice is or was bound to: they may have its arrays."""
         self._programs: dict[int, msg.RegisterProgram] = {}
@@ -128,7 +128,7 @@ class Journal(Part):
     @handles(msg.SliceBound)
     def _on_bound(self, sender: Address, message: msg.SliceBound) -> None:
         if message.slice in self.slices:  # one that was given back may be bound once more
-            self.islands[message.slice] = message.island
+            self.bound[message.slice] = message
             hosts = self._hosts.setdefault(message.slice, {})
             hosts.update(dict.fromkeys(device.host for device in message.devices))
 
@@ -138,7 +138,7 @@ class Journal(Part):
 
     def _forget_slice(self, slice: int) -> None:
         self.slices.pop(slice, None)
-        self.islands.pop(slice, None)
+        self.bound.pop(slice, None)
         self._hosts.pop(slice, None)
 
     @handles(msg.RunsSettled)
@@ -195,7 +195,8 @@ class Journal(Part):
     def retold(self) -> Iterator[object]:
         """Yield everything once more, for a controller that knows nothing of this client."""
         for slice, request in self.slices.items():
-            home, hosts = self.islands.get(slice, ""), tuple(self._hosts.get(slice, ()))
+            bound, hosts = self.bound.get(slice), tuple(self._hosts.get(slice, ()))
+            home = "" if bound is None else bound.island
             yield msgspec.structs.replace(request, resumed=True, formerly=home, former_hosts=hosts)
         sent: set[bytes] = set()
         for number, program in self._programs.items():
