@@ -197,6 +197,19 @@ class CompileError(Error):
     """
 
 
+class CodeRefused(CompileError):
+    """The code of a computation asks for something that workers do not do for clients.
+
+    Cause:
+        The function calls a native function, or has a compiler option, that could harm other clients of the
+        host; the error names it.
+
+    What to do:
+        Write that part with jax.numpy or jax.lax, or leave the option out.
+        [Plain JAX](jax.md#what-workers-refuse) lists what is refused.
+    """
+
+
 class PythonRefused(CompileError):
     """A host runs no Python functions of clients.
 

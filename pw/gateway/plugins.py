@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from pw.core.errors import Error
 from pw.gateway import protos, shardings, statuses
@@ -49,7 +50,7 @@ class Outcome(NamedTuple):
     """The execution has ended when these have; one that fails, fails it."""
 
 
-_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, DecodeError)
 """What a JSON object of another form leads to."""
 
 _Run = Callable[[Any, Sequence[ProxyArray]], Awaitable[Outcome]]
@@ -110,8 +111,9 @@ class Plugins:
             ) from error
         known = self._known.get(name)
         if known is None:
-            raise statuses.unsupported(
-                f"the gateway has no plugin program {name!r}; it has {', '.join(self._known)}"
+            raise statuses.StatusError(
+                "INVALID_ARGUMENT",
+                f"the gateway has no plugin program {name!r}; it has {', '.join(self._known)}",
             )
         arrays, run = known
         try:

@@ -45,6 +45,7 @@ _OF_KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (errors.ArgumentError, "INVALID_ARGUMENT"),
     (errors.PlacementError, "INVALID_ARGUMENT"),
     (errors.ShardingError, "INVALID_ARGUMENT"),
+    (errors.CodeRefused, "INVALID_ARGUMENT"),
     (errors.OutOfDeviceMemory, "RESOURCE_EXHAUSTED"),
     (errors.OutOfHostMemory, "RESOURCE_EXHAUSTED"),
     (errors.InsufficientDevices, "RESOURCE_EXHAUSTED"),

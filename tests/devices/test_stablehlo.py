@@ -328,6 +328,11 @@ def _one(**changes: Any) -> Any:
     return msgspec.structs.replace(computation, **changes), artifact
 
 
+def _marked(x: Any) -> Any:
+    call = jax.ffi.ffi_call("LayoutConstraint", jax.ShapeDtypeStruct((1 << 20,), np.float32))
+    return call(x)[:8]
+
+
 def _of(code: Stablehlo, count: int = 1) -> Any:
     spec = replicated((8,), "float32", Placement(0, tuple(range(count))))
     return computation_of(code, [spec], [spec])
@@ -362,6 +367,10 @@ REFUSED = {
         lambda: _with_options(xla_dump_to="/tmp/mine"),
         "'xla_dump_to' is not allowed",
     ),
+    "a mark that changes a type": (
+        lambda: _of(stablehlo_of(lambda x: _marked(x), [like((8,))])),
+        "'LayoutConstraint' with a result of another type",
+    ),
     "an option that does not exist": (
         lambda: _with_options(xla_no_such_thing="1"),
         "xla_no_such_thing",
@@ -377,6 +386,10 @@ REFUSED = {
 }
 
 
+FOR_OTHERS = {"a native function", "an option that writes files", "a mark that changes a type"}
+"""What could harm other clients of the host."""
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_compiled_is_refused(case: str) -> None:
     make, words = REFUSED[case]
@@ -385,7 +398,8 @@ def test_what_cannot_be_compiled_is_refused(case: str) -> None:
     async def run(host: Host) -> None:
         report = await host.install(b"k", make())
         assert report is not None
-        assert (report.kind, words in report.message) == ("CompileError", True), report.message
+        kind = "CodeRefused" if case in FOR_OTHERS else "CompileError"
+        assert (report.kind, words in report.message) == (kind, True), report.message
         assert host.backend.counters()["installed"] == 0
         assert await host.install(b"k", _one()) is None
 

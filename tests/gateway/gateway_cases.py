@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import export, lax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -571,6 +572,21 @@ def memories_of_devices(devices: Devices) -> Any:
         out = jax.device_put(back * 2, pinned)
     kinds = [each.sharding.memory_kind for each in (x, back, one, out)]
     return shards(x), shards(back + 1), one, shards(out), kinds
+
+
+@case
+def layouts_inside_of_a_function(devices: Devices) -> Any:
+    found = []
+    one, some, every = (
+        SingleDeviceSharding(devices[1]),
+        over(devices[:4], "x"),
+        over(devices, "x"),
+    )
+    for sharding in (one, some, every):
+        turned = Format(Layout((1, 0)), sharding)
+        f = jax.jit(lambda x, turned=turned: lax.with_sharding_constraint(x + 1, turned).T * 2)
+        found.append(f(jax.device_put(numbers(8, 4), sharding)))
+    return found
 
 
 @case

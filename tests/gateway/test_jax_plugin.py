@@ -150,7 +150,36 @@ for use in refused:
         continue
     raise AssertionError(use)
 assert memoryview(np.asarray(x)).nbytes == 16
+
+from jax.experimental.custom_partitioning import custom_partitioning
+partitioned = custom_partitioning(lambda v: v * 2)
+partitioned.def_partition(
+    infer_sharding_from_operands=lambda mesh, shapes, result: shapes[0].sharding,
+    partition=lambda mesh, shapes, result: (mesh, lambda v: v * 2, result.sharding, (result.sharding,)),
+    sharding_rule="i -> i",
+)
 split = jax.device_put(x, jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), P("x")))
+sizes = jax.device_put(np.ones((2, 2), np.int32), split.sharding)
+ragged = jax.shard_map(
+    lambda v, n: jax.lax.ragged_all_to_all(v, v, n[0] - 1, n[0], n[0] - 1, n[0], axis_name="x"),
+    mesh=split.sharding.mesh, in_specs=P("x"), out_specs=P("x"),
+)
+compiled = lambda **options: jax.jit(lambda v: v + 2).lower(x).compile(options)(x)
+for use, words in (
+    (lambda: jax.jit(partitioned)(split), "CustomSPMDPartitioning"),
+    (lambda: jax.jit(ragged)(split, sizes), "ragged_all_to_all"),
+    (lambda: jax.jit(jax.ffi.ffi_call("no_such_target", x))(x), "no_such_target"),
+    (lambda: compiled(xla_dump_to="/tmp"), "xla_dump_to"),
+    (lambda: compiled(xla_no_such_thing=1), "xla_no_such_thing"),
+):
+    try:
+        jax.block_until_ready(use())
+    except jax.errors.JaxRuntimeError as error:
+        assert str(error).startswith("INVALID_ARGUMENT: ") and words in str(error), error
+    else:
+        raise AssertionError(words)
+assert compiled(xla_dump_max_hlo_modules=3, xla_dump_hlo_as_text=True).tolist() == [2, 3, 4, 5]
+
 for lower in (lowered, jax.jit(lambda v: v @ v).lower(split)):
     assert lower.cost_analysis()["flops"] and lower.compile().cost_analysis()["flops"]
 for remote in (x, split):

@@ -366,6 +366,11 @@ def _incomplete(where: str, sharding: NamedSharding) -> Any:
     return {"persistenceReadRequest": {"b64_location": encoded(where)}}
 
 
+def _damaged(where: str, sharding: NamedSharding) -> Any:
+    request = read_request(where, "a", (8, 8), "F32", sharding)
+    return {"persistenceReadRequest": request | {"b64_hlo_sharding_string": encoded(b"\xff")}}
+
+
 BAD: list[tuple[Callable[[str, NamedSharding], Any], str]] = [
     (_missing, "NOT_FOUND: there is no checkpoint"),
     (_other_shape, r"a in .* is float32\[8, 8\], not float32\[4, 8\]"),
@@ -374,7 +379,8 @@ BAD: list[tuple[Callable[[str, NamedSharding], Any], str]] = [
     (_bucket, "file system that all hosts share"),
     (_outside, "cannot be the name"),
     (_incomplete, "cannot be read"),
-    (lambda where, sharding: {"somethingElse": {}}, "has no plugin program 'somethingElse'"),
+    (lambda where, sharding: {"somethingElse": {}}, "INVALID_ARGUMENT: .*no plugin program"),
+    (_damaged, "INVALID_ARGUMENT: .* cannot be read"),
     (lambda where, sharding: "no JSON", "a JSON object with one key"),
     (lambda where, sharding: [1], "a JSON object with one key"),
     (lambda where, sharding: {"reshardRequest": {"inSharding": 3}}, "cannot be read"),

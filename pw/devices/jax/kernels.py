@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pw.core.errors import CompileError
+from pw.core.errors import CodeRefused
 
 Tensor = tuple[str, tuple[int, ...]]
 """An element type as MLIR writes it, and a shape."""
@@ -117,7 +117,7 @@ def check(
     options: Options,
     batch_dims: int,
 ) -> None:
-    """Raise CompileError unless a kernel exists and expects these operands and results.
+    """Raise CodeRefused unless a kernel exists and expects these operands and results.
 
     Args:
         target: its name.
@@ -131,7 +131,7 @@ def check(
     if found is not None:
         kernel = _ALL.get(found[2]) or (_REAL if found[1] in "sd" else _COMPLEX).get(found[2])
     if found is None or kernel is None:
-        raise CompileError(f"the function calls {target!r}, which is no function of LAPACK here")
+        raise CodeRefused(f"the function calls {target!r}, which is no function of LAPACK here")
     types = {**_TYPES[found[1]], "I": "i32"}
     takes, gives = kernel.takes.split(), kernel.gives.split()
     if len(takes) != len(operands) or len(gives) != len(results):
@@ -191,8 +191,8 @@ def _shown(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in tensors)
 
 
-def _wrong(target: str, words: str) -> CompileError:
-    return CompileError(
+def _wrong(target: str, words: str) -> CodeRefused:
+    return CodeRefused(
         f"the function calls {target!r} with {words}; JAX makes no such call. Write it with jax.numpy "
         "or jax.lax instead"
     )

@@ -21,7 +21,7 @@ from jax._src import compiler
 from jax.sharding import NamedSharding
 from jaxlib import _jax, xla_client
 
-from pw.core.errors import CompileError
+from pw.core.errors import CodeRefused, CompileError
 from pw.core.messages import Detail
 from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
@@ -54,6 +54,8 @@ _DEBUG_OPTIONS = (
     "xla_llvm_disable_expensive_passes",
     "xla_test_all_input_layouts",
 )
+_DUMP_OPTION = re.compile(r"xla_dump_(?!to$)")
+"""Names of options that say what XLA writes for people to read; workers write nothing."""
 _HARMFUL_OPTION = re.compile(r"dump|dir|path|file|prefix|plugin|extra_options|librar|autotune")
 """Names of options that may write files on the host, read them, or load code."""
 
@@ -189,13 +191,14 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
             f"the function is compiled for {replicas} replicas of {partitions} partitions, and has "
             f"{len(devices)} devices"
         )
-    for name, _ in asked.env_option_overrides:
+    overrides = [one for one in asked.env_option_overrides if not _DUMP_OPTION.match(one[0])]
+    for name, _ in overrides:
         if _HARMFUL_OPTION.search(name):
-            raise CompileError(
+            raise CodeRefused(
                 f"the compiler option {name!r} is not allowed on workers; leave it out"
             )
     options = compiler.get_compile_options(replicas, partitions)
-    options.env_option_overrides = asked.env_option_overrides
+    options.env_option_overrides = overrides
     build, asked_build = options.executable_build_options, asked.executable_build_options
     build.num_replicas, build.num_partitions = replicas, partitions
     for name in _BUILD_OPTIONS:

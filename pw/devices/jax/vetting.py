@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
-from pw.core.errors import CompileError
+from pw.core.errors import CodeRefused
 from pw.devices.jax import kernels
 
 _CHOICES = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
@@ -24,6 +24,18 @@ _HOST_CHANNELS = frozenset(
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
 """What StableHLO modules of JAX consist of."""
+_LAYOUT = "LayoutConstraint"
+"""A mark of `with_sharding_constraint` with a `Layout`, which the compiler replaces: it looks at no shapes."""
+_INSTEAD = {
+    "ragged_all_to_all": (
+        "jax.lax.ragged_all_to_all writes wherever its offsets say. Pad the parts, and use jax.lax.all_to_all"
+    ),
+    "CustomSPMDPartitioning": (
+        "custom_partitioning has the compiler call functions of the script's process. Use jax.shard_map, or "
+        "jax.lax.with_sharding_constraint"
+    ),
+}
+"""What to use in the place of functions of JAX that are refused, and why."""
 _ALLOWED_TARGETS = re.compile(
     r"(?:cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
     r"|(?:cu|hip)_(?:threefry2x32_ffi|lu_pivots_to_permutation)"
@@ -44,13 +56,13 @@ class Vetted(NamedTuple):
 
 
 def vet(module: Any, more_targets: Collection[str] = ()) -> Vetted:
-    """Raise CompileError if a StableHLO module calls native functions that are not listed, or its host.
+    """Raise CodeRefused if a StableHLO module calls native functions that are not listed, or its host.
 
     Args:
         module: as MLIR has parsed it.
         more_targets: native functions that are allowed as well.
     """
-    refused: list[CompileError] = []
+    refused: list[CodeRefused] = []
     seen: set[str] = set()
     targets: set[str] = set()
 
@@ -61,13 +73,13 @@ def vet(module: Any, more_targets: Collection[str] = ()) -> Vetted:
             if name == "stablehlo.custom_call":
                 targets.add(_custom_call(operation, more_targets))
             elif name in _HOST_CHANNELS:
-                raise CompileError(
+                raise CodeRefused(
                     f"the function talks to its host ({name}), which is not allowed; return such "
                     "values, or use a pw.host_function"
                 )
             elif name.partition(".")[0] not in _DIALECTS:
-                raise CompileError(f"the function has an operation that is not StableHLO: {name}")
-        except CompileError as error:
+                raise CodeRefused(f"the function has an operation that is not StableHLO: {name}")
+        except CodeRefused as error:
             refused.append(error)
             return ir.WalkResult.INTERRUPT
         return ir.WalkResult.ADVANCE
@@ -86,10 +98,13 @@ def _custom_call(operation: Any, more_targets: Collection[str]) -> str:
         operands = [_tensor(target, operand.type) for operand in operation.operands]
         results = [_tensor(target, result.type) for result in operation.results]
         kernels.check(target, operands, results, _options(attributes), _batch_dims(attributes))
+    elif target == _LAYOUT:
+        if [one.type for one in operation.operands] != [one.type for one in operation.results]:
+            raise CodeRefused(f"the function calls {target!r} with a result of another type")
     elif target not in more_targets and not _ALLOWED_TARGETS.fullmatch(target):
-        raise CompileError(
-            f"the function calls the native function {target!r}, which workers do not allow; write it with "
-            "jax.numpy or jax.lax instead"
+        instead = _INSTEAD.get(target, "write it with jax.numpy or jax.lax, or leave it out")
+        raise CodeRefused(
+            f"the function calls the native function {target!r}, which workers do not allow: {instead}"
         )
     return target
 
@@ -99,7 +114,7 @@ def _tensor(target: str, mlir_type: Any) -> kernels.Tensor:
         tensor = ir.RankedTensorType(mlir_type)
         return str(tensor.element_type), tuple(tensor.shape)
     except ValueError as error:
-        raise CompileError(f"the function calls {target!r} with {mlir_type}") from error
+        raise CodeRefused(f"the function calls {target!r} with {mlir_type}") from error
 
 
 def _options(attributes: Any) -> dict[str, int]:
@@ -121,5 +136,5 @@ def _batch_dims(attributes: Any) -> int:
         if "num_batch_dims" in marks:
             said = ir.StringAttr(marks["num_batch_dims"]).value
     if not said.isdecimal() or len(said) > 2:
-        raise CompileError(f"the function calls LAPACK with {said!r} batch dimensions")
+        raise CodeRefused(f"the function calls LAPACK with {said!r} batch dimensions")
     return int(said)
