@@ -11,7 +11,7 @@
 | epochs last | no island leaves its epoch unless something was injected |
 | credits | a client gets back the credits of its runs, no more, and in the end no less (in `workload`) |
 | values | read before made, made twice, wrong parts (in `devices`) |
-| kept | a host reports only replicas that its next runtime would find after a crash now |
+| kept | a host reports only replicas that its next runtime would find after a crash; whole arrays are counted |
 | survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
 | prompt | a host answers questions about ready values soon, whatever it computes |
 | fair | a peer's message waits for its turn no longer because others flood (in `floods`) |
@@ -86,6 +86,7 @@ class Monitors:
         world.watch_handled(msg.IslandFormed, self._island_formed)
         self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
         world.watch_sent(msg.Holdings, self._told_of_copies)
+        world.watch_handled(msg.Holdings, self._counted)
         world.watch_sent(msg.Checkpoint, self._checkpoint_asked)
         world.watch_sent(msg.Answered, self._answered)
         self._slices: dict[int, msg.AllocateSlice] = {}
@@ -266,6 +267,24 @@ class Monitors:
                 if (holding.array, box) not in kept:
                     what = f"a copy of {holding.array:x} that a crash would take away"
                     raise Violation("kept", f"{sender.node} told of {what}")
+
+    def _counted(self, sender: Address, to: Address, message: msg.Holdings) -> Callable[[], None]:
+        """The controller counts replicas: an array has them when each of its boxes has one."""
+
+        def check() -> None:
+            control, hosts = self._cluster.controller, self._cluster.hosts
+            for array in {holding.array for holding in message.holdings}:
+                client = control.sessions.owner(array)
+                origin = client.lineage.origins.get(array) if client else None
+                if origin is None or not origin.replicated:
+                    continue
+                for box, _ in origin.spec.distinct_boxes():
+                    self._world.checked["boxes"] += 1
+                    if not any(control.replicas.has(host.name, array, box) for host in hosts):
+                        what = f"{array:x} counts as replicated, and no host has its box {box}"
+                        raise Violation("kept", what)
+
+        return check
 
     def _kept(self, *names: str) -> set[tuple[int, Box]]:
         """Return the replicas of the supervisors of these hosts, or of all."""

@@ -77,6 +77,8 @@ class Profile:
     moves: float = 0.0
     """For each program that a client registers, the probability that it moves a value around. Then clients
     have more slices."""
+    checkpoints: float = 0.0
+    """For each act of a client, the probability that it checkpoints arrays, beyond the few of every profile."""
     streams: float = 0.0
     """For each act of a client, the probability that it turns to a stream that feeds it."""
     cuts: float = 0.0
@@ -131,6 +133,7 @@ _NO_FAULTS = (
     "shares",
     "pipelines",
     "moves",
+    "checkpoints",
     "streams",
     "cuts",
     "loops",
@@ -199,6 +202,15 @@ PROFILES = {
             **(_CRASHES | _RESTARTS),
         ),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
+        Profile(
+            "checkpoints",
+            span_s=20.0,
+            checkpoints=0.3,
+            restarts=2.0,
+            crashes=1.0,
+            machine_crashes=1.5,
+            spares=0.3,
+        ),
         Profile("events", span_s=20.0, events=True, **_LOSSES),
         Profile("views", runs=80, views=0.4),
         Profile(

@@ -97,6 +97,7 @@ class SimClient(Life):
             (profile.timelines, True, partial(record, self)),
             (profile.views, self.kinds, self._view),
             (profile.streams, self.kinds, self._feed),
+            (profile.checkpoints, self.kinds, self._checkpoint),
         ):
             if rate and is_able and self.random.random() < rate:
                 act()

@@ -307,6 +307,12 @@ row(
     wrap("supervisor.keep", breakages.keep_later),
     seen("crashes", 8, "kept", "survives"),
 )
+# An array counts as replicated when some of its boxes are in host memory.
+row(
+    "some-boxes-are-all",
+    forget("controller.replicas.are_complete", True),
+    seen("checkpoints", 7, "kept"),
+)
 # A host answers questions about values when it has computed all that it was told to before.
 row("questions-stand-in-line", breakages.of_each_op(breakages.in_line), seen("slow", 22, "prompt"))
 
