@@ -38,7 +38,7 @@ class LeaseBench(Bench):
 
     def lend(self, lease: int = 1, client: int = HOLDER, first: int = 0) -> None:
         self.sequence += 1
-        programs = (self.programs[client],)
+        programs = (msg.LentProgram(self.programs[client], 1, ((msg.Step(0, True),),)),)
         node = NODES[client]
         self.tell(msg.Lend(1, self.sequence, lease, client, node, programs, first))
 
@@ -95,6 +95,9 @@ WRONG: dict[str, Change] = {
     "a program of another client": lambda bench, it: replace(it, program=bench.programs[OTHER]),
     "a program that is not there": lambda _, it: replace(it, program=client_id(HOLDER, 999)),
     "another installation": lambda _, it: replace(it, install=2),
+    "no steps": lambda _, it: replace(it, steps=()),
+    "a step that is not its host's": lambda _, it: replace(it, steps=(msg.Step(1, True),)),
+    "an end that is not reported": lambda _, it: replace(it, steps=(msg.Step(0, False),)),
     "too many arguments": lambda _, it: replace(it, args=it.args * 2),
     "too few results": lambda _, it: replace(it, results=()),
     "a value of another size": lambda _, it: replace(it, args=(b"short",)),

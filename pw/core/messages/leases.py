@@ -43,6 +43,10 @@ class LentProgram(msgspec.Struct, frozen=True, array_like=True):
     steps: tuple[tuple[Step, ...], ...]
     """What each host of the lease launches."""
 
+    def on(self, at: int) -> LentProgram:
+        """Return the program with the steps of the host at this place only."""
+        return LentProgram(self.program, self.install, (self.steps[at],))
+
 
 class Lent(ControllerToSession, frozen=True, tag=190):
     """IslandScheduler to ClientSession: a lease of these hosts is yours.
@@ -77,7 +81,8 @@ class Lend(ControllerToExecutor, frozen=True, tag=192):
     client: int
     node: str
     """The node of the client."""
-    programs: tuple[int, ...]
+    programs: tuple[LentProgram, ...]
+    """With the steps of this host only."""
     first: int
 
 

@@ -44,7 +44,8 @@ class HostLease:
     client: int
     node: str
     """The node of the client: launches come from there."""
-    programs: frozenset[int]
+    programs: dict[int, msg.LentProgram]
+    """By number, with the steps of this host."""
     taken: int
     """The index of the next launch."""
     is_open: bool = True
@@ -114,7 +115,7 @@ class Leases(Part):
     def _lend(self, sender: Address, message: msg.Lend) -> None:
         if not self.takes(sender, message):
             return
-        self.newest, programs = message.lease, frozenset(message.programs)
+        self.newest, programs = message.lease, {one.program: one for one in message.programs}
         lease = HostLease(message.lease, message.client, message.node, programs, message.first)
         self.current = lease
         mine = self._early.pop(lease.node, None)
@@ -209,13 +210,14 @@ class Leases(Part):
 
     def may_launch(self, lease: HostLease, message: msg.LeasedLaunch) -> bool:
         """Whether the holder may send a launch: the next one of its lease, of its own program and arrays."""
-        program = self.programs.get(message.program)
+        program, lent = self.programs.get(message.program), lease.programs.get(message.program)
         return (
             message.index == lease.taken
             and self.clients.at(lease.node) == lease.client
-            and message.program in lease.programs
             and program is not None
-            and program.install == message.install
+            and lent is not None
+            and program.install == message.install == lent.install
+            and (message.steps,) == lent.steps
             and _fits(program.body, message)
             and _is_of(lease.client, message)
         )

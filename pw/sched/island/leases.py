@@ -212,10 +212,11 @@ class Leases(Part):
         )
         self.table.numbered[lease.number] = lease
         epoch, node = self.members.epoch, self._nodes[client]
-        for host in lease.hosts:
+        for at, host in enumerate(lease.hosts):
             self.table.holders[host] = lease
             number = self.members.next_number(host)
-            lend = msg.Lend(epoch, number, lease.number, client, node, tuple(programs), lease.first)
+            own = tuple(one.on(at) for one in lease.programs.values())
+            lend = msg.Lend(epoch, number, lease.number, client, node, own, lease.first)
             self.env.send(executor_of(host), lend)
         lent = msg.Lent(
             lease.number,
