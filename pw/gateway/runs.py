@@ -104,11 +104,13 @@ class Runs:
     # --- what arrays consist of ----------------------------------------------------------------------
 
     def argument(self, array: ProxyArray, wanted: ArraySpec) -> int | bytes | None:
-        """Return an array as an argument of a run whose input has this spec; None if it needs a view."""
+        """Return an array as an argument for an input of this spec; None if it needs a view or a copy."""
         if (stored := array.stored) is not None:
             if stored.spec == wanted:
                 return stored.number
         elif (value := array.value) is not None:
+            if memory_of(array.memory) != wanted.memory:
+                return None
             if value.nbytes <= INLINE_BYTES and not array.used:
                 array.used = True
                 shared = None if array.constant is None else self._shared(array, wanted)

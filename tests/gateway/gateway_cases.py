@@ -561,6 +561,24 @@ def compiling_a_small_function_ahead_of_time(devices: Devices) -> Any:
 
 
 @case
+def values_that_move_between_memories(devices: Devices) -> Any:
+    """Between one device and four, in every memory; then they are used, split and on one device."""
+    value, step, found = numbers(8, 8), jax.jit(lambda x: x + 1), []
+    kinds = ("device", "pinned_host", "unpinned_host")
+    places = [SingleDeviceSharding(devices[5], memory_kind=kind) for kind in kinds]
+    places += [over(devices[:4], "x", memory_kind=kind) for kind in kinds]
+    for source in places:
+        for target in places:
+            moved = jax.device_put(jax.device_put(value, source), target)
+            before = np.asarray(moved).copy()
+            split = jax.device_put(moved, over(devices[:4], "x"))
+            one = jax.device_put(moved, SingleDeviceSharding(devices[1]))
+            found.append((before, step(split), step(one), np.asarray(one)))
+            found.append([each.sharding.memory_kind for each in (moved, split, one)])
+    return found
+
+
+@case
 def memories_of_devices(devices: Devices) -> Any:
     pinned = over(devices[:4], "x", memory_kind="pinned_host")
     x = jax.device_put(numbers(8), pinned)

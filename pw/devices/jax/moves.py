@@ -58,7 +58,7 @@ def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
 
 def viewed(op: View, layouts: Layouts) -> jax.Array:
     """The array of `op.result`, whose shards are those of its sources."""
-    layout = layouts(op.spec.sharding, op.devices)
+    layout = layouts.of(op.spec, op.devices)
     made: dict[int, jax.Array] = {}
     for source in op.sources:
         shards = local_shards(source.value.payload)
