@@ -8,12 +8,14 @@ what a function costs. Arrays move between the two clients over this process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import array, callback, debugging, dlpack, pjit, xla_bridge
 from jax._src.interpreters import pxla
+from jax._src.numpy import array_constructors
 from jaxlib import _jax, xla_client
 
 from pw.client.arrays.jax_arrays import run_plugin
@@ -23,6 +25,8 @@ SCRIPT_CPU = "script_cpu"
 """The platform of the script's own CPU, whether or not `cpu` is the cluster's."""
 
 
+COPIED_BYTES = 1 << 20
+"""Numpy arrays up to this size are copied before JAX's client reads them."""
 _DLPACK_CPU = 1
 """The number that DLPack has for the memory of this process."""
 
@@ -55,6 +59,8 @@ def install(client: Any) -> None:
     _share_by_dlpack(client)
     _estimate_costs(client)
     _move_between_clients()
+    _copy_in_array()
+    _copy_small(client)
 
 
 class _WithScriptCpu:
@@ -179,3 +185,45 @@ def _move_between_clients() -> None:
 
     pxla.shard_arg_handlers[kind] = shard_or_move
     dispatch._get_fastpath_data = fastpath_if_here
+
+
+def _copy_in_array() -> None:
+    """Let `jnp.array` copy a numpy array at once, as it promises: JAX's client reads the memory later."""
+    module: Any = array_constructors
+    stage, convert = module.lax.stage, module.lax._convert_element_type
+
+    def copied(value: Any) -> Any:
+        return value.copy("K") if isinstance(value, np.ndarray) else value
+
+    def stage_copy(value: Any) -> Any:
+        return stage(copied(value))
+
+    def convert_copy(value: Any, *how: Any, **options: Any) -> Any:
+        return convert(copied(value), *how, **options)
+
+    own = {"stage": stage_copy, "_convert_element_type": convert_copy}
+    module.lax = SimpleNamespace(**(vars(module.lax) | own))
+
+
+def _copy_small(client: Any) -> None:
+    """Let small numpy arrays be copied at once when they are put on devices, not when they are sent."""
+    put = xla_client.batched_device_put
+
+    def put_copies(
+        aval: Any,
+        sharding: Any,
+        xs: Sequence[Any],
+        devices: Sequence[Any],
+        *how: Any,
+        **options: Any,
+    ) -> Any:
+        if devices and devices[0].client is client:
+            copies = {
+                id(x): x.copy("K")
+                for x in xs
+                if isinstance(x, np.ndarray) and x.nbytes <= COPIED_BYTES
+            }
+            xs = [copies.get(id(x), x) for x in xs]
+        return put(aval, sharding, xs, devices, *how, **options)
+
+    xla_client.batched_device_put = put_copies

@@ -109,6 +109,39 @@ print("well")
 """
 
 
+CHANGES = """
+f = jax.jit(lambda v: v + 1)
+split = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), P("x"))
+ways = {
+    "array": jnp.array,
+    "array of a type": lambda a: jnp.array(a, dtype=jnp.float32),
+    "array of lists": lambda a: jnp.array([a, a]),
+    "array and call": lambda a: f(jnp.array(a)),
+    "put": jax.device_put,
+    "put on one": lambda a: jax.device_put(a, jax.devices()[1]),
+    "put split": lambda a: jax.device_put(a, split),
+    "put on each": lambda a: jax.device_put(a, jax.sharding.NamedSharding(split.mesh, P())),
+}
+for size in (4, 1000, 200_000, 1_000_000):
+    for name, way in ways.items():
+        if name.startswith("put") and size == 1_000_000:
+            continue
+        made = []
+        for number in range(20):
+            a = np.full(size, number, np.float32)
+            made.append(way(a))
+            a[:] = -100
+        for number, x in enumerate(made):
+            assert set(np.unique(np.asarray(x))) <= {number, number + 1}, (size, name, number)
+print("well")
+"""
+
+
+def test_a_numpy_array_that_changes_after_it_was_put_changes_nothing() -> None:
+    settings = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+    assert finish(start_client("", CHANGES, **settings)) == "well\n"
+
+
 def test_values_move_between_the_cluster_and_this_machine() -> None:
     """Wherever JAX moves arguments by itself between two of its clients."""
     settings = {"JAX_PLATFORMS": "pw,cpu", "PW_DEVICES": "2", "XLA_FLAGS": ""}
