@@ -169,6 +169,14 @@ import pw.jax
 print(len(jax.devices()))
 pw.jax.connect()
 
+from jax._src import monitoring
+import tempfile
+folder, events = tempfile.TemporaryDirectory(), []
+monitoring.register_event_listener(lambda name, **about: events.append(name))
+monitoring.register_event_duration_secs_listener(lambda name, length_s, **about: events.append(name))
+jax.config.update("jax_compilation_cache_dir", folder.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
 x = jnp.arange(4.0)
 lowered = jax.jit(lambda v: v @ v).lower(x)
 refused = [
@@ -225,6 +233,8 @@ for remote in (x, split):
     except BufferError:
         pass
 half = jax.dlpack.from_dlpack(x.astype(jnp.bfloat16))
+assert not os.listdir(folder.name) and not any("cache_hits" in name for name in events)
+assert "/jax/core/compile/backend_compile_duration" in events
 assert half.dtype == jnp.bfloat16 and (half + x).tolist() == [0, 2, 4, 6]
 """
 """It is connected by JAX_PLATFORMS, and does what `docs/jax.md` says that JAX's client refuses or not."""
