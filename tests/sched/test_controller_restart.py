@@ -430,7 +430,7 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again_or_says_why_
         assert world.counters["inputs_sent_again"] == 1
     hosts, journal = user.session.hosts, user.session.link.journal
     kept = {cluster.b.placement.slice}
-    assert hosts.slices.keys() == hosts.bounds.keys() == journal.islands.keys() == kept
+    assert hosts.slices.keys() == hosts.bounds.keys() == journal.bound.keys() == kept
     assert world.client(user.number).slices.owned == kept
     user.delete(y)
     cluster.idle()
