@@ -109,4 +109,7 @@ class LeaseMonitor:
             del self._came[at]
 
     def _lease(self, host: str) -> Any:
-        return self._hosts[host].executor.leases.current
+        executor = self._hosts[host].executor
+        return (
+            None if executor.order.is_broken else executor.leases.current
+        )  # a broken gang takes nothing
