@@ -2,7 +2,8 @@
 
 The devices of the client are on other machines, and a few places of JAX expect the memory of this one. There
 the script's own CPU serves: host callbacks, arrays that other libraries share by DLPack, and XLA's estimate of
-what a function costs. Arrays move between the two clients over this process.
+what a function costs. Arrays move between the two clients over this process. And numpy arrays are copied, as
+JAX's client reads them when it sends them, which is later than scripts expect.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from pw.gateway.exchange import MEMORY
 
 SCRIPT_CPU = "script_cpu"
 """The platform of the script's own CPU, whether or not `cpu` is the cluster's."""
-
-
 COPIED_BYTES = 1 << 20
 """Numpy arrays up to this size are copied before JAX's client reads them."""
 _DLPACK_CPU = 1

@@ -25,6 +25,7 @@ from jax._src.interpreters import mlir  # how JAX gives a module to a compiler
 from jax.extend.mlir import ir
 from jaxlib import _jax, xla_client
 
+from pw.core.programs.stablehlo import harmless_options
 from pw.islands.errors import CannotCut
 from pw.processes.kept_files import KeptFiles, cache_folder
 
@@ -70,6 +71,7 @@ def divide(
 
     Raises:
         CannotCut: XLA does not divide it; with XLA's words.
+        CodeRefused: an option may reach files.
     """
     return (files or kept_divisions()).divide(module, devices, options, afresh=afresh)
 
@@ -89,9 +91,10 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
     if len(propagated) > 1:
         build.allow_spmd_sharding_propagation_to_output = [*propagated, True]
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(1, -1))
+    asked = harmless_options(wanted.env_option_overrides)
     folder = tempfile.mkdtemp(prefix="pw-division-")
     wanted.env_option_overrides = [
-        *wanted.env_option_overrides,
+        *asked,
         ("xla_dump_to", folder),
         ("xla_dump_hlo_pass_re", "spmd-partitioning"),
         ("xla_dump_hlo_as_proto", True),

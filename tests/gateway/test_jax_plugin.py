@@ -205,12 +205,13 @@ ragged = jax.shard_map(
     lambda v, n: jax.lax.ragged_all_to_all(v, v, n[0] - 1, n[0], n[0] - 1, n[0], axis_name="x"),
     mesh=split.sharding.mesh, in_specs=P("x"), out_specs=P("x"),
 )
-compiled = lambda **options: jax.jit(lambda v: v + 2).lower(x).compile(options)(x)
+compiled = lambda x=x, **options: jax.jit(lambda v: v + 2).lower(x).compile(options)(x)
 for use, words in (
     (lambda: jax.jit(partitioned)(split), "CustomSPMDPartitioning"),
     (lambda: jax.jit(ragged)(split, sizes), "ragged_all_to_all"),
     (lambda: jax.jit(jax.ffi.ffi_call("no_such_target", x))(x), "no_such_target"),
     (lambda: compiled(xla_dump_to="/tmp"), "xla_dump_to"),
+    (lambda: compiled(split, xla_dump_to="/tmp"), "xla_dump_to"),
     (lambda: compiled(xla_no_such_thing=1), "xla_no_such_thing"),
 ):
     try:
@@ -219,7 +220,9 @@ for use, words in (
         assert str(error).startswith("INVALID_ARGUMENT: ") and words in str(error), error
     else:
         raise AssertionError(words)
-assert compiled(xla_dump_max_hlo_modules=3, xla_dump_hlo_as_text=True).tolist() == [2, 3, 4, 5]
+for one in (x, split):
+    kept = compiled(one, xla_dump_max_hlo_modules=1, xla_dump_hlo_as_text=True)
+    assert kept.tolist() == [2, 3, 4, 5]
 
 for lower in (lowered, jax.jit(lambda v: v @ v).lower(split)):
     assert lower.cost_analysis()["flops"] and lower.compile().cost_analysis()["flops"]
@@ -254,6 +257,12 @@ def test_the_same_connection_again_is_no_error_and_another_names_the_first() -> 
             assert f"by pw.jax.connect({said}devices=2, share=1.0)" in refused
 
 
-def test_what_jaxs_client_refuses_is_what_the_documents_say() -> None:
-    settings = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2", "XLA_FLAGS": ""}
+@pytest.mark.parametrize("islands", [1, 2])
+def test_what_is_refused_is_what_the_documents_say(islands: int) -> None:
+    settings = {
+        "JAX_PLATFORMS": "pw",
+        "PW_DEVICES": "2",
+        "PW_ISLANDS": f"{islands}",
+        "XLA_FLAGS": "",
+    }
     assert finish(start_client("", STARTED, **settings)) == "2\n"

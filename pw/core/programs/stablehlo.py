@@ -6,9 +6,13 @@ the compiler knows how the results are divided. The artifacts of `pw.jit` say so
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
-from pw.core.errors import CompileError
+from pw.core.errors import CodeRefused, CompileError
 from pw.core.sharding import ArraySpec, Placement, Sharding
 
 CALLS = frozenset(
@@ -17,6 +21,10 @@ CALLS = frozenset(
     for device in ("cpu", "gpu")
 )
 """Native functions that call a function of the client by its index in `Stablehlo.callbacks`."""
+_DUMP_OPTION = re.compile(r"xla_dump_(?!to$)")
+"""Names of options that say what XLA writes for people to read; workers write nothing."""
+_HARMFUL_OPTION = re.compile(r"dump|dir|path|file|prefix|plugin|extra_options|librar|autotune")
+"""Names of options that may write files on the host, read them, or load code."""
 
 
 class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
@@ -91,3 +99,14 @@ def spec_of_shards(
         stacked = (devices * shape[0], *shape[1:])
         return ArraySpec(stacked, dtype, Sharding(("_",), (devices,), (("_",),)), placement, memory)
     return ArraySpec(shape, dtype, Sharding(("_",), (devices,)), placement, memory)
+
+
+def harmless_options(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return compiler options without those of dumps. Raises CodeRefused: one may reach files of the host."""
+    kept = [one for one in options if not _DUMP_OPTION.match(one[0])]
+    for name, _ in kept:
+        if _HARMFUL_OPTION.search(name):
+            raise CodeRefused(
+                f"the compiler option {name!r} is not allowed on workers; leave it out"
+            )
+    return kept

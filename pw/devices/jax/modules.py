@@ -21,11 +21,11 @@ from jax._src import compiler
 from jax.sharding import NamedSharding
 from jaxlib import _jax, xla_client
 
-from pw.core.errors import CodeRefused, CompileError
+from pw.core.errors import CompileError
 from pw.core.messages import Detail
 from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
-from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo
+from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, harmless_options
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
 from pw.devices.jax.layouts import Layouts, aval_of, local_shards
 
@@ -54,10 +54,6 @@ _DEBUG_OPTIONS = (
     "xla_llvm_disable_expensive_passes",
     "xla_test_all_input_layouts",
 )
-_DUMP_OPTION = re.compile(r"xla_dump_(?!to$)")
-"""Names of options that say what XLA writes for people to read; workers write nothing."""
-_HARMFUL_OPTION = re.compile(r"dump|dir|path|file|prefix|plugin|extra_options|librar|autotune")
-"""Names of options that may write files on the host, read them, or load code."""
 
 _HOST_MEMORY = "S(5)"
 """How XLA writes in a layout that an argument lies in host memory."""
@@ -191,12 +187,7 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
             f"the function is compiled for {replicas} replicas of {partitions} partitions, and has "
             f"{len(devices)} devices"
         )
-    overrides = [one for one in asked.env_option_overrides if not _DUMP_OPTION.match(one[0])]
-    for name, _ in overrides:
-        if _HARMFUL_OPTION.search(name):
-            raise CodeRefused(
-                f"the compiler option {name!r} is not allowed on workers; leave it out"
-            )
+    overrides = harmless_options(asked.env_option_overrides)
     options = compiler.get_compile_options(replicas, partitions)
     options.env_option_overrides = overrides
     build, asked_build = options.executable_build_options, asked.executable_build_options
