@@ -122,9 +122,8 @@ class Faults:
         node = self._world.nodes[random.choice(names)]
         length_s = random.choice((2.0, 6.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
         if role_of(node.name) is Role.WORKER:
-            length_s = min(length_s, 6.0)
-        elif node.name == CONTROLLER:
-            length_s = min(length_s, 30.0)  # it counts its own silence when it waits for devices
+            length_s = min(length_s, 1.0)
+        length_s = min(length_s, 30.0)  # it counts its own silence when it waits for others
         if node.paused:
             return
         self._world.ledger.injected["silence"] += 1
