@@ -1,10 +1,8 @@
 """`make long`: tests that are marked `long`, libraries, other releases of JAX, then rounds.
 
-A round has seeds of the simulator, inputs, kills and a rough condition.
-
-Each round has new seeds, which its number decides; the first number is chosen at random. It ends when the time
-is over or at the first failure, and prints each command, which repeats it. `--seeds-only` runs seeds of the
-simulator and nothing else, as `.ci/run` does.
+A round has new seeds of the simulator, inputs, kills and a rough condition, which its number decides; the
+first number is chosen at random. It ends when the time is over or at the first failure, and prints each
+command, which repeats it. `--seeds-only` runs seeds of the simulator and nothing else, as `.ci/run` does.
 """
 
 from __future__ import annotations

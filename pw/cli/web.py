@@ -21,12 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pw.cli.process import check_bind
 from pw.transport.access.security import Security
-from pw.transport.endpoints import listen, reachable_endpoint
+from pw.transport.endpoints import NO_DESCRIPTORS_S, listen, reachable_endpoint
 from pw.transport.links.strangers import HANDSHAKE_S, Strangers
 
 ENDING_S = 1
-NO_DESCRIPTORS_S = 1.0
-"""How long no connection is accepted after the process had no descriptor for one."""
 
 Peer = tuple[str, int]
 """The address and the port of a browser."""

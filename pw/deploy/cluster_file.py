@@ -18,8 +18,9 @@ from pw.transport.access.joined import config_folder
 
 Value = str | int | float | bool
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of clusters and islands: they are also names of objects of Kubernetes, jobs and files."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Names of environment variables."""
 SET_BY_PW = {"bind", "controller", "credentials", "island", "island-hosts", "insecure", "name"}
 SET_BY_PW |= {
     "devices",

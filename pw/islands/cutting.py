@@ -310,11 +310,9 @@ class Cut:
         # The function has ended when its results are there: so the last piece has one if it calls the client.
         made = [None if at in self._kept else value for at, value in enumerate(self.results)]
         last = _last(made) if calling else None
-        ends = [
-            one.ends
-            for one in self.steps[: self.steps.index(pieces[-1])]
-            if isinstance(one, Opened)
-        ]
+        before_last = self.steps[: self.steps.index(pieces[-1])]
+        opened = (one.ends for one in before_last if isinstance(one, Opened))
+        ends = [value for value in opened if value is not None]
         for at, value in enumerate(self.results):
             if at in self._kept:
                 continue
@@ -329,8 +327,8 @@ class Cut:
         for piece in pieces:
             inputs: dict[Any, None] = {}
             takes: dict[Exchange, None] = {}
-            ended = [value for value in ends if value is not None] if piece is pieces[-1] else []
-            for value in (*self._used_in(piece), *ended):
+            waited = ends if piece is pieces[-1] else ()
+            for value in (*self._used_in(piece), *waited):
                 exchange = self.exchange_of.get(value)
                 if exchange is not None:
                     takes[exchange] = None

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.mlir import ir
-
 from pw.islands.assignment import Assignment
-from pw.islands.flat import calls, entry, returned, walk
+from pw.islands.flat import calls, entry, maker, returned, walk
 from pw.islands.groups import REDUCE, dense, groups_of, is_crossing
 from pw.islands.partial_sums import reducer
 
@@ -57,7 +55,7 @@ def _ending(loop: Any, assignment: Assignment) -> Any:
 
 def _keeps(value: Any, was: Any, goes_on: Any, same: _Same) -> bool:
     """Whether a value is what it was wherever no element goes on."""
-    one = _maker(value)
+    one = maker(value)
     if one is None or one.name != "stablehlo.select" or one.operands[2] != was:
         return False
     return _is_false(one.operands[0], goes_on, same)
@@ -67,7 +65,7 @@ def _is_false(value: Any, goes_on: Any, same: _Same) -> bool:
     """Whether booleans are false where no element goes on."""
     if same(goes_on, value):
         return True
-    one = _maker(value)
+    one = maker(value)
     if one is None:
         return False
     if one.name == "stablehlo.and":
@@ -77,7 +75,7 @@ def _is_false(value: Any, goes_on: Any, same: _Same) -> bool:
 
 def _elements(value: Any) -> Any:
     """Return the booleans of which a value says whether any is true."""
-    while (one := _maker(value := _moved(value))) is not None:
+    while (one := maker(value := _moved(value))) is not None:
         if one.name != "stablehlo.reduce" or reducer(one) != _OR or len(one.operands) != 2:
             break
         value = one.operands[0]
@@ -86,13 +84,9 @@ def _elements(value: Any) -> Any:
 
 def _moved(value: Any) -> Any:
     """Return the value of which a value is a reshape."""
-    while (one := _maker(value)) is not None and one.name == "stablehlo.reshape":
+    while (one := maker(value)) is not None and one.name == "stablehlo.reshape":
         value = one.operands[0]
     return value
-
-
-def _maker(value: Any) -> Any:
-    return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 class _Same:
@@ -115,7 +109,7 @@ class _Same:
         return self._known[left, right]
 
     def _is_made_so(self, left: Any, right: Any) -> bool:
-        one, other = _maker(left), _maker(right)
+        one, other = maker(left), maker(right)
         if one is None or other is None or one.name != other.name:
             return False
         if left.result_number != right.result_number or len(one.operands) != len(other.operands):

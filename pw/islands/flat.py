@@ -162,6 +162,11 @@ def entry(operation: Any, region: int = 0) -> Any:
     return operation.regions[region].blocks[0]
 
 
+def maker(value: Any) -> Any:
+    """Return the operation that makes a value; None for an argument of a block."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
 def operations_of(block: Any) -> list[Any]:
     """Return the operations of a block but for the last, which returns."""
     return [one.operation for one in block.operations][:-1]

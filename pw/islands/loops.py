@@ -16,6 +16,7 @@ from pw.islands.flat import (
     entry,
     is_call,
     is_token,
+    maker,
     operations_of,
     replace_operands,
     returned,
@@ -57,7 +58,7 @@ def is_counted(loop: Any) -> bool:
 
 def _counted(loop: Any) -> tuple[int, Counter] | None:
     (going,) = returned(entry(loop, 0))
-    compare = _maker(going)
+    compare = maker(going)
     if compare is None or compare.name != "stablehlo.compare":
         return None
     direction = str(compare.attributes["comparison_direction"])
@@ -67,7 +68,7 @@ def _counted(loop: Any) -> tuple[int, Counter] | None:
         return None
     at = counter.arg_number
     start = _number(loop.operands[at])
-    step = _maker(returned(entry(loop, 1))[at])
+    step = maker(returned(entry(loop, 1))[at])
     if start is None or step is None or step.name != "stablehlo.add":
         return None
     own = entry(loop, 1).arguments[at]
@@ -81,15 +82,11 @@ def _counted(loop: Any) -> tuple[int, Counter] | None:
     return max(0, -(-(limit + more - start) // by)), Counter(at, kind(start), by)
 
 
-def _maker(value: Any) -> Any:
-    return None if isinstance(value.owner, ir.Block) else value.owner.operation
-
-
 def _number(value: Any) -> int | None:
     """Return the value of an integer constant, also through conversions and reshapes; None for others."""
-    one = _maker(value)
+    one = maker(value)
     while one is not None and one.name in ("stablehlo.convert", "stablehlo.reshape"):
-        one = _maker(one.operands[0])
+        one = maker(one.operands[0])
     if one is None or one.name != "stablehlo.constant":
         return None
     dense = ir.DenseElementsAttr(one.attributes["value"])

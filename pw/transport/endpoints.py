@@ -18,6 +18,8 @@ from typing import NamedTuple
 from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
+NO_DESCRIPTORS_S = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
 CHUNKS_MAGIC = b"pwc4"
 """The first bytes that the dialler of a connection for chunks sends; those of a link are others."""
 CHUNKS_HEAD_BYTES = 32

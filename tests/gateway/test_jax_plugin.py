@@ -143,7 +143,7 @@ def test_a_numpy_array_that_changes_after_it_was_put_changes_nothing() -> None:
 
 
 def test_values_move_between_the_cluster_and_this_machine() -> None:
-    """Wherever JAX moves arguments by itself between two of its clients."""
+    """JAX moves arguments between two of its clients."""
     settings = {"JAX_PLATFORMS": "pw,cpu", "PW_DEVICES": "2", "XLA_FLAGS": ""}
     assert finish(start_client("", MOVES, **settings)) == "well\n"
 

@@ -110,6 +110,5 @@ class LeaseMonitor:
 
     def _lease(self, host: str) -> Any:
         executor = self._hosts[host].executor
-        return (
-            None if executor.order.is_broken else executor.leases.current
-        )  # a broken gang takes nothing
+        # A broken gang takes nothing.
+        return None if executor.order.is_broken else executor.leases.current

@@ -37,11 +37,9 @@ from pw.transport.bulk.shared import (
     record,
     socket_name,
 )
-from pw.transport.endpoints import unlisten
+from pw.transport.endpoints import NO_DESCRIPTORS_S, unlisten
 
 _BURST_BYTES = 256 * 1024
-NO_DESCRIPTORS_S = 1.0
-"""How long no connection is accepted after the process had no descriptor for one."""
 
 
 class Arrivals(Protocol):

@@ -17,15 +17,12 @@ from pw.transport.access.identity import Identity
 from pw.transport.access.security import NO_CREDENTIALS, Security
 from pw.transport.access.tls import plain_alert
 from pw.transport.access.unix import is_trusted
-from pw.transport.endpoints import listen, reachable_endpoint, unlisten
+from pw.transport.endpoints import NO_DESCRIPTORS_S, listen, reachable_endpoint, unlisten
 from pw.transport.links import nearby
 from pw.transport.links.admission import Access
 from pw.transport.links.connection import StreamConnection
 from pw.transport.links.strangers import Strangers
 from pw.transport.log import Warnings
-
-NO_DESCRIPTORS_S = 1.0
-"""How long no connection is accepted after the process had no descriptor for one."""
 
 
 class Network(Protocol):
