@@ -83,6 +83,8 @@ class Http2Stream:
         """Bytes received since its window was opened last."""
         self.number = number
         self.handler: Handler | None = None
+        """None once the stream is over: each refers to the other, a handler may hold a large buffer, and
+        collections are rare here."""
         self.window = window
         """How many bytes the client takes."""
         self.pending: deque[memoryview] = deque()
@@ -102,6 +104,12 @@ class Http2Stream:
     def hurry(self) -> None:
         """Send now what the client waits for."""
         self._connection.hurry()
+
+    def lose(self) -> None:
+        """Tell the handler that the stream is over."""
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler.lost()
 
 
 class Http2Connection(asyncio.Protocol):
@@ -163,8 +171,7 @@ class Http2Connection(asyncio.Protocol):
         self._sender.transport = None
         self._reader.is_closed = True
         for stream in streams:
-            if stream.handler is not None:
-                stream.handler.lost()
+            stream.lose()
         self._closed(self)
 
     def pause_writing(self) -> None:
@@ -218,8 +225,8 @@ class Http2Connection(asyncio.Protocol):
         elif kind == RST_STREAM:
             stream = self._streams.pop(number, None)
             self._waiting.pop(number, None)
-            if stream is not None and stream.handler is not None:
-                stream.handler.lost()
+            if stream is not None:
+                stream.lose()
         elif kind == PUSH:
             raise ProtocolViolation(PROTOCOL_ERROR, "clients do not push")
 
@@ -239,7 +246,7 @@ class Http2Connection(asyncio.Protocol):
                 self._sender.add(WINDOW_UPDATE, 0, number, struct.pack(">I", stream.credit))
                 stream.credit = 0
             stream.handler.received(payload)
-        if flags & END_STREAM:
+        if flags & END_STREAM and stream.handler is not None:
             stream.handler.ended()
 
     def _on_window(self, number: int, payload: memoryview) -> None:
@@ -349,6 +356,7 @@ class Http2Connection(asyncio.Protocol):
         flags = END_HEADERS | END_STREAM
         self._sender.add(HEADERS, flags, stream.number, stream.trailers, is_awaited=is_awaited)
         self._streams.pop(stream.number, None)
+        stream.handler = None
 
     def _pump(self) -> None:
         """Send pending bytes, stream by stream in turn."""

@@ -24,6 +24,7 @@ from pw.gateway.functions import Script
 from pw.gateway.http2 import Http2Connection, Http2Stream
 from pw.gateway.replies import varint
 from pw.gateway.requests import GatewayClient
+from pw.gateway.trimming import Trimming
 from pw.transport.access.unix import is_foreign
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Server:
         self._script = script
         self.clients: dict[int, GatewayClient] = {}
         self._next = 1
+        self.trimming = Trimming()
         self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
         self._requests = {
@@ -286,6 +288,7 @@ class _Store(rpc.RpcCall):
     def __init__(self, server: Server, stream: Http2Stream, headers: dict[bytes, bytes]) -> None:
         super().__init__(stream, headers)
         self._client: GatewayClient | None = None
+        self._trimming = server.trimming
         self._at = 0
         self._left = 0
         """Bytes of the message that have not come yet."""
@@ -370,6 +373,7 @@ class _Store(rpc.RpcCall):
             )
             return
         self._client.buffers.put(self._handle, self._data)
+        self._trimming.received(self._expected)
         self.send(b"", is_awaited=False)
         self.end(is_awaited=False)
 

@@ -337,6 +337,21 @@ def test_a_result_that_is_read_now_and_then_is_donated_nevertheless(stage: Stage
 LIVE = ("live_arrays", "live_bytes", "programs", "runs_in_flight", "requests_waiting")
 
 
+def test_arrays_that_are_dropped_at_once_leave_no_memory_behind(stage: Stage) -> None:
+    """In a loop that does not wait: what the C library keeps for the next arrays is given back."""
+    value = np.zeros(1 << 18, np.float32)
+    device = stage.neighbour()[0]
+    before = stage.gateway_bytes()
+    for at in range(1000):
+        made = jax.device_put(value + at, device)
+    made.block_until_ready()
+    del made
+    until(
+        lambda: stage.gateway_bytes() - before < 300 << 20,
+        "a gateway that keeps less than a third of what came",
+    )
+
+
 @pytest.mark.long
 def test_many_arrays_and_executables_leave_nothing_behind(stage: Stage) -> None:
     devices = stage.neighbour()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -21,7 +24,18 @@ from pw.core.messages import SliceBound
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.choosing import Wanted, allocate, are_slices
 from pw.gateway.dtypes import kind_of, name_of
+from pw.gateway.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEAD,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+)
 from pw.gateway.headers import HeaderDecoder
+from pw.gateway.http2 import Http2Connection, Http2Stream
+from pw.gateway.rpc import RpcCall
 
 MESH = AbstractMesh((2, 2, 2), ("x", "y", "z"))
 SPECS = (
@@ -77,6 +91,52 @@ def test_a_place_of_several_bytes_is_no_plain_header() -> None:
         assert decoder.decode(block) == list(reference.decode(block, raw=True))
     block = b"\xff\x00"  # place 127
     assert decoder.decode(block) == list(reference.decode(block, raw=True))
+
+
+# --- streams -----------------------------------------------------------------------------------------
+
+
+class _Call(RpcCall):
+    def message(self, data: bytes) -> None:
+        pass
+
+    def ended(self) -> None:
+        self.end()
+
+
+ENDS = {
+    "its client has sent all": lambda wire: wire.data_received(_frame(DATA, END_STREAM, 1)),
+    "its client resets it": lambda wire: wire.data_received(_frame(RST_STREAM, 0, 1, bytes(4))),
+    "the connection is lost": lambda wire: wire.connection_lost(None),
+}
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    size = len(payload)
+    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_call_that_is_over_is_freed_at_once(end: str) -> None:
+    """It may hold a host buffer, and the gateway rarely collects."""
+    calls: list[Any] = []
+
+    async def run() -> None:
+        def opened(stream: Http2Stream, headers: list[tuple[bytes, bytes]]) -> None:
+            calls.append(weakref.ref(_Call(stream, dict(headers))))
+
+        wire = Http2Connection(opened, lambda connection: None)
+        wire.connection_made(SimpleNamespace(write=bytes, writelines=list, close=int))
+        wire.data_received(PREFACE + _frame(HEADERS, END_HEADERS, 1, b"\x83"))
+        assert calls[0]() is not None
+        ENDS[end](wire)
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert [call() for call in calls] == [None]
+    finally:
+        gc.enable()
 
 
 # --- descriptors -------------------------------------------------------------------------------------

@@ -85,9 +85,10 @@ class Stage:
         until(lambda: len(self.others()) == expected, f"the end of {self.others()}")
 
     def gateway_bytes(self) -> int:
-        """Return the memory of the gateway."""
-        pages = Path(f"/proc/{self.gateway.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGESIZE")
+        """Return the gateway's own memory, without the blocks that it shares with hosts."""
+        status = Path(f"/proc/{self.gateway.pid}/status").read_text()
+        said = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+        return int(said.split()[1]) << 10
 
     def __enter__(self) -> Self:
         return self

@@ -220,6 +220,10 @@ class SimCluster(Site):
             and host.executor.order.epoch == epochs.get(host.name)
         ]
 
+    def stopped_until_s(self) -> float:
+        """Return when the last host that was stopped goes on, in simulated seconds."""
+        return max((host.node.paused_until_s for host in self.hosts if host.node), default=0.0)
+
     def census(self) -> Counter[str]:
         """Count what all actors hold; it must be nothing when all clients have left."""
         found: Counter[str] = Counter()

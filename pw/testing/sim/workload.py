@@ -448,9 +448,10 @@ class SimClient(Life):
                 if (what := host.held_by(self.attached.client))
             ]
             missing = min(self.attached.run_credits, RUNS_AHEAD) - self.credits
-            settled_s = world.held_until_s + SETTLED_S
+            settled_s = max(world.held_until_s, self.cluster.stopped_until_s()) + SETTLED_S
             if (held or missing) and world.now_s < settled_s:
-                # A link that carries again delivers the delayed frames first.
+                # A link that carries again delivers the delayed frames first, and the others of an
+                # island wait for a host that is stopped: it is not lost before it hangs for 10 s.
                 world.at(settled_s, self._check_out, life)
                 return
             if held:
