@@ -1,8 +1,12 @@
-"""Functions that call the script in all places where people put that; run it to see values and calls."""
+"""Functions that call the script in all places where people put that; run it to see values and calls.
+
+Arguments are names of some of them.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,15 +114,25 @@ KINDS: dict[str, Callable[[Any], Any]] = {
         lambda y: jax.checkpoint(lambda w: and_note(jnp.sin(w).sum(), w[0]))(y)
     ),
 }
+FEW = (
+    *("an element", "map", "vmap of a branch", "scan of a function that returns"),
+    *(
+        "while_loop of a function that returns",
+        "while_loop that is checked",
+        "fori_loop",
+        "branches",
+    ),
+)
+"""One of each way in which a call is divided."""
 
 
-def run(devices: Sequence[Any]) -> Iterator[list[Any]]:
+def run(devices: Sequence[Any], kinds: Sequence[str]) -> Iterator[list[Any]]:
     """Yield of each function its name, what it returns, and what it has called."""
     mesh = Mesh(np.array(devices), ("d",))
     x = jax.device_put(np.arange(1, 17, dtype=np.float32), NamedSharding(mesh, P("d")))
-    for kind, function in KINDS.items():
+    for kind in kinds:
         seen.clear()
-        made = jax.tree.leaves(jax.jit(function)(x))
+        made = jax.tree.leaves(jax.jit(KINDS[kind])(x))
         values = [np.round(np.asarray(one, np.float64), 3).tolist() for one in made]
         jax.effects_barrier()
         calls = seen if "order" in kind else sorted(seen, key=str)
@@ -126,5 +140,5 @@ def run(devices: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 if __name__ == "__main__":
-    for found in run(jax.devices()):
+    for found in run(jax.devices(), sys.argv[1:] or list(KINDS)):
         print(json.dumps(found), flush=True)

@@ -342,13 +342,13 @@ def test_arrays_that_are_dropped_at_once_leave_no_memory_behind(stage: Stage) ->
     value = np.zeros(1 << 18, np.float32)
     device = stage.neighbour()[0]
     before = stage.gateway_bytes()
-    for at in range(1000):
+    for at in range(400):
         made = jax.device_put(value + at, device)
     made.block_until_ready()
     del made
     until(
-        lambda: stage.gateway_bytes() - before < 300 << 20,
-        "a gateway that keeps less than a third of what came",
+        lambda: stage.gateway_bytes() - before < 100 << 20,
+        "a gateway that keeps less than a quarter of what came",
     )
 
 

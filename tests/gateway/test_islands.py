@@ -343,14 +343,22 @@ def test_functions_of_the_script_are_called_once() -> None:
     ]
 
 
-def test_functions_of_the_script_are_called_wherever_they_stand() -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(calling_functions.FEW, id="of each kind"),
+        pytest.param(tuple(calling_functions.KINDS), marks=pytest.mark.long, id="all"),
+    ],
+)
+def test_functions_of_the_script_are_called_wherever_they_stand(kinds: tuple[str, ...]) -> None:
     """In loops, branches and maps, with elements and slices: values and calls are those of plain JAX."""
     variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "4", "PW_ISLANDS": "2"}
-    arguments = ["-m", calling_functions.__name__]
+    arguments = ["-m", calling_functions.__name__, *kinds]
     ran = run_python(arguments, environment=without_address() | variables, timeout_s=60.0)
     assert ran.returncode == 0, ran.stderr
     over_islands = [json.loads(line) for line in ran.stdout.splitlines()]
-    for ours, theirs in zip(over_islands, calling_functions.run(jax.devices()[:4]), strict=True):
+    here = calling_functions.run(jax.devices()[:4], kinds)
+    for ours, theirs in zip(over_islands, here, strict=True):
         assert ours == json.loads(json.dumps(theirs))
 
 
