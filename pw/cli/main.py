@@ -5,7 +5,6 @@ No command imports jax, so each answers in less than a second.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -173,7 +172,6 @@ def version() -> None:
 def main() -> None:
     """Entry point of `pw`."""
     configure_logging("error")
-    warnings.formatwarning = lambda message, *_args, **_kinds: f"pw: warning: {message}\n"
     run_app("pw", app)
 
 

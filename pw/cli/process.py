@@ -13,6 +13,7 @@ import platform
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import datetime
@@ -155,7 +156,8 @@ _WORDS = (
 
 
 def run_app(program: str, app: typer.Typer) -> NoReturn:
-    """Run the program `app` (see `command`)."""
+    """Run the program `app` (see `command`); warnings are lines without a place in the code of `pw`."""
+    warnings.formatwarning = lambda message, *_args, **_kinds: f"{program}: warning: {message}\n"
     try:
         code: Any = app(prog_name=program, standalone_mode=False)
     except typer.TyperException as error:

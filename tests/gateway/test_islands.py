@@ -356,6 +356,10 @@ def test_functions_of_the_script_are_called_wherever_they_stand(kinds: tuple[str
     arguments = ["-m", calling_functions.__name__, *kinds]
     ran = run_python(arguments, environment=without_address() | variables, timeout_s=60.0)
     assert ran.returncode == 0, ran.stderr
+    warned = [line for line in ran.stderr.splitlines() if "is not divided over islands" in line]
+    assert warned
+    for line in warned:
+        assert line.startswith("pw gateway: warning: a loop of '_lambda' (calling_functions.py:")
     over_islands = [json.loads(line) for line in ran.stdout.splitlines()]
     here = calling_functions.run(jax.devices()[:4], kinds)
     for ours, theirs in zip(over_islands, here, strict=True):
