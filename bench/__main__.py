@@ -97,7 +97,12 @@ def duration(name: str, out: Path) -> str:
 def run_and_write(run: Callable[[bool], report.Result], *, quick: bool, out: Path) -> None:
     """Run one benchmark in this process, print its result, and write NAME.json and its figures."""
     before, cores = machine.load(), machine.cores()
-    described = machine.describe() | {"load_before": before}
+    units = machine.units()
+    console.print(
+        f"  here a bare zmq round trip takes {units['zmq_round_trip_us']:g} µs, and memory is copied at "
+        f"{units['memcpy_gb_s']:g} GB/s"
+    )
+    described = machine.describe() | units | {"load_before": before}
     started = time.perf_counter()
     result = run(quick)
     described |= {"load_after": machine.load(), "took_s": round(time.perf_counter() - started, 1)}

@@ -7,7 +7,8 @@ processes of this machine, measured in the same rounds, for each hop. A note com
 round trip for each hop, the time of the messages alone.
 
 Actor systems need one hop: their caller names the process that computes, and no scheduler is asked.
-Calls of xoscar and Ray, and of Ray's compiled graphs, take turns with those of pw.
+Calls of xoscar and Ray, and of Ray's compiled graphs, take turns with those of pw. So do those of a model
+(`bench.baselines.line`), which has a runtime's duties and nothing between the calling thread and the hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 import pw
 from bench import measure, report
-from bench.baselines import ray_actors, steps, xoscar_actors
+from bench.baselines import line, ray_actors, steps, xoscar_actors
 from bench.baselines.echo import Echo
 from bench.baselines.peer import Peer
 from bench.placement import new_mesh, put
@@ -39,6 +40,10 @@ ONE_BY_ONE = {
 CALLS = "calls one by one"
 READING_S = 0.25
 """About how long a reading of such calls takes."""
+MODEL = {"blocking": 1.7, "pipelined": 2.0}
+"""The cases of the model, and the bar on a call of pw in parts of the model's."""
+MODEL_HOSTS = (1, 2, 4)
+MODEL_ROUNDS = 7
 
 Placed = tuple[Callable[[Any], Any], Any]
 """A function that adds one, and its argument, on a cluster."""
@@ -105,7 +110,36 @@ def run(quick: bool) -> report.Result:
         if (theirs := f"{CALLS}, {name}") in per_second:
             ratio = per_second[ours].over(per_second[theirs]).median
             result.at_least(bound, ratio, f"cluster: {CALLS}, to those of {name}")
+    if not quick:
+        for hosts in MODEL_HOSTS:
+            _beside_the_model(hosts, result)
     return result
+
+
+def _beside_the_model(hosts: int, result: report.Result) -> None:
+    """Calls of a function without a collective on as many hosts, here and in the model."""
+    with line.start(hosts) as model, pw.LocalCluster(hosts_per_island=hosts, devices_per_host=1):
+        mesh = new_mesh(hosts)
+        split = pw.PartitionSpec("data")
+        function = pw.jit(steps.local, mesh=mesh, in_shardings=split, out_shardings=split)
+        x = pw.put(np.zeros(hosts, np.float32), sharding=pw.NamedSharding(mesh, split))
+        timed: dict[str, Callable[[int], float]] = {}
+        for kind in MODEL:
+            timed[f"{kind}, model"] = model.timed(kind)
+            timed[f"{kind}, pw"] = measure.timed(steps.calls(function, x, wait=kind == "blocking"))
+        where = f"{hosts} host{'s' * (hosts > 1)}"
+        cases = {
+            f"{name}, {where}": measure.sized(each, reading_s=READING_S)
+            for name, each in timed.items()
+        }
+        samples = measure.alternate(cases, rounds=MODEL_ROUNDS, notes=result.notes)
+    for kind, bound in MODEL.items():
+        theirs, ours = (f"{kind}, {whose}, {where}" for whose in ("model", "pw"))
+        if theirs in samples:
+            pair = {name: samples[name] for name in (theirs, ours)}
+            result.compare(pair, unit="1/s", baseline=theirs)
+            ratio = pair[theirs].over(pair[ours]).median
+            result.at_most(bound, ratio, f"{where}: a {kind} call, to the model's")
 
 
 def _one_by_one(

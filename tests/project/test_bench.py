@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from bench import bars, measure, paper, pictures, report
 from bench.__main__ import duration, main
+from bench.baselines import line
 from bench.baselines.peer import Peer
 from bench.clients import sizes_to
 from bench.measure import GaveUp, Sample
@@ -23,6 +26,15 @@ from bench.processor import resident_bytes
 from pw.timeline.timeline import Computation, Process, Timeline, Transfer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@given(st.lists(st.integers(0, 600), max_size=8), st.integers(1, 50))
+def test_frames_of_the_model_come_whole_however_they_are_cut(sizes: list[int], cut: int) -> None:
+    bodies = [bytes([size % 251]) * size for size in sizes]
+    data = b"".join(map(line.framed, bodies))
+    frames = line.Frames()
+    parts = [data[at : at + cut] for at in range(0, len(data), cut)]
+    assert [body for part in parts for body in frames.of(part)] == bodies
 
 
 def test_a_sample_has_a_median_and_quartiles() -> None:
