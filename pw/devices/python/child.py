@@ -5,6 +5,7 @@ It ends when its host ends, even in the middle of a call: a thread waits for tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -131,15 +132,16 @@ def _reported(error: BaseException) -> ErrorReport:
 
 def _answer(questions: socket.socket, worker: int) -> None:
     """Tell the host where in the code the main thread is; end this process when the host ends."""
-    while questions.recv(1):
-        frame = sys._current_frames().get(worker)
-        calls = traceback.extract_stack(frame)
-        below = [call for call in calls if call.filename not in _OWN_FILES]
-        lines = [
-            f"{os.sep.join(call.filename.split(os.sep)[-2:])}:{call.lineno} in {call.name}"
-            for call in below[-STACK_FRAMES:]
-        ]
-        questions.send("\n".join(lines).encode())
+    with contextlib.suppress(OSError):  # the host may end with answers that it has not read
+        while questions.recv(1):
+            frame = sys._current_frames().get(worker)
+            calls = traceback.extract_stack(frame)
+            below = [call for call in calls if call.filename not in _OWN_FILES]
+            lines = [
+                f"{os.sep.join(call.filename.split(os.sep)[-2:])}:{call.lineno} in {call.name}"
+                for call in below[-STACK_FRAMES:]
+            ]
+            questions.send("\n".join(lines).encode())
     os._exit(0)
 
 
