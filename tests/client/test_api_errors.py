@@ -183,6 +183,7 @@ def test_a_misspelt_variable_and_an_address_without_its_scheme(
     ):
         pw.connect("10.0.0.1:7777")
     assert len(warned) == 1
+    monkeypatch.delenv("PW_ADRESS")
     with pytest.raises(pw.ConnectionFailed, match=r"tcp://host:port$"):
         pw.connect("http://10.0.0.1:7777")
 
