@@ -9,7 +9,7 @@ Launches and answers are frames of ZMTP, as on the links of pw. Nothing spins. R
 arguments.
 
 Left out: locks, signals, other actors' work on the host's loop, programs of several computations. A host waits
-for its result inside its loop, and answers each call, also those of which nobody waits for the result.
+for its result inside its loop, and answers each call, also calls whose result no thread waits for.
 """
 
 from __future__ import annotations

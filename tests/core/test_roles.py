@@ -182,7 +182,9 @@ def test_a_client_that_forges_messages_does_no_harm() -> None:
 
             def is_over() -> bool:
                 counts = pw.stats()
-                return all(counts[node]["messages_refused"] >= n for node, n in refused.items())
+                return all(
+                    counts[node].get("messages_refused", 0) >= n for node, n in refused.items()
+                )
 
             until(is_over, f"{refused} messages refused")
             assert not intruder.of(m.FormIsland)
