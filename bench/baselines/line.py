@@ -35,8 +35,8 @@ from bench.baselines.peer import ROOT, Peer, environment, serve
 
 BATCH = 64
 """Runs, ends and deletes that travel together."""
-CREDITS = 512
-"""Calls in flight."""
+CREDITS = 128
+"""Calls in flight: their answers fit into the buffer of a socket, so a host never waits for the client."""
 EPOCH, LEASE, OWNER, PROGRAM = 3, 7, 1, 5
 OWNER_SHIFT = 40
 """A number is the client's above this bit, and a serial number below it."""
@@ -216,13 +216,19 @@ async def _serve_client(listener: socket.socket, sink: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     connection, _ = await loop.sock_accept(listener)
-    connection.setblocking(True)  # answers are small; it is read only when something has come
+    connection.setblocking(False)
     host, gone = Host(connection, sink), loop.create_future()
 
     def readable() -> None:
-        if not host.received():
+        try:
+            goes_on = host.received()
+        except Exception as error:  # noqa: BLE001 - it ends this process
             loop.remove_reader(connection)
-            gone.set_result(None)
+            gone.set_exception(error)
+        else:
+            if not goes_on:
+                loop.remove_reader(connection)
+                gone.set_result(None)
 
     connection.sendall(framed(b"ready"))
     loop.add_reader(connection, readable)
