@@ -9,10 +9,12 @@ JAX finds this module by its entry point in the group `jax_plugins`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from pw.core.errors import Error
+from pw.core.variables import warn_of_misspelt
 from pw.transport.access.joined import default_address
 
 __all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
@@ -128,6 +130,7 @@ def _backend() -> Any:
     installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.gateway import beside, in_jax
 
+    warn_of_misspelt(os.environ)
     if not _arguments:  # by JAX_PLATFORMS
         _arguments.update(_completed())
     options = ((f"--{name}", str(value)) for name, value in _arguments.items())
@@ -152,6 +155,7 @@ def from_jax(tree: Any) -> Any:
     """
     from jax.tree_util import tree_flatten, tree_unflatten
 
+    import pw.client.trace.function  # noqa: F401 - compiles the operators of the arrays
     from pw.client.arrays import jax_arrays
 
     leaves, structure = tree_flatten(tree)

@@ -5,16 +5,26 @@ No command imports jax, so each answers in less than a second.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from pw.cli import dashboard, deploy, keys, questions, run
-from pw.cli.process import Credentials, Insecure, Version, configure_logging, run_app, versions
+from pw.cli.process import (
+    Credentials,
+    Insecure,
+    Version,
+    configure_logging,
+    run_app,
+    versions,
+    warn_in_lines,
+)
 from pw.cli.target import Address
 from pw.core import installed
 from pw.core.errors import Error
+from pw.core.variables import warn_of_misspelt
 from pw.transport.access.joined import default_address
 
 app = typer.Typer(
@@ -172,6 +182,8 @@ def version() -> None:
 def main() -> None:
     """Entry point of `pw`."""
     configure_logging("error")
+    warn_in_lines("pw")
+    warn_of_misspelt(os.environ)
     run_app("pw", app)
 
 

@@ -155,9 +155,14 @@ _WORDS = (
 """What the library that checks options says, and what a user reads."""
 
 
-def run_app(program: str, app: typer.Typer) -> NoReturn:
-    """Run the program `app` (see `command`); warnings are lines without a place in the code of `pw`."""
+def warn_in_lines(program: str) -> None:
+    """Show each warning as a line, without a place in the code of `pw`."""
     warnings.formatwarning = lambda message, *_args, **_kinds: f"{program}: warning: {message}\n"
+
+
+def run_app(program: str, app: typer.Typer) -> NoReturn:
+    """Run the program `app` (see `command`)."""
+    warn_in_lines(program)
     try:
         code: Any = app(prog_name=program, standalone_mode=False)
     except typer.TyperException as error:

@@ -8,7 +8,7 @@ import jax
 
 from pw.client.arrays.array import Array
 from pw.client.trace.wrapped import under_jax_trace
-from pw.core.errors import TracerError
+from pw.core.errors import ArgumentError, TracerError
 
 
 def cancel(tree: Any) -> None:
@@ -20,15 +20,21 @@ def cancel(tree: Any) -> None:
     are.
 
     Args:
-        tree: tree of pw arrays; other values in it are ignored.
+        tree: tree of pw arrays; other values beside them are ignored.
 
     Raises:
+        ArgumentError: there is no pw array in it.
         ArrayDeleted: an array was deleted or donated before.
         TracerError: called in a function that is being traced.
     """
     leaves = jax.tree_util.tree_leaves(tree)
     if under_jax_trace(leaves):
         raise TracerError("pw.cancel was called in a function that JAX traces")
+    if leaves and not any(isinstance(leaf, Array) for leaf in leaves):
+        raise ArgumentError(
+            f"pw.cancel takes arrays of pw, and {leaves[0]!r} is none; a run is cancelled by its name with "
+            "`pw cancel RUN`, and an array of JAX is one of pw after pw.jax.from_jax"
+        )
     by_session: dict[Any, list[int]] = {}
     for leaf in leaves:
         if isinstance(leaf, Array):

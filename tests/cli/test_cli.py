@@ -219,6 +219,13 @@ def test_commands_and_options_are_in_groups(start: Start) -> None:
     assert one.out.index(" --json ") < one.out.index(" Connection ") < one.out.index(" --address ")
 
 
+def test_a_misspelt_variable_is_named(start: Start) -> None:
+    one = start("pw.cli.main", "version", PW_ADRESS="tcp://127.0.0.1:9", PW_OF_MY_OWN="1")
+    assert one.end() == 0
+    said = "pw: warning: pw reads no environment variable PW_ADRESS; did you mean PW_ADDRESS?\n"
+    assert one.err == said
+
+
 def test_the_shell_completes_commands(start: Start) -> None:
     asked = {"_PW_COMPLETE": "complete_bash", "COMP_WORDS": "pw dr", "COMP_CWORD": "1"}
     completing = start("pw.cli.main", **asked)

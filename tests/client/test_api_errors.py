@@ -188,6 +188,14 @@ def test_a_misspelt_variable_and_an_address_without_its_scheme(
         pw.connect("http://10.0.0.1:7777")
 
 
+@pytest.mark.parametrize("run", ["1.30", 12, [np.ones(3)]])
+def test_a_run_is_not_cancelled_by_what_is_no_array(run: Any, east: pw.Mesh) -> None:
+    with pytest.raises(pw.ArgumentError, match="pw cancel RUN"):
+        pw.cancel(run)
+    pw.cancel([])
+    pw.cancel({"x": pw.put(numbers(4), sharding=pw.NamedSharding(east, P())), "step": 3})
+
+
 def test_all_variables_are_known() -> None:
     written = "".join(path.read_text() for path in Path(pw.__path__[0]).rglob("*.py"))
     assert set(re.findall(r"\bPW_[A-Z]+(?:_[A-Z]+)*\b", written)) == set(VARIABLES)

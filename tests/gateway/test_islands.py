@@ -420,9 +420,11 @@ print(mesh_utils.create_hybrid_device_mesh((2, 1), (1, 2)).shape)
         "PW_DEVICES": "4",
         "PW_ISLANDS": "2",
         "PW_SLICES": "islands",
+        "PW_ISLAND": "1",
     }
     ran = run_python(["-c", script], environment=without_address() | variables)
     assert ran.stdout.splitlines() == ["[0, 0, 1, 1]", "(2, 2)"], ran.stderr
+    assert "pw reads no environment variable PW_ISLAND; did you mean PW_ISLANDS?" in ran.stderr
 
 
 ARRAYS = """

@@ -30,6 +30,12 @@ FIRST = {
         "f = pw.host_function(lambda x: x + 1, jax.ShapeDtypeStruct((2,), np.float32))\n"
         "assert np.asarray(f(ones) * 2).tolist() == [4, 4]"
     ),
+    "from_jax": (
+        "import pw.jax\n"
+        "pw.jax.connect()\n"
+        "x = pw.jax.from_jax(jax.numpy.asarray(ones) * 1)\n"
+        "assert np.asarray(x + 1).tolist() == [2, 2]"
+    ),
 }
 """Scripts by what of `pw` they use first. Arrays have their operators, whatever gave them."""
 EXAMPLE = "import runpy\n\nrunpy.run_module('examples.{}', run_name='__main__')"
