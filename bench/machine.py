@@ -7,13 +7,13 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from bench.baselines.echo import Echo
+from bench.measure import seconds
 
 PACKAGES = ("jax", "jaxlib", "numpy", "pyzmq", "ray", "xoscar")
 ROUND_TRIPS = 500
@@ -38,20 +38,14 @@ def describe() -> dict[str, object]:
 def units() -> dict[str, float]:
     """What readings are made of: microseconds of a bare zmq round trip, GB/s of a copy in memory (medians)."""
     with Echo() as echo:
-        trips = [_seconds(echo.round_trip) for _ in range(ROUND_TRIPS)]
+        trips = [seconds(echo.round_trip) for _ in range(ROUND_TRIPS)]
     source = np.ones(COPIED_BYTES, np.uint8)
     target = np.empty_like(source)
-    copies = [_seconds(lambda: np.copyto(target, source)) for _ in range(COPIES)]
+    copies = [seconds(lambda: np.copyto(target, source)) for _ in range(COPIES)]
     return {
         "zmq_round_trip_us": round(1e6 * statistics.median(trips), 1),
         "memcpy_gb_s": round(COPIED_BYTES / statistics.median(copies) / 1e9, 2),
     }
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
 
 
 def cores() -> int:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pw.core.errors import Error
-from pw.core.variables import warn_of_misspelt
 from pw.transport.access.joined import default_address
 
 __all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
@@ -125,6 +124,7 @@ def _register() -> None:
 def _backend() -> Any:
     """Return JAX's client of the gateway in this process."""
     from pw.core import installed
+    from pw.core.variables import warn_of_misspelt
 
     installed.check()
     installed.check_extra("jax", "hpack", "google.protobuf")

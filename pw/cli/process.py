@@ -140,6 +140,7 @@ def command(program: str, function: Callable[..., None]) -> NoReturn:
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
     )
     app.command()(function)
+    warn_in_lines(program)
     run_app(program, app)
 
 
@@ -162,7 +163,6 @@ def warn_in_lines(program: str) -> None:
 
 def run_app(program: str, app: typer.Typer) -> NoReturn:
     """Run the program `app` (see `command`)."""
-    warn_in_lines(program)
     try:
         code: Any = app(prog_name=program, standalone_mode=False)
     except typer.TyperException as error:

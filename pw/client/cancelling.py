@@ -30,17 +30,17 @@ def cancel(tree: Any) -> None:
     leaves = jax.tree_util.tree_leaves(tree)
     if under_jax_trace(leaves):
         raise TracerError("pw.cancel was called in a function that JAX traces")
-    if leaves and not any(isinstance(leaf, Array) for leaf in leaves):
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
+    if leaves and not arrays:
         raise ArgumentError(
             f"pw.cancel takes arrays of pw, and {leaves[0]!r} is none; a run is cancelled by its name with "
             "`pw cancel RUN`, and an array of JAX is one of pw after pw.jax.from_jax"
         )
     by_session: dict[Any, list[int]] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Array):
-            leaf._check_usable()
-            if not leaf.is_known_to_exist:
-                ids = [member._id for member in leaf.members]
-                by_session.setdefault(leaf._runtime, []).extend(ids)
-    for session, arrays in by_session.items():
-        session.cancel(arrays)
+    for array in arrays:
+        array._check_usable()
+        if not array.is_known_to_exist:
+            ids = [member._id for member in array.members]
+            by_session.setdefault(array._runtime, []).extend(ids)
+    for session, numbers in by_session.items():
+        session.cancel(numbers)

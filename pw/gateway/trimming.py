@@ -22,23 +22,22 @@ class Trimming:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         """None where the C library has no such function."""
         self._bytes = 0
-        self._seen_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_waiting = False
 
     def received(self, count: int) -> None:
         """Note that a host buffer of `count` bytes has come."""
         self._bytes += count
-        if self._timer is None and self._bytes >= TRIM_BYTES and self._trim is not None:
-            self._later()
+        if not self._is_waiting and self._bytes >= TRIM_BYTES and self._trim is not None:
+            self._is_waiting = True
+            self._wait()
 
-    def _later(self) -> None:
-        self._seen_bytes = self._bytes
-        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
+    def _wait(self) -> None:
+        asyncio.get_running_loop().call_later(QUIET_S, self._look, self._bytes)
 
-    def _look(self) -> None:
-        if self._bytes != self._seen_bytes:
-            self._later()
+    def _look(self, before: int) -> None:
+        if self._bytes != before:
+            self._wait()
             return
-        self._timer, self._bytes = None, 0
+        self._is_waiting, self._bytes = False, 0
         assert self._trim is not None
         self._trim(0)  # releases the GIL, and keeps the loop: no request waits now

@@ -115,13 +115,14 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 FEW = (
-    *("an element", "map", "vmap of a branch", "scan of a function that returns"),
-    *(
-        "while_loop of a function that returns",
-        "while_loop that is checked",
-        "fori_loop",
-        "branches",
-    ),
+    "an element",
+    "map",
+    "vmap of a branch",
+    "scan of a function that returns",
+    "while_loop of a function that returns",
+    "while_loop that is checked",
+    "fori_loop",
+    "branches",
 )
 """One of each way in which a call is divided."""
 

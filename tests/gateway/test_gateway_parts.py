@@ -28,7 +28,6 @@ from pw.gateway.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
-    HEAD,
     HEADERS,
     PREFACE,
     RST_STREAM,
@@ -36,6 +35,7 @@ from pw.gateway.frames import (
 from pw.gateway.headers import HeaderDecoder
 from pw.gateway.http2 import Http2Connection, Http2Stream
 from pw.gateway.rpc import RpcCall
+from tests.stages.gateway_client import framed
 
 MESH = AbstractMesh((2, 2, 2), ("x", "y", "z"))
 SPECS = (
@@ -105,15 +105,10 @@ class _Call(RpcCall):
 
 
 ENDS = {
-    "its client has sent all": lambda wire: wire.data_received(_frame(DATA, END_STREAM, 1)),
-    "its client resets it": lambda wire: wire.data_received(_frame(RST_STREAM, 0, 1, bytes(4))),
+    "its client has sent all": lambda wire: wire.data_received(framed(DATA, END_STREAM, 1)),
+    "its client resets it": lambda wire: wire.data_received(framed(RST_STREAM, 0, 1, bytes(4))),
     "the connection is lost": lambda wire: wire.connection_lost(None),
 }
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    size = len(payload)
-    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -127,7 +122,7 @@ def test_a_call_that_is_over_is_freed_at_once(end: str) -> None:
 
         wire = Http2Connection(opened, lambda connection: None)
         wire.connection_made(SimpleNamespace(write=bytes, writelines=list, close=int))
-        wire.data_received(PREFACE + _frame(HEADERS, END_HEADERS, 1, b"\x83"))
+        wire.data_received(PREFACE + framed(HEADERS, END_HEADERS, 1, b"\x83"))
         assert calls[0]() is not None
         ENDS[end](wire)
 

@@ -18,6 +18,7 @@ from pw.gateway.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
+    HEAD,
     HEADERS,
     PREFACE,
     RST_STREAM,
@@ -29,6 +30,12 @@ from pw.gateway.rpc import header_block
 PROXY = "xla.ifrt.proxy."
 STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
 BOUND_S = 60.0
+
+
+def framed(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Return a frame of HTTP/2."""
+    size = len(payload)
+    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
 class Wire:
@@ -47,9 +54,7 @@ class Wire:
 
     def frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         """Send one frame."""
-        size = len(payload)
-        head = struct.pack(">HBBBI", size >> 8, size & 0xFF, kind, flags, stream)
-        self._socket.sendall(head + payload)
+        self._socket.sendall(framed(kind, flags, stream, payload))
 
     def raw(self, data: bytes) -> None:
         """Send bytes as they are."""
