@@ -305,6 +305,55 @@ def test_prints_of_each_shard_come_though_there_are_no_results(cluster: InProces
     session.runtime.close()
 
 
+LOOPS: dict[str, Callable[[Any, Any], Any]] = {
+    "a call": lambda called, x: jax.lax.psum(called(x), "x"),
+    "a loop that waits for its results": lambda called, x: jax.lax.while_loop(
+        lambda y: jax.lax.psum(y.sum(), "x") < 100, lambda y: called(y), x
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_an_error_on_one_device_keeps_no_other_in_a_collective(
+    cluster: InProcessCluster, kind: str
+) -> None:
+    """The computation ends, with the user's words, and the devices are free for the next one."""
+    seen: list[float] = []
+
+    def function(a: Any) -> Any:
+        seen.append(float(a[0, 0]))
+        if a[0, 0] < 0:
+            raise ValueError("negative")
+        return (a * 10,)
+
+    session = Session(cluster.client(), function, devices=2)
+
+    def called(x: Any) -> Any:
+        return jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct((1, 4), np.float32), x)
+
+    lies = over(2, "x")
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(LOOPS[kind](called, x), "x"),
+        mesh=lies.mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    code = calling(mapped, like((2, 4), sharding=lies))
+    x_spec = spec_of_shards((1, 4), "float32", session.placement, is_stacked=True)
+    total_spec = spec_of_shards((1, 4), "float32", session.placement, is_stacked=False)
+    session.runtime.ask.compile(code, session.placement).result(60)
+    program = session.register(code, [x_spec], [total_spec])
+    x = np.array([[-1, 0, 0, 0], [1, 1, 1, 1]], np.float32)
+    (bad,) = session.runtime.run(program, [x.tobytes()], 1)
+    with pytest.raises(pw.ComputationFailed, match="ValueError: negative"):
+        session.runtime.fetch(bad, total_spec).result(60)
+    assert len(seen) <= 2, "no function is called after an error"
+    (total,) = session.runtime.run(program, [abs(x).tobytes()], 1)
+    assert np.isfinite(session.runtime.fetch(total, total_spec).result(60)).all()
+    session.runtime.close()
+
+
 @pytest.mark.processes
 def test_a_gang_calls_back_from_each_device_as_jax_does() -> None:
     """Then one of its calls fails, and the gang goes on with the next run."""

@@ -4,6 +4,11 @@ XLA calls a Python function of this process, by its index, in whatever thread th
 The function asks the loop to send the operands to the client, and waits for the results.
 
 jaxlib copies results into XLA's buffers without a look at their sizes, so they are checked here.
+
+An error of a function ends only the part of the device that called it: other devices of the computation
+would wait for that one in the next collective, until XLA ends the process. So a computation over several
+devices gets NaNs and zeros in place of what could not be computed, goes on to its end, and fails then
+(`Raised`). No comparison with a NaN holds, so most loops that wait for results end.
 Nothing of the client is unpickled: its process finds the function by the artifact and the index.
 """
 
@@ -17,7 +22,7 @@ import numpy as np
 from jaxlib.mlir import ir
 
 from pw.core.dtypes import BY_MLIR, PACKED
-from pw.core.errors import CompileError
+from pw.core.errors import CompileError, ComputationFailed
 from pw.core.packing import ArrayType
 from pw.core.programs.stablehlo import CALLS
 from pw.core.sharding import dtype_of
@@ -83,6 +88,38 @@ def _type(mlir_type: Any) -> ArrayType | None:
     return dtype, tuple(tensor.shape)
 
 
+_AFTER_ERROR = 1000
+"""How many calls after an error get no results of their function. The next one raises: the computation may
+be a loop that waits for other results."""
+
+
+class Raised:
+    """The error of a function in a computation over several devices; one computation at a time."""
+
+    def __init__(self) -> None:
+        self._words = ""
+        self._filled = 0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether no function is called any more."""
+        return bool(self._words)
+
+    def filled(self, words: str, types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
+        """Keep the first error, and return results for XLA. Raises RuntimeError after many of them."""
+        self._words = self._words or words
+        self._filled += 1
+        if self._filled > _AFTER_ERROR:
+            raise RuntimeError(self._words)
+        return [_filler(np.dtype(dtype_of(dtype)), shape) for dtype, shape in types]
+
+    def check(self) -> None:
+        """Raise ComputationFailed with the first error of the computation that is over, if there was one."""
+        words, self._words, self._filled = self._words, "", 0
+        if words:
+            raise ComputationFailed(f"CpuCallback error calling callback: {words}")
+
+
 class Calls:
     """Calls the clients of this host's computations."""
 
@@ -98,20 +135,25 @@ class Calls:
         self._handler = handler
 
     def functions(
-        self, client: int, artifact: bytes, declared: int, called: Mapping[int, Results]
+        self,
+        client: int,
+        artifact: bytes,
+        declared: int,
+        called: Mapping[int, Results],
+        raised: Raised | None,
     ) -> list[Callable[..., Any]]:
-        """The functions for XLA, by index."""
+        """The functions for XLA, by index. They raise where there is no `raised`."""
         return [
-            self._function(client, artifact, index, called.get(index, ()))
+            self._function(client, artifact, index, called.get(index, ()), raised)
             for index in range(declared)
         ]
 
     def _function(
-        self, client: int, artifact: bytes, index: int, results: Results
+        self, client: int, artifact: bytes, index: int, results: Results, raised: Raised | None
     ) -> Callable[..., Any]:
         types = tuple(one for one in results if one is not None)
 
-        def function(*operands: Any) -> tuple[Any, ...]:
+        def answered(operands: Sequence[Any]) -> Sequence[np.ndarray[Any, Any]]:
             # Copies: if the client is lost, this call returns while its bytes may still be sent.
             arrays = [np.array(operand) for operand in operands if operand is not None]
             wait = _Wait()
@@ -122,7 +164,19 @@ class Calls:
                 self._waiting.discard(wait)
             if wait.error:
                 raise RuntimeError(wait.error)
-            given = iter(_checked(wait.results, types))
+            return _checked(wait.results, types)
+
+        def function(*operands: Any) -> tuple[Any, ...]:
+            if raised is not None and raised.is_set:
+                arrays = raised.filled("", types)
+            else:
+                try:
+                    arrays = answered(operands)
+                except RuntimeError as error:
+                    if raised is None:
+                        raise
+                    arrays = raised.filled(str(error), types)
+            given = iter(arrays)
             return tuple(None if one is None else next(given) for one in results)
 
         return function
@@ -162,11 +216,15 @@ class _Wait:
             self.over.set()
 
 
+def _filler(dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.zeros(shape, dtype) if dtype.kind in "biu" else np.full(shape, np.nan, dtype)
+
+
 def _checked(
     results: Sequence[np.ndarray[Any, Any]], types: Sequence[ArrayType]
-) -> list[np.ndarray[Any, Any]]:
+) -> Sequence[np.ndarray[Any, Any]]:
     """The results, if they are of these types. Raises RuntimeError."""
     found = [(array.dtype, array.shape) for array in results]
     if found != [(dtype_of(dtype), shape) for dtype, shape in types]:
         raise RuntimeError(f"a callback returned {found}, but the computation takes {list(types)}")
-    return list(results)
+    return results

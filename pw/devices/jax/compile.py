@@ -27,7 +27,7 @@ from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
 from pw.devices.jax import making, modules
-from pw.devices.jax.callbacks import Calls, Results
+from pw.devices.jax.callbacks import Calls, Raised, Results
 from pw.devices.jax.compile_process import Job
 from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.executables import Executables, key_of, may_be_kept
@@ -275,9 +275,10 @@ class Compiler:
             raise CompileError("a function is compiled for one or more different devices")
         physical = self._physical(devices)
         count = len(code.callbacks)
+        raised = Raised() if count and len(devices) > 1 else None
 
         def functions(calls: dict[int, Results]) -> list[Callable[..., Any]]:
-            return self._calls.functions(client, digest, count, calls)
+            return self._calls.functions(client, digest, count, calls, raised)
 
         # An executable with functions of this process cannot be kept.
         kept_as = None if count else key_of(physical, digest)
@@ -289,7 +290,7 @@ class Compiler:
                 made, executable = found
                 found = self._modules.get(place)
                 if found is None:
-                    found = Module(executable, made.facts, made.is_straight, bool(count))
+                    found = Module(executable, made.facts, made.is_straight, bool(count), raised)
                     self._modules[place] = found
             then(found)
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pw.core.errors import ErrorReport, InternalError
+from pw.core.errors import ComputationFailed, ErrorReport, InternalError
 from pw.devices.host.backend import Execute, Move, View
 from pw.devices.host.value import Value
 from pw.devices.jax.answers import Answers
@@ -175,7 +175,8 @@ class Enqueuer:
                 # Its client may have released the program meanwhile.
                 report = self._failures.report(error, name)
                 fail(op.results, report)
-                if op.failed is not None:
+                is_at_its_end = isinstance(error, ComputationFailed)  # on all devices
+                if op.failed is not None and not is_at_its_end:
                     self._break_gang(op.failed, report)
             finally:
                 arrays.clear()

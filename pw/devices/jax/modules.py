@@ -27,6 +27,7 @@ from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, ShardFacts, Stablehlo, harmless_options
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
+from pw.devices.jax.callbacks import Raised
 from pw.devices.jax.layouts import Layouts, aval_of, local_shards
 
 _BUILD_OPTIONS = (
@@ -73,7 +74,12 @@ class Module:
     """A compiled module on its devices."""
 
     def __init__(
-        self, executable: Any, facts: Facts, is_straight: bool, calls_back: bool = False
+        self,
+        executable: Any,
+        facts: Facts,
+        is_straight: bool,
+        calls_back: bool = False,
+        raised: Raised | None = None,
     ) -> None:
         self.executable = executable
         self.facts = facts
@@ -81,6 +87,8 @@ class Module:
         """It has no loops, branches or native calls."""
         self.calls_back = calls_back
         """It may call functions of its client."""
+        self.raised = raised
+        """What those functions raise, if it runs on several devices."""
 
     def told(self, detail: Detail) -> Facts | str | dict[str, float]:
         """What a client wants to know."""
@@ -96,6 +104,7 @@ class ClientCalling(NamedTuple):
     """A call that may take long, and must not run on the execute thread: it calls the client."""
 
     call: Call
+    """It returns when all that the computation calls has returned, and raises what a function has raised."""
 
 
 def call_of(
@@ -129,7 +138,17 @@ def call_of(
         results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
         return results
 
-    return ClientCalling(call) if module.calls_back else call
+    raised = module.raised
+
+    def call_to_its_end(*arrays: jax.Array) -> Sequence[jax.Array]:
+        results = execute(list(map(_in_order, arrays, takes)), with_tokens=True)
+        outputs: Sequence[jax.Array] = results.consume_with_handlers(handlers)
+        results.consume_token().block_until_ready()
+        if raised is not None:
+            raised.check()
+        return outputs
+
+    return ClientCalling(call_to_its_end) if module.calls_back else call
 
 
 def parsed(code: Stablehlo, context: Any) -> Any:
