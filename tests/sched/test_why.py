@@ -235,6 +235,23 @@ def test_nobody_is_held_up_by_what_other_clients_wait_for() -> None:
     assert "'f' is queued behind 'g'" in told(mine, here), "a gang waits for all"
 
 
+def test_a_function_that_a_client_has_not_answered_is_not_the_fault_of_the_host() -> None:
+    run = client_id(2, 5)
+    work = msg.WorkReport(run, 0, "p", ("f",), ("h0", "h1"), ((0,), (1,)), 99.0)
+    island = msg.IslandReport(1, "i", ("h0", "h1"), 99.0, 1, 0, (work,), (), ())
+    launch = msg.LaunchReport(run, 0, "p", ("f",), "submitted")
+    calls = ((1, 3.0), (2, 61.0))
+    hosts = (
+        msg.HostReport(1, "h0", "", 99.0, 1, (launch,), (), ()),
+        msg.HostReport(1, "h1", "", 99.0, 1, (launch,), (), (), calls),
+    )
+    client = msg.ClientReport(2, "train.py", 1, 0, (), 15.0)
+    lines = list(story(msg.Explanation(1, "", (), (island,), hosts, (), (client,))))
+    waits = "a function in the process of client 2 (train.py) (it is silent for 15 s), called 61.0 s ago"
+    assert lines[0].startswith(f"h1 (shard 1) waits for {waits}. ")
+    assert f"  a computation waits for {waits}" in lines
+
+
 def test_what_waits_for_an_upload_names_the_hosts_that_have_not_got_it() -> None:
     cluster = Cluster(LARGE)
     client, spec = cluster.client, cluster.specs[0]

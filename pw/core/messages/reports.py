@@ -162,6 +162,8 @@ class HostReport(HostToController, frozen=True, tag=125):
     launches: tuple[LaunchReport, ...]
     edges: tuple[EdgeReport, ...]
     threads: tuple[ThreadReport, ...]
+    calls: tuple[tuple[int, float], ...] = ()
+    """The clients whose functions computations wait for, and how long ago the oldest was called, in seconds."""
 
 
 class HostSilence(msgspec.Struct, frozen=True, array_like=True):

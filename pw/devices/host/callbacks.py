@@ -33,6 +33,7 @@ _GONE = "the client of this computation, in whose process the function is, was l
 class _Open:
     node: str
     call: ClientCall
+    called_s: float
     landing: int | None = None
 
 
@@ -53,13 +54,19 @@ class Callbacks(Part):
     def __len__(self) -> int:
         return len(self._open)
 
+    def oldest(self) -> tuple[tuple[int, float], ...]:
+        """The clients that have not answered, and how long ago their oldest call was made, in seconds."""
+        now_s = self.env.now_s()
+        ages = {one.call.client: now_s - one.called_s for one in reversed(self._open.values())}
+        return tuple(ages.items())
+
     def _called(self, call: ClientCall) -> None:
         nodes = self.clients.nodes_of(call.client)
         if not nodes:
             call.raised(_GONE)
             return
         self._serial += 1
-        self._open[self._serial] = _Open(nodes[-1], call)
+        self._open[self._serial] = _Open(nodes[-1], call, self.env.now_s())
         data = pack(call.operands) if packed_bytes(call.operands) <= msg.INLINE_BYTES else None
         types = tuple((array.dtype.name, array.shape) for array in call.operands)
         message = msg.CallClient(self._serial, call.artifact, call.index, types, data)

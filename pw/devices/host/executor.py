@@ -72,7 +72,7 @@ class HostExecutor(Actor):
             reconnect_s,
         )
         self.explanations = Explanations(
-            env, self.order, self.interpreter, coordinator, backend, self._watchdog
+            env, self.order, self.interpreter, coordinator, backend, self._watchdog, store.callbacks
         )
         self.leases = Leases(
             env,

@@ -19,6 +19,7 @@ from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
 from pw.core.programs.plan import Execute, Free
 from pw.devices.host.backend import Backend
+from pw.devices.host.callbacks import Callbacks
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
@@ -39,6 +40,7 @@ class Explanations(Part):
     coordinator: ShardCoordinator
     backend: Backend
     watchdog: Watchdog
+    callbacks: Callbacks
 
     @handles(ExplainHost)
     def _explain(self, sender: Address, message: ExplainHost) -> None:
@@ -75,6 +77,7 @@ class Explanations(Part):
             tuple(launches),
             self.coordinator.edges(),
             self.backend.whereabouts(),
+            self.callbacks.oldest(),
         )
 
     def _stage(self, last: tuple[ReferenceType[Value], ...]) -> str:
@@ -141,3 +144,5 @@ def _lines(report: HostReport) -> Iterator[str]:
             )
     for thread in report.threads:
         yield f"{thread.thread}: {thread.doing} for {thread.busy_s:.0f} s at {thread.stack[-1]}"
+    for client, called_s in report.calls:
+        yield f"client {client} has not answered a call of one of its functions for {called_s:.0f} s"

@@ -17,7 +17,7 @@ from pw.core.ids import client_of, run_name
 BUSY_S = 1.0
 """Work that was launched so lately is not stalled."""
 
-SILENT, BROKEN, LATE, BEHIND, AT_WORK = range(5)
+SILENT, BROKEN, CALLED, LATE, BEHIND, AT_WORK = range(6)
 
 
 class Finding(NamedTuple):
@@ -104,6 +104,9 @@ class _Story:
             return [Finding(SILENT, host, f"{who} does nothing: {report.state}")]
         if launch is None or launch.state == "missing":
             return [Finding(BROKEN, host, f"{who} has not got the launch of {what}")]
+        called = self._called(report, client_of(work.run))
+        if called and launch.state != "finished":
+            return [Finding(CALLED, host, f"{who} waits for {called}")]
         if launch.state in ("waiting", "queued"):
             head = _first_waiting(report, work.run)
             behind = "" if head is launch else f"; {what} is queued behind {self._launched(head)}"
@@ -123,6 +126,16 @@ class _Story:
         runs_python = any("Python function" in thread.doing for thread in report.threads)
         weight = LATE if runs_python else AT_WORK
         return [Finding(weight, host, f"{who} has not finished {what}{busy}")]
+
+    def _called(self, report: msg.HostReport, client: int) -> str:
+        """Return the function of a client that a host waits for, if it waits for one."""
+        for number, called_s in report.calls:
+            if number == client:
+                silent_s = next((c.silent_s for c in self._facts.clients if c.client == client), 0)
+                silent = f" (it is silent for {silent_s:.0f} s)" if silent_s else ""
+                whose = self._client(client)
+                return f"a function in the process of {whose}{silent}, called {called_s:.1f} s ago"
+        return ""
 
     def _no_answer(self, host: str, who: str) -> Finding:
         if host in self._silent:
@@ -213,7 +226,7 @@ class _Story:
         return f"waiting for {', '.join(waits) or 'its turn'}"
 
     def _host(self, report: msg.HostReport) -> Iterator[str]:
-        if not (report.state or report.queued or report.threads or report.edges):
+        if not (report.state or report.queued or report.threads or report.edges or report.calls):
             return
         yield (
             f"{report.host}: {report.state or 'in its island'}, "
@@ -227,6 +240,8 @@ class _Story:
                 f"  {_edge(edge)} of run {self._run_name(edge.run)} {way} {edge.peer}: "
                 f"{edge.state}{here}, open for {edge.open_s:.1f} s"
             )
+        for client, _ in report.calls:
+            yield f"  a computation waits for {self._called(report, client)}"
         for thread in report.threads:
             yield f"  {thread.thread}: at {thread.doing} for {thread.busy_s:.1f} s"
             yield from (f"      {call}" for call in thread.stack)
