@@ -21,7 +21,7 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
-from pw.client.connection.waiting import Waiting
+from pw.client.connection.waiting import Waiting, time_left
 from pw.client.keywords import checks_keywords
 from pw.client.trace.wrapped import under_jax_trace
 from pw.core.errors import ArgumentError, TracerError
@@ -44,10 +44,11 @@ class Checkpoint:
 
         Raises:
             TimeoutError: it took longer; the checkpoint goes on.
+            ArgumentError: `timeout` is no number of seconds.
             Error: the reason why an array could not be copied. With `path` it says whether the files or the
                 replicas are there all the same.
         """
-        self._future.result(timeout)
+        self._future.result(time_left(timeout)())
 
     def done(self) -> bool:
         """Whether all replicas are safe, or the checkpoint has failed."""
@@ -184,4 +185,4 @@ def drain(host: str, *, timeout_s: float | None = None) -> None:
         TimeoutError: it took longer.
         Error: there is no such host, or nothing that could take its place.
     """
-    current.runtime().ask.drain(host).result(timeout_s)
+    current.runtime().ask.drain(host).result(time_left(timeout_s)())

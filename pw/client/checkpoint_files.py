@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future
+from numbers import Number
 from typing import Any
 
 import jax
@@ -232,6 +233,12 @@ def _wanted(leaf: Any, given: Any) -> OwnSharding | None:
     """Return the wanted sharding of a leaf."""
     own = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
     chosen = own_sharding(own) or given
+    says = isinstance(leaf, (jax.sharding.Sharding, str, Number))
+    if not (says or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        raise ShardingError(
+            f"pw.restore was given {leaf!r} in the place of an array. A leaf there is "
+            "pw.NamedSharding(mesh, spec), an array, or a jax.ShapeDtypeStruct"
+        )
     if chosen is not None and not isinstance(chosen, OwnSharding):
         raise ShardingError(f"pw.restore needs a pw.NamedSharding, not {chosen!r}")
     return chosen
@@ -241,6 +248,11 @@ def _type_of(saved: Leaf, leaf: Any, target: OwnSharding | None, where: str) -> 
     """Return the type of the array to make of a leaf; None for a host value."""
     if saved.is_string:
         return None
+    if isinstance(leaf, str):
+        raise ArgumentError(
+            f"pw.restore was given {leaf!r} in the place of {saved.key or 'the array'}, which is "
+            f"{'a number' if saved.number is not None else 'an array'} in the checkpoint {where}"
+        )
     if saved.in_files and target is None:
         target = OwnSharding.replicated(default_mesh())
     if saved.number is not None:

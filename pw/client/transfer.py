@@ -198,6 +198,7 @@ def get(tree: Any, timeout: float | None = None) -> Any:
         Error: the error of an array that has failed.
         TimeoutError: not all values have come in time. From a timeout of 0.5 s on it says why, as `pw.why()`;
             the arrays stay as they are, and may be fetched again.
+        ArgumentError: `timeout` is no number of seconds.
     """
     left_s = time_left(timeout)
     leaves, structure = tree_flatten(tree)
@@ -241,6 +242,7 @@ def block_until_ready(tree: Any, timeout: float | None = None) -> Any:
     Raises:
         Error: the error of the first array that has failed.
         TimeoutError: not all arrays are there in time. From a timeout of 0.5 s on it says why, as `pw.why()`.
+        ArgumentError: `timeout` is no number of seconds.
     """
     left_s = time_left(timeout)
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -357,7 +358,12 @@ def test_a_wait_may_have_a_limit(cluster: InProcessCluster, east: pw.Mesh, wait:
         for limit_s in (0.0, 0.01):
             with pytest.raises(TimeoutError, match=rf"not within {limit_s:g} s; pw\.why\(\)"):
                 wait(made, timeout=limit_s)
-    last = pw.get(wait(made, timeout=BOUND_S), timeout=BOUND_S)
+        for wrong in ("2", -1, math.nan, [1]):
+            with pytest.raises(
+                pw.ArgumentError, match="a timeout is a number of seconds, 0 or more"
+            ):
+                wait(made, timeout=wrong)
+    last = pw.get(wait(made, timeout=math.inf), timeout=BOUND_S)
     np.testing.assert_array_equal(last[1], 2 * numbers(4))
 
 

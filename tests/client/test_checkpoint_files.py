@@ -570,6 +570,8 @@ def test_what_is_not_there_is_said_at_once(west: pw.Mesh, path: Path) -> None:
         (on(west), "no single array"),
         ({"w": jax.ShapeDtypeStruct((4, 2), "float32")}, r"float32\[2, 4\].*not float32\[4, 2\]"),
         ({"w": jax.ShapeDtypeStruct((2, 4), "int32")}, r"float32\[2, 4\].*not int32\[2, 4\]"),
+        ({"w": "z"}, r"'z' in the place of \['w'\], which is an array"),
+        ({"n": "z"}, r"'z' in the place of \['n'\], which is a number"),
     ):
         with pytest.raises(pw.ArgumentError, match=words):
             pw.restore(path, like)
@@ -577,6 +579,9 @@ def test_what_is_not_there_is_said_at_once(west: pw.Mesh, path: Path) -> None:
         pw.restore(path, {"w": on(west, "z")})
     with pytest.raises(pw.ShardingError, match="NamedSharding"):
         pw.restore(path, {"w": 0}, sharding=P())
+    for leaf in (P("z"), west, object()):
+        with pytest.raises(pw.ShardingError, match=r"in the place of an array.*NamedSharding"):
+            pw.restore(path, {"w": leaf})
     with pytest.raises(pw.TracerError):
         pw.jit(lambda x: pw.restore(path, {"w": on(west)}), mesh=west)(1.0)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
+from numbers import Real
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pw.client.session.thread_messages import Part
+from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.display.live import QUIET_S, About, patiently
 
@@ -28,9 +31,16 @@ that has it, and wait for the session."""
 def time_left(
     timeout_s: float | None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], float | None]:
-    """Return what tells how much of a timeout that begins now is left, in seconds; None for no timeout."""
-    if timeout_s is None:
+    """Return what tells how much of a timeout that begins now is left, in seconds; None for no timeout.
+
+    Raises ArgumentError if it is no number of seconds.
+    """
+    if timeout_s is None or timeout_s == math.inf:
         return lambda: None
+    if not (isinstance(timeout_s, Real) and timeout_s >= 0):
+        raise ArgumentError(
+            f"a timeout is a number of seconds, 0 or more, or None for no limit; not {timeout_s!r}"
+        )
     end_s = clock() + timeout_s
     return lambda: max(0.0, end_s - clock())
 
