@@ -84,7 +84,10 @@ class _Sessions:
             from pw.client.connection.cluster import LocalCluster
 
             platform, devices = embedded.devices_of_machine(each, count)
-            local = LocalCluster(count, 1, devices, platform=platform, connect=False)
+            memory = embedded.device_memory()
+            local = LocalCluster(
+                count, 1, devices, platform=platform, device_memory=memory, connect=False
+            )
             start = remote(cluster.enter_context(local).address, self._thread)
         runtime = Runtime(start, self._share, self._priority, name=self._name)
         cluster.callback(runtime.close)

@@ -177,7 +177,9 @@ class SessionOnNode:
 
     def bound(self, slice: int) -> SliceBound | None:
         """Return how a slice is bound, or was last; None if it was given back."""
-        return self._session.link.journal.bound.get(slice)
+        # There is no journal beside the controller, where a host that is lost ends the session.
+        session = self._session
+        return session.link.journal.bound.get(slice) or session.hosts.slices.get(slice)
 
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
