@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from pw.client.keywords import checks_keywords
 from pw.core.errors import Error
 from pw.transport.access.joined import default_address
 
@@ -37,6 +38,7 @@ def initialize() -> None:
         forks.close_in_forks_of(jax.config.read("jax_backend_target"))
 
 
+@checks_keywords
 def connect(
     address: str | None = None,
     *,

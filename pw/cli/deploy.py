@@ -15,6 +15,7 @@ import typer
 from pw.cli.process import Credentials
 from pw.core.errors import Error
 from pw.transport.access.credentials import CREDENTIALS
+from pw.transport.access.joined import default_address, joined_address, joined_file
 
 if TYPE_CHECKING:  # reading a cluster file loads more than other commands need
     from pw.deploy.cluster_file import ClusterFile
@@ -166,7 +167,11 @@ def doctor(
         ),
     ] = None,
     address: Annotated[
-        str, typer.Option(envvar="PW_ADDRESS", help="The controller's address, to try its port.")
+        str,
+        typer.Option(
+            envvar="PW_ADDRESS",
+            help="The controller's address, to try its port; by default that of the joined cluster.",
+        ),
     ] = "",
     credentials: Credentials = "",
     folder: Annotated[
@@ -185,7 +190,10 @@ def doctor(
     if file is not None:
         found = checks.examine_cluster(read(file))
     else:
+        address = address or default_address()
         credentials = credentials or os.environ.get(CREDENTIALS, "")
+        if address and not credentials and address == joined_address():
+            credentials = str(joined_file())
         report = checks.examine(address, credentials, folder or ())
         if as_json:
             typer.echo(msgspec.json.encode(report))

@@ -28,7 +28,7 @@ from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 
 _FILES = "the files at {0} are complete, only the replicas in memory are missing"
-_REPLICAS = "the replicas in memory are there, only the files at {0} are missing"
+_REPLICAS = "the replicas in memory are there, only the files at {0} have not been written"
 
 
 class Checkpoint:
@@ -78,7 +78,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         tree: tree of pw arrays, and of jax arrays on virtual devices. Numbers, strings, numpy arrays and other
             jax arrays in it need no replicas; on disk they are included, and must be small.
         path: directory to write as well, on a file system that all hosts share. It appears when it is
-            complete: the hosts write beside it.
+            complete: the hosts write beside it. A relative path is one of this process's directory.
         overwrite: replace a checkpoint at the path.
 
     Raises:

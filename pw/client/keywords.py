@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from pw.core.errors import ArgumentError
-from pw.core.near import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +27,8 @@ def checks_keywords(fun: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names:
+                from pw.core.near import did_you_mean  # late: each process of JAX imports `pw.jax`
+
                 raise ArgumentError(f"{shown} has no argument {name}=; {did_you_mean(name, names)}")
         return fun(*args, **kwargs)
 

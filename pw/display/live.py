@@ -118,12 +118,14 @@ class WaitLine:
 
     def content(self) -> tuple[str, float | None]:
         """Return the line as it is now, and the part of the wait that is over if that is known."""
-        words = f"waiting {self._clock() - self._began_s:.0f} s for {self._about.what}"
+        # The reason is first: a terminal cuts the line at its edge.
+        reason = f": {self._why};" if self._why else ""
+        words = f"waiting {self._clock() - self._began_s:.0f} s{reason} for {self._about.what}"
         count = self._count()
         if count is not None:
             words += f": {count.done} of {count.total} {count.what}{self._rest(count)}"
         part = None if count is None or not count.total else count.done / count.total
-        return (f"{words}. {self._why}" if self._why else words), part
+        return words, part
 
     def _count(self) -> Count | None:
         about = self._about

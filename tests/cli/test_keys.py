@@ -272,6 +272,9 @@ def test_who_has_joined_needs_no_address(
     assert credentials is not None
     assert credentials.own == Credentials.read("ann.pem").own
     assert found("tcp://127.0.0.1:9", role=Role.WORKER) is None
+    said = pw("doctor")
+    assert "port: no process listens at tcp://127.0.0.1:9" in said
+    assert "certificate: client ann" in said
     with pytest.raises(Error, match=r"tcp://127\.0\.0\.1:9 "):
         pw("status", "--timeout", 0.2)
     monkeypatch.setenv("PW_ADDRESS", "")

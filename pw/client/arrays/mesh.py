@@ -21,6 +21,7 @@ from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDevice
 from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
 from pw.core.errors import Disconnected, PlacementError, ShardingError
+from pw.core.ids import serial_of
 from pw.core.sharding import Placement
 from pw.display.grid import Grid, of_mesh
 
@@ -46,7 +47,7 @@ class OwnMesh:
         if not flat or not all(isinstance(device, VirtualDevice) for device in flat):
             raise PlacementError(
                 "a mesh is made of virtual devices, such as add_slice(devices=4).devices; "
-                f"{devices!r} was given"
+                f"{with_owner(devices)} was given"
             )
         if grid.ndim != len(names) or len(set(names)) != len(names):
             raise ShardingError(
@@ -186,6 +187,29 @@ def default_mesh(size: int = 1) -> OwnMesh:
         fresh = OwnMesh(VirtualDeviceSet(session).add_slice(devices=size).devices, ("devices",))
         mesh = _defaults.setdefault((session, size), fresh)
     return mesh
+
+
+def with_owner(given: Any) -> str:
+    """Return what a user gave in the place of something over virtual devices, in words."""
+    over = given
+    if isinstance(given, jax.sharding.Sharding):
+        over = list(given.device_set)
+    elif isinstance(given, jax.sharding.Mesh):
+        over = given.devices
+    if any(isinstance(device, jax.Device) for device in np.array(over, dtype=object).flat):
+        return f"{given!r}, whose devices are this process's own and not the cluster's,"
+    return repr(given)
+
+
+def told_apart(one: OwnMesh, other: OwnMesh) -> tuple[str, str]:
+    """Return two meshes in words that differ: with their slices and devices if they are alike."""
+    if repr(one) != repr(other):
+        return repr(one), repr(other)
+    words = []
+    for mesh in (one, other):
+        devices = ", ".join(map(str, mesh.placement.devices))
+        words.append(f"{mesh!r} on devices {devices} of slice {serial_of(mesh.slice.id)}")
+    return words[0], words[1]
 
 
 _NO_DEVICES: tuple[tuple[Any, str], ...] = (

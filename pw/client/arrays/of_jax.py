@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.devices import VirtualDevice
-from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.mesh import OwnMesh, with_owner
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.connection import jax_backend
 from pw.core.errors import PlacementError, ShardingError
@@ -50,7 +50,7 @@ def given_mesh(mesh: Any) -> OwnMesh:
     if own is None:
         raise PlacementError(
             "a mesh is made of virtual devices, such as pw.Mesh(slice.devices, ('x',)) of "
-            f"slice = add_slice(devices=4); {mesh!r} was given"
+            f"slice = add_slice(devices=4); {with_owner(mesh)} was given"
         )
     return own
 

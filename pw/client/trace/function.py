@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import OwnMesh, default_mesh
+from pw.client.arrays.mesh import OwnMesh, default_mesh, told_apart
 from pw.client.arrays.of_jax import given_mesh, own_sharding
 from pw.client.arrays.operators import compile_with
 from pw.client.arrays.ragged import check_pairs, pairs_of
@@ -120,14 +120,16 @@ class JitFunction(Wrapped[P, R]):
         return self._inlined(*args, **kwargs)
 
     def _key(self, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]) -> Any:
-        try:
-            signature = tuple(
-                [leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves]
-            )
-        except ArgumentError:
-            raise self._bad_argument(tree_unflatten(tree, leaves), leaves) from None
+        signature = self._signature_of(tree, leaves)
         mesh = self._mesh or self._mesh_of_call(tree, signature)
         return tree, signature, statics, mesh, tracing_configuration()
+
+    def _signature_of(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the types of a call's leaves. Raises ArgumentError, which names the argument."""
+        try:
+            return signature_of_call(leaves)
+        except ArgumentError:
+            raise self._bad_argument(tree_unflatten(tree, leaves), leaves) from None
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Return the lowered function for these arguments, or for `jax.ShapeDtypeStruct`s.
@@ -162,7 +164,7 @@ class JitFunction(Wrapped[P, R]):
         self, program: ProgramTrace, tree: Any, leaves: Sequence[Any], statics: tuple[Any, ...]
     ) -> Any:
         """Return the kind of a call in a program that JAX traces; values have shapes, and no shardings."""
-        signature = tuple([_signature(leaf) for leaf in leaves])
+        signature = self._signature_of(tree, leaves)
         mesh = self._mesh or self._mesh_in(program, tree, signature, leaves)
         with of_all_programs():
             configuration = tracing_configuration()
@@ -227,9 +229,9 @@ class JitFunction(Wrapped[P, R]):
                 mesh = leaf.sharding.mesh
                 if mesh is not found and found is not None and mesh != found:
                     raise PlacementError(
-                        f"the arguments of {self._name!r} lie on different devices ({found!r} and "
-                        f"{mesh!r}) and it names none to run on; say where with pw.jit(..., devices=) or "
-                        "mesh=, and the arguments move there by themselves"
+                        f"the arguments of {self._name!r} lie on different devices "
+                        f"({' and '.join(told_apart(found, mesh))}) and it names none to run on; say "
+                        "where with pw.jit(..., devices=) or mesh=, and the arguments move there by themselves"
                     )
                 found = mesh
         return found or default_mesh()

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.mesh import OwnMesh
+from pw.client.arrays.mesh import OwnMesh, told_apart, with_owner
 from pw.client.arrays.of_jax import own_or_given, own_sharding
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.core.errors import ArgumentError, ShardingError
@@ -34,11 +34,12 @@ def on_mesh(mesh: OwnMesh, wanted: Any) -> OwnSharding:
         return OwnSharding(mesh, wanted)
     if not isinstance(wanted, OwnSharding):
         raise ShardingError(
-            f"{wanted!r} is no sharding; use a PartitionSpec, a pw.NamedSharding, or None"
+            f"{with_owner(wanted)} is no sharding for it; use a PartitionSpec, a pw.NamedSharding, or None"
         )
     if wanted.mesh != mesh:
+        there, here = told_apart(wanted.mesh, mesh)
         raise ShardingError(
-            f"a sharding over {wanted.mesh!r} was given to a computation on {mesh!r}; all shardings of "
+            f"a sharding over {there} was given to a computation on {here}; all shardings of "
             "one computation are over its own mesh"
         )
     return wanted

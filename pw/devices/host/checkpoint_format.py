@@ -121,14 +121,14 @@ _UNREADABLE = (
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
-    """Turn errors into those for the user, which name the checkpoint."""
+def named(what: str, missing: type[CheckpointFailed] = CheckpointNotFound) -> Iterator[None]:
+    """Turn errors into those for the user, which name the checkpoint; into `missing` if a path is not there."""
     try:
         yield
     except Error:
         raise
     except FileNotFoundError as error:
-        raise CheckpointNotFound(f"{what}: {error.strerror or error}") from error
+        raise missing(f"{what}: {error.strerror or error}") from error
     except MemoryError as error:
         raise OutOfHostMemory(f"{what}: {error}") from error
     except _UNREADABLE as error:
@@ -155,7 +155,7 @@ def write(job: CopyFile, shards: Sequence[Shard], root: str = "") -> None:
         CheckpointExists: the path exists and must not be replaced.
         CheckpointFailed: the file cannot be written.
     """
-    with named(f"the checkpoint {job.path} cannot be written"):
+    with named(f"the checkpoint {job.path} cannot be written", CheckpointFailed):
         at = resolved(job.path, root)
         if _id_at(at) == job.checkpoint:
             return  # the next controller asks again for a file that is written
@@ -199,7 +199,7 @@ def commit(message: CommitFiles, root: str = "") -> None:
     path, checkpoint = resolved(message.path, root), message.checkpoint
     staging = _staging(path, checkpoint)
     try:
-        with named(f"the checkpoint {path} cannot be written"):
+        with named(f"the checkpoint {path} cannot be written", CheckpointFailed):
             if _id_at(path) == checkpoint:
                 return  # another host has committed, and was lost
             files = {file: _index_of(os.path.join(staging, file)) for file in message.files}
