@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from numbers import Real
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -37,7 +36,11 @@ def time_left(
     """
     if timeout_s is None or timeout_s == math.inf:
         return lambda: None
-    if not (isinstance(timeout_s, Real) and timeout_s >= 0):
+    try:
+        fits = timeout_s >= 0
+    except TypeError:
+        fits = False
+    if not fits:
         raise ArgumentError(
             f"a timeout is a number of seconds, 0 or more, or None for no limit; not {timeout_s!r}"
         )

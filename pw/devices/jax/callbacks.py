@@ -105,7 +105,7 @@ class Raised:
         """Whether no function is called any more."""
         return bool(self._words)
 
-    def filled(self, words: str, types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
+    def filled(self, words: str, types: Sequence[ArrayType]) -> Sequence[np.ndarray[Any, Any]]:
         """Keep the first error, and return results for XLA. Raises RuntimeError after many of them."""
         self._words = self._words or words
         self._filled += 1
