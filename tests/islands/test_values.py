@@ -476,6 +476,22 @@ def test_unlike_islands_pack_what_they_add_in_one_order(columns: int) -> None:
     check(mesh, sums, (P("x"),), (values,))
 
 
+def test_unlike_islands_pack_parts_of_values_in_one_order(mesh: Mesh) -> None:
+    """Each island takes its own part of the gradients of weights that are split over the islands."""
+    split = P(None, "island")
+
+    def step(w: Any, v: Any, x: Any) -> Any:
+        def swapped(rows: Any) -> Any:
+            return jax.lax.ppermute(rows, ("island", "data"), [(0, 1), (1, 0)])
+
+        moved = jax.shard_map(swapped, in_specs=BATCH, out_specs=BATCH, check_vma=False)(x)
+        return moved, jax.grad(
+            lambda w, v: (jnp.tanh(moved @ w) + jnp.sin(x @ v)).sum(), argnums=(0, 1)
+        )(w, v)
+
+    check(mesh, step, (split, split, BATCH), (W, W.T, X), (BATCH, (split, split)))
+
+
 def test_groups_that_differ_between_pairs_of_islands() -> None:
     mesh = Mesh(slices(2, 2, 2, 2, islands=("a", "b", "c", "d")), "x")
     groups = [[0, 2], [1, 3], [6, 4], [7, 5]]
