@@ -21,7 +21,7 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
-from pw.client.connection.waiting import Waiting, time_left
+from pw.client.connection.waiting import Waiting, seconds
 from pw.client.keywords import checks_keywords
 from pw.client.trace.wrapped import under_jax_trace
 from pw.core.errors import ArgumentError, TracerError
@@ -48,7 +48,7 @@ class Checkpoint:
             Error: the reason why an array could not be copied. With `path` it says whether the files or the
                 replicas are there all the same.
         """
-        self._future.result(time_left(timeout)())
+        self._future.result(seconds(timeout))
 
     def done(self) -> bool:
         """Whether all replicas are safe, or the checkpoint has failed."""
@@ -185,4 +185,4 @@ def drain(host: str, *, timeout_s: float | None = None) -> None:
         TimeoutError: it took longer.
         Error: there is no such host, or nothing that could take its place.
     """
-    current.runtime().ask.drain(host).result(time_left(timeout_s)())
+    current.runtime().ask.drain(host).result(seconds(timeout_s))

@@ -27,15 +27,10 @@ LOCKED_S = 5e-3
 that has it, and wait for the session."""
 
 
-def time_left(
-    timeout_s: float | None, clock: Callable[[], float] = time.monotonic
-) -> Callable[[], float | None]:
-    """Return what tells how much of a timeout that begins now is left, in seconds; None for no timeout.
-
-    Raises ArgumentError if it is no number of seconds.
-    """
+def seconds(timeout_s: float | None) -> float | None:
+    """Return a user's timeout, None for no limit. Raises ArgumentError if it is no number of seconds."""
     if timeout_s is None or timeout_s == math.inf:
-        return lambda: None
+        return None
     try:
         fits = timeout_s >= 0
     except TypeError:
@@ -44,7 +39,20 @@ def time_left(
         raise ArgumentError(
             f"a timeout is a number of seconds, 0 or more, or None for no limit; not {timeout_s!r}"
         )
-    end_s = clock() + timeout_s
+    return timeout_s
+
+
+def time_left(
+    timeout_s: float | None, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], float | None]:
+    """Return what tells how much of a timeout that begins now is left, in seconds; None for no timeout.
+
+    Raises ArgumentError if it is no number of seconds.
+    """
+    whole_s = seconds(timeout_s)
+    if whole_s is None:
+        return lambda: None
+    end_s = clock() + whole_s
     return lambda: max(0.0, end_s - clock())
 
 
