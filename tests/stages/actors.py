@@ -115,6 +115,8 @@ class World:
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
+        self.ways = random.Random(seed)
+        """Chooses which of two equal ways a launch goes."""
         self.now_s = 0.0
         self.actors: dict[str, dict[str, Actor]] = {}
         self.dead: set[str] = set()
@@ -385,6 +387,7 @@ class FakeHost:
                 tree_over=world.trees.over,
             ),
         )
+        self.executor.direct.may = lambda: world.ways.random() < 0.5
 
     def join(self, form: msg.FormIsland, joined: Callable[[Any], None]) -> None:
         devices = self.registration.local_devices

@@ -144,6 +144,9 @@ class FakeBackend:
     def submit(self, batch: Sequence[ops.Op]) -> None:
         self.queue += batch
 
+    def run_now(self, op: ops.Execute) -> bool:
+        return False
+
     def is_there(self, value: Value) -> bool:
         return False
 

@@ -238,6 +238,12 @@ class Backend(Protocol):
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all ops submitted before; one wake-up for all."""
 
+    def run_now(self, op: Execute) -> bool:
+        """Run a computation before this returns, if that takes no time and nothing is before it.
+
+        Returns whether it has run; its results may be on their way, or have failed.
+        """
+
     def is_there(self, value: Value) -> bool:
         """Whether a value is ready, without an error, as far as that is known at once."""
 

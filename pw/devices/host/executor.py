@@ -26,6 +26,7 @@ from pw.core.programs.plan import Receive
 from pw.core.waits import RECONNECT_S
 from pw.devices.host.backend import Backend, Build, Part
 from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.direct import Direct
 from pw.devices.host.installs import Installs
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
@@ -83,6 +84,9 @@ class HostExecutor(Actor):
             store.requests.wait_with_launch,
             self.receive,
         )
+        self.direct = Direct(
+            self.order, self.interpreter, store, coordinator, backend, self._inline
+        )
         self.passing = Passing(env, self.order, self.receive)
         self.compose(
             self.leases,
@@ -133,8 +137,10 @@ class HostExecutor(Actor):
         if message.arguments is not None:
             if message.run in interpreter.runs:
                 message = replace(message, arguments=None)
-            elif message.program in self.programs:
-                self._begin(message, self.programs[message.program])
+            elif (program := self.programs.get(message.program)) is not None:
+                if self.direct.launch(message, program):
+                    return
+                self._begin(message, program)
         run = interpreter.runs.get(message.run)
         if message.segment == msg.CANCELLED:
             self._decline(message, run)

@@ -14,7 +14,7 @@ short fails alike on all hosts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
@@ -276,6 +276,29 @@ class Interpreter(Part):
             # All results of a computation are ready at once; the last is least often donated.
             launch.to_watch = results[-1:]
         return True
+
+    def do(
+        self, launch: HostLaunch, op: ops.Execute, index: int, made: Sequence[tuple[int, Value]]
+    ) -> None:
+        """Do a launch that is one computation, before which nothing waits (`pw.devices.host.direct`).
+
+        Args:
+            launch: the launch.
+            op: its computation.
+            index: of the computation in the program.
+            made: the arrays among its results.
+        """
+        self._watchdog.went_on()
+        if self._recorder.on:
+            op.origin = self._origin(launch, index)
+        queue, result = self.queue, op.results[-1]
+        is_here = not queue.ops and self._backend.run_now(op)
+        if not is_here:
+            queue.ops.append(op)
+        queue.made += made
+        if launch.message.report:
+            self.ends.follow(launch, result, is_here and self._backend.is_there(result))
+        queue.flush()
 
     def _origin(self, launch: HostLaunch, index: int) -> tuple[int, ...]:
         """Return what a record says of computation `index` of a launch (`pw.core.recorder`)."""

@@ -75,16 +75,27 @@ class LaunchEnds(Part):
         else:
             self._all_here(launch, ())
 
-    def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
+    def follow(self, launch: HostLaunch, result: Value, is_ready: bool) -> None:
+        """Watch a launch that is one computation, which is an op now; its last result may be ready."""
+        if not is_ready:
+            self._watch(launch, (result,), True)
+        self._begin(launch)
+        if is_ready:
+            self._watched_ended(launch)
+
+    def _begin(self, launch: HostLaunch) -> None:
         launch.enqueued_s = self.env.now_s()
+        self._in_flight += 1
+        for device in launch.segment.devices:
+            self._on_device.setdefault(device, {})[launch.message.sequence] = launch
+
+    def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
         has_watches = (
             not awaited and launch.pending > 1
         )  # one of `pending` is the enqueueing itself
         if not has_watches:  # a watch without values waits for all that was submitted
             self._watch(launch, awaited, False)
-        self._in_flight += 1
-        for device in launch.segment.devices:
-            self._on_device.setdefault(device, {})[launch.message.sequence] = launch
+        self._begin(launch)
         if has_watches:
             self._watched_ended(launch)
 

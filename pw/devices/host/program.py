@@ -149,6 +149,22 @@ class HostResult(NamedTuple):
     devices: tuple[DeviceAddress, ...]
 
 
+class SingleStep(NamedTuple):
+    """What a launch of a program does that is one computation on this host, and nothing else."""
+
+    segment: int
+    position: int
+    """Of the computation among the instructions."""
+    computation: int
+    key: bytes
+    args: tuple[int, ...]
+    """The program's input of each argument."""
+    results: tuple[HostResult | None, ...]
+    """The program's result of each result; None for one that is dropped."""
+    kept: tuple[int, ...]
+    """Donated arguments that the plan still needs."""
+
+
 def _is_local(receive: Receive, devices: tuple[DeviceAddress, ...], host: str) -> bool:
     """Whether every shard on `host` is made of exactly one piece, which `host` has itself."""
     if any(route.source_host != host for route in receive.routes):
@@ -235,6 +251,8 @@ class HostProgram:
     """Slots of received values that are needed only if a branch is taken."""
     views: tuple[ViewPart, ...] = ()
     """This host's part of each result, if the program makes views; it does nothing else then."""
+    single: SingleStep | None = None
+    """What it does, if that is one computation whose results can be used at once."""
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
@@ -288,7 +306,40 @@ class HostProgram:
             for part in plan.segments
         }
         program.last_segment = max(program.segments, default=-1)
+        program.single = program._single()
         return program
+
+    def _single(self) -> SingleStep | None:
+        if len(self.plan.segments) != 1 or self.views:
+            return None
+        (part,) = self.plan.segments
+        steps = self.segments[part.segment]
+        others = [one for one in part.instructions if not isinstance(one, Execute | Free)]
+        positions = [at for at, one in enumerate(part.instructions) if isinstance(one, Execute)]
+        if len(positions) != 1 or others or steps.skips:
+            return None
+        (position,) = positions
+        step = part.instructions[position]
+        assert isinstance(step, Execute)
+        key, outputs = self.keys[step.computation], {one.slot: one for one in self.results}
+        if (
+            key is None
+            or step.computation in self.unsettled
+            or not step.results
+            or not set(step.args) <= set(self.plan.inputs)
+            or not set(outputs) <= set(step.results)
+            or len(outputs) != len(self.results)
+        ):
+            return None
+        return SingleStep(
+            part.segment,
+            position,
+            step.computation,
+            key,
+            step.args,
+            tuple(outputs.get(slot) for slot in step.results),
+            steps.kept.get(position, ()),
+        )
 
     def _own(self, computation: Computation) -> frozenset[int]:
         """Return the devices of this host that a computation runs on, or its Python thread."""

@@ -45,6 +45,12 @@ class RunTable:
         self._newest[series] = max(run, self._newest.get(series, 0))
         return self._begun
 
+    def passes(self, run: int) -> None:
+        """Note a run without edges, which begins and ends in one go."""
+        self._begun += 1
+        series = run >> SERIES_BITS
+        self._newest[series] = max(run, self._newest.get(series, 0))
+
     def end(self, run: int) -> None:
         """Remove a run: all its instructions have become ops, or never will."""
         self._sent.pop(run, None)

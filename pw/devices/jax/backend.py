@@ -185,6 +185,10 @@ class JaxBackend:
         if computing:
             self.execution.submit(computing, urgent=urgent)
 
+    def run_now(self, op: Execute) -> bool:
+        """Run a computation on the loop, if it is quick and the execute thread has nothing to do."""
+        return self.execution.run_now(op)
+
     def is_there(self, value: Value) -> bool:
         """Whether a value is ready, without an error, as far as that is known at once."""
         return not is_pending(value) and self._answers.failures.settled(value) is None

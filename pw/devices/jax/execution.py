@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,14 @@ class Execution:
                 self._submitted += 1
                 self.thread.put(ops)
 
+    def run_now(self, op: Execute) -> bool:
+        """Run a computation on the loop, if it takes no time and nothing is before it."""
+        with self._submitting:
+            if self._submitted != self._ended or self._closed or not self._pays_here((op,), False):
+                return False
+            self._run_here(deque((op,)))
+            return True
+
     def append(self, function: Callable[[], None]) -> None:
         """RunFunction `function` on the execute thread after all ops before; from any thread."""
         with self._submitting:
@@ -74,7 +82,7 @@ class Execution:
         """Run no more ops."""
         self._closed = True
 
-    def _pays_here(self, ops: deque[Op], urgent: bool) -> bool:
+    def _pays_here(self, ops: Sequence[Op], urgent: bool) -> bool:
         """Whether the loop runs `ops` in less time than a change of threads takes.
 
         With many ops at once, or one soon after the other, the execute thread stays awake and works

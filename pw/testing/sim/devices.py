@@ -173,6 +173,17 @@ class SimBackend:
             self.in_turn = False
         self._plan_pump()
 
+    def run_now(self, op: ops.Execute) -> bool:
+        """Compute at once, as the loop computes some ops itself."""
+        if not self.idle or self._pump_planned or not self._takes_no_time(op):
+            return False
+        self._queue.append(op)
+        self.in_turn = True
+        self._pump()
+        self.in_turn = False
+        self._plan_pump()
+        return True
+
     def _takes_no_time(self, op: ops.Op) -> bool:
         """Whether the loop computes this op itself (see `pw.devices.jax.execution`); decided anew for each."""
         if not isinstance(op, ops.Execute):

@@ -10,7 +10,7 @@ from pw.testing.sim.branches import random_branches, random_burst
 from pw.testing.sim.moving import random_moves
 from pw.testing.sim.pipelines import random_pipeline
 from pw.testing.sim.profiles import Profile
-from pw.testing.sim.programs import ProgramDraft, SimSlice, random_program
+from pw.testing.sim.programs import ProgramDraft, SimSlice, random_program, random_step
 
 
 def random_draft(
@@ -21,6 +21,8 @@ def random_draft(
     name: str,
 ) -> ProgramDraft:
     """Return a program of a form that the profile has."""
+    if profile.steps and random.random() < profile.steps:
+        return random_step(random, kinds, name)
     if profile.moves and random.random() < profile.moves:
         return random_moves(random, slices, kinds, name)
     if profile.pipelines and random.random() < profile.pipelines:

@@ -37,6 +37,9 @@ SUPERVISOR_STOPPED = "supervisor stopped"
 """A fault's name: checkpoints may fail because of it."""
 
 
+DIRECT = 0.5
+"""Of launches that may go the short way, so many do (`pw.devices.host.direct`)."""
+
 SMALL_TREES = (Trees(1, 1), Trees(1, 2), Trees(2, 1))
 """Simulated islands have few hosts."""
 
@@ -83,6 +86,7 @@ class SimHost:
         self._random = self.world.streams(f"host/{self.name}")
         self._keeping = self.world.streams(f"keeping/{self.name}")
         self._early = self.world.streams(f"early launches/{self.name}")
+        self._direct = self.world.streams(f"direct/{self.name}")
         slow = self._random.random() < self.world.profile.slow_hosts
         self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
         if slow:
@@ -136,6 +140,7 @@ class SimHost:
                 tree_over=self.cluster.trees.over,
             ),
         )
+        self.executor.direct.may = lambda: self._direct.random() < DIRECT
         self.executor.leases.room_bytes = self._early.choice((EARLY_BYTES, EARLY_BYTES, 0))
         for act in self.cluster.on_start["host"]:
             act(self)

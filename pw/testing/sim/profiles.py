@@ -74,6 +74,8 @@ class Profile:
     """The controller publishes events, and the monitor follows them."""
     pipelines: float = 0.0
     """For each program that a client registers, the probability that it is a step of a pipeline."""
+    steps: float = 0.0
+    """For each program that a client registers, the probability that it is one computation."""
     moves: float = 0.0
     """For each program that a client registers, the probability that it moves a value around. Then clients
     have more slices."""
@@ -298,6 +300,19 @@ PROFILES = {
             embedded=True,
             client_deaths=1.0,
             **(_CRASHES | _DEVICES),
+        ),
+        Profile(
+            "steps", clients=3, runs=120, steps=0.7, loops=0.2, quick=0.4, slices_given_back=0.02
+        ),
+        Profile(
+            "steps-lost",
+            span_s=20.0,
+            clients=3,
+            runs=120,
+            steps=0.7,
+            loops=0.2,
+            quick=0.4,
+            **(_NETWORK | _LOSSES),
         ),
         Profile("branches", branches=0.8),
         Profile("reads", branches=0.8, read_failure=0.02),

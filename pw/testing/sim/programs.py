@@ -220,6 +220,30 @@ def random_program(
     return step.draft(inputs, outputs, gone)
 
 
+def random_step(random: Random, kinds: Sequence[ArraySpec], name: str) -> ProgramDraft:
+    """Return a program of one computation, on the devices of the arrays that it takes and returns."""
+    first = random.choice(kinds)
+    near = [
+        kind
+        for kind in kinds
+        if kind.placement.slice == first.placement.slice
+        and set(kind.placement.devices) == set(first.placement.devices)
+    ]
+    inputs = [random.choice(near) for _ in range(random.choice((1, 1, 2)))]
+    makes = [random.choice(near) for _ in range(random.choice((1, 1, 2)))]
+    step = Drafting(name)
+    donated = tuple(index for index in range(len(inputs)) if random.random() < 0.3)
+    args = [ValueRef(-1, index) for index in range(len(inputs))]
+    results = step.compute(
+        f"{name}/0", inputs, makes, args, placement=first.placement, donated=donated
+    )
+    outputs = [Output(result, spec) for result, spec in zip(results, makes, strict=True)]
+    if len(outputs) > 1 and random.random() < 0.3:
+        del outputs[random.randrange(len(outputs))]
+    gone = tuple(index for index in donated if random.random() < 0.7)
+    return step.draft(inputs, tuple(outputs), gone)
+
+
 def _outputs(
     random: Random,
     kinds: Sequence[ArraySpec],

@@ -177,6 +177,19 @@ def look_away(part: str, may_launch: Any, lease: Any, message: m.LeasedLaunch) -
     return bool(may_launch(lease, replace(message, **{part: heeded[part]})))
 
 
+def overlook(parts: tuple[str, ...], launch: Any, message: m.Launch, program: Any) -> bool:
+    """Do a launch the short way as if these parts of the interpreter were empty."""
+    interpreter = launch.__self__.interpreter
+    held = {part: getattr(interpreter, part) for part in parts}
+    for part in parts:
+        setattr(interpreter, part, {})
+    try:
+        return bool(launch(message, program))
+    finally:
+        for part, value in held.items():
+            setattr(interpreter, part, value)
+
+
 def close_for_strangers(
     executor: Any, receive: Any, sender: Address, message: m.LeasedLaunch
 ) -> None:

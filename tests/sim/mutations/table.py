@@ -228,6 +228,24 @@ row(
     forget("host.executor.leases.keep_early"),
     seen("leases-late", 2, "leases"),
 )
+# A launch of one computation passes earlier work of its client that waits.
+row(
+    "direct-past-waiting-work",
+    wrap("host.executor.direct.launch", partial(breakages.overlook, ("lanes",))),
+    seen("steps", 0, "G1", MADE, "oracle"),
+)
+# A launch of one computation does not wait for an argument that another host sends.
+row(
+    "direct-before-arguments",
+    wrap("host.executor.direct.launch", partial(breakages.overlook, ("lanes", "arriving"))),
+    seen("steps", 2, MADE, "G1", "oracle"),
+)
+# A host does not report the launches of one computation.
+row(
+    "direct-without-report",
+    forget("host.executor.interpreter.ends.follow"),
+    seen("steps", 0, "credits", "liveness", "census"),
+)
 # A host takes a session on the controller's node for the scheduler.
 row(
     "session-for-scheduler",

@@ -1,0 +1,95 @@
+"""The short way of a launch that is one computation here: no edge, guard, view or unsettled result.
+
+Such a launch needs no lane if nothing waits on this host, and all its arguments are here without an error.
+Then it is done at once, with the effects that the ordinary way has (`HostExecutor` begins the run,
+`Interpreter` goes through its instructions). The backend may compute it before `launch` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from weakref import ref
+
+from pw.core.messages import Launch
+from pw.devices.host.backend import Backend, Execute
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.interpreter import Interpreter
+from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.program import HostProgram, Inline
+from pw.devices.host.store import ObjectStore
+from pw.devices.host.value import Value
+from pw.devices.host.work import HostLaunch, HostRun
+
+
+@dataclass(eq=False, repr=False)
+class Direct:
+    """Does launches of one computation at once."""
+
+    order: LaunchOrder
+    interpreter: Interpreter
+    store: ObjectStore
+    coordinator: ShardCoordinator
+    backend: Backend
+    inline: Callable[[bytes, Inline], Value]
+    """Makes the value of an argument that came with the launch."""
+    may: Callable[[], bool] = lambda: True
+    """Whether this launch may go this way: tests compare both ways."""
+
+    def launch(self, message: Launch, program: HostProgram) -> bool:
+        """Do a launch; return False if it has to go the ordinary way. Then nothing has happened."""
+        single, given, interpreter = program.single, message.arguments, self.interpreter
+        if (
+            single is None
+            or given is None
+            or single.segment != message.segment
+            or interpreter.lanes
+            or message.run in interpreter.runs
+            or not self.may()
+        ):
+            return False
+        arrays, arriving = self.store.arrays, interpreter.arriving
+        values: dict[int, Value] = {}
+        for index in program.plan.inputs:
+            arg = given.args[index]
+            if isinstance(arg, int):
+                entry = arrays.get(arg)
+                if entry is None or entry.value.error is not None or entry.value in arriving:
+                    return False
+                values[index] = entry.value
+        for index in program.plan.inputs:
+            arg = given.args[index]
+            if isinstance(arg, bytes):
+                values[index] = self.inline(arg, program.inline(index))
+        self.coordinator.runs.passes(message.run)
+        body = program.body
+        if body.donated:
+            why = f"donated to {body.name!r}"
+            for index in body.donated:
+                if isinstance(arg := given.args[index], int):
+                    self.store.drop(arg, why)
+        made = []
+        results = []
+        for result in single.results:
+            value = Value()
+            results.append(value)
+            if result is not None:
+                array = given.results[result.output]
+                arrays.expect(array, value, result.spec, result.devices)
+                made.append((array, value))
+        run = HostRun(message.run, program, {}, given.results, 0)
+        steps = program.segments[single.segment]
+        last = (ref(value),)
+        interpreter.recent.append((message.run, message.segment, program, last))
+        launch = HostLaunch(message, run, steps, last=last)
+        op = Execute(
+            single.key,
+            tuple([values[index] for index in single.args]),
+            tuple(results),
+            single.kept,
+            partial(self.order.break_gang, run) if steps.together else None,
+            not message.report and single.position in steps.unread,
+        )
+        interpreter.do(launch, op, single.computation, made)
+        return True
