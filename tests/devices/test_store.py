@@ -173,6 +173,8 @@ def test_a_request_with_its_launch_is_answered_as_soon_as_the_value_is_there(
     bench.store.requests.wait_with_launch(at, 2, ARRAY)  # the launch was ignored
     assert bench.answers() == []
     bench.launch()
+    assert bench.answers() == [msg.Ready(2)]
+    asked.clear()
     bench.launch(client_id(1, 6))
     bench.store.requests.wait_with_launch(at, 3, client_id(1, 6))
     assert bench.answers() == [msg.Ready(2), msg.Ready(3)]

@@ -99,8 +99,9 @@ class HostExecutor(Actor):
 
     def turn_ended(self) -> None:
         """Follow the orders that had overtaken others, and whose turn has come."""
-        while (early := self.order.next_early()) is not None:
-            self.receive(*early)
+        if self.order.early:
+            while (early := self.order.next_early()) is not None:
+                self.receive(*early)
 
     def register(self) -> None:
         """Ask for a place in an island."""

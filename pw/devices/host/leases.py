@@ -258,15 +258,13 @@ def _is_of(client: int, launch: msg.LeasedLaunch) -> bool:
 
 def _fits(body: Program, launch: msg.LeasedLaunch) -> bool:
     """Whether a launch has the arguments and results of a program."""
-    return (
-        len(launch.args) == len(body.inputs)
-        and len(launch.results) == len(body.outputs)
-        and len(set(launch.results)) == len(launch.results)
-        and all(
-            isinstance(arg, int) or len(arg) == spec.size_bytes
-            for arg, spec in zip(launch.args, body.inputs, strict=True)
-        )
-    )
+    args, results = launch.args, launch.results
+    if len(args) != len(body.inputs) or len(results) != len(body.outputs):
+        return False
+    for arg, spec in zip(args, body.inputs, strict=True):
+        if isinstance(arg, bytes) and len(arg) != spec.size_bytes:
+            return False
+    return len(set(results)) == len(results)
 
 
 def _size_bytes(launch: msg.LeasedLaunch) -> int:

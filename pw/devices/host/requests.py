@@ -41,8 +41,6 @@ class _Request:
     fetch: msg.Fetch | None = None
     over: bool = False
     """It was answered, failed or withdrawn."""
-    with_launch: bool = False
-    """It came with a leased launch, whose end nothing waits for: the answer may overtake the report."""
 
 
 @dataclass(eq=False, repr=False)
@@ -106,8 +104,17 @@ class Requests(Part):
 
     def wait_with_launch(self, sender: Address, number: int, array: int) -> None:
         """Answer a client when an array is ready that the launch in the same message makes."""
-        request = _Request(sender, number, {array}, with_launch=True)
-        self._accept(sender, request, (array,))
+        entry = self.arrays.get(array)
+        if (
+            entry is not None
+            and entry.submitted
+            and self.clients.owns(sender, array)
+            and self.backend.is_there(entry.value)
+        ):
+            self.printing.flush()
+            self.env.send(sender, msg.Ready(number))
+        else:
+            self._accept(sender, _Request(sender, number, {array}), (array,))
 
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
         client = self.clients.at(sender.node)
@@ -146,10 +153,6 @@ class Requests(Part):
             return
         if request.fetch is not None:
             self._read(entry, request, request.fetch)
-            return
-
-        if request.with_launch and self.backend.is_there(entry.value):
-            self._ready(entry, request)
             return
 
         def watched(error: ErrorReport | None) -> None:
