@@ -361,6 +361,45 @@ def test_disconnecting_with_work_in_flight_and_connecting_again(cluster: InProce
     assert float(pw.jit(lambda x: x + 1, mesh=mesh_on(0))(1.0)) == 2
 
 
+# --- where -----------------------------------------------------------------------------------------------
+
+
+def test_devices_of_this_process_are_named_as_such(
+    cluster: InProcessCluster, east: pw.Mesh
+) -> None:
+    here = jax.make_mesh((1,), ("x",))
+    own = jax.sharding.NamedSharding(here, P())
+    f = pw.jit(lambda x: x, mesh=east, in_shardings=own)
+    for use in (
+        lambda: pw.put(1.0, own),
+        lambda: pw.put(1.0, jax.devices()[0]),
+        lambda: pw.jit(lambda x: x, mesh=here),
+        lambda: f(1.0),
+    ):
+        with pytest.raises(pw.Error, match="whose devices are this process's own"):
+            use()
+
+
+def test_two_meshes_that_read_alike_are_told_apart(cluster: InProcessCluster) -> None:
+    devices = pw.make_virtual_device_set()
+    one, other = (pw.Mesh(devices.add_slice(1, island="island-0").devices, "x") for _ in range(2))
+    x, y = (pw.put(1.0, pw.NamedSharding(mesh, P())) for mesh in (one, other))
+    with pytest.raises(pw.PlacementError, match=r"devices 0 of slice \d+ and .* of slice \d+\)"):
+        pw.jit(lambda x, y: x + y)(x, y)
+    f = pw.jit(lambda x: x, mesh=one, in_shardings=pw.NamedSharding(other, P()))
+    with pytest.raises(pw.ShardingError, match=r"of slice \d+ was given to .* of slice \d+;"):
+        f(x)
+
+
+def test_the_argument_of_a_call_in_a_program_is_named(
+    cluster: InProcessCluster, east: pw.Mesh
+) -> None:
+    step = pw.jit(lambda x: x["a"], mesh=east)
+    program = pw.program(lambda x, y: step({"a": x, "b": y}))
+    with pytest.raises(pw.ArgumentError, match=r"<lambda>: argument 0\['b'\]: 'no array'"):
+        program(1.0, "no array")
+
+
 # --- Ctrl-C --------------------------------------------------------------------------------------------
 
 

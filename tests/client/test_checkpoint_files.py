@@ -408,11 +408,18 @@ def test_a_path_is_not_replaced_unless_that_is_wanted(west: pw.Mesh, path: Path)
     with pytest.raises(pw.CheckpointExists, match="overwrite=True") as raised:
         save({"x": x + 1}, path)
     assert isinstance(raised.value, FileExistsError)
+    assert f"only the files at {path} have not been written" in str(raised.value)
     np.testing.assert_array_equal(pw.restore(path, {"x": x})["x"], numbers(8))
     save({"y": x + 1}, path, overwrite=True)
     np.testing.assert_array_equal(pw.restore(path, {"y": x})["y"], numbers(8) + 1)
     assert len(files(path)) == 1
     assert entries(path.parent) == [path.name]
+
+
+def test_a_directory_that_cannot_be_made_is_no_missing_checkpoint(west: pw.Mesh) -> None:
+    with pytest.raises(pw.CheckpointFailed, match="cannot be written") as raised:
+        save(pw.put(numbers(8), sharding=on(west)), Path("/proc/none/here"))
+    assert not isinstance(raised.value, pw.CheckpointNotFound)
 
 
 @pytest.mark.parametrize("content", ["note.txt", "manifest.json", None])

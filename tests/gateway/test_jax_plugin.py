@@ -160,6 +160,10 @@ if stats:
     stats = (stats["bytes_limit"], more, jax.devices()[0].memory_stats()["bytes_in_use"])
 print(stats, jax.local_devices(backend="script_cpu")[0].memory_stats())
 try:
+    pw.jax.connect(device=1)
+except pw.ArgumentError as error:
+    assert "did you mean devices" in str(error)
+try:
     pw.jax.connect(devices=1)
 except pw.Error as error:
     print(error)
