@@ -376,6 +376,22 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     assert bench.session.requests.failed.keys() == {Y}
 
 
+def test_the_error_of_what_was_deleted_and_a_run_still_reads_is_told_again(bench: Bench) -> None:
+    """To another controller, which would take the argument for lost."""
+    bench.session.link.keeps = True
+    program = chain([split(SLICE, 2)])
+    bench.note(Tell(msg.RegisterProgram(5, Compact.of(program), (msg.Artifact(b"", b""),))))
+    bench.note(Tell(msg.Run(20, 5, (b"x" * 64,), (X,))))
+    bench.note(Tell(msg.Run(21, 5, (X,), (Y,))))
+    bench.note(Forget((X,)))
+    bench.tell(msg.RunFailed(20, (X,), ERROR))
+    *_, runs, resumed = bench.session.link.journal.retold()
+    assert isinstance(runs, msg.Run)
+    assert runs.run == 21
+    assert isinstance(resumed, msg.Resumed)
+    assert [failed.array for failed in resumed.failed] == [X]
+
+
 def test_what_was_deleted_is_told_as_that(bench: Bench) -> None:
     future = bench.get()
     bench.note(Forget((X,)))

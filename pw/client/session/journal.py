@@ -147,8 +147,11 @@ class Journal(Part):
 
     @handles(msg.RunFailed)
     def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
+        # A run in the journal may read what the client has deleted meanwhile.
+        is_held = self.held.keys() >= set(message.results)
+        interest = self.held.keys() if is_held else self._of_interest()
         for array in message.results:
-            if array in self.held:
+            if array in interest:
                 self._failed[array] = message.error
         made = self.runs.get(message.run)
         if made is not None and self._failed.keys() >= self.held.keys() & set(made.results):
