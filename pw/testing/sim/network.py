@@ -270,21 +270,22 @@ class SimNetwork(Links):
             elif self._is_reset(source):
                 self.ended(source, LOST)
                 return
-            if source.is_silent:
-                world.after(HEARTBEAT_S / 2, self.probe, peer)
-            self._ask_machine(link)
+        is_silent = source is not None and source.is_silent
+        if self._ask_machine(link) or is_silent:
+            world.after(HEARTBEAT_S / 2, self.probe, peer)
         self.look(link)
         if self.links.get(peer) is link:
             check_kept(self.process, link)
 
-    def _ask_machine(self, link: Link) -> None:
-        """Note whether the machine of a peer answers what the kernel asks it."""
+    def _ask_machine(self, link: Link) -> bool:
+        """Note whether the machine of a peer answers what the kernel asks it; return whether it does not."""
         out = link.out
         assert isinstance(out, SimConnection)
         if is_cut_off(self._world, self.name, out):
             out.cut_off_s = self._world.now_s if out.cut_off_s is None else out.cut_off_s
         else:
             out.cut_off_s = None
+        return out.cut_off_s is not None
 
     def _lose(self, link: Link, reason: str, last_word: LastWord = None) -> None:
         if self.links.get(link.node) is link:

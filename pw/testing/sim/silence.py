@@ -50,6 +50,8 @@ def check_kept(here: SimProcess, link: Link) -> None:
         return
     world.checked["gone and kept"] += 1
     kept_s = HOST_KEPT_S if role_of(link.node) is Role.WORKER else KEPT_S
-    if world.now_s - max(cut_off_s, here.paused_until_s) > kept_s + _SLACK_S:
+    # A peer that is heard is not gone, though what is sent to it does not arrive.
+    since_s = max(cut_off_s, link.heard_s, here.paused_until_s)
+    if world.now_s - since_s > kept_s + _SLACK_S:
         words = f"{here.name} keeps {link.node}, of which it is cut off since {cut_off_s:.1f} s"
         raise Violation("gone and kept", words)
