@@ -63,12 +63,7 @@ class Direct:
             if isinstance(arg, bytes):
                 values[index] = self.inline(arg, program.inline(index))
         self.coordinator.runs.passes(message.run)
-        body = program.body
-        if body.donated:
-            why = f"donated to {body.name!r}"
-            for index in body.donated:
-                if isinstance(arg := given.args[index], int):
-                    self.store.drop(arg, why)
+        self.store.drop_donated(program.body, given.args)
         made = []
         results = []
         for result in single.results:

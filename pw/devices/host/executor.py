@@ -183,11 +183,7 @@ class HostExecutor(Actor):
                 )
                 value = Value(ErrorReport.of(lost, self.order.host), alone=True)
             run.slots[index] = value
-        if body.donated:
-            why = f"donated to {body.name!r}"
-            for index in body.donated:
-                if isinstance(arg := arguments[index], int):
-                    self._store.drop(arg, why)
+        self._store.drop_donated(body, arguments)
         for output, slot, spec, devices in program.results:
             value = run.slots.get(slot)
             if value is None:

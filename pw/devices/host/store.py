@@ -14,6 +14,7 @@ from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, LogLine, PeerLost, RequestFailed, Stats
+from pw.core.programs.program import Program
 from pw.core.tenants import OPERATOR
 from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
@@ -115,6 +116,14 @@ class ObjectStore(Actor):
         """Forget an array; requests for it fail, now and later."""
         self.arrays.drop(array, why)
         self.requests.dropped(array)
+
+    def drop_donated(self, body: Program, args: Sequence[int | bytes]) -> None:
+        """Forget the arrays that a run of a program takes over."""
+        if body.donated:
+            why = f"donated to {body.name!r}"
+            for index in body.donated:
+                if isinstance(arg := args[index], int):
+                    self.drop(arg, why)
 
     def drop_client(self, client: int) -> None:
         """Forget all that a client held, and drop what still comes from it."""

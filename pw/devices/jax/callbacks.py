@@ -4,12 +4,12 @@ XLA calls a Python function of this process, by its index, in whatever thread th
 The function asks the loop to send the operands to the client, and waits for the results.
 
 jaxlib copies results into XLA's buffers without a look at their sizes, so they are checked here.
+Nothing of the client is unpickled: its process finds the function by the artifact and the index.
 
 An error of a function ends only the part of the device that called it: other devices of the computation
 would wait for that one in the next collective, until XLA ends the process. So a computation over several
 devices gets NaNs and zeros in place of what could not be computed, goes on to its end, and fails then
 (`Raised`). No comparison with a NaN holds, so most loops that wait for results end.
-Nothing of the client is unpickled: its process finds the function by the artifact and the index.
 """
 
 from __future__ import annotations
