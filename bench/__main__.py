@@ -1,4 +1,4 @@
-"""``python -m bench [NAME ...] [--quick] [--out DIR]``.
+"""``python -m bench [NAME ...] [--quick] [--out DIR]``, or ``python -m bench table [DIR ...]`` (`bars.py`).
 
 One benchmark runs in this process. Several run one after the other, each in a process of its own,
 so that clusters, compiled code and JAX's settings of one do not change the readings of the next. A
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import machine, report
+from bench import bars, machine, report
 
 # The benchmarks that run without a name, in this order, and their limits in seconds.
 SUITE = {
@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measure pw beside its baselines."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of: {', '.join(LIMITS_S)}")
+    words = f"of: {', '.join(LIMITS_S)}; or table, and folders of results to store before"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=words)
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run: its readings mean nothing"
     )
@@ -70,6 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--clients", type=int, help="the most clients of `concurrent`, in place of its own number"
     )
     options = parser.parse_args(arguments)
+    if options.names[:1] == ["table"]:
+        bars.write(list(map(Path, options.names[1:])))
+        return 0
     for name in options.names:
         if name not in LIMITS_S:
             parser.error(f"there is no benchmark {name!r}; choose from {', '.join(LIMITS_S)}")

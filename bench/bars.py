@@ -1,65 +1,107 @@
-"""`python -m bench.bars FOLDER ...`: the bars of several runs side by side, as a table in Markdown.
+"""`python -m bench table [FOLDER ...]`: write the bars and their newest medians into docs/performance.md.
 
-Each folder has the results of one run (`python -m bench --out FOLDER`). The last column says in how many of the
-runs a bar holds; the table of docs/performance.md is made of this, and adds the causes.
+The medians are stored in `readings.json` beside this file. A folder has the results of one run
+(`python -m bench --out FOLDER`); the medians over the runs of all folders replace those of the same bars.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.report import Bar, bars_of, number
 
-LOADS = ("load_before", "load_after")
+STORED = Path(__file__).with_name("readings.json")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+SLOW_WAKES_US = 100.0
+"""On a machine with slow wakes, a bare zmq round trip takes longer than that."""
 
-Readings = dict[tuple[str, str], list[Bar]]
-"""The bars of each benchmark, by their text without what was measured."""
+
+@dataclass(frozen=True)
+class Reading:
+    """A bar, whose value is the median of several runs, and the machine of these runs."""
+
+    bar: Bar
+    machine: str
 
 
-def read(folders: Sequence[Path]) -> tuple[Readings, list[str]]:
-    """Return all bars of these runs, and the lowest and highest load of each run.
+Readings = dict[tuple[str, str], Reading]
+"""The readings by benchmark and the text of their bar."""
+
+
+def stored() -> Readings:
+    """Return the readings that are stored."""
+    return {
+        (one["benchmark"], bar.text): Reading(bar, one["machine"])
+        for one in json.loads(STORED.read_text())
+        for bar in bars_of({"bars": [one]})
+    }
+
+
+def store(readings: Readings) -> None:
+    """Store readings, one a line."""
+    lines = [
+        json.dumps({"benchmark": name, **vars(one.bar), "machine": one.machine}, ensure_ascii=False)
+        for (name, _), one in readings.items()
+    ]
+    STORED.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def read(folders: Sequence[Path]) -> Readings:
+    """Return the medians over the runs whose results are in these folders.
 
     Raises:
         FileNotFoundError: a folder has no results.
     """
-    found: Readings = {}
-    loads = []
+    values: dict[tuple[str, str], list[float]] = {}
+    readings: Readings = {}
     for folder in folders:
         files = [path for path in sorted(folder.glob("*.json")) if not path.match("*.trace.json")]
-        results = [json.loads(path.read_text()) for path in files]
-        if not results:
+        if not files:
             raise FileNotFoundError(f"{folder} has no results of `python -m bench --out {folder}`")
-        for result in results:
+        for result in (json.loads(path.read_text()) for path in files):
             for bar in bars_of(result):
-                found.setdefault((result["name"], bar.text), []).append(bar)
-        load = [result["machine"][when][0] for result in results for when in LOADS]
-        loads.append(f"{min(load):.1f} to {max(load):.1f}")
-    return found, loads
+                key = result["name"], bar.text
+                values.setdefault(key, []).append(bar.value)
+                median = replace(bar, value=statistics.median(values[key]))
+                readings[key] = Reading(median, _machine(result["machine"]))
+    return readings
 
 
-def table(found: Readings) -> list[str]:
-    """Return the lines of the table."""
-    lines = ["| benchmark | what | bar | readings | holds |", "|---|---|---|---|---|"]
-    for (name, text), bars in found.items():
-        sign = "≥" if bars[0].at_least else "≤"
-        readings = ", ".join(number(bar.value) for bar in bars)
-        held = sum(bar.holds for bar in bars)
-        holds = "yes" if held == len(bars) else f"{held} of {len(bars)}" if held else "no"
-        lines.append(f"| {name} | {text} | {sign} {number(bars[0].bound)} | {readings} | {holds} |")
-    return lines
+def _machine(described: Mapping[str, float]) -> str:
+    has_slow_wakes = described["zmq_round_trip_us"] > SLOW_WAKES_US
+    return f"{described['cores']} cores" + ", slow wakes" * has_slow_wakes
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table of the bars in these folders."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bars", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    found, loads = read(parser.parse_args(arguments).folders)
-    print(f"Loads: {'; '.join(loads)}.\n")
-    print("\n".join(table(found)))
+def table(readings: Readings) -> str:
+    """Return the table in Markdown."""
+    lines = [
+        "| benchmark | figure | bar | newest median | holds | machine |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (name, text), reading in readings.items():
+        bar = reading.bar
+        bound = f"{'≥' if bar.at_least else '≤'} {number(bar.bound)}"
+        holds = "yes" if bar.holds else "no"
+        lines.append(
+            f"| {name} | {text} | {bound} | {number(bar.value)} | {holds} | {reading.machine} |"
+        )
+    held = sum(reading.bar.holds for reading in readings.values())
+    return f"{held} of {len(readings)} bars hold.\n\n" + "\n".join(lines)
 
 
-if __name__ == "__main__":
-    main()
+def stored_table() -> str:
+    """Return the table of the stored readings in Markdown."""
+    return table(stored())
+
+
+def write(folders: Sequence[Path]) -> None:
+    """Store the medians of these runs, and write the table of all stored readings into the page."""
+    store(stored() | read(folders))
+    part = re.compile(r"(<!-- made: bars -->\n).*?(<!-- end -->)", re.S)
+    text = part.sub(lambda ends: f"{ends[1]}\n{stored_table()}\n{ends[2]}", PAGE.read_text())
+    PAGE.write_text(text)

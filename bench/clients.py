@@ -80,11 +80,7 @@ def move(address: str, size_bytes: str) -> Cases:
         for _ in range(count):
             program(computed).block_until_ready()
 
-    return {
-        "move computed": moves(computed),
-        "move again": moves(stored),
-        "edge": edges,
-    }
+    return {"move computed": moves(computed), "move again": moves(stored), "edge": edges}
 
 
 def compute(address: str, *steps: str) -> Cases:

@@ -184,10 +184,8 @@ def _add_bars(result: report.Result, samples: dict[str, measure.Sample], hosts: 
         ways = [f"{name}: {theirs}{how}" for name in contenders for how in ("", ", blocking")]
         known = [way for way in ways if way in samples]
         if known:
-            ratio, best = min(
-                (samples[f"pw: {ours}"].over(samples[way]).median, way) for way in known
-            )
-            result.at_least(bound, ratio, f"{where}: {ours}, to {best}")
+            ratio = min(samples[f"pw: {ours}"].over(samples[way]).median for way in known)
+            result.at_least(bound, ratio, f"{where}: {ours}, to {' or '.join(contenders)}")
 
     bar(1.5 if hosts == 1 else 1.0, "local, op by op", ["Ray graph"], "local, op by op")
     if hosts > 1:

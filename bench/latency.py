@@ -26,7 +26,9 @@ from bench import measure, report
 from bench.baselines import line, ray_actors, steps, xoscar_actors
 from bench.baselines.echo import Echo
 from bench.baselines.peer import Peer
+from bench.other_clusters import over_tls, session
 from bench.placement import new_mesh, put
+from pw.client.connection import current
 
 HOPS = {"cluster": 3, "embedded": 2}
 ZMQ, JAX = "zmq round trip", "JAX in this process"
@@ -38,6 +40,12 @@ ONE_BY_ONE = {
 }
 """How each actor system starts, its case of calls that wait for their results, and the bar beside it."""
 CALLS = "calls one by one"
+LIMITED, SECURE, TWO = "device memory limited", "TLS on tcp", "two clients in turns"
+"""A cluster of one host on which runs are admitted to memory, as on accelerators; one over TLS; and two clients
+of one cluster, of which each makes `TURN` calls before it is the other's turn."""
+VARIANTS = {LIMITED: 1.1, SECURE: 1.4, TWO: 1.5}
+"""The bar on a call there, in parts of a call on a cluster."""
+TURN = 100
 READING_S = 0.25
 """About how long a reading of such calls takes."""
 MODEL = {"blocking": 1.7, "pipelined": 2.0}
@@ -73,6 +81,11 @@ def run(quick: bool) -> report.Result:
         if not quick:
             stack.enter_context(pw.LocalCluster())
             placed["cluster"] = _placed()
+            variants = {TWO: [placed["cluster"], _second_client(stack)]}
+            stack.enter_context(pw.LocalCluster(device_memory="1GiB"))
+            variants[LIMITED] = [_placed()]
+            stack.enter_context(over_tls())
+            variants[SECURE] = [_placed()]
         local = jax.jit(steps.local)
         on_device = jax.device_put(np.float32(1))
         timed: dict[str, Callable[[], object]] = {
@@ -82,7 +95,7 @@ def run(quick: bool) -> report.Result:
         for where, (function, x) in placed.items():
             timed |= _calls(where, function, x)
         cases = {name: case(name, call) for name, call in timed.items()}
-        blocking = {} if quick else _one_by_one(placed, stack, result.notes)
+        blocking = {} if quick else _one_by_one(placed, variants, stack, result.notes)
         warm_up = 0 if quick else 1
         both = measure.alternate(
             cases | blocking, rounds=rounds, warm_up=warm_up, notes=result.notes
@@ -111,6 +124,9 @@ def run(quick: bool) -> report.Result:
             ratio = per_second[ours].over(per_second[theirs]).median
             result.at_least(bound, ratio, f"cluster: {CALLS}, to those of {name}")
     if not quick:
+        for name, bound in VARIANTS.items():
+            ratio = per_second[ours].over(per_second[f"{CALLS}, pw, {name}"]).median
+            result.at_most(bound, ratio, f"{name}: a call, to one of {CALLS} on a cluster")
         for hosts in MODEL_HOSTS:
             _beside_the_model(hosts, result)
     return result
@@ -143,7 +159,10 @@ def _beside_the_model(hosts: int, result: report.Result) -> None:
 
 
 def _one_by_one(
-    placed: Mapping[str, Placed], stack: contextlib.ExitStack, notes: list[str]
+    placed: Mapping[str, Placed],
+    variants: Mapping[str, list[Placed]],
+    stack: contextlib.ExitStack,
+    notes: list[str],
 ) -> dict[str, Callable[[], float]]:
     """Blocking calls a second: cases of pw, and of the actor systems that are installed."""
     peers: dict[Any, Peer] = {}
@@ -157,9 +176,31 @@ def _one_by_one(
             notes.append(f"{name} was left out: {error}")
     for where, (function, x) in placed.items():
         timed[f"pw, {where}"] = measure.timed(steps.calls(function, x, wait=True))
+    for name, clients in variants.items():
+        timed[f"pw, {name}"] = measure.timed(
+            _in_turns([steps.calls(*one, wait=True) for one in clients])
+        )
     return {
         f"{CALLS}, {name}": measure.sized(each, reading_s=READING_S) for name, each in timed.items()
     }
+
+
+def _in_turns(clients: list[Callable[[int], object]]) -> Callable[[int], object]:
+    """A case of so many calls, `TURN` of each client in turn."""
+
+    def case(count: int) -> None:
+        for at in range(0, count, TURN):
+            clients[at // TURN % len(clients)](min(TURN, count - at))
+
+    return case
+
+
+def _second_client(stack: contextlib.ExitStack) -> Placed:
+    """The function and its argument in another session with the current cluster."""
+    address = current.runtime().address
+    assert address is not None
+    stack.enter_context(session(address))
+    return _placed()
 
 
 def _placed() -> Placed:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pw.client.connection.children import LocalDaemon
+from pw.processes.daemons import LocalDaemon
 
 START_S = 60.0
 ANSWER_S = 120.0

@@ -25,7 +25,7 @@ import pw
 from bench.measure import Sample, alternate, seconds
 from bench.processor import busy_s
 from bench.report import Result
-from pw.experts import routing
+from pw.building.experts import routing
 
 EXPERTS, TOP_K, FACTOR = 8, 2, 1.25
 BYTES, RATIO, UNUSED_US = 1.1, 0.9, 50.0

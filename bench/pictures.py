@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bench.measure import GaveUp
 from bench.report import Span
-from pw.timeline.timeline import Computation, Timeline
+from pw.operating.timeline.timeline import Computation, Timeline
 
 
 def window(spans: Sequence[Span], first_s: float, last_s: float) -> list[Span]:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import Sample
-from pw.timeline import chrome
-from pw.timeline.timeline import Timeline
+from pw.operating.timeline import chrome
+from pw.operating.timeline.timeline import Timeline
 
 RESULTS = Path(__file__).resolve().parent / "results"
 """Where results are written if no other folder is named."""

@@ -142,10 +142,7 @@ def _add_memory(result: Result, cluster: ModelledCluster, arrays: int) -> None:
 
 
 def _add_bars(
-    result: Result,
-    samples: dict[tuple[Size, str], Sample],
-    hosts: tuple[int, ...],
-    middle: int,
+    result: Result, samples: dict[tuple[Size, str], Sample], hosts: tuple[int, ...], middle: int
 ) -> None:
     least, most = hosts[0], hosts[-1]
     for mode in MODES:

@@ -71,7 +71,7 @@ def run(quick: bool) -> report.Result:
     result = report.Result("security", "round trips per second over TLS and over plain tcp")
     authority = Authority.create()
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = (_issue(authority, Path(folder, name)) for name in ("asker", "echo"))
+        ours, theirs = (issue(authority, Path(folder, name)) for name in ("asker", "echo"))
         command = [sys.executable, "-m", "bench.echo", str(theirs)]
         peer = subprocess.Popen(
             command,
@@ -123,9 +123,10 @@ def run(quick: bool) -> report.Result:
     return result
 
 
-def _issue(authority: Authority, file: Path) -> Path:
+def issue(authority: Authority, file: Path, role: Role = Role.WORKER) -> Path:
+    """Write a certificate into a new file, whose name it has."""
     file.touch(0o600)
-    file.write_bytes(authority.issue(Role.WORKER, file.name))
+    file.write_bytes(authority.issue(role, file.name))
     return file
 
 

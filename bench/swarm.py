@@ -93,6 +93,7 @@ class ModelledHost:
         """Never called: this host listens nowhere."""
 
     take_chunks = staticmethod(lambda stream, head: stream.close())
+    take = staticmethod(lambda read: read())
 
     def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
         """Answer the messages of a frame."""

@@ -31,7 +31,7 @@ from bench.pictures import middle
 from bench.placement import new_mesh, put
 from bench.processor import client_and_cluster_s
 from bench.report import Chart, Result, Span
-from pw.timeline.timeline import Timeline
+from pw.operating.timeline.timeline import Timeline
 
 SHARES_MS = 2.4
 CONCURRENT_MS = 0.33

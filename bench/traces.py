@@ -30,7 +30,7 @@ from bench.training import Task, Trainer, farthest
 from bench.waiting import KINDS
 from pw.client.connection import current
 from pw.client.connection.runtime import Runtime
-from pw.timeline.timeline import Timeline
+from pw.operating.timeline.timeline import Timeline
 
 HOSTS = 4
 ISLANDS = 2

@@ -130,10 +130,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        step: Callable[[Any, Any], tuple[Any, Any]],
-        state: Any,
-        batch: Callable[[int], Any],
+        self, step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Callable[[int], Any]
     ) -> None:
         self._step, self._state, self._batch = step, state, batch
         self._in_flight: deque[Any] = deque()

@@ -221,9 +221,7 @@ def _arrays(result: Result, size: int, rounds: int, calls: int) -> None:
         for _ in range(MOVES):
             np.copyto(target, source)
 
-    cases: dict[str, Callable[[], float]] = {
-        "memcpy": lambda: _gb_per_s(size, MOVES, copy),
-    }
+    cases: dict[str, Callable[[], float]] = {"memcpy": lambda: _gb_per_s(size, MOVES, copy)}
 
     def add(name: str, peer: Peer, *, again: bool = True) -> None:
         cases[name] = lambda: size / 1e9 * peer.rate("move computed", MOVES)

@@ -19,10 +19,10 @@ import pw
 from bench.pictures import of_hosts, window
 from bench.placement import new_mesh, put
 from bench.report import Span
-from pw.pipelines.measured import Measured, Names, measured
-from pw.pipelines.schedules import named
-from pw.pipelines.table import Kind, Task
-from pw.timeline.timeline import Computation, Timeline
+from pw.building.pipelines.measured import Measured, Names, measured
+from pw.building.pipelines.schedules import named
+from pw.building.pipelines.table import Kind, Task
+from pw.operating.timeline.timeline import Computation, Timeline
 
 TASK_S = 0.06
 """A forward pass of a stage, and each of its two gradients."""

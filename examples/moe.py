@@ -39,10 +39,7 @@ def first_params(experts: int) -> tuple[Any, Any]:
         "gate": weight(WIDTH, experts),
         "logits": weight(WIDTH, 256),
     }
-    return around, {
-        "up": weight(experts, WIDTH, HIDDEN),
-        "down": weight(experts, HIDDEN, WIDTH),
-    }
+    return around, {"up": weight(experts, WIDTH, HIDDEN), "down": weight(experts, HIDDEN, WIDTH)}
 
 
 def normed(x: Any) -> Any:

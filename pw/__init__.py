@@ -53,88 +53,88 @@ from pw.core.errors import (
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from pw.building.experts.layer import moe
+    from pw.building.feeding.stream import Stream, stream
+    from pw.building.pipelines.marks import stage_boundary
+    from pw.building.pipelines.pipeline import Pipeline, pipeline
+    from pw.building.pipelines.schedule import Schedule
     from pw.client.arrays.array import Array
     from pw.client.arrays.devices import make_virtual_device_set
     from pw.client.arrays.ragged import Ragged
-    from pw.client.cancelling import cancel
-    from pw.client.checkpoint import Checkpoint, checkpoint, drain
-    from pw.client.checkpoint_files import restore
-    from pw.client.connection.cluster import LocalCluster
+    from pw.client.checkpoints.checkpoint import Checkpoint, checkpoint, drain
+    from pw.client.checkpoints.files import restore
     from pw.client.connection.current import connect, disconnect, stats, why
-    from pw.client.gradients.gradients import grad, value_and_grad
+    from pw.client.display.advice import PerformanceWarning
+    from pw.client.functions.cancelling import cancel
+    from pw.client.functions.cond import cond
+    from pw.client.functions.gradients import grad, value_and_grad
+    from pw.client.functions.host_function import host_function
+    from pw.client.functions.jit import jit
+    from pw.client.functions.pmap import pmap
+    from pw.client.functions.program import program
+    from pw.client.functions.transfer import block_until_ready, get, put, ready
+    from pw.client.looking.memory import memory
+    from pw.client.looking.plan import plan
+    from pw.client.looking.show import show
+    from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
-    from pw.client.memory import memory
-    from pw.client.plan import plan
-    from pw.client.show import show
-    from pw.client.status import status
-    from pw.client.trace.cond import cond
-    from pw.client.trace.host_function import host_function
-    from pw.client.trace.jit import jit
-    from pw.client.trace.pmap import pmap
-    from pw.client.trace.program import program
-    from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.functions.parts import ResultPart
-    from pw.deploy.on_ray import on_ray
-    from pw.display.advice import PerformanceWarning
-    from pw.experts.layer import moe
-    from pw.feeding.stream import Stream, stream
-    from pw.pipelines.marks import stage_boundary
-    from pw.pipelines.pipeline import Pipeline, pipeline
-    from pw.pipelines.schedule import Schedule
-    from pw.profiling.profile import load_ipython_extension as load_ipython_extension
-    from pw.profiling.profile import profile
-    from pw.timeline.tracing import trace
+    from pw.operating.deploy.local_cluster import LocalCluster
+    from pw.operating.deploy.on_ray import on_ray
+    from pw.operating.profiling.profile import load_ipython_extension as load_ipython_extension
+    from pw.operating.profiling.profile import profile
+    from pw.operating.timeline.tracing import trace
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
 _LAZY = {
     "connect": "pw.client.connection.current",
     "disconnect": "pw.client.connection.current",
-    "LocalCluster": "pw.client.connection.cluster",
-    "on_ray": "pw.deploy.on_ray",
+    "LocalCluster": "pw.operating.deploy.local_cluster",
+    "on_ray": "pw.operating.deploy.on_ray",
     "make_virtual_device_set": "pw.client.arrays.devices",
     "Mesh": "jax.sharding",
     "NamedSharding": "jax.sharding",
     "Ragged": "pw.client.arrays.ragged",
     "PartitionSpec": "jax.sharding",
-    "jit": "pw.client.trace.jit",
-    "pmap": "pw.client.trace.pmap",
-    "program": "pw.client.trace.program",
-    "grad": "pw.client.gradients.gradients",
-    "value_and_grad": "pw.client.gradients.gradients",
-    "cond": "pw.client.trace.cond",
+    "jit": "pw.client.functions.jit",
+    "pmap": "pw.client.functions.pmap",
+    "program": "pw.client.functions.program",
+    "grad": "pw.client.functions.gradients",
+    "value_and_grad": "pw.client.functions.gradients",
+    "cond": "pw.client.functions.cond",
     "map": "pw.client.loops.mapping",
     "while_loop": "pw.client.loops.while_loop",
-    "host_function": "pw.client.trace.host_function",
-    "moe": "pw.experts.layer",
+    "host_function": "pw.client.functions.host_function",
+    "moe": "pw.building.experts.layer",
     "ResultPart": "pw.core.functions.parts",
-    "stream": "pw.feeding.stream",
-    "Stream": "pw.feeding.stream",
-    "pipeline": "pw.pipelines.pipeline",
-    "Pipeline": "pw.pipelines.pipeline",
-    "stage_boundary": "pw.pipelines.marks",
-    "Schedule": "pw.pipelines.schedule",
+    "stream": "pw.building.feeding.stream",
+    "Stream": "pw.building.feeding.stream",
+    "pipeline": "pw.building.pipelines.pipeline",
+    "Pipeline": "pw.building.pipelines.pipeline",
+    "stage_boundary": "pw.building.pipelines.marks",
+    "Schedule": "pw.building.pipelines.schedule",
     "Array": "pw.client.arrays.array",
-    "put": "pw.client.transfer",
-    "get": "pw.client.transfer",
-    "block_until_ready": "pw.client.transfer",
-    "ready": "pw.client.transfer",
-    "cancel": "pw.client.cancelling",
-    "checkpoint": "pw.client.checkpoint",
-    "Checkpoint": "pw.client.checkpoint",
-    "restore": "pw.client.checkpoint_files",
-    "drain": "pw.client.checkpoint",
-    "memory": "pw.client.memory",
-    "plan": "pw.client.plan",
-    "profile": "pw.profiling.profile",
-    "show": "pw.client.show",
+    "put": "pw.client.functions.transfer",
+    "get": "pw.client.functions.transfer",
+    "block_until_ready": "pw.client.functions.transfer",
+    "ready": "pw.client.functions.transfer",
+    "cancel": "pw.client.functions.cancelling",
+    "checkpoint": "pw.client.checkpoints.checkpoint",
+    "Checkpoint": "pw.client.checkpoints.checkpoint",
+    "restore": "pw.client.checkpoints.files",
+    "drain": "pw.client.checkpoints.checkpoint",
+    "memory": "pw.client.looking.memory",
+    "plan": "pw.client.looking.plan",
+    "profile": "pw.operating.profiling.profile",
+    "show": "pw.client.looking.show",
     "stats": "pw.client.connection.current",
-    "status": "pw.client.status",
-    "trace": "pw.timeline.tracing",
+    "status": "pw.client.looking.status",
+    "trace": "pw.operating.timeline.tracing",
     "why": "pw.client.connection.current",
-    "PerformanceWarning": "pw.display.advice",
-    "load_ipython_extension": "pw.profiling.profile",
+    "PerformanceWarning": "pw.client.display.advice",
+    "load_ipython_extension": "pw.operating.profiling.profile",
 }
 
 __all__ = [

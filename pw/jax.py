@@ -62,10 +62,10 @@ def connect(
         Error: JAX has chosen other devices already.
         ConnectionFailed: no controller answers at the address.
     """
-    from jax._src import xla_bridge
+    from pw.core.jax_private import runtime
 
     arguments = _completed(address, devices, islands, share, priority)
-    if xla_bridge.backends_are_initialized():
+    if runtime.is_started():
         if arguments == _arguments:
             return
         if _arguments:
@@ -106,21 +106,24 @@ def _completed(
 
 def _add_cpu(platforms: str) -> None:
     """Keep the script's own CPU as a second platform, which is `cpu` unless the cluster's devices are."""
-    from jax._src import xla_bridge
+    from jax.extend.backend import register_backend_factory
 
+    from pw.core.jax_private import runtime
     from pw.gateway import in_jax
 
     # An alias: the user's setting of jax_platforms stays as it is.
     if "cpu" not in platforms.split(","):
-        xla_bridge.register_backend_factory(in_jax.SCRIPT_CPU, in_jax.make_script_cpu, priority=-1)
-        xla_bridge._alias_to_platforms[PLATFORM] = [PLATFORM, in_jax.SCRIPT_CPU]
+        register_backend_factory(in_jax.SCRIPT_CPU, in_jax.make_script_cpu, priority=-1)
+        runtime.add_alias(PLATFORM, [PLATFORM, in_jax.SCRIPT_CPU])
 
 
 def _register() -> None:
-    from jax._src import xla_bridge
+    from jax.extend.backend import register_backend_factory
 
-    if PLATFORM not in xla_bridge._backend_factories:
-        xla_bridge.register_backend_factory(PLATFORM, _backend, priority=-1, fail_quietly=False)
+    from pw.core.jax_private import runtime
+
+    if not runtime.is_registered(PLATFORM):
+        register_backend_factory(PLATFORM, _backend, priority=-1, fail_quietly=False)
 
 
 def _backend() -> Any:
@@ -157,11 +160,11 @@ def from_jax(tree: Any) -> Any:
     """
     from jax.tree_util import tree_flatten, tree_unflatten
 
-    import pw.client.trace.function  # noqa: F401 - compiles the operators of the arrays
+    import pw.client.functions.function  # noqa: F401 - compiles the operators of the arrays
     from pw.client.arrays import jax_arrays
 
     leaves, structure = tree_flatten(tree)
-    return tree_unflatten(structure, jax_arrays.taken(leaves))
+    return tree_unflatten(structure, jax_arrays.from_jax(leaves))
 
 
 def to_jax(tree: Any) -> Any:
@@ -180,7 +183,7 @@ def to_jax(tree: Any) -> Any:
     from pw.client.arrays import jax_arrays
 
     leaves, structure = tree_flatten(tree)
-    return tree_unflatten(structure, jax_arrays.given(leaves))
+    return tree_unflatten(structure, jax_arrays.to_jax(leaves))
 
 
 def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:

@@ -32,10 +32,7 @@ inherited.settle()
 from jax._src.interpreters import mlir  # noqa: E402 - after the environment is set
 from jax._src.lib.mlir import ir  # noqa: E402
 
-from pw.client.connection.children import (  # noqa: E402
-    start_fork_server,
-    stop_fork_server,
-)
+from pw.processes.daemons import start_fork_server, stop_fork_server  # noqa: E402
 from tests.stages import programs  # noqa: E402
 from tests.stages.descendants import descendants  # noqa: E402
 from tests.stages.samples import examples  # noqa: E402

@@ -2,8 +2,10 @@
 
 An island of two hosts; one client that stays and one that comes and goes, on both hosts or on one. What they
 compute, with integers and a collective, is compared with numpy, value by value. Runtimes, whole workers,
-the controller and clients are killed, and those that ended are started again. It prints what happened, and
-ends with 1 at the first wrong value, or when a client makes no step for two minutes.
+the controller and clients are killed, and those that ended are started again. With `--device-memory 32KiB`
+the client gets its memory in parts; with `--tenants` all processes have certificates, and clients are of two
+tenants. It prints what happened, and ends with 1 at the first wrong value, or when
+a client makes no step for two minutes.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from pw.core.messages.roles import Role
+from pw.transport.access.authority import Authority
+from pw.transport.access.credentials import CREDENTIALS
 from tests.stages.daemons import Program, send, start_module
 
 ROWS, COLUMNS = 4, 64
@@ -75,9 +82,16 @@ def client(seed: int, devices: int) -> None:
 class Client:
     """A client as a process of its own."""
 
-    def __init__(self, folder: Path, address: str, seed: int, devices: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        seed: int,
+        devices: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         body = f"from tests.kills import client; client({seed}, {devices})"
-        self.program = Program(folder, ["-c", body], PW_ADDRESS=address)
+        self.program = Program(folder, ["-c", body], PW_ADDRESS=address, **variables)
         self.since_s = time.monotonic()
         self.leased = self.steps = 0
 
@@ -96,11 +110,11 @@ class Client:
 class Cluster:
     """A controller and two workers that are started again."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, device_memory: str, tenants: bool) -> None:
         self.folder, self.random = folder, random.Random(seed)
-        self.controller = start_module(
-            "pw.cli.controller", "--bind", "tcp://127.0.0.1:0", folder=folder
-        )
+        self.memory = ("--device-memory", device_memory) if device_memory else ()
+        self.authority = Authority.create() if tenants else None
+        self.controller = self.start_controller("tcp://127.0.0.1:0")
         self.controller.until_says("tcp://")
         self.address = next(w for w in self.controller.out.split() if w.startswith("tcp://"))
         self.workers = [self.worker(at) for at in range(2)]
@@ -109,13 +123,31 @@ class Cluster:
         self.done: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
 
+    def credentials(self, role: Role, name: str, tenant: str = "") -> dict[str, str]:
+        """Return the variable with the certificate of a name; nothing if processes need none."""
+        if self.authority is None:
+            return {}
+        file = self.folder / f"{role}-{name}.pem"
+        if not file.exists():
+            file.touch(0o600)
+            file.write_bytes(self.authority.issue(role, name, tenant))
+        return {CREDENTIALS: str(file)}
+
+    def start_controller(self, bind: str) -> Program:
+        mine = self.credentials(Role.CONTROLLER, "controller")
+        return start_module("pw.cli.controller", "--bind", bind, folder=self.folder, **mine)
+
     def worker(self, at: int) -> Program:
         options = ("--controller", self.address, "--island", "island", "--island-hosts", 2)
-        return start_module("pw.cli.worker", *options, "--name", f"host-{at}", folder=self.folder)
+        options += ("--name", f"host-{at}", *self.memory)
+        mine = self.credentials(Role.WORKER, f"host-{at}")
+        return start_module("pw.cli.worker", *options, folder=self.folder, **mine)
 
     def join(self, devices: int) -> None:
         self.seeds += 1
-        self.clients.append(Client(self.folder, self.address, self.seeds, devices))
+        tenant = ("research", "rivals")[self.seeds % 2]
+        mine = self.credentials(Role.CLIENT, f"client-{self.seeds}", tenant)
+        self.clients.append(Client(self.folder, self.address, self.seeds, devices, mine))
 
     def leave(self, at: int) -> None:
         one = self.clients.pop(at)
@@ -149,9 +181,7 @@ class Cluster:
             self.until_checkpoints()  # a slice waits for devices for a while only
         elif what == "controller":
             self.controller.kill()
-            self.controller = start_module(
-                "pw.cli.controller", "--bind", self.address, folder=self.folder
-            )
+            self.controller = self.start_controller(self.address)
             self.until_checkpoints()
         else:
             return "nothing"
@@ -185,9 +215,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--device-memory", default="", help="limits it, so leases have room for some launches only"
+    )
+    parser.add_argument("--tenants", action="store_true", help="clients of two tenants, over TLS")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pw-kills-") as name:
-        cluster = Cluster(Path(name), arguments.seed)
+        cluster = Cluster(Path(name), arguments.seed, arguments.device_memory, arguments.tenants)
         try:
             cluster.join(2)
             cluster.watch(10)

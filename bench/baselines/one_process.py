@@ -51,12 +51,7 @@ class PlainJax(Peer):
     """
 
     def __init__(
-        self,
-        work: str,
-        devices: int,
-        platform: str = "cpu",
-        processes: int = 1,
-        address: str = "",
+        self, work: str, devices: int, platform: str = "cpu", processes: int = 1, address: str = ""
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._losses = [Path(self._folder.name) / str(rank) for rank in range(processes)]

@@ -22,7 +22,7 @@ from rich.console import Console
 import pw
 from docs.site.pictures import PICTURES
 from pw.cli.top import drawn
-from pw.dashboard.reader import Reader
+from pw.operating.dashboard.reader import Reader
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs/_build/html/notebooks/looking.html"

@@ -46,11 +46,7 @@ def main(
     params = init_params(MODEL, 0)
     with pw.LocalCluster(islands, hosts, spare_hosts=spares, log_level=log_level) as cluster:
         pipeline = build_pipeline(
-            MODEL,
-            optimizer,
-            ("island-0", f"island-{islands - 1}"),
-            hosts,
-            MICRO_BATCHES,
+            MODEL, optimizer, ("island-0", f"island-{islands - 1}"), hosts, MICRO_BATCHES
         )
         begun_s = time.monotonic()
         expected = train(pipeline, params, batches, steps, Watcher())

@@ -144,11 +144,11 @@ def add_controller(
         )
 
     def uses() -> dict[int, msg.ClientUse]:
-        found: defaultdict[int, msg.ClientUse] = defaultdict(msg.ClientUse)
+        totals: defaultdict[int, msg.ClientUse] = defaultdict(msg.ClientUse)
         for scheduler in schedulers.values():
             for client, use in scheduler.uses():
-                found[client] += use
-        return found
+                totals[client] += use
+        return totals
 
     versions = Versions.installed()
     node.add(

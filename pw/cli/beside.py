@@ -9,10 +9,10 @@ from pathlib import Path
 
 import typer
 
-from pw.client.connection.children import ANYWHERE, LocalDaemon, start_dashboard
 from pw.core import installed
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
+from pw.processes.daemons import ANYWHERE, LocalDaemon, start_dashboard
 from pw.transport.access import private_files
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import Security
@@ -48,7 +48,7 @@ class Beside:
 
     @property
     def events(self) -> str:
-        """Where the controller publishes events for it, if it publishes none elsewhere."""
+        """Return the endpoint of the controller's events for the dashboard, if it publishes none elsewhere."""
         return f"ipc://{self._folder.path}/events"
 
     def start(self, address: str, loop: asyncio.AbstractEventLoop) -> None:

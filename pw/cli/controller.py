@@ -110,8 +110,7 @@ def serve(
         ),
     ] = "",
     dashboard: Annotated[
-        bool,
-        typer.Option("--dashboard", help="Show the cluster on a page, and print its link."),
+        bool, typer.Option("--dashboard", help="Show the cluster on a page, and print its link.")
     ] = False,
     metrics: MetricsEndpoint = "",
     dashboard_credentials: Annotated[

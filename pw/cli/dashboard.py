@@ -16,8 +16,7 @@ def serve(
     credentials: Credentials = "",
     insecure: Insecure = False,
     bind: Annotated[
-        str,
-        typer.Option(help="Where browsers connect: tcp://host:port; `none` for no page."),
+        str, typer.Option(help="Where browsers connect: tcp://host:port; `none` for no page.")
     ] = "tcp://127.0.0.1:8265-8365",
     metrics: MetricsEndpoint = "",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,

@@ -18,7 +18,7 @@ from pw.transport.access.credentials import CREDENTIALS
 from pw.transport.access.joined import default_address, joined_address, joined_file
 
 if TYPE_CHECKING:  # reading a cluster file loads more than other commands need
-    from pw.deploy.cluster_file import ClusterFile
+    from pw.operating.deploy.cluster_file import ClusterFile
 
 File = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="The description of the cluster.")
@@ -29,11 +29,11 @@ def read(path: Path) -> ClusterFile:
     """Read a cluster file, and check the options of the daemons in it. Raises Error."""
     from pw.cli import controller
     from pw.cli.host_options import HostOptions
-    from pw.deploy import cluster_file
+    from pw.operating.deploy import cluster_file
 
     worker = [one.name.replace("_", "-") for one in fields(HostOptions)]
-    known = [name.replace("_", "-") for name in inspect.signature(controller.serve).parameters]
-    return cluster_file.read(path, worker, known)
+    options = [name.replace("_", "-") for name in inspect.signature(controller.serve).parameters]
+    return cluster_file.read(path, worker, options)
 
 
 def up(
@@ -57,9 +57,9 @@ def up(
     Exit codes: 0 if all daemons run and all hosts are there; 1, with a line for each machine or host that is
     not.
     """
-    from pw.deploy.credentials import Keys
-    from pw.deploy.daemons import address_of
-    from pw.deploy.ssh import Cluster
+    from pw.operating.deploy.credentials import Keys
+    from pw.operating.deploy.daemons import address_of
+    from pw.operating.deploy.ssh import Cluster
     from pw.transport.access.security import use_tcp
 
     described = read(file)
@@ -98,9 +98,9 @@ def _absent(address: str, hosts: set[str], timeout_s: float) -> list[str]:
         reason, ready = "it has not registered", set[str]()
         try:
             with requests.connected(address, 3.0) as session:
-                told = session.ask.status(3.0)
-            ready = {host.name for one in told.islands if one.formed for host in one.hosts}
-            ready |= {host.name for host in told.other_hosts if host.state == "spare"}
+                status = session.ask.status(3.0)
+            ready = {host.name for one in status.islands if one.formed for host in one.hosts}
+            ready |= {host.name for host in status.other_hosts if host.state == "spare"}
         except (Error, TimeoutError) as error:
             reason = str(error)
         missing = sorted(hosts - ready)
@@ -127,7 +127,7 @@ def down(
 
     Exit codes: 0 if none runs; 1, with a line for each machine that does not answer.
     """
-    from pw.deploy.ssh import Cluster
+    from pw.operating.deploy.ssh import Cluster
 
     cluster = Cluster(read(file), typer.echo)
     cluster.down(name or ())
@@ -148,7 +148,7 @@ def logs(
 
     Exit codes: 0; 1, with a line for each machine that does not answer.
     """
-    from pw.deploy.ssh import Cluster
+    from pw.operating.deploy.ssh import Cluster
 
     cluster = Cluster(read(file), typer.echo)
     if follow:
@@ -185,10 +185,10 @@ def doctor(
     """
     import msgspec
 
-    from pw.deploy import doctor as checks
+    from pw.operating.deploy import doctor as checks
 
     if file is not None:
-        found = checks.examine_cluster(read(file))
+        findings = checks.examine_cluster(read(file))
     else:
         address = address or default_address()
         credentials = credentials or os.environ.get(CREDENTIALS, "")
@@ -198,14 +198,14 @@ def doctor(
         if as_json:
             typer.echo(msgspec.json.encode(report))
             return
-        found = [("", finding) for finding in report.findings]
+        findings = [("", finding) for finding in report.findings]
     if as_json:
-        rows = [{"machine": where} | msgspec.structs.asdict(one) for where, one in found]
+        rows = [{"machine": where} | msgspec.structs.asdict(one) for where, one in findings]
         typer.echo(msgspec.json.encode(rows))
     else:
-        for where, finding in found:
+        for where, finding in findings:
             typer.echo(f"{where + ': ' if where else ''}{finding}")
-    raise typer.Exit(any(finding.level == checks.ERROR for _, finding in found))
+    raise typer.Exit(any(finding.level == checks.ERROR for _, finding in findings))
 
 
 def k8s(
@@ -219,7 +219,7 @@ def k8s(
     Exit codes: 0; 1, with one line on standard error, if the file has an error.
     """
     from pw.core.installed import DISTRIBUTION, version
-    from pw.deploy import kubernetes
+    from pw.operating.deploy import kubernetes
 
     described = read(file)
     if container_file:
@@ -246,7 +246,7 @@ def slurm(
 
     Exit codes: 0; 1, with one line on standard error, if the file has an error or Slurm does not take the job.
     """
-    from pw.deploy import slurm as engine
+    from pw.operating.deploy import slurm as engine
 
     described = read(file)
     if script and not os.path.isfile(script[0]):
@@ -270,8 +270,8 @@ def systemd(
 
     Exit codes: 0; 1, with one line on standard error, if the file has an error or no such daemon.
     """
-    from pw.deploy.daemons import named
-    from pw.deploy.systemd import unit
+    from pw.operating.deploy.daemons import named
+    from pw.operating.deploy.systemd import unit
 
     described = read(file)
     (daemon,) = named(described, [name])

@@ -15,7 +15,7 @@ from pw.core.errors import Error
 from pw.core.events import TOPICS, VERSION, subject
 
 LOST = "lost"
-"""In the place of `what`: so many events of a topic have not come here."""
+"""Value of `what` that stands for events of a topic that have not come here."""
 
 
 def endpoint_of(address: str, timeout_s: float) -> str:

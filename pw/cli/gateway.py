@@ -17,20 +17,20 @@ from typing import Annotated
 
 import typer
 import uvloop
-from jaxlib import utils
 
+from pw.cli import embedded
 from pw.cli.process import Daemon, check_bind, command, configure_logging
-from pw.client.connection import embedded
-from pw.client.connection.children import fork_children
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
+from pw.core.jax_private import native_logs
 from pw.core.messages.roles import Role
 from pw.gateway import choosing
-from pw.gateway.devices import Devices
-from pw.gateway.functions import Answer, Script
+from pw.gateway.arrays.devices import Devices
+from pw.gateway.functions import CallbackAnswer, Script
 from pw.gateway.server import Server
 from pw.processes.child import Announcement
+from pw.processes.daemons import fork_children
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import Security
 from pw.transport.endpoints import parse
@@ -40,13 +40,13 @@ PLAIN = (
     "or give --insecure on a network that you trust"
 )
 _ERRORS = 2
-"""From which level on XLA's partitioner, which runs here, may write to the terminal."""
+"""Lowest level at which XLA's partitioner, which runs here, may write to the terminal."""
 CONNECTING = 4
 """Sessions that are begun at the same time."""
 
 
 _Session = tuple[Runtime, Devices, Callable[[], object]]
-"""A session, its devices, and what ends it."""
+"""Session of a client, its devices, and the function that ends it."""
 
 
 class _Sessions:
@@ -81,7 +81,7 @@ class _Sessions:
         if count == 1:
             start = embedded.with_worker(each, self._thread)
         else:
-            from pw.client.connection.cluster import LocalCluster
+            from pw.operating.deploy.local_cluster import LocalCluster
 
             platform, devices = embedded.devices_of_machine(each, count)
             memory = embedded.device_memory()
@@ -141,14 +141,14 @@ def serve(
         Error: it cannot listen there, or there are not so many devices.
     """
     configure_logging("error")
-    utils.absl_set_min_log_level(_ERRORS)
+    native_logs.set_min_level(_ERRORS)
     if not address:
         fork_children()
     check_bind(bind, Security(None, insecure=insecure), PLAIN)
     security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address
     loop = uvloop.new_event_loop()
-    daemon = Daemon(loop, parent_fd, Answer)
+    daemon = Daemon(loop, parent_fd, CallbackAnswer)
     functions = None
     if daemon.parent is not None:
         functions = Script(loop, daemon.parent)
@@ -173,8 +173,8 @@ def serve(
         waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
 
         async def connect() -> _Session:
-            runtime, found, end = await thread.loop.run_in_executor(waiting, sessions.begin)
-            return runtime, found, lambda: waiting.submit(end)
+            runtime, own_devices, end = await thread.loop.run_in_executor(waiting, sessions.begin)
+            return runtime, own_devices, lambda: waiting.submit(end)
 
         server = Server(connect, Path(files) if files else None, functions)
         cluster.callback(shutil.rmtree, files, ignore_errors=True)

@@ -33,7 +33,7 @@ BEAT_S = 0.1
 """Time between two beats while arrays are written."""
 
 FETCH_S = 20.0
-"""How long one array may take to come from its device, before the beats stop."""
+"""Seconds that one array may take to come from its device, before the beats stop."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -81,9 +81,7 @@ def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Par
 
 
 def _packed(
-    replicas: Iterable[Replica],
-    went_on: Callable[[], None],
-    no_room: Callable[[OSError], None],
+    replicas: Iterable[Replica], went_on: Callable[[], None], no_room: Callable[[OSError], None]
 ) -> Parcel:
     parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
     index: list[ReplicaEntry] = []
@@ -159,12 +157,12 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
     finally:
         parcel.close()
     weakref.finalize(pages, dropped).atexit = False
-    whole = np.frombuffer(pages, np.uint8)
+    content = np.frombuffer(pages, np.uint8)
     index = _decode(pages[parcel.index_offset :])
     replicas: list[Replica] = []
     for entry in index:
         dtype = dtype_of(entry.dtype)
         end = entry.offset + math.prod(entry.shape) * dtype.itemsize
-        data = whole[entry.offset : end].view(dtype).reshape(entry.shape)
+        data = content[entry.offset : end].view(dtype).reshape(entry.shape)
         replicas.append(Replica(entry.array, entry.box, data, entry.proof))
     return replicas

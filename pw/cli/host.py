@@ -53,7 +53,7 @@ from pw.devices.jax.compile_process import Bounds
 from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
-from pw.devices.python.confining import Bounds as PythonBounds
+from pw.devices.python.confining import ChildBounds as PythonBounds
 from pw.processes.fork_server import ForkServer
 from pw.transport.access.private import beside
 from pw.transport.access.security import Security
@@ -190,10 +190,10 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
     name, controller = options.name, options.controller
     begin, parcel = Begin(time.time_ns(), False, -1), None
     if supervisor is not None:
-        told = supervisor.begin()
-        if told is None:
+        start = supervisor.begin()
+        if start is None:
             _exit(EXIT_OK)
-        begin, parcel = told
+        begin, parcel = start
     compilers = ForkServer.forked()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)

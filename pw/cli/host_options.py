@@ -107,8 +107,7 @@ class HostOptions:
         float, typer.Option(min=0.5, help="Seconds within which the controller must answer.")
     ] = 8.0
     reconnect: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds to look for a lost controller."),
+        float, typer.Option(min=0, help="Seconds to look for a lost controller.")
     ] = 60.0
     drain: Annotated[
         float,
@@ -173,6 +172,6 @@ class HostOptions:
     log_format: LogForm = ""
     version: Version = False
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1
-    """The channel to the parent, if there is one; this process ends when the parent does."""
+    """Descriptor of the channel to the parent; -1 without one. This process ends when the parent does."""
     alone: Annotated[bool, typer.Option("--alone", hidden=True)] = False
-    """Have no supervisor, where the system has none."""
+    """Whether the host has no supervisor, where the system has none."""

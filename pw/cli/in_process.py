@@ -55,13 +55,7 @@ class InProcessHost:
             recorder=self.node.recorder,
         )
         registration = RegisterHost(
-            island,
-            1,
-            len(self._devices),
-            _platform(self._devices[0]),
-            "",
-            os.getpid(),
-            python=True,
+            island, 1, len(self._devices), _platform(self._devices[0]), "", os.getpid(), python=True
         )
         self.files = FileThreads(loop)
         self.executor = add_host(

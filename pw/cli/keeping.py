@@ -40,9 +40,9 @@ class Keeper:
     _supervisor: SupervisorLink
     _ended: Callable[[], None]
     leave: Callable[[], None] = lambda: None
-    """Called when the host is to leave the cluster once it is empty."""
+    """Function to call when the host is to leave the cluster once it is empty."""
     _kept: Kept | None = None
-    """Called when the supervisor has taken the parcel that is under way."""
+    """Function to call when the supervisor has taken the parcel that is under way."""
     _left: bool = False
 
     def __post_init__(self) -> None:

@@ -12,12 +12,10 @@ import typer
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.transport.access import joined, private_files
-from pw.transport.access.identity import TRUST_DOMAIN, said
+from pw.transport.access.identity import CREDENTIAL_DAYS, TRUST_DOMAIN, date_text
 
 if TYPE_CHECKING:  # cryptography loads slowly, and other commands do not need it
     from pw.transport.access.keys_folder import KeysFolder
-
-DAYS = 90.0
 
 app = typer.Typer(
     add_completion=False,
@@ -52,8 +50,8 @@ def init(
     Exit codes: 0; 1, with one line on standard error, if the folder has an authority already.
     """
     folder = _folder(keys)
-    made = folder.create(trust_domain)
-    typer.echo(f"made the authority of the trust domain {made.trust_domain} in {folder.path}")
+    authority = folder.create(trust_domain)
+    typer.echo(f"made the authority of the trust domain {authority.trust_domain} in {folder.path}")
     typer.echo(
         "next: pw keys issue controller NAME, pw keys issue worker NAME, and for pw join "
         "pw keys issue client NAME --address tcp://host:port"
@@ -78,7 +76,9 @@ def issue(
             help="Of a worker: an island that it may join; give it again for more. By default all.",
         ),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.01, help="How long they are valid.")] = DAYS,
+    days: Annotated[
+        float, typer.Option(min=0.01, help="How long they are valid.")
+    ] = CREDENTIAL_DAYS,
     address: Annotated[
         str, typer.Option(help="The controller's address, tcp://host:port, for pw join.")
     ] = "",
@@ -97,8 +97,8 @@ def issue(
     file = out or Path(f"{name}.pem")
     if file.exists() and not replace:
         raise Error(f"{file} exists; add --replace, or name another file with --out")
-    made = _folder(keys).issue(role, name, tenant, days, address, island or ())
-    private_files.write(file, made)
+    pem = _folder(keys).issue(role, name, tenant, days, address, island or ())
+    private_files.write(file, pem)
     typer.echo(f"wrote {file}, for the {role} {name}: its private key is in it, so keep it secret")
 
 
@@ -116,14 +116,14 @@ def show(
     if file is not None:
         _show_file(file, _folder(keys).revocations())
         return
-    from pw.display.tables import Table, plain
+    from pw.client.display.tables import Table, plain
 
     folder = _folder(keys)
     authority, revoked = folder.authority(), folder.revocations()
 
     def state(serial: str, until: float) -> str:
         if serial in revoked:
-            return f"revoked {said(revoked[serial])}"
+            return f"revoked {date_text(revoked[serial])}"
         return "expired" if until < time.time() else "valid"
 
     rows = tuple(
@@ -132,7 +132,7 @@ def show(
             one.name,
             one.tenant,
             ", ".join(one.islands),
-            said(one.until),
+            date_text(one.until),
             state(one.serial, one.until),
             one.serial,
         )
@@ -141,7 +141,7 @@ def show(
     columns = ("role", "name", "tenant", "islands", "until", "state", "serial")
     head = (
         f"authority of the trust domain {authority.trust_domain} in {folder.path}, until "
-        f"{said(authority.expires.timestamp())}"
+        f"{date_text(authority.expires.timestamp())}"
     )
     typer.echo(plain(head, [Table("Certificates", columns, rows)]))
 
@@ -158,11 +158,11 @@ def _show_file(path: Path, revoked: Mapping[str, float]) -> None:
     file = path / "tls.crt" if path.is_dir() else path
     content = private_files.read(file, private=False)
     for one in identities_in(content, str(file)):
-        typer.echo(f"{one}, until {said(one.expires)}, serial {one.serial}, {one.uri}")
+        typer.echo(f"{one}, until {date_text(one.expires)}, serial {one.serial}, {one.uri}")
         if one.islands:
             typer.echo(f"may join only {', '.join(one.islands)}")
         if one.serial in revoked:
-            typer.echo(f"revoked {said(revoked[one.serial])}")
+            typer.echo(f"revoked {date_text(revoked[one.serial])}")
     if address := joined.address_in(content):
         typer.echo(f"controller at {address}")
     Credentials.read(path)
@@ -191,8 +191,7 @@ def revoke(
 def join(
     file: Annotated[Path, typer.Argument(help="Credentials that `pw keys issue client` has made.")],
     address: Annotated[
-        str,
-        typer.Option(help="The controller's address, tcp://host:port, if the file names none."),
+        str, typer.Option(help="The controller's address, tcp://host:port, if the file names none.")
     ] = "",
 ) -> None:
     """Join a cluster: install the credentials of this user, and the cluster's address.
@@ -220,7 +219,7 @@ def join(
         content = f"pw-address: {where}\n".encode() + content
     private_files.write(installed, content)
     typer.echo(
-        f"joined the cluster at {where}, as {credentials.own}, until {said(credentials.own.expires)}"
+        f"joined the cluster at {where}, as {credentials.own}, until {date_text(credentials.own.expires)}"
     )
     if before and before != where:
         typer.echo(f"this user had joined the cluster at {before}, and has left it")

@@ -55,7 +55,7 @@ def _add(group: str, *commands: Callable[..., None], **settings: Any) -> None:
 
 
 _OF_A_SCRIPT = {"allow_interspersed_args": False}
-"""What comes behind the script is its own."""
+"""Settings of commands that run a script: arguments behind its name are its own."""
 
 _add(LOOK, questions.status, questions.why, questions.memory, questions.plan, questions.events)
 _add(LOOK, questions.trace, questions.top)

@@ -15,15 +15,15 @@ from pw.cli.process import Daemon
 from pw.cli.web import WebServer
 from pw.core.errors import Error
 from pw.core.installed import is_installed
-from pw.dashboard.metrics import Metrics
-from pw.dashboard.reader import Reader
-from pw.dashboard.server import Page, metrics_application
+from pw.operating.dashboard.metrics import Metrics
+from pw.operating.dashboard.reader import Reader
+from pw.operating.dashboard.server import Page, metrics_application
 from pw.processes.child import Announcement
 from pw.transport.access.security import Security
 
 TOKEN = "PW_DASHBOARD_TOKEN"
 OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""Where OpenTelemetry wants spans."""
+"""Environment variable that says where OpenTelemetry wants spans."""
 START_S = 30.0
 
 
@@ -40,7 +40,7 @@ def serve(address: str, bind: str, metrics: str, parent_fd: int) -> NoReturn:
     has_spans = OTLP in os.environ and is_installed("opentelemetry.sdk.trace")
     reader = Reader(address, wants_runs=bool(metrics) or has_spans)
     if has_spans:
-        from pw.dashboard.spans import Spans
+        from pw.operating.dashboard.spans import Spans
 
         reader.runs.append(Spans().ended)
     daemon = Daemon(loop, parent_fd)

@@ -25,6 +25,7 @@ import typer
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
 from pw.processes.channel import Channel
+from pw.processes.child import EXIT_ERROR as EXIT_ERROR
 from pw.processes.child import Announcement
 from pw.transport.access.private import PrivateFolder
 from pw.transport.access.security import CLOSED, Security
@@ -34,14 +35,12 @@ from pw.transport.log import FIELDS, recent
 T = TypeVar("T")
 
 EXIT_OK = 0
-EXIT_ERROR = 1
-"""A one-line error has been written to standard error; starting again would not help."""
 EXIT_UNAVAILABLE = 69
-"""The controller cannot be reached."""
+"""Exit code if the controller cannot be reached."""
 EXIT_AGAIN = 75
-"""This incarnation is over; start the next one."""
+"""Exit code of an incarnation that is over; start the next one."""
 EXIT_REFUSED = 77
-"""The credentials cannot be used, or the controller refuses them; the operator may mend that."""
+"""Exit code if the credentials cannot be used, or the controller refuses them; the operator may mend that."""
 
 GC_ALLOCATIONS = 10_000
 """The threshold of the youngest generation: allocations minus deallocations."""
@@ -72,7 +71,7 @@ PRIVATE_HELP = (
 )
 PrivateAddress = Annotated[str, typer.Option(metavar="ADDRESS", help=PRIVATE_HELP)]
 CONNECTION = "Connection"
-"""The group of options, in helps, that are alike in most commands."""
+"""Group, in helps, of the options that are alike in most commands."""
 Credentials = Annotated[
     str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP, rich_help_panel=CONNECTION)
 ]
@@ -117,7 +116,7 @@ TWO_WAYS = (
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
 LEAST_SILENCE_S = 10.0
-"""A runtime that is silent for so long hangs; on a busy machine it may wait for a processor for seconds."""
+"""Least seconds of silence after which a runtime hangs: on a busy machine it may wait for a processor."""
 _SILENT_HEARTBEATS = 3
 LEAST_LEASE_S = 3.0
 """Peers send a heartbeat a second, and a busy machine may miss one or two."""
@@ -153,7 +152,7 @@ _WORDS = (
     ("Input should be greater than or equal to", "it must be at least"),
     ("Input should be less than or equal to", "it must be at most"),
 )
-"""What the library that checks options says, and what a user reads."""
+"""Words of the library that checks options, and the words that a user reads instead."""
 
 
 def warn_in_lines(program: str) -> None:
@@ -185,12 +184,12 @@ def check_log_level(level: str) -> None:
         raise typer.BadParameter(f"no log level {level!r}; there are {', '.join(LOG_LEVELS)}")
 
 
-def size_of(given: str, option: str = "--device-memory") -> int | None:
+def size_of(text: str, option: str = "--device-memory") -> int | None:
     """Return the bytes of an option, None if it is not given. Raises BadParameter if it is no size."""
-    if not given:
+    if not text:
         return None
     try:
-        return parse_size(given)
+        return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {error}") from error
 
@@ -285,11 +284,7 @@ def configure_logging(level: str, form: str = "") -> None:
         raise typer.BadParameter(f"no log format {form!r}; there are text, json")
     if form == "json":
         os.environ[LOG_FORM] = form
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=LOG_FORMAT,
-    )
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT)
     root = logging.getLogger()
     for handler in root.handlers:
         handler.setLevel(max(handler.level, root.level))
@@ -306,7 +301,7 @@ def fail(program: str, message: str) -> None:
 
 
 LEFT_S = 2.0
-"""How long a process whose parent was killed waits for all others to leave their directory."""
+"""Seconds that a process whose parent was killed waits for all others to leave their directory."""
 
 
 def longest_silence_s(heartbeat_s: float) -> float:

@@ -105,8 +105,7 @@ def why(
 
 def plan(
     program: Annotated[
-        str,
-        typer.Argument(help="A program's name, or a run in flight as `pw status` shows it."),
+        str, typer.Argument(help="A program's name, or a run in flight as `pw status` shows it.")
     ],
     address: Address = "",
     credentials: Credentials = "",

@@ -14,19 +14,19 @@ import typer
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.connection.waiting import time_left
-from pw.client.memory import ClusterMemory
-from pw.client.plan import Plan
-from pw.client.status import ClusterStatus
+from pw.client.display import tables
+from pw.client.looking.memory import ClusterMemory
+from pw.client.looking.plan import Plan
+from pw.client.looking.status import ClusterStatus
 from pw.core.errors import Error
 from pw.core.ids import client_id
 from pw.core.messages import HostInfo, IslandInfo, Status
-from pw.dashboard.sampling import SlowHost, Stragglers
-from pw.display import tables
-from pw.timeline import tracing
+from pw.operating.dashboard.sampling import SlowHost, Stragglers
+from pw.operating.timeline import tracing
 
 CONNECT_S = 3.0
 AWAITED_S = 1.0
-"""How long to wait in silence for a drain to end, in seconds."""
+"""Seconds to wait in silence for a drain to end."""
 
 
 def connected(address: str, timeout_s: float) -> closing[Runtime]:
@@ -71,10 +71,10 @@ def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
                 time.sleep(compared_s)
             stragglers.learn(timeline, 0.0)
             slow = stragglers.slow(0.0)
-        told = session.ask.status(timeout_s)
-    others = tuple(client for client in told.clients if not client.is_me)
-    told = msgspec.structs.replace(told, clients=others)
-    document, shown = status_document(address, told), ClusterStatus.of(told, address)
+        state = session.ask.status(timeout_s)
+    clients = tuple(client for client in state.clients if not client.is_me)
+    state = msgspec.structs.replace(state, clients=clients)
+    document, shown = status_document(address, state), ClusterStatus.of(state, address)
     if not compared_s:
         return Answer(document, shown)
     words = [one.words for one in slow] or [f"no host of a gang was slow in {compared_s:g} s"]
@@ -82,22 +82,22 @@ def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
     return Answer(document, "\n".join([tables.plain(shown.head, shown.tables()), "", *words]))
 
 
-def status_document(address: str, told: Status) -> dict[str, Any]:
+def status_document(address: str, state: Status) -> dict[str, Any]:
     """Return the state of a cluster for JSON."""
     return {
         "address": address,
-        "pw": told.pw_version,
-        "jax": told.jax_version,
-        "policy": told.policy,
-        "islands": [_island(island) for island in told.islands],
-        "waiting_hosts": [_host(host) for host in told.other_hosts],
+        "pw": state.pw_version,
+        "jax": state.jax_version,
+        "policy": state.policy,
+        "islands": [_island(island) for island in state.islands],
+        "waiting_hosts": [_host(host) for host in state.other_hosts],
         "clients": [
-            _fields(client, number="client", runs="runs_in_flight") for client in told.clients
+            _fields(client, number="client", runs="runs_in_flight") for client in state.clients
         ],
-        "runs": [_fields(run, function="program") for run in told.runs],
-        "hidden_clients": told.hidden_clients,
-        "hidden_runs": told.hidden_runs,
-        "awaited_islands": told.awaited_islands,
+        "runs": [_fields(run, function="program") for run in state.runs],
+        "hidden_clients": state.hidden_clients,
+        "hidden_runs": state.hidden_runs,
+        "awaited_islands": state.awaited_islands,
     }
 
 
@@ -119,8 +119,8 @@ def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
 def memory(address: str, timeout_s: float) -> Answer:
     """Return the memory of all devices of a cluster; in JSON, all sizes are in bytes."""
     with connected(address, timeout_s) as session:
-        told = session.ask.memory(timeout_s)
-    return Answer({"address": address} | _document(told), ClusterMemory.of(told))
+        reply = session.ask.memory(timeout_s)
+    return Answer({"address": address} | _document(reply), ClusterMemory.of(reply))
 
 
 def plan(address: str, name: str, timeout_s: float) -> Answer:
@@ -130,8 +130,8 @@ def plan(address: str, name: str, timeout_s: float) -> Answer:
         ArgumentError: there is no program or run of that name.
     """
     with connected(address, timeout_s) as session:
-        told = session.ask.plan(name, 0, timeout_s)
-    return Answer(_document(told), Plan.of(told))
+        reply = session.ask.plan(name, 0, timeout_s)
+    return Answer(_document(reply), Plan.of(reply))
 
 
 def explanation(address: str, timeout_s: float) -> Answer:
@@ -140,15 +140,15 @@ def explanation(address: str, timeout_s: float) -> Answer:
     In JSON, `verdict` is the first line of `text`, and numbers of runs carry their client's.
     """
     with connected(address, timeout_s) as session:
-        told = session.ask.explain(timeout_s)
-    islands = [_island(island) for island in told.islands]
-    verdict = {"verdict": told.text.splitlines()[0]}
-    return Answer(verdict | _document(told) | {"islands": islands}, told.text)
+        reply = session.ask.explain(timeout_s)
+    islands = [_island(island) for island in reply.islands]
+    verdict = {"verdict": reply.text.splitlines()[0]}
+    return Answer(verdict | _document(reply) | {"islands": islands}, reply.text)
 
 
-def _document(told: msgspec.Struct) -> dict[str, Any]:
+def _document(reply: msgspec.Struct) -> dict[str, Any]:
     """Return the fields of an answer by name, but for the number of its request."""
-    fields: dict[str, Any] = _plain(told)
+    fields: dict[str, Any] = _plain(reply)
     del fields["request"]
     return fields
 
@@ -197,8 +197,8 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
 
 def say_if_absent(session: Runtime, host: str) -> None:
     """Write a line to standard error if a host, which is to be drained, is not in the cluster."""
-    told = session.ask.status()
-    hosts = (*told.other_hosts, *(one for island in told.islands for one in island.hosts))
+    state = session.ask.status()
+    hosts = (*state.other_hosts, *(one for island in state.islands for one in island.hosts))
     if all(one.name != host for one in hosts):
         typer.echo(
             f"pw: no host {host} is here; the controller waits, as hosts may still come back after its start "

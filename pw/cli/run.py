@@ -18,7 +18,7 @@ from pw.transport.access.joined import default_address
 from pw.transport.access.security import address_in, use_tcp
 
 DEVICES = 8
-"""As in an embedded cluster, so that a script finds the same devices either way."""
+"""Devices of a host, as in an embedded cluster, so that a script finds the same devices either way."""
 
 
 def run(
@@ -89,7 +89,7 @@ def run(
             "a cluster at an --address has its own islands; leave out --islands, --hosts-per-island, "
             "--devices-per-host, --device-memory and --platform, or --address"
         )
-    from pw.client.connection.cluster import LocalCluster
+    from pw.operating.deploy.local_cluster import LocalCluster
 
     with LocalCluster(
         islands or 1,
@@ -109,7 +109,7 @@ def run(
 @contextmanager
 def _page_of(address: str) -> Iterator[None]:
     """Show a cluster on a page during a block, and print its link."""
-    from pw.client.connection.children import start_dashboard
+    from pw.processes.daemons import start_dashboard
 
     page = start_dashboard(address)
     try:

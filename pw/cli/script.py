@@ -22,11 +22,7 @@ PASSED_ON = (
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 
 
-def run_script(
-    command: Sequence[str],
-    address: str,
-    environment: Mapping[str, str] = {},
-) -> int:
+def run_script(command: Sequence[str], address: str, environment: Mapping[str, str] = {}) -> int:
     """Run `command` with PW_ADDRESS set; returns its exit code, 128 + n if signal n ended it.
 
     At a terminal the script shares this process's group, so the terminal sends Ctrl-C to both, and this process

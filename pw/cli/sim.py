@@ -10,12 +10,11 @@ from concurrent.futures import Executor
 import typer
 
 from pw.core.errors import Error
-from pw.testing.sim import PROFILES, Outcome, Profile, run_campaign, simulate
+from pw.testing.sim import PROFILES, SeedOutcome, SimProfile, run_campaign, simulate
 from pw.testing.sim.campaign import workers
 from pw.testing.sim.profiles import FAULTS
 from pw.testing.sim.report import failure, summary
-from pw.testing.sim.runner import Alter
-from pw.testing.sim.shrink import shrink
+from pw.testing.sim.runner import Alter, shrink
 
 SHOWN = 5
 """Failures whose last events are printed; the others are only named."""
@@ -23,7 +22,7 @@ SHOWN = 5
 
 def chosen_profiles(
     name: str, hosts: int | None, clients: int | None, runs: int | None, without: str
-) -> list[Profile]:
+) -> list[SimProfile]:
     """Return a profile, or all, in the wanted size. Raises Error if there is no such profile or fault."""
     if name not in (*PROFILES, "all"):
         raise Error(f"there is no profile {name!r}; there are {', '.join(PROFILES)} and all")
@@ -44,7 +43,7 @@ def seeds_of(text: str) -> range:
 
 
 def replay(
-    seed: int, profile: Profile, *, trace: bool, smallest: bool, alter: Alter | None = None
+    seed: int, profile: SimProfile, *, trace: bool, smallest: bool, alter: Alter | None = None
 ) -> bool:
     """Run one seed and print the outcome. Returns whether all promises held."""
     outcome = simulate(seed, profile, trace=trace, alter=alter)
@@ -62,7 +61,7 @@ def replay(
     return True
 
 
-def search_all(seeds: range, profiles: Sequence[Profile], jobs: int, limit_s: float) -> bool:
+def search_all(seeds: range, profiles: Sequence[SimProfile], jobs: int, limit_s: float) -> bool:
     """Run many seeds of profiles, which share the time. Returns whether all promises held."""
     results = []
     with workers(jobs) as pool:
@@ -73,16 +72,16 @@ def search_all(seeds: range, profiles: Sequence[Profile], jobs: int, limit_s: fl
     return all(results)
 
 
-def search(seeds: range, profile: Profile, pool: Executor | None, limit_s: float) -> bool:
+def search(seeds: range, profile: SimProfile, pool: Executor | None, limit_s: float) -> bool:
     """Run many seeds and print a report. Returns whether all promises held."""
-    found = 0
+    failures = 0
 
-    def look(outcome: Outcome) -> None:
-        nonlocal found
+    def look(outcome: SeedOutcome) -> None:
+        nonlocal failures
         if outcome.violation is None:
             return
-        found += 1
-        if found > SHOWN:
+        failures += 1
+        if failures > SHOWN:
             outcome.trace = []
         _print(failure(outcome))
 
@@ -91,19 +90,19 @@ def search(seeds: range, profile: Profile, pool: Executor | None, limit_s: float
     return not campaign.failures
 
 
-def print_digest(seeds: range, profile: Profile, jobs: int) -> bool:
+def print_digest(seeds: range, profile: SimProfile, jobs: int) -> bool:
     """Print a digest of all messages of these seeds. Returns whether all promises held."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with workers(jobs) as pool:
         campaign = run_campaign(
             seeds,
             profile,
             pool=pool,
             digest=True,
-            on_outcome=lambda outcome: whole.update(outcome.digest.encode()),
+            on_outcome=lambda outcome: digest.update(outcome.digest.encode()),
         )
     name = f"{profile.name} {seeds.start}:{seeds.stop}"
-    typer.echo(f"{whole.hexdigest()[:32]}  {name}, {len(campaign.failures)} violated")
+    typer.echo(f"{digest.hexdigest()[:32]}  {name}, {len(campaign.failures)} violated")
     return not campaign.failures
 
 

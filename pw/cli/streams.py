@@ -17,7 +17,7 @@ from pw.devices.host.output import Output
 from pw.transport.log import logger
 
 CLIENTS_ONLY = "PW_OUTPUT_TO_CLIENTS_ONLY"
-"""Set to 1 for daemons that share their terminal with a client."""
+"""Environment variable that is 1 for daemons that share their terminal with a client."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class _Stream:
     _shows: bool
 
     def write(self, text: str) -> int:
-        """As for any text stream."""
+        """Write text, as to any stream."""
         if self._output.is_taking:
             self._output.write(self._is_error, text)
             if not self._shows:
@@ -38,7 +38,7 @@ class _Stream:
         return self._stream.write(text)
 
     def writelines(self, lines: Any) -> None:
-        """As for any text stream."""
+        """Write lines, as to any stream of text."""
         for line in lines:
             self.write(line)
 

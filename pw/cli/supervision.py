@@ -3,7 +3,7 @@
     supervisor -> child   Begin    begin, as this incarnation, with the parcel of the last child
     child -> supervisor   Beat     my loop turns; at every heartbeat, from its first turn on
     child -> supervisor   Handed   keep this parcel for the next child, in place of the last one
-    supervisor -> child   Taken    I have your parcel
+    supervisor -> child   Receipt  I have your parcel
     supervisor -> child   Drain    you are to end: first have all that you hold moved to other hosts
     child -> supervisor   Dropped  I do not use the parcel of `Begin` any more
 
@@ -39,7 +39,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
     spare: bool
     """Wait for a free place in an island, instead of asking for one."""
     index_offset: int
-    """Where the index of the parcel begins; -1 without a parcel."""
+    """Place of the parcel's index in it, in bytes; -1 without a parcel."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -56,7 +56,7 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Child to supervisor: the parcel of `Begin` is not used any more."""
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Receipt(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Supervisor to child: one parcel has been taken."""
 
 
@@ -65,7 +65,7 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 ToSupervisor = Beat | Handed | Dropped
-ToRuntime = Begin | Taken | Drain
+ToRuntime = Begin | Receipt | Drain
 
 
 class Parcel:
@@ -142,7 +142,7 @@ class ChildLink:
             if isinstance(message, Handed):
                 kept = Parcel(descriptors[0], message.index_offset)
                 with contextlib.suppress(OSError):  # it has ended, or does not read
-                    self.channel.send(Taken(), wait=False)
+                    self.channel.send(Receipt(), wait=False)
         return kept
 
 
@@ -152,7 +152,7 @@ class SupervisorLink:
     def __init__(self, descriptor: int) -> None:
         self.channel: Channel[ToRuntime] = Channel(descriptor, ToRuntime, descriptors=1)
         self._order = threading.RLock()
-        """No `Dropped` of the garbage collector, in any thread, goes behind a parcel."""
+        """Lock that keeps a `Dropped` of the garbage collector, in any thread, from going behind a parcel."""
         self._handed = False
 
     def begin(self) -> tuple[Begin, Parcel | None] | None:

@@ -58,7 +58,7 @@ LONGEST_PAUSE_S = 2.0
 FIRST_REFUSED_S, LONGEST_REFUSED_S = 2.0, 60.0
 """Pauses after children that were refused."""
 LONG_LIFE_S = 10.0
-"""A child that crashes after such a life is replaced at once."""
+"""Seconds of life after which a child that crashes is replaced at once."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._name, self._heartbeat_s = self._options.name, self._options.heartbeat
         self._drained_by_s: float | None = None
-        """When this process ends at the latest; None until it is told to."""
+        """Time, in seconds, at which this process ends at the latest; None until it is told to end."""
         self._silence_s = longest_silence_s(self._heartbeat_s)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
@@ -155,8 +155,8 @@ class Supervisor:
     def _wait(self, child: Child[ToSupervisor], link: ChildLink) -> int | None:
         """Return the child's exit code, or None when this process must end."""
         while (code := child.exit_code()) is None:
-            told = self._told_to_stop(self._heartbeat_s, child.channel)
-            if told and self._options.drain and self._drained_by_s is None:
+            must_end = self._must_end(self._heartbeat_s, child.channel)
+            if must_end and self._options.drain and self._drained_by_s is None:
                 self._drained_by_s = time.monotonic() + self._options.drain
                 log(
                     "info",
@@ -165,7 +165,7 @@ class Supervisor:
                     at_most_s=self._options.drain,
                 )
                 link.drain()
-            elif told or time.monotonic() > (self._drained_by_s or math.inf):
+            elif must_end or time.monotonic() > (self._drained_by_s or math.inf):
                 return None
             self._parcel = link.listen(self._parcel)
             if link.watch.is_silent(time.monotonic()):
@@ -180,13 +180,13 @@ class Supervisor:
     def _pause(self, pause_s: float) -> bool:
         """Wait; return true at once when this process must end."""
         end_s = time.monotonic() + pause_s
-        while not self._told_to_stop(max(0.0, end_s - time.monotonic())):
+        while not self._must_end(max(0.0, end_s - time.monotonic())):
             if time.monotonic() >= end_s:
                 return False
         return True
 
-    def _told_to_stop(self, timeout_s: float, channel: Channel[Any] | None = None) -> bool:
-        """Wait for a reason to stop (true), for a message of a child, or for the time (false)."""
+    def _must_end(self, timeout_s: float, channel: Channel[Any] | None = None) -> bool:
+        """Wait for a signal, a message of a child or the timeout; return whether this process must end."""
         watched: list[int] = [self._wake_read]
         if self._options.parent_fd >= 0:
             watched.append(self._options.parent_fd)

@@ -23,9 +23,7 @@ Address = Annotated[
 Timeout = Annotated[
     float,
     typer.Option(
-        min=0.1,
-        help="Seconds within which the controller must answer.",
-        rich_help_panel=CONNECTION,
+        min=0.1, help="Seconds within which the controller must answer.", rich_help_panel=CONNECTION
     ),
 ]
 

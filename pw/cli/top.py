@@ -12,16 +12,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pw.client.display.tables import bar
 from pw.core.errors import ConnectionFailed
 from pw.core.sizes import size_in_words
-from pw.dashboard.reader import PERIOD_S, Reader
-from pw.dashboard.snapshot import Snapshot
-from pw.display.tables import bar
+from pw.operating.dashboard.reader import PERIOD_S, Reader
+from pw.operating.dashboard.snapshot import Snapshot
 
 PIPED_S = 0.1
 """Time between two snapshots for a pipe."""
 WITH_RATES = 10
-"""The first snapshot that has rates: counters have been read twice."""
+"""Number of the first snapshot that has rates: counters have been read twice."""
 RUNS = 12
 EVENTS = 6
 
@@ -111,12 +111,12 @@ def drawn(now: Snapshot) -> RenderableType:
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), expand=False)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), expand=False)
     for name in columns:
-        made.add_column(name, no_wrap=name not in ("islands", "client"))
+        table.add_column(name, no_wrap=name not in ("islands", "client"))
     for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _percent(part: float | None) -> str:

@@ -2,7 +2,7 @@
 
 Theory of operation. Uvicorn speaks HTTP over connections that this module accepts. A connection is a stranger's
 until a request shows the token. Strangers are bounded in number like those of a node
-(`pw.transport.links.strangers`), also before their TLS handshake has ended. A stranger has `HANDSHAKE_S` until
+(`pw.transport.links.strangers`), also before their TLS handshake has ended. A stranger has five seconds until
 its first request is complete, and as long from an answer to the next request, however many bytes it sends.
 """
 
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pw.cli.process import check_bind
 from pw.transport.access.security import Security
 from pw.transport.endpoints import NO_DESCRIPTORS_S, listen, reachable_endpoint
-from pw.transport.links.strangers import HANDSHAKE_S, Strangers
+from pw.transport.links.strangers import Strangers
 
 ENDING_S = 1
 
@@ -33,12 +33,15 @@ Peer = tuple[str, int]
 class _Guest:
     """A connection of a browser."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, connection: socket.socket, handshake_s: float
+    ) -> None:
         self._loop = loop
+        self._handshake_s = handshake_s
         self.connection = connection
         self.transport: asyncio.BaseTransport | None = None
         self.is_admitted = False
-        """It has shown the token."""
+        """Whether the connection has shown the token."""
         self._is_dropped = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,7 +59,7 @@ class _Guest:
         """Drop the connection if no request comes in time, unless it is admitted."""
         self.heard()
         if self.is_stranger:
-            self._timer = self._loop.call_later(HANDSHAKE_S, self.drop)
+            self._timer = self._loop.call_later(self._handshake_s, self.drop)
 
     def heard(self) -> None:
         """A request has come."""
@@ -82,7 +85,7 @@ class _Door:
         self._loop = loop
         self._listener = listener
         self._guests: dict[Peer, _Guest] = {}
-        self._strangers: Strangers[_Guest] = Strangers(lambda one: one.is_stranger)
+        self.strangers: Strangers[_Guest] = Strangers(lambda one: one.is_stranger)
         self._tasks: set[asyncio.Task[None]] = set()
         self._protocol: Callable[[], asyncio.Protocol]
         self._context: ssl.SSLContext | None = None
@@ -135,8 +138,8 @@ class _Door:
             return
         connection.setblocking(False)
         self._guests = {at: one for at, one in self._guests.items() if not one.is_gone}
-        guest = _Guest(self._loop, connection)
-        oldest = self._strangers.add(guest, peer[0])
+        guest = _Guest(self._loop, connection, self.strangers.handshake_s)
+        oldest = self.strangers.add(guest, peer[0])
         if oldest is not None:
             oldest.drop()
         guest.expect_request()
@@ -203,14 +206,16 @@ class WebServer:
         self._socket = listen(endpoint)
         self._door = _Door(loop, self._socket)
         self.credentials = security.credentials
+        self.strangers = self._door.strangers
+        """Connections of browsers that have not shown the token."""
         self.admit = self._door.admit
-        """Called with the peer of a connection that has shown the token."""
+        """Function that takes the peer of a connection that has shown the token."""
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the port that listens."""
         return int(self._socket.getsockname()[1])
 
     @property

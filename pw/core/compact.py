@@ -31,7 +31,8 @@ class Placed(Protocol):
 T = TypeVar("T", bound=Placed)
 
 DEVICES = 1 << 20
-"""The most devices of all placements of a message; a range has as many as it says, whatever its size."""
+"""Number of devices of all placements of a message, at most; a range has as many as it says, whatever its
+size."""
 
 
 class Ranges(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +40,7 @@ class Ranges(msgspec.Struct, frozen=True, array_like=True):
 
     slice: int
     ranges: tuple[int, ...]
-    """The first device of each range, and after it how many the range has."""
+    """First device of each range, and after it the number of devices of the range."""
 
     @classmethod
     def of(cls, placement: Placement) -> Self:
@@ -55,28 +56,28 @@ class Ranges(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many devices each range has."""
+        """Number of devices of each range."""
         return self.ranges[1::2]
 
 
 class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """A value whose placements are indices; `whole` restores it."""
+    """A value whose placements are indices; `value` restores it."""
 
     held: T
     placements: tuple[Ranges, ...]
 
     @classmethod
-    def of(cls, whole: T) -> Compact[T]:
+    def of(cls, value: T) -> Compact[T]:
         """Replace each placement by its index."""
         numbers: dict[Placement, Placement] = {}
 
         def number(placement: Placement) -> Placement:
             return numbers.setdefault(placement, Placement(len(numbers), ()))
 
-        held = whole.with_placed(_once(number), number)
-        return cls(held, tuple(map(Ranges.of, numbers)))
+        bare = value.with_placed(_once(number), number)
+        return cls(bare, tuple(map(Ranges.of, numbers)))
 
-    def whole(self) -> T:
+    def value(self) -> T:
         """Return the value with its placements; equal specs are one object.
 
         Raises:
@@ -88,22 +89,22 @@ class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
             raise ProtocolError(f"a message has placements on more than {DEVICES} devices")
         placements = [one.placement() for one in self.placements]
 
-        def said(number: Placement) -> Placement:
+        def placement_of(number: Placement) -> Placement:
             if not 0 <= number.slice < len(placements) or number.devices:
                 raise ProtocolError("a message names a placement that it does not have")
             return placements[number.slice]
 
-        return self.held.with_placed(_once(said), said)
+        return self.held.with_placed(_once(placement_of), placement_of)
 
 
 def _once(other: OnPlacement) -> OnSpec:
     """Return a function that replaces placements of specs, and makes equal specs one object."""
-    known: dict[ArraySpec, ArraySpec] = {}
+    specs: dict[ArraySpec, ArraySpec] = {}
 
     def spec(old: ArraySpec) -> ArraySpec:
-        new = known.get(old)
+        new = specs.get(old)
         if new is None:
-            new = known[old] = msgspec.structs.replace(old, placement=other(old.placement))
+            new = specs[old] = msgspec.structs.replace(old, placement=other(old.placement))
         return new
 
     return spec

@@ -14,27 +14,29 @@ class Costs(NamedTuple):
     """Seconds; those "a byte" are of one host."""
 
     message_s: float
-    """A transfer between two hosts, without its bytes: posted, granted and pushed."""
+    """Seconds that a transfer between hosts takes besides its bytes."""
     shared_byte_s: float
-    """A byte between two processes of one machine."""
+    """Seconds for a byte between two processes of one machine."""
     wire_byte_s: float
-    """A byte between two machines."""
+    """Seconds for a byte between two machines."""
     copy_byte_s: float
-    """A byte that a host puts into its place in a new shard; a piece that is the whole shard is not copied."""
+    """Seconds for a byte that a host puts into its place in a new shard; a piece that is the whole shard is not
+    copied."""
     stage_byte_s: float
-    """A byte between the memory of a device and that of its host, either way."""
+    """Seconds for a byte between the memory of a device and that of its host, either way."""
     launch_s: float
-    """A computation: launched and enqueued."""
+    """Seconds to launch and enqueue a computation."""
     device_byte_s: float
-    """A byte of a result that XLA writes on devices of one host."""
+    """Seconds for a byte of a result that XLA writes on devices of one host."""
     collective_s: float
-    """A collective of several hosts, without its bytes."""
+    """Seconds that a collective of several hosts takes besides its bytes."""
     collective_byte_s: float
-    """A byte that a host gets from other hosts by a collective."""
+    """Seconds for a byte that a host gets from other hosts by a collective."""
     compile_s: float
-    """To compile a re-shard, once for all runs."""
+    """Seconds to compile a re-shard, once for all runs."""
     least_bytes: int
-    """Smaller values are sent directly: collectives and relays would only add waits for other hosts."""
+    """Bytes below which values are sent directly: collectives and relays would only add waits for other
+    hosts."""
 
 
 CPU = Costs(
@@ -50,8 +52,8 @@ CPU = Costs(
     compile_s=40e-3,
     least_bytes=64 << 10,
 )
-"""Readings on the development machine (2 cores). Collectives are Gloo's; the wire is a bare tcp socket's
-loopback, about a network of 25 Gbit/s."""
+"""Costs on the development machine (2 cores). Collectives are Gloo's; the wire is a bare tcp socket's loopback,
+about a network of 25 Gbit/s."""
 
 ACCELERATOR = CPU._replace(
     stage_byte_s=1 / 12e9,
@@ -60,8 +62,8 @@ ACCELERATOR = CPU._replace(
     collective_byte_s=1 / 20e9,
     compile_s=200e-3,
 )
-"""Not measured: PCIe 4 with 16 lanes at half its rate, a network of 200 Gbit/s between hosts, and a quarter
-of an accelerator's memory bandwidth."""
+"""Costs that are not measured: PCIe 4 with 16 lanes at half its rate, a network of 200 Gbit/s between hosts,
+and a quarter of an accelerator's memory bandwidth."""
 
 SIMULATED = CPU._replace(
     wire_byte_s=1 / 1e6,
@@ -70,9 +72,9 @@ SIMULATED = CPU._replace(
     compile_s=0.0,
     least_bytes=64,
 )
-"""Slow, so that simulated programs, whose arrays are small, go all ways."""
+"""Costs of simulated programs, slow so that they, whose arrays are small, go all ways."""
 
 RUNS = 100
-"""How often a program with computations is run, to divide what it costs to compile a re-shard."""
+"""Number of runs of a program with computations, by which the cost of compiling a re-shard is divided."""
 MOVES = 4
-"""How often a program is run that only moves arrays, as those of `pw.put`."""
+"""Number of runs of a program that only moves arrays, as those of `pw.put`."""

@@ -9,15 +9,15 @@ class Dtype(NamedTuple):
     """One dtype."""
 
     name: str
-    """Its name in numpy or ml_dtypes."""
+    """Name of the dtype in numpy or ml_dtypes."""
     mlir: str
-    """Its element type in StableHLO."""
+    """Element type of the dtype in StableHLO."""
     xla: str
-    """The name of XLA's primitive type; empty if XLA has none."""
+    """Name of XLA's primitive type; empty if XLA has none."""
     is_native: bool = False
-    """safetensors writes it, and returns it as a numpy array."""
+    """True if safetensors writes the dtype, and returns it as a numpy array."""
     is_packed: bool = False
-    """XLA keeps several elements in a byte, which numpy has to unpack."""
+    """True if XLA keeps several elements in a byte, which numpy has to unpack."""
 
 
 _TABLE = (
@@ -48,8 +48,8 @@ _TABLE = (
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
 BY_MLIR = {dtype.mlir: dtype.name for dtype in _TABLE}
-"""The name of each element type of StableHLO."""
+"""Name of the dtype of each element type of StableHLO."""
 BY_XLA = {dtype.xla: dtype.name for dtype in _TABLE if dtype.xla}
-"""The name of each primitive type of XLA."""
+"""Name of the dtype of each primitive type of XLA."""
 PACKED = frozenset(dtype.name for dtype in _TABLE if dtype.is_packed)
 """Dtypes of which XLA keeps several elements in a byte."""

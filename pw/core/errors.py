@@ -410,11 +410,12 @@ _FAULTS = frozenset(kind.__name__ for kind in (InternalError, ProtocolError))
 _FAULT = ". This is a fault of pw, not of your program: please report it, with this whole message"
 
 INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, ConnectionFailed))
-"""Errors without a cause in the program: one host of a gang may have them alone, and a replay helps."""
+"""Names of errors without a cause in the program: one host of a gang may have them alone, and a replay
+helps."""
 
 SKIPPED = "Skipped"
-"""The kind of an error in the place of values that a branch which was not taken would have made. No user sees
-it: the results of a program are merges of such values (`pw.core.programs.guards`)."""
+"""Kind of the error in the place of values that a branch which was not taken would have made. No user sees it:
+the results of a program are merges of such values (`pw.core.programs.guards`)."""
 
 
 def kinds(base: type[Error] = Error) -> list[type[Error]]:
@@ -446,8 +447,8 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
         """Return the exception to raise in the client."""
         where = f" [on {self.where}]" if self.where else ""
         fault = _FAULT if self.kind in _FAULTS and not self.message.endswith(_FAULT) else ""
-        known = {kind.__name__: kind for kind in kinds()}
-        error = known.get(self.kind, Error)(f"{self.message}{where}{fault}")
+        by_name = {kind.__name__: kind for kind in kinds()}
+        error = by_name.get(self.kind, Error)(f"{self.message}{where}{fault}")
         if self.traceback:
             error.add_note(f"Traceback on {self.where or 'the remote side'}:\n{self.traceback}")
         return error

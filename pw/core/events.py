@@ -57,14 +57,14 @@ class RunEvent(Event, frozen=True):
     topic: ClassVar[str] = "run"
 
     run: str
-    """Its name, as `pw status` shows it; a repeated run has the name of the first one."""
+    """Name of the run, as `pw status` shows it; a repeated run has the name of the first one."""
     attempt: str
-    """The name of this attempt; of a run that is not repeated, the same."""
+    """Name of this attempt; of a run that is not repeated, the name of the run."""
     client: int
     program: str
     islands: tuple[str, ...] = ()
     seconds: float = 0.0
-    """Since it began."""
+    """Seconds since the run began."""
     error: str = ""
 
 
@@ -74,15 +74,15 @@ class TransferEvent(Event, frozen=True):
     topic: ClassVar[str] = "transfer"
 
     name: str
-    """Of the run, or of the array."""
+    """Name of the run, or of the array."""
     edge: int
-    """Its number in the program; -1 for an upload."""
+    """Number of the edge in the program; -1 for an upload."""
     sources: tuple[str, ...]
-    """Hosts; for an upload the client's number."""
+    """Names of the hosts that sent; for an upload the client's number."""
     destinations: tuple[str, ...]
     bytes: int
     seconds: float | None
-    """From the receiver's launch until all bytes were there; None for an upload."""
+    """Seconds from the receiver's launch until all bytes were there; None for an upload."""
 
 
 class RecoveryEvent(Event, frozen=True):
@@ -93,7 +93,7 @@ class RecoveryEvent(Event, frozen=True):
     client: int
     name: str
     arrays: int
-    """Lost arrays, when it began."""
+    """Number of lost arrays, when recovery began."""
     seconds: float = 0.0
 
 
@@ -127,11 +127,12 @@ class Batch(msgspec.Struct, frozen=True):
     """The payload of one published message, as JSON: events of one topic, in order."""
 
     publisher: str
-    """Random; another one means that the controller was started again, and counts anew."""
+    """Random number of the publisher; another one means that the controller was started again, and counts
+    anew."""
     first: int
-    """The number of the first event, counted for each topic: a gap says that events were lost."""
+    """Number of the first event, counted for each topic: a gap says that events were lost."""
     time_s: float
-    """When they were published, in seconds since 1970."""
+    """Time at which the events were published, in seconds since 1970."""
     events: list[Event]
 
 
@@ -140,7 +141,7 @@ class Sink(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Where other processes can read them; empty if nowhere."""
+        """Address where other processes can read the events; empty if there is none."""
 
     def publish(self, event: Event) -> None:
         """Take an event; waits for nothing."""

@@ -16,17 +16,17 @@ CONTROLLER = "controller"
 """Node name of the controller process."""
 
 NAME_CHARACTERS = 256
-"""The longest name of a node, and of anything that a user names."""
+"""Characters of the longest name of a node, and of anything that a user names."""
 
 _SERIAL_BITS = 40
 REPEATS = 1 << 39
-"""Serial numbers from here on are the controller's."""
+"""First serial number of the controller; those below are the clients'."""
 ADDRESSES = 4096
-"""How many addresses of each kind are cached: a launch needs one for every host."""
+"""Number of addresses of each kind that are cached: a launch needs one for every host."""
 
 
 class Address(NamedTuple):
-    """Where a message goes: an actor on a node."""
+    """Address of an actor on a node."""
 
     node: str
     actor: str
@@ -44,7 +44,7 @@ def client_of(identifier: int) -> int:
 
 def are_of(client: int, identifiers: Collection[int]) -> bool:
     """Whether a client has made all of these; at least one is given."""
-    return client_of(min(identifiers)) == client == client_of(max(identifiers))
+    return min(identifiers) >> _SERIAL_BITS == client == max(identifiers) >> _SERIAL_BITS
 
 
 def serial_of(identifier: int) -> int:

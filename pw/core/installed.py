@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import re
+import shlex
 import warnings
 from importlib import metadata
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from pw.core.errors import Error, VersionMismatch
 DISTRIBUTION = "openpathways"
 NAMESAKE = "pw"
 _WINDOW = re.compile(r"jax(?=[<>])(?=.*>=(?P<lowest>[\d.]+))(?=.*<=(?P<highest>[\d.]+))[<>=,\d.]+$")
-"""The requirement of jax; builds order its two bounds as they like."""
+"""Pattern of the requirement of jax; builds order its two bounds as they like."""
 _RELEASE = re.compile(r"\d+(\.\d+)+$")
 
 
@@ -31,8 +32,13 @@ def version(distribution: str) -> str:
         return "unknown"
 
 
+def wheel(version: str) -> str:
+    """The file name of the wheel that `make wheel` builds of a version."""
+    return f"{DISTRIBUTION}-{version}-py3-none-any.whl"
+
+
 def with_jax(release: str) -> str:
-    """What pip installs for a release of jax."""
+    """Return the requirement that pip installs for a release of jax."""
     return f"jax=={release} jaxlib=={release}"
 
 
@@ -59,8 +65,8 @@ def check() -> None:
     if version(NAMESAKE) != "unknown":
         warnings.warn(
             f"another project, also called {NAMESAKE!r}, is installed in the same folder as "
-            f"{DISTRIBUTION}, and each overwrites files of the other; run: pip uninstall {NAMESAKE}, then: "
-            f"pip install --force-reinstall --no-deps {DISTRIBUTION}",
+            f"{DISTRIBUTION}, and each overwrites files of the other; run: pip uninstall {NAMESAKE}, then "
+            f"install {DISTRIBUTION} as before, with --force-reinstall --no-deps",
             stacklevel=3,
         )
 
@@ -82,7 +88,7 @@ def _numbers(release: str) -> list[int]:
 
 
 DASHBOARD = ("starlette", "uvicorn", "prometheus_client")
-"""The modules of the extra `dashboard`."""
+"""Modules of the extra `dashboard`."""
 
 
 def check_extra(extra: str, *modules: str) -> None:
@@ -91,9 +97,18 @@ def check_extra(extra: str, *modules: str) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise Error(
-                f"{module} is missing; run: pip install '{DISTRIBUTION}[{extra}]'"
-            ) from error
+            raise Error(f"{module} is missing; run: pip install {_packages(extra)}") from error
+
+
+def _packages(extra: str) -> str:
+    """What pip installs for an extra: its packages, since the distribution is on no index."""
+    packages = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires(DISTRIBUTION) or []:
+            package, _, marker = requirement.partition("; ")
+            if marker == f'extra == "{extra}"':
+                packages.append(package)
+    return shlex.join(packages or [f".[{extra}]"])
 
 
 def is_installed(*modules: str) -> bool:

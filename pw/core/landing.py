@@ -17,25 +17,26 @@ from pw.core.ids import NAME_CHARACTERS
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 AWAITED_S = 10.0
-"""How long a push waits for the connection of a receiver that dials."""
+"""Seconds for which a push waits for the connection of a receiver that dials."""
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
     """The buffer of a receiver for one transfer."""
 
     transfer: Annotated[int, msgspec.Meta(gt=0)]
-    """Unique at the receiving plane; 63 random bits, never 0."""
+    """Number of the transfer, unique at the receiving plane; 63 random bits, never 0."""
     size_bytes: Annotated[int, msgspec.Meta(ge=0)]
     block: Annotated[int, msgspec.Meta(ge=0)]
-    """The receiver's shared-memory block; 0 for a small buffer, whose bytes travel inline."""
+    """Number of the receiver's shared-memory block; 0 for a small buffer, whose bytes travel inline."""
     machine: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS)]
     """Machine, network namespace and user of the receiver."""
     socket: str
-    """The receiver's unix socket: a path, or an abstract name without its leading NUL; empty if it has none."""
+    """Unix socket of the receiver: a path, or an abstract name without its leading NUL; empty if it has
+    none."""
     endpoint: str
-    """The receiver's endpoint for chunks, `tcp://ip:port` or `ipc://path`; empty if it has none."""
+    """Endpoint of the receiver for chunks, `tcp://ip:port` or `ipc://path`; empty if it has none."""
     plane: str = ""
-    """The number of a receiver that dials its senders, 128 random bits as 32 hexadecimal digits; else empty."""
+    """Number of a receiver that dials its senders, 128 random bits as 32 hexadecimal digits; else empty."""
 
 
 class Bulk(Protocol):

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 SHORTEST_PART = 3
-"""Characters that a part of a name has at least, to stand for it."""
+"""Number of characters that a part of a name has at least, to stand for the name."""
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ from pw.core.landing import Bytes
 from pw.core.sharding import ArraySpec, box_bytes, box_shape, dtype_of, packed_offsets
 
 ArrayType = tuple[str, tuple[int, ...]]
-"""The dtype and the shape of an array."""
+"""Dtype and shape of an array."""
 
 
 def packed_bytes(arrays: Sequence[np.ndarray[Any, Any]]) -> int:

@@ -15,7 +15,7 @@ from pw.core.costs import ACCELERATOR, CPU, SIMULATED, Costs
 from pw.core.errors import Error
 
 GROUP = "pw.platforms"
-"""The group of entry points."""
+"""Group of entry points of platforms."""
 
 
 def _no_settings(devices: int) -> Mapping[str, object]:
@@ -27,21 +27,22 @@ class Platform(NamedTuple):
 
     costs: Costs = ACCELERATOR
     is_host: bool = False
-    """Its devices are threads of the host, and compute on its memory: arrays need no copy there, processes
-    beside the host can compile for it, and an executable serves any of its devices."""
+    """True if the devices are threads of the host, and compute on its memory: arrays need no copy there,
+    processes beside the host can compile for it, and an executable serves any of its devices."""
     memories: tuple[str, ...] = ("device", "pinned_host")
-    """The memories of a device as JAX names them; the first is the default."""
+    """Memories of a device as JAX names them; the first is the default."""
     number: int = 0
-    """The number that JAX's remote protocol has for it; 0 if none."""
+    """Number that JAX's remote protocol has for the platform; 0 if none."""
     visible: str = ""
-    """The environment variable that names the devices which a process may use; empty if there is none."""
+    """Environment variable that names the devices which a process may use; empty if there is none."""
     jax: str = ""
-    """The platform of JAX (`jax_platforms`) that has the devices; empty if it has the same name."""
+    """Platform of JAX (`jax_platforms`) that has the devices; empty if it has the same name."""
     interface: str = ""
-    """The environment variable that names the network interface at which the platform's collectives listen and
+    """Environment variable that names the network interface at which the platform's collectives listen and
     dial; empty if they do otherwise."""
     settings: Callable[[int], Mapping[str, object]] = _no_settings
-    """Returns what a worker configures in JAX before it opens the devices, for so many of them."""
+    """Function that returns what a worker configures in JAX before it opens the devices, for a number of
+    them."""
 
 
 def _of_cpu(devices: int) -> Mapping[str, object]:
@@ -63,10 +64,10 @@ PLATFORMS = {
     "cuda": Platform(visible="CUDA_VISIBLE_DEVICES", interface="NCCL_SOCKET_IFNAME"),
     "tpu": Platform(memories=_MEMORIES),
 }
-"""The platforms of this package by their names; those that all clusters have."""
+"""Platforms of this package by their names; all clusters have them."""
 
 _UNNAMED = {"": Platform(CPU), "sim": Platform(SIMULATED)}
-"""Where no JAX is, in simulations."""
+"""Platforms where no JAX is, in simulations."""
 
 _ACCELERATOR = Platform()
 
@@ -106,7 +107,7 @@ def platform_names() -> tuple[str, ...]:
 
 
 def platform_of(name: str) -> Platform:
-    """Return a platform by its name, or by that of its devices; one that is not known is an accelerator."""
+    """Return a platform by its name, or by the name of its devices; an unknown one is an accelerator."""
     return _UNNAMED.get(name) or installed_platform(name) or _ACCELERATOR
 
 

@@ -36,10 +36,10 @@ from pw.core.tenants import may_touch
 COMPUTED, ENDED, SENT, RECEIVED, UPLOADED, FETCHED, LAUNCHED, CALLED = range(8)
 
 WIDTH = 9
-"""Values of a record."""
+"""Number of values of a record."""
 
 LIMIT = 1 << 17
-"""Records that a process keeps for its readers, about 32 MB; later ones are dropped and counted."""
+"""Number of records that a process keeps for its readers, about 32 MB; later ones are dropped and counted."""
 
 _ROOM = LIMIT * WIDTH
 
@@ -54,13 +54,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
-        """Whether some timeline is recorded."""
+        """True while a timeline is recorded."""
         self.values: list[Any] = []
         self.first = 0
-        """How many records were read by all readers and removed."""
+        """Number of records that were read by all readers and removed."""
         self.dropped = 0
         self.unfinished: dict[str, Callable[[], None]] = {}
-        """By actor: records its launches or calls that have not ended."""
+        """Function of each actor that records its launches or calls that have not ended."""
         self._names: dict[tuple[str, str, str | None], int] = {}
         self._numbers = count()
 
@@ -74,19 +74,19 @@ class Recorder:
         b: float = 0,
         c: float = 0,
         d: float = 0,
-        others: tuple[int, ...] = (),
+        makers: tuple[int, ...] = (),
     ) -> None:
         """Add one record, unless the records that wait for a reader have reached `LIMIT`."""
         values = self.values
         if len(values) < _ROOM:
             # One call, so that no other thread adds in between.
-            values.extend((kind, start_s, end_s, run, a, b, c, d, others))
+            values.extend((kind, start_s, end_s, run, a, b, c, d, makers))
         else:
             self.dropped += 1
 
     @property
     def end(self) -> int:
-        """How many records were ever added."""
+        """Number of records that were ever added."""
         return self.first + len(self.values) // WIDTH
 
     def between(self, first: int, end: int) -> list[Any]:
@@ -112,9 +112,9 @@ class Recorder:
             number = self._names.setdefault(key, next(self._numbers))
         return number
 
-    def names(self, known: int, reader: str) -> tuple[tuple[int, str], ...]:
-        """Return names with their numbers, without the first `known` ones, as a tenant may read them."""
+    def names(self, skip: int, reader: str) -> tuple[tuple[int, str], ...]:
+        """Return names with their numbers, without the first `skip` ones, as a tenant may read them."""
         return tuple(
             (number, place + name if tenant is None or may_touch(reader, tenant) else place)
-            for (place, name, tenant), number in tuple(self._names.items())[known:]
+            for (place, name, tenant), number in tuple(self._names.items())[skip:]
         )

@@ -25,13 +25,13 @@ Box = tuple[tuple[int, int], ...]
 """Half-open interval in every dimension."""
 
 ALIGNMENT_BYTES = 64
-"""The alignment of shards in a transfer: JAX can alias them without a copy."""
+"""The alignment of shards in memory and in a transfer: JAX aliases such memory, and copies other memory."""
 
 RANGE_DEVICES = 1 << 12
-"""The most devices of a host in one range of a binding."""
+"""Number of devices of a host in one range of a binding, at most."""
 
 BOXES_KEPT = 16_384
-"""How many boxes are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
+"""Number of boxes that are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
 
 
 @lru_cache(maxsize=256)  # names that clients give may be any
@@ -160,8 +160,8 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
     sharding: Sharding
     placement: Placement
     memory: str = ""
-    """The kind of memory beside each device that the shards lie in, such as "pinned_host"; empty for the
-    device's own."""
+    """Kind of memory beside each device that the shards lie in, such as "pinned_host"; empty for the device's
+    own."""
 
     @property
     def short(self) -> str:
@@ -233,11 +233,11 @@ class Binding(msgspec.Struct, frozen=True, array_like=True, dict=True):
     slice: int
     island: str
     ranges: tuple[DeviceRange, ...]
-    """Each host gets this in a message, so it must not grow with the devices of a host."""
+    """Ranges of devices. Each host gets them in a message, so they must not grow with the devices of a host."""
     platform: str = ""
-    """Of the devices."""
+    """Platform of the devices."""
     machine: str = ""
-    """The machine of all hosts of the island; empty if they are on several, or on unknown ones."""
+    """Machine of all hosts of the island; empty if they are on several, or on unknown ones."""
 
     @classmethod
     def of(

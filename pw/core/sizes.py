@@ -18,9 +18,9 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: it is no size, or less than one byte.
     """
-    found = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get((found[2] or "b").lower()) if found else None
-    size_bytes = 0 if found is None or unit is None else int(float(found[1]) * unit)
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get((match[2] or "b").lower()) if match else None
+    size_bytes = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if size_bytes < 1:
         raise ValueError(f"{text!r} is no size; write it as 4GiB, 512MiB or a number of bytes")
     return size_bytes

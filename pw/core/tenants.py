@@ -15,10 +15,12 @@ from hashlib import blake2b
 
 from pw.core.errors import AccessRefused, ArgumentError
 from pw.core.ids import CONTROLLER
-from pw.core.permits import is_valid, permit
 
 OPERATOR = "operator"
-"""The tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
+"""Name of the tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
+
+PERMIT_BYTES = 16
+"""Bytes of a permit."""
 
 _NUMBERS = range(1, 1 << 63)
 
@@ -30,14 +32,14 @@ def may_touch(tenant: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShareRules:
-    """What clients may ask of the scheduling policy, and how tenants share devices."""
+    """Bounds of what clients may ask of the scheduling policy, and the shares of tenants."""
 
     max_share: float = math.inf
-    """The largest share that a client may ask for."""
+    """Largest share that a client may ask for."""
     max_priority: int | None = None
-    """The highest priority that a client may ask for; None for any."""
+    """Highest priority that a client may ask for; None for any."""
     tenants: Mapping[str, float] = field(default_factory=dict)
-    """The shares of tenants under the policy `share`; 1 for those that are not here."""
+    """Shares of tenants under the policy `share`; 1 for those that are not here."""
 
     def check(self, share: float, priority: int) -> None:
         """Raise AccessRefused if a client may not ask for this share, or this priority."""
@@ -59,7 +61,7 @@ class ShareRules:
 
 
 NO_RULES = ShareRules()
-"""Clients may ask for any share and priority, and tenants have equal shares."""
+"""Rules by which clients may ask for any share and priority, and tenants have equal shares."""
 
 
 def shares_of_tenants(text: str) -> dict[str, float]:
@@ -100,8 +102,8 @@ class Claims:
 
     def claim(self, client: int, tenant: str) -> bytes:
         """The claim (32 bytes) of the client with a number to that number."""
-        said = client.to_bytes(8, "big") + tenant.encode()
-        return blake2b(said, digest_size=32, key=self._key).digest()
+        identity = client.to_bytes(8, "big") + tenant.encode()
+        return blake2b(identity, digest_size=32, key=self._key).digest()
 
     def is_valid(self, claim: bytes, client: int, tenant: str) -> bool:
         """Whether a claim is for this number and this tenant."""
@@ -117,8 +119,22 @@ class Claims:
 
     def may_keep(self, shown: bytes, array: int, host: str) -> bool:
         """Whether a host shows the permit of a controller to keep replicas of an array."""
-        return is_valid(shown, self.key_of(CONTROLLER), array, host)
+        return is_valid_permit(shown, self.key_of(CONTROLLER), array, host)
 
 
 NO_SECRET = Claims(b"")
 """For a cluster without certificates, in which all clients have the rights of the operator."""
+
+
+def permit(key: bytes, array: int, host: str) -> bytes:
+    """Return the permit for a host to get replicas of an array from the host with this key.
+
+    It is a keyed hash (BLAKE2b, RFC 7693). The key is known to the controller and to the host that gives
+    (`Claims.key_of`): a host can check permits for what it has, and cannot make any for what others have.
+    """
+    return blake2b(f"{array} {host}".encode(), digest_size=PERMIT_BYTES, key=key).digest()
+
+
+def is_valid_permit(shown: bytes, key: bytes, array: int, host: str) -> bool:
+    """Return whether a permit is for this host and this array, at the host with this key."""
+    return hmac.compare_digest(shown, permit(key, array, host))

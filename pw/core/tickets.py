@@ -25,11 +25,11 @@ class Tickets:
         seed = hashlib.blake2b(secret, digest_size=32, person=b"pw tickets").digest()
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.public = self._key.public_key().public_bytes_raw()
-        """What hosts need to check tickets."""
+        """Public key that hosts need to check tickets."""
 
     def ticket(self, client: int, node: str) -> bytes:
         """A ticket (64 bytes) for the client with a number, at a node."""
-        return self._key.sign(_said(client, node))
+        return self._key.sign(_identity(client, node))
 
 
 def is_valid(ticket: bytes, public: bytes, client: int, node: str) -> bool:
@@ -40,11 +40,11 @@ def is_valid(ticket: bytes, public: bytes, client: int, node: str) -> bool:
     if client not in _CLIENTS or not public:
         return False
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(ticket, _said(client, node))
+        Ed25519PublicKey.from_public_bytes(public).verify(ticket, _identity(client, node))
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
-def _said(client: int, node: str) -> bytes:
+def _identity(client: int, node: str) -> bytes:
     return client.to_bytes(8, "big") + node.encode()

@@ -1,7 +1,7 @@
 """Answers clients that read what this process records (`pw.core.recorder`).
 
-A client's reads keep its recording alive: the first one begins it, and without further ones it ends
-after `LEASE_S`. So no component has to be told that a client has died. Several clients may read at once,
+A client's reads keep its recording alive: the first one begins it, and without further ones it ends after
+`READER_TIMEOUT_S`. So no component has to be told that a client has died. Several clients may read at once,
 each at its own place in the same records. No reader holds up the process: when records have no room, they are
 dropped and counted. A client does not get the names of other tenants' programs.
 """
@@ -22,34 +22,34 @@ from pw.core.recorder import WIDTH
 from pw.core.waits import CLIENT_TIMEOUT_S
 
 PART = 4096
-"""Records in one message, about 100 KB: launches on the same link hardly wait."""
+"""Number of records in one message, about 100 KB: launches on the same link hardly wait."""
 
 AT_ONCE = 16
-"""Timelines that a client may record at the same time."""
+"""Number of timelines that a client may record at the same time."""
 
-LEASE_S = CLIENT_TIMEOUT_S
-"""A recording ends when its client has read nothing for so long."""
+READER_TIMEOUT_S = CLIENT_TIMEOUT_S
+"""Seconds after which a recording ends whose client has read nothing."""
 
 LOOK_S = 2.5
-"""How often to look for such a client."""
+"""Seconds between two looks for such a client."""
 
 
 @dataclass(slots=True)
-class _Reader:
+class _RecordReader:
     """A client's place in the records."""
 
     began: int
-    """The first record that it may read."""
+    """Number of the first record that the client may read."""
     next: int
     names: int
-    """How many names it has read."""
+    """Number of names that the client has read."""
     dropped: int
-    """How many records had been dropped when it last read."""
+    """Number of records that had been dropped when the client last read."""
     since_s: float
-    """When it came."""
+    """Time at which the client came, in seconds."""
     read_s: float
     end: int | None = None
-    """The record at which it has asked to stop."""
+    """Number of the record at which the client has asked to stop."""
 
 
 class Recordings(Part):
@@ -64,7 +64,7 @@ class Recordings(Part):
         self._env = env
         self._recorder = env.recorder
         self._is_known = is_known
-        self._readers: dict[tuple[str, int], _Reader] = {}
+        self._readers: dict[tuple[str, int], _RecordReader] = {}
         self._leases = Ticker(env, LOOK_S, self._end_leases)
 
     @handles(ReadRecords)
@@ -85,7 +85,9 @@ class Recordings(Part):
                 self._env.send(sender, Records(*about, error=report))
                 return
             here = recorder.end
-            reader = self._readers[key] = _Reader(here, here, 0, recorder.dropped, now_s, now_s)
+            reader = self._readers[key] = _RecordReader(
+                here, here, 0, recorder.dropped, now_s, now_s
+            )
             self._leases.start()
         reader.read_s = now_s
         if message.stop and reader.end is None:
@@ -98,7 +100,7 @@ class Recordings(Part):
             del self._readers[key]
         self._settle()
 
-    def _part(self, reader: _Reader, node: str, about: tuple[int, int, float]) -> Records:
+    def _part(self, reader: _RecordReader, node: str, about: tuple[int, int, float]) -> Records:
         """Return the next records for a reader at a node."""
         recorder = self._recorder
         first = reader.next
@@ -140,7 +142,7 @@ class Recordings(Part):
 
     def _end_leases(self) -> bool:
         """End the recordings of clients that do not read any more."""
-        since_s = self._env.now_s() - LEASE_S
+        since_s = self._env.now_s() - READER_TIMEOUT_S
         for key in [key for key, reader in self._readers.items() if reader.read_s < since_s]:
             self._env.count("timelines_ended")
             del self._readers[key]

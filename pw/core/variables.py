@@ -29,7 +29,7 @@ VARIABLES = (
     "PW_SLICES",
     "PW_WORKER_OUTPUT",
 )
-"""All that any process of pw reads or sets."""
+"""Names of all variables that any process of pw reads or sets."""
 
 
 def warn_of_misspelt(names: Iterable[str]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 RECOVERY_S = 60.0
-"""How long what needs a lost island waits for it, before it fails."""
+"""Seconds for which what needs a lost island waits for it, before it fails."""
 CLUSTER_START_S = 300.0
-"""How long requests for devices wait for the islands of a cluster that starts: machines boot, and images are
-pulled."""
+"""Seconds for which requests for devices wait for the islands of a cluster that starts: machines boot, and
+images are pulled."""
 RECONNECT_S = 60.0
-"""How long a host looks for another controller."""
+"""How long a host or a client looks for another controller."""
+REDIAL_S = 0.5
+"""Time between two attempts to reach another controller."""
+LOOKING_S = 10.0
+"""How long a script waits for what it asks about its cluster."""
 
 CLIENT_TIMEOUT_S = 600.0
-"""How long a client may be silent, as a rule, while its machine answers."""
+"""Seconds for which a client may be silent, as a rule, while its machine answers."""

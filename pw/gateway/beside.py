@@ -16,26 +16,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pw.client.connection.children import LocalDaemon
 from pw.client.connection.script import process_name
 from pw.core.waits import CLUSTER_START_S
 from pw.gateway import forks
 from pw.gateway.functions import FromGateway, Functions
 from pw.processes.child import STOP_S
+from pw.processes.daemons import LocalDaemon
 from pw.transport.access.private import PrivateFolder
 
 SOCKET = "gateway"
 START_S = CLUSTER_START_S + 120.0
-"""How long the gateway may take to begin: it waits for the islands of a cluster that starts."""
+"""Seconds that the gateway may take to begin: it waits for the islands of a cluster that starts."""
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
 _LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
 LARGE_BYTES = 1 << 20
-"""Larger host buffers reach the gateway as files in memory: the stream would copy them twice."""
+"""Bytes above which host buffers reach the gateway as files in memory: the stream would copy them twice."""
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
 _OF_CALLBACK = "error calling callback"
-"""Is in the error of a run one of whose Python functions has raised."""
+"""Words in the error of a run one of whose Python functions has raised."""
 _COLOCATED = "jax.experimental.colocated_python"
 
 _running: dict[LocalDaemon, tuple[PrivateFolder, str]] = {}
@@ -74,9 +74,9 @@ def client(arguments: Sequence[str]) -> Any:
     if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX's default
         _log_from(_ERRORS)
     forks.close_in_forks_of(address)
-    made = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
-    Functions(daemon.channel).install(lambda backend: backend is made)
-    return made
+    own_client = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+    Functions(daemon.channel).install(lambda backend: backend is own_client)
+    return own_client
 
 
 def _memory_folder() -> str:
@@ -89,9 +89,9 @@ def _memory_folder() -> str:
 
 def _log_from(level: int) -> None:
     """Let JAX's native code log nothing below this level: it would warn of the socket, and of its end."""
-    from jaxlib import utils
+    from pw.core.jax_private import native_logs
 
-    utils.absl_set_min_log_level(level)
+    native_logs.set_min_level(level)
 
 
 def _wait_for_effects() -> None:
@@ -100,16 +100,16 @@ def _wait_for_effects() -> None:
     An error that nothing has raised yet is told in one line. The errors of callbacks are left out: JAX has
     logged each when it happened.
     """
-    from jax._src.dispatch import runtime_tokens as tokens
+    from pw.core.jax_private.runtime import tokens
 
-    told: set[str] = set()
+    lines: set[str] = set()
     for token in (*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()):
         try:
             token.block_until_ready()
         except Exception as error:  # noqa: BLE001 - the script ends, whatever went wrong
             words = next(iter(str(error).splitlines()), type(error).__name__)
-            if _OF_CALLBACK not in words and words not in told:
-                told.add(words)
+            if _OF_CALLBACK not in words and words not in lines:
+                lines.add(words)
                 print(f"a call of this script has failed: {words}", file=sys.stderr)
     tokens.clear()
 

@@ -64,26 +64,26 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         Error: the devices do not divide over the islands.
     """
     status = _settled(runtime, wanted)
-    known = {island.name: island.devices for island in status.islands if island.hosts}
-    names = sorted(known)
+    counts = {island.name: island.devices for island in status.islands if island.hosts}
+    names = sorted(counts)
     if wanted.island_names is not None:
         names = list(wanted.island_names)
     elif wanted.island_count is not None:
-        names = sorted(sorted(names, key=lambda name: -known[name])[: wanted.island_count])
+        names = sorted(sorted(names, key=lambda name: -counts[name])[: wanted.island_count])
         if len(names) < wanted.island_count:
             raise InsufficientDevices(
-                f"{wanted.island_count} islands are asked for, and there are {len(known)}"
+                f"{wanted.island_count} islands are asked for, and there are {len(counts)}"
             )
-    if missing := [name for name in names if name not in known]:
+    if missing := [name for name in names if name not in counts]:
         raise InsufficientDevices(
-            f"there is no island {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}"
+            f"there is no island {missing[0]!r}; there are {', '.join(sorted(counts)) or 'none'}"
         )
     if not names:
         raise InsufficientDevices("the cluster has no island; start workers (see pw status)")
     each = wanted.devices_each(len(names))
     try:
         return [
-            Slice(runtime, runtime.allocate_slice(each or known[name], None, name, None))
+            Slice(runtime, runtime.allocate_slice(each or counts[name], None, name, None))
             for name in names
         ]
     except InsufficientDevices as error:

@@ -9,30 +9,18 @@ and wait), and each use of devices or of values that are not here raises Disconn
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pw.client.connection import jax_backend
 from pw.core.errors import Disconnected
 
 _gateways: set[str] = set()
 """Addresses of the gateways of JAX in this process."""
-_ARRAY = (
-    *("_arrays", "_fully_replicated_shard", "_pjrt_layout", "_rewrap_with_aval_and_sharding"),
-    *("_copy_single_device_array_to_host_async", "_single_device_array_to_np_array_did_copy"),
-    *("block_until_ready", "clone", "delete", "is_ready", "on_device_size_in_bytes"),
-)
-"""Methods of arrays that ask devices."""
-_BATCHED = (
-    *("batched_block_until_ready", "batched_copy_array_to_devices_with_sharding"),
-    *("batched_device_put", "reorder_shards"),
-)
-"""Functions over arrays that do."""
 
 
 def close_in_forks_of(gateway: str) -> None:
@@ -41,15 +29,20 @@ def close_in_forks_of(gateway: str) -> None:
     Args:
         gateway: where JAX reaches it: `grpc://unix:PATH` or `grpc://HOST:PORT`.
     """
+    # A fork should read no files of modules.
+    from pw.core.jax_private import forks as private  # noqa: F401
+
     _gateways.add(gateway)
 
 
 def _forked() -> None:
     if _gateways and jax_backend.client() is not None:
+        from pw.core.jax_private import forks as private
+
         _disconnect()
         _gateways.clear()  # a fork of this fork has nothing left to close
-        _keep_for_good()
-        _refuse()
+        private.keep_for_good()
+        private.refuse(_raise)
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -88,36 +81,6 @@ def _watched(descriptor: int) -> set[int]:
         lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
         return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
     return set()
-
-
-def _keep_for_good() -> None:
-    """Have no destructor of an object of JAX run in this process, and no wait at its end."""
-    from jax._src import dispatch, xla_bridge
-
-    tokens = dispatch.runtime_tokens
-    kept: list[Any] = [tokens.current_tokens, tokens.output_runtime_tokens]
-    for backend in xla_bridge._backends.values():
-        kept += [backend, *backend.live_arrays(), *backend.live_executables()]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    tokens.clear()
-
-
-def _refuse() -> None:
-    """Have each use of JAX's devices raise; values that the parent has read can still be read."""
-    from jax._src import pjit
-    from jaxlib import _jax, xla_client
-
-    # Calls that JAX would make without Python.
-    pjit._cpp_pjit_cache_fun_only.clear()
-    pjit._cpp_pjit_cache_explicit_attributes.clear()
-    _jax.PjitFunctionCache.clear_all()
-    _jax.Client.__getattribute__ = _raise
-    _jax.LoadedExecutable.__getattribute__ = _raise
-    for name in _BATCHED:
-        setattr(xla_client, name, _raise)
-    for name in _ARRAY:
-        is_property = isinstance(getattr(xla_client.ArrayImpl, name), property)
-        setattr(xla_client.ArrayImpl, name, property(_raise) if is_property else _raise)
 
 
 def _raise(*_arguments: object, **_options: object) -> NoReturn:

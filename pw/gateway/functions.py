@@ -27,40 +27,40 @@ import msgspec
 import numpy as np
 
 from pw.client.connection.calls import Calls
+from pw.client.display.live import Screen, screen_here
 from pw.client.session.thread_messages import Called
-from pw.display.live import Screen, screen_here
 from pw.processes.channel import Channel
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CallbackCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway calls a function."""
 
     call: int
     function: int
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ForgetCallback(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway does not call a function any more."""
 
     function: int
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ScriptLine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway has a line shown; none if it is empty."""
 
     line: str
     part: float | None = None
-    """The part of the wait that is over, from 0 to 1, if that is known."""
+    """Part of the wait that is over, from 0 to 1; None if that is not known."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class CallbackAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The script answers a call."""
 
     call: int
     error: str = ""
 
 
-FromGateway = Call | Forget | Line
+FromGateway = CallbackCall | ForgetCallback | ScriptLine
 
 
 # --- in the script's process ---------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Functions:
 
     def __init__(self, gateway: Channel[FromGateway]) -> None:
         self._gateway = gateway
-        self._known: dict[int, Callable[..., Any]] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
         self._numbers = itertools.count(1)
         self._screen = _Screen()
         atexit.register(
@@ -82,7 +82,7 @@ class Functions:
     def add(self, function: Callable[..., Any]) -> int:
         """Return the number of a function, which is known until the gateway has it forgotten."""
         number = next(self._numbers)
-        self._known[number] = function
+        self._functions[number] = function
         return number
 
     def _serve(self) -> None:
@@ -91,9 +91,9 @@ class Functions:
                 message, operands, _ = self._gateway.receive()
             except (EOFError, OSError):
                 return
-            if isinstance(message, Forget):
-                self._known.pop(message.function, None)
-            elif isinstance(message, Line):
+            if isinstance(message, ForgetCallback):
+                self._functions.pop(message.function, None)
+            elif isinstance(message, ScriptLine):
                 self._screen.show(message.line, message.part)
             else:
                 self._screen.show("")  # the function may print
@@ -105,28 +105,29 @@ class Functions:
                 except RuntimeError:  # Python starts no threads any more when a script ends
                     self._run(message, operands)
 
-    def _run(self, call: Call, operands: list[Any]) -> None:
+    def _run(self, call: CallbackCall, operands: list[Any]) -> None:
         results: list[Any] = []
         error = ""
         try:
-            function = self._known.get(call.function)
+            function = self._functions.get(call.function)
             if function is None:
                 raise LookupError("the function was deleted together with its compiled program")
             results = [np.asarray(result) for result in function(*operands)]
         except BaseException:  # noqa: BLE001 - the user's function may raise anything
             error = traceback.format_exc()
         with contextlib.suppress(OSError):  # the gateway has ended, and the computation with it
-            self._gateway.send(Answer(call.call, error), results)
+            self._gateway.send(CallbackAnswer(call.call, error), results)
 
     def install(self, is_ours: Callable[[Any], bool]) -> None:
         """Let JAX send numbers in the place of functions, when it compiles for a backend that `is_ours`."""
         import jax
-        from jax._src import callback as callbacks
+
+        from pw.core.jax_private.compiling import aval_to_xla_shape
+        from pw.core.jax_private.hooks import PYTHON_CALLBACK
 
         nothing = jax.core.ShapedArray((), np.dtype(np.float32))
 
-        emit = callbacks.emit_python_callback
-        to_shape = callbacks._aval_to_xla_shape
+        emit = PYTHON_CALLBACK.value
 
         def emit_by_number(
             ctx: Any,
@@ -138,10 +139,10 @@ class Functions:
             **options: Any,
         ) -> Any:
             module = ctx.module_context
-            made = emit(ctx, callback, token, operands, operand_avals, result_avals, **options)
+            results = emit(ctx, callback, token, operands, operand_avals, result_avals, **options)
             backend = module.get_backend()
             if not is_ours(backend):
-                return made
+                return results
             called = module.host_callbacks[-1]
 
             def function(*arrays: Any) -> Any:
@@ -150,11 +151,11 @@ class Functions:
             # JAX sends a description of the operands; the channel of the only one is the function's number.
             number = self.add(function)
             module.host_callbacks[-1] = backend.make_python_callback_from_host_send_and_recv(
-                function, [to_shape(nothing)], [], [number], [], lambda function: b""
+                function, [aval_to_xla_shape(nothing)], [], [number], [], lambda function: b""
             )
-            return made
+            return results
 
-        callbacks.emit_python_callback = emit_by_number
+        PYTHON_CALLBACK.replace(emit_by_number)
 
 
 class _Screen:
@@ -189,7 +190,7 @@ class Script:
         channel: to the script.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, channel: Channel[Answer]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: Channel[CallbackAnswer]) -> None:
         self._loop = loop
         self._channel = channel
         self._open: dict[int, tuple[Calls, Called]] = {}
@@ -199,13 +200,13 @@ class Script:
         """Call a function, and answer; on any thread."""
         number = next(self._numbers)
         self._open[number] = calls, called
-        self.send(Call(number, function), called.operands)
+        self.send(CallbackCall(number, function), called.operands)
 
     def send(self, message: FromGateway, operands: Sequence[Any] = ()) -> None:
         """Send a message; on any thread."""
         self._loop.call_soon_threadsafe(self._send, message, [np.asarray(one) for one in operands])
 
-    def answered(self, answer: Answer, results: list[Any]) -> None:
+    def answered(self, answer: CallbackAnswer, results: list[Any]) -> None:
         """Take an answer; on the main thread."""
         calls, called = self._open.pop(answer.call)
         if answer.error:
@@ -237,10 +238,10 @@ class Caller:
         self._functions[artifact] = numbers
 
     def forget(self, artifact: bytes) -> None:
-        """No executable of this artifact is left, and no run of one."""
+        """Forget the functions of an artifact without executables and runs."""
         for number in self._functions.pop(artifact, ()):
             if self._script is not None:
-                self._script.send(Forget(number))
+                self._script.send(ForgetCallback(number))
 
     def _called(self, called: Called) -> None:
         numbers = self._functions.get(called.artifact, ())

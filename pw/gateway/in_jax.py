@@ -8,19 +8,16 @@ JAX's client reads them when it sends them, which is later than scripts expect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.backend
 import numpy as np
-from jax._src import array, callback, debugging, dlpack, pjit, xla_bridge
-from jax._src.interpreters import pxla
-from jax._src.numpy import array_constructors
-from jaxlib import _jax, xla_client
 
 from pw.client.arrays.jax_arrays import run_plugin
-from pw.gateway.exchange import MEMORY
+from pw.core.jax_private import arrays, hooks, runtime
+from pw.gateway.arrays.exchange import MEMORY
 
 SCRIPT_CPU = "script_cpu"
 """The platform of the script's own CPU, whether or not `cpu` is the cluster's."""
@@ -32,15 +29,15 @@ _DLPACK_CPU = 1
 
 def script_cpu() -> Any:
     """Return JAX's client of the script's own CPU."""
-    backends = xla_bridge.backends()
+    backends = jax.extend.backend.backends()
     return backends.get(SCRIPT_CPU) or backends["cpu"]
 
 
 def make_script_cpu() -> Any:
     """Make JAX's client of the script's own CPU; it is `cpu`, too, unless the cluster is."""
-    made = xla_bridge.make_cpu_client()
-    xla_bridge._backends.setdefault("cpu", made)
-    return made
+    client = runtime.make_cpu_client()
+    runtime.add_client("cpu", client)
+    return client
 
 
 def install(client: Any) -> None:
@@ -50,10 +47,9 @@ def install(client: Any) -> None:
     """
     # JAX calls CUDA and ROCm devices `gpu`, and finds them by the name of their platform.
     platform = getattr(client, "_raw_platform", client.platform)
-    xla_bridge._backends.setdefault(platform, client)
-    own = _WithScriptCpu()
-    for module, name in ((callback, "xb"), (debugging, "xla_bridge"), (dlpack, "xla_bridge")):
-        setattr(module, name, own)
+    runtime.add_client(platform, client)
+    for hook in hooks.CLIENTS:
+        hook.replace(_WithScriptCpu(hook.value))
     _tell_memory(client)
     _share_by_dlpack(client)
     _estimate_costs(client)
@@ -63,27 +59,30 @@ def install(client: Any) -> None:
 
 
 class _WithScriptCpu:
-    """`xla_bridge` for modules that want this process's memory when they ask for `cpu`."""
+    """JAX's clients for modules that want this process's memory when they ask for `cpu`."""
+
+    def __init__(self, clients: Any) -> None:
+        self._clients = clients
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(xla_bridge, name)
+        return getattr(self._clients, name)
 
     def get_backend(self, platform: Any = None) -> Any:
-        return script_cpu() if platform == "cpu" else xla_bridge.get_backend(platform)
+        return script_cpu() if platform == "cpu" else self._clients.get_backend(platform)
 
     def local_devices(self, process_index: int | None = None, backend: Any = None) -> Any:
         if backend == "cpu":
             return script_cpu().local_devices()
-        return xla_bridge.local_devices(process_index, backend)
+        return self._clients.local_devices(process_index, backend)
 
 
 def _client_of(sharding: Any) -> Any:
-    return sharding._device_assignment[0].client
+    return arrays.devices_of(sharding)[0].client
 
 
 def _tell_memory(client: Any) -> None:
     """Let devices of the cluster answer `memory_stats`: the gateway asks their hosts."""
-    kind: Any = _jax.Device
+    kind: Any = jax.Device
     of_here = kind.memory_stats
 
     def memory_stats(self: Any) -> dict[str, int] | None:
@@ -92,11 +91,11 @@ def _tell_memory(client: Any) -> None:
         None, as for CPUs in plain JAX, if nothing bounds or counts the device's memory.
         """
         if self.client is not client:
-            found: dict[str, int] | None = of_here(self)
-            return found
+            stats: dict[str, int] | None = of_here(self)
+            return stats
         sizes = _numbers_of_plugin(client, "pw_memory", len(MEMORY), device=self.id)
-        known = {name: size for name, size in zip(MEMORY, sizes, strict=True) if size >= 0}
-        return known if len(known) > 1 else None
+        by_name = {name: size for name, size in zip(MEMORY, sizes, strict=True) if size >= 0}
+        return by_name if len(by_name) > 1 else None
 
     kind.memory_stats = memory_stats
 
@@ -105,14 +104,14 @@ def _numbers_of_plugin(client: Any, name: str, count: int, **asked: Any) -> list
     """Return so many numbers from a program of the gateway."""
     home = jax.sharding.SingleDeviceSharding(client.devices()[0])
     aval = jax.core.ShapedArray((count,), np.dtype(np.int64))
-    handlers = pxla.global_avals_to_results_handler([aval], [home], True).handlers
+    handlers = arrays.result_handlers([aval], [home])
     (numbers,) = run_plugin(client, name, **asked).consume_with_handlers(handlers)
     return [int(number) for number in np.asarray(numbers)]
 
 
 def _share_by_dlpack(client: Any) -> None:
     """Let libraries that ask an array of the cluster for its memory have that of a copy."""
-    kind: Any = array.ArrayImpl
+    kind: Any = arrays.ArrayImpl
     share, device = kind.__dlpack__, kind.__dlpack_device__
 
     def copy_here(remote: Any) -> Any:
@@ -136,20 +135,19 @@ def _share_by_dlpack(client: Any) -> None:
 
 def _estimate_costs(client: Any) -> None:
     """Let XLA estimate what a function costs before it is compiled: that needs any client of this process."""
-    analyse = _jax.hlo_module_cost_analysis
+    analyse = hooks.COST_ANALYSIS.value
 
     def analyse_here(backend: Any, module: Any) -> Any:
         return analyse(script_cpu() if backend is client else backend, module)
 
-    _jax.hlo_module_cost_analysis = analyse_here
+    hooks.COST_ANALYSIS.replace(analyse_here)
 
 
 def _move_between_clients() -> None:
     """Let JAX move arguments between the devices of two clients, over this process."""
-    kind: Any = array.ArrayImpl
-    shard = pxla.shard_arg_handlers[kind]
-    dispatch: Any = pjit
-    fastpath = dispatch._get_fastpath_data
+    kind: Any = arrays.ArrayImpl
+    shard = arrays.shard_arg_handlers[kind]
+    fastpath = hooks.FASTPATH.value
 
     def shard_or_move(
         xs: Sequence[Any],
@@ -166,15 +164,15 @@ def _move_between_clients() -> None:
         here = [
             np.asarray(x) if is_foreign else x for x, is_foreign in zip(xs, foreign, strict=True)
         ]
-        moved: Sequence[Any] = pxla.shard_args(shardings, layouts, semantics, here)
+        moved: Sequence[Any] = arrays.shard_args(shardings, layouts, semantics, here)
         for x, is_foreign, meant in zip(xs, foreign, semantics, strict=True):
-            if is_foreign and meant == xla_client.ArrayCopySemantics.DONATE_INPUT:
+            if is_foreign and meant == arrays.ArrayCopySemantics.DONATE_INPUT:
                 x.delete()
         return moved
 
-    def fastpath_if_here(executable: Any, tree: Any, arguments: Sequence[Any], *others: Any) -> Any:
+    def fastpath_if_here(executable: Any, tree: Any, arguments: Sequence[Any], *rest: Any) -> Any:
         """Return nothing if an argument has moved: calls without Python cannot move it."""
-        data = fastpath(executable, tree, arguments, *others)
+        data = fastpath(executable, tree, arguments, *rest)
         if data is not None:
             there = executable.xla_executable.local_devices()[0].client
             for one in arguments:
@@ -182,31 +180,26 @@ def _move_between_clients() -> None:
                     return None
         return data
 
-    pxla.shard_arg_handlers[kind] = shard_or_move
-    dispatch._get_fastpath_data = fastpath_if_here
+    arrays.shard_arg_handlers[kind] = shard_or_move
+    hooks.FASTPATH.replace(fastpath_if_here)
 
 
 def _copy_in_array() -> None:
     """Let `jnp.array` copy a numpy array at once, as it promises: JAX's client reads the memory later."""
-    module: Any = array_constructors
-    stage, convert = module.lax.stage, module.lax._convert_element_type
 
-    def copied(value: Any) -> Any:
-        return value.copy("K") if isinstance(value, np.ndarray) else value
+    def wrapped(convert: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_copy(value: Any, *how: Any, **options: Any) -> Any:
+            copy = value.copy("K") if isinstance(value, np.ndarray) else value
+            return convert(copy, *how, **options)
 
-    def stage_copy(value: Any) -> Any:
-        return stage(copied(value))
+        return convert_copy
 
-    def convert_copy(value: Any, *how: Any, **options: Any) -> Any:
-        return convert(copied(value), *how, **options)
-
-    own = {"stage": stage_copy, "_convert_element_type": convert_copy}
-    module.lax = SimpleNamespace(**(vars(module.lax) | own))
+    hooks.wrap_array_conversions(wrapped)
 
 
 def _copy_small(client: Any) -> None:
     """Let small numpy arrays be copied at once when they are put on devices, not when they are sent."""
-    put = xla_client.batched_device_put
+    put = hooks.BATCHED_DEVICE_PUT.value
 
     def put_copies(
         aval: Any,
@@ -225,4 +218,4 @@ def _copy_small(client: Any) -> None:
             xs = [copies.get(id(x), x) for x in xs]
         return put(aval, sharding, xs, devices, *how, **options)
 
-    xla_client.batched_device_put = put_copies
+    hooks.BATCHED_DEVICE_PUT.replace(put_copies)

@@ -18,12 +18,12 @@ import numpy as np
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, TransferFailed
-from pw.gateway import protos, rpc, statuses
-from pw.gateway.devices import Devices
+from pw.gateway.arrays.devices import Devices
+from pw.gateway.clients.requests import GatewayClient
 from pw.gateway.functions import Script
-from pw.gateway.http2 import Http2Connection, Http2Stream
-from pw.gateway.replies import varint
-from pw.gateway.requests import GatewayClient
+from pw.gateway.protocol import protos, rpc, statuses
+from pw.gateway.protocol.http2 import Http2Connection, Http2Stream
+from pw.gateway.protocol.replies import varint
 from pw.gateway.trimming import Trimming
 from pw.transport.access.unix import is_foreign
 
@@ -37,7 +37,7 @@ BUFFER_BYTES = 64 << 30
 """The largest host buffer."""
 
 Connect = Callable[[], Awaitable[tuple[Runtime, Devices, Callable[[], object]]]]
-"""Called for each client; returns its session, its devices, and what ends the session."""
+"""Function that is called for each client; returns its session, its devices, and what ends the session."""
 
 _SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
 _PROXY = "xla.ifrt.proxy."
@@ -98,9 +98,9 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         if isinstance(address, str):
-            self._server = await loop.create_unix_server(self._connection, address)
+            self._server = await loop.create_unix_server(self.new_connection, address)
             return 0
-        self._server = await loop.create_server(self._connection, *address)
+        self._server = await loop.create_server(self.new_connection, *address)
         return int(self._server.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
@@ -112,23 +112,24 @@ class Server:
         for client in list(self.clients.values()):
             client.close()
 
-    def _connection(self) -> Http2Connection:
-        made = Http2Connection(self._open, self._connections.discard, _refuses)
-        self._connections.add(made)
-        return made
+    def new_connection(self) -> Http2Connection:
+        """Return the protocol of a client that connects."""
+        connection = Http2Connection(self._open, self._connections.discard, _refuses)
+        self._connections.add(connection)
+        return connection
 
     def _open(self, stream: Http2Stream, headers: list[tuple[bytes, bytes]]) -> None:
-        known = dict(headers)
-        name = known.get(b":path", b"").decode(errors="replace").removeprefix(_SERVICE)
+        fields = dict(headers)
+        name = fields.get(b":path", b"").decode(errors="replace").removeprefix(_SERVICE)
         if name == "IfrtSession":
-            _Session(self, stream, known)
+            _Session(self, stream, fields)
         elif name == "HostBufferStore":
-            _Store(self, stream, known)
+            _Store(self, stream, fields)
         elif name in self._unary:
             request, handle = self._requests[name], self._unary[name]
-            rpc.Unary(stream, known, lambda call, data: _handled(call, request, data, handle))
+            rpc.Unary(stream, fields, lambda call, data: _handled(call, request, data, handle))
         else:
-            rpc.Unary(stream, known, lambda call, data: None).end(
+            rpc.Unary(stream, fields, lambda call, data: None).end(
                 rpc.UNIMPLEMENTED, f"the gateway of pw has no method {name}"
             )
 
@@ -175,11 +176,11 @@ class Server:
             if (error := here.exception()) is not None:
                 call.end(*statuses.status_of(error))
                 return
-            whole = memoryview(here.result())
-            for at in range(0, len(whole), CHUNK_BYTES):
-                chunk = whole[at : at + CHUNK_BYTES]
+            content = memoryview(here.result())
+            for at in range(0, len(content), CHUNK_BYTES):
+                chunk = content[at : at + CHUNK_BYTES]
                 call.send_large(_head(len(chunk)), chunk)
-            if not len(whole):
+            if not len(content):
                 call.send(b"")
             call.end()
             if is_late and not client.buffers.are_awaited:
@@ -293,12 +294,12 @@ class _Store(rpc.RpcCall):
         self._left = 0
         """Bytes of the message that have not come yet."""
         try:
-            said = server.store_metadata.FromString(self.metadata(_STORE))
+            request = server.store_metadata.FromString(self.metadata(_STORE))
         except Exception as error:  # noqa: BLE001 - missing, or no message
             self.end(rpc.INVALID_ARGUMENT, f"a host buffer without metadata: {error}")
             return
-        self._handle, self._expected = said.handle, said.buffer_size
-        self._client = server.client(said.session_id)
+        self._handle, self._expected = request.handle, request.buffer_size
+        self._client = server.client(request.session_id)
         if self._client is None:
             self.end(rpc.NOT_FOUND, "there is no such session")
         elif not 0 <= self._expected <= BUFFER_BYTES:
@@ -309,8 +310,8 @@ class _Store(rpc.RpcCall):
             except MemoryError:
                 self._fail(f"the gateway has no memory for a host buffer of {self._expected} bytes")
                 return
-            whole: Any = self._data
-            self._whole = memoryview(whole)
+            array: Any = self._data
+            self._view = memoryview(array)
             self._client.buffers.begin(self._handle)
 
     def _fail(self, words: str, code: int = rpc.RESOURCE_EXHAUSTED) -> None:
@@ -329,16 +330,16 @@ class _Store(rpc.RpcCall):
                         rpc.DATA_LOSS,
                     )
                     return
-                self._whole[self._at : self._at + len(part)] = part
+                self._view[self._at : self._at + len(part)] = part
                 self._at += len(part)
                 self._left -= len(part)
                 data = data[len(part) :]
                 continue
             # The head of a short message is complete, and seven bytes long.
             is_short = not self._buffer and len(data) >= 7 and data[4] == data[6] + 2
-            taken = 7 if is_short else 1
-            self._buffer += data[:taken]
-            data = data[taken:]
+            count = 7 if is_short else 1
+            self._buffer += data[:count]
+            data = data[count:]
             self._parse_head()
 
     def _parse_head(self) -> None:

@@ -10,9 +10,9 @@ import asyncio
 import ctypes
 
 TRIM_BYTES = 64 << 20
-"""So many bytes of host buffers are worth a trim, which takes milliseconds."""
+"""Bytes of host buffers that are worth a trim, which takes milliseconds."""
 QUIET_S = 1.0
-"""How long no buffer must have come before one."""
+"""Seconds without a new buffer before a trim."""
 
 
 class Trimming:
@@ -20,7 +20,7 @@ class Trimming:
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        """None where the C library has no such function."""
+        """Function of the C library that trims; None where it has none."""
         self._bytes = 0
         self._is_waiting = False
 

@@ -19,7 +19,7 @@ class Assignment:
         self.islands = tuple(islands)
         self.members: list[list[int]] = [[] for _ in range(max(self.islands) + 1)]
         self.position: list[int] = []
-        """Of each partition, on its island."""
+        """Position of each partition on its island."""
         for partition, island in enumerate(self.islands):
             self.position.append(len(self.members[island]))
             self.members[island].append(partition)

@@ -24,23 +24,23 @@ from pw.islands.partial_sums import reducer
 from pw.islands.picking import PickFromAll
 
 TOGETHER_BYTES = 1 << 20
-"""All-gathers travel together as long as a device has no more of them."""
+"""Most bytes, on a device, of all-gathers that travel together."""
 
 
 def together(
     exchanges: Sequence[Exchange], labels: LabelsOf, assignment: Assignment
 ) -> list[Exchange]:
     """Let small all-gathers travel together, if their groups and the devices with equal values are the same."""
-    made: list[Exchange] = []
+    result: list[Exchange] = []
     filling: dict[Any, list[Gather]] = {}
 
     def close(key: Any) -> None:
         own = filling.pop(key)
-        made.append(own[0] if len(own) == 1 else Gathers(own, assignment))
+        result.append(own[0] if len(own) == 1 else Gathers(own, assignment))
 
     for one in exchanges:
         if not isinstance(one, Gather):
-            made.append(one)
+            result.append(one)
             continue
         key = groups_of(one.operation), str(element_of(one.operand)), labels[one.operand]
         size = sum(bytes_of(other.operand) for other in (*filling.get(key, ()), one))
@@ -49,7 +49,7 @@ def together(
         filling.setdefault(key, []).append(one)
     for key in list(filling):
         close(key)
-    return made
+    return result
 
 
 def exchange_of(operation: Any, assignment: Assignment) -> Exchange:

@@ -60,7 +60,7 @@ def cut(
         return planned()
     except UncountedLoop as error:
         module = ir.Module.parse(text, module.context)
-        loops = _made_whole(module)
+        loops = _replicate_loops(module)
         if not loops:
             raise
         _keep_results(module, results)
@@ -82,17 +82,17 @@ def _keep_results(module: Any, results: Sequence[str]) -> None:
         list(ir.ArrayAttr(main.attributes["res_attrs"])) if "res_attrs" in main.attributes else []
     )
     described = described or [ir.DictAttr.get({}) for _ in results]
-    made = []
+    attributes = []
     one: Any
-    for one, said in zip(described, results, strict=True):
-        known = {each.name: each.attr for each in one}
-        if "sdy.sharding" not in known:
-            known["mhlo.sharding"] = ir.StringAttr.get(said)
-        made.append(ir.DictAttr.get(known))
-    main.attributes["res_attrs"] = ir.ArrayAttr.get(made)
+    for one, sharding in zip(described, results, strict=True):
+        by_name = {each.name: each.attr for each in one}
+        if "sdy.sharding" not in by_name:
+            by_name["mhlo.sharding"] = ir.StringAttr.get(sharding)
+        attributes.append(ir.DictAttr.get(by_name))
+    main.attributes["res_attrs"] = ir.ArrayAttr.get(attributes)
 
 
-def _made_whole(module: Any) -> list[Any]:
+def _replicate_loops(module: Any) -> list[Any]:
     """Let each device run the whole of each loop that is not counted; in place. Returns the loops."""
     meshes = [one.operation for one in module.body.operations if one.operation.name == "sdy.mesh"]
     if not meshes:
@@ -107,14 +107,14 @@ def _made_whole(module: Any) -> list[Any]:
         for one in filter(is_call, walk_called(loop, module)):
             _call_on_each(one, mesh)
         for at, value in enumerate(list(loop.operands)):
-            loop.operands[at] = _whole(value, mesh, ir.InsertionPoint(loop), loop)
+            loop.operands[at] = _replicate(value, mesh, ir.InsertionPoint(loop), loop)
         for result in loop.results:
-            whole = _whole(result, mesh, ir.InsertionPoint.after(loop), loop)
-            result.replace_all_uses_except(whole, whole.owner.operation)
+            copy = _replicate(result, mesh, ir.InsertionPoint.after(loop), loop)
+            result.replace_all_uses_except(copy, copy.owner.operation)
         body = entry(loop, 1)
         last = body.operations[len(body.operations) - 1].operation
         for at, value in enumerate(returned(body)):
-            last.operands[at] = _whole(value, mesh, ir.InsertionPoint(last), loop)
+            last.operands[at] = _replicate(value, mesh, ir.InsertionPoint(last), loop)
     return loops
 
 
@@ -143,10 +143,10 @@ def _everywhere(value: Any, mesh: str) -> str:
     return f"@{mesh}, [{dimensions}]"
 
 
-def _whole(value: Any, mesh: str, point: Any, loop: Any) -> Any:
+def _replicate(value: Any, mesh: str, point: Any, loop: Any) -> Any:
     """Return a value that each device has whole."""
     sharding = ir.Attribute.parse(f"#sdy.sharding<{_everywhere(value, mesh)}>")
-    made = ir.Operation.create(
+    constraint = ir.Operation.create(
         "sdy.sharding_constraint",
         [value.type],
         [value],
@@ -154,4 +154,4 @@ def _whole(value: Any, mesh: str, point: Any, loop: Any) -> Any:
         loc=loop.location,
         ip=point,
     )
-    return made.results[0]
+    return constraint.results[0]

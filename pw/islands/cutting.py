@@ -24,9 +24,9 @@ from pw.islands.partial_sums import Sum, Sums
 from pw.islands.sums import Bucket
 
 BUCKET_BYTES = 1 << 20
-"""A bucket has at least so many bytes, if there are so many,"""
+"""Least bytes of a bucket, if there are so many."""
 BUCKETS = 4
-"""and at least this part of all bytes: each further piece keeps XLA from fusing across its border."""
+"""A piece has at least a quarter of all bytes, because XLA cannot fuse across pieces."""
 
 _CHEAP = {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
 _CHEAP_OF_CHEAP = {
@@ -126,8 +126,8 @@ class Cut:
         self._maker = {value: one for one in self._operations for value in one.results}
         self.exchange_of: dict[Any, Exchange] = {}
         for one in sums.exchanged:
-            made = exchange_of(one, assignment)
-            self.exchange_of[made.results[0]] = made
+            exchange = exchange_of(one, assignment)
+            self.exchange_of[exchange.results[0]] = exchange
         self._opened = {one: Opened(one) for one in sums.opened}
         self._kept = frozenset(kept)
         self._outside = {one.operation for one in self.exchange_of.values()} | set(self._opened)
@@ -139,7 +139,7 @@ class Cut:
         for one in self._operations:
             self._consider(one)
         self._depth: dict[Any, int] = {}
-        """How many operations each waits for, one after the other: XLA keeps no other order."""
+        """Number of operations that each waits for, one after the other: XLA keeps no other order."""
         self._phase = self._phases()
         self.bucket_of: dict[Any, Bucket] = {}
         self.steps = self._steps()
@@ -173,10 +173,10 @@ class Cut:
             self._depth[one] = 1 + max(before, default=0)
             if one not in self._cheap:
                 phase[one] = max(
-                    (self._known_at(value, phase) for value in self._uses[one]), default=0
+                    (self._usable_at(value, phase) for value in self._uses[one]), default=0
                 )
         self._last = max(
-            [*phase.values(), *(self._known_at(value, phase) for value in self.results)], default=0
+            [*phase.values(), *(self._usable_at(value, phase) for value in self.results)], default=0
         )
         self._delay(phase)
         for one in self._operations:
@@ -184,12 +184,12 @@ class Cut:
                 phase[one] = self._last
         return phase
 
-    def _known_at(self, value: Any, phase: dict[Any, int]) -> int:
+    def _usable_at(self, value: Any, phase: dict[Any, int]) -> int:
         """The first phase in which a value, or its sum, can be used."""
         maker = self._maker.get(value)
-        made = phase.get(maker, 0)
+        at = phase.get(maker, 0)
         is_later = value in self.sums.reduced or maker in self._outside or maker in self._calling
-        return made + 1 if is_later else made
+        return at + 1 if is_later else at
 
     def _delay(self, phase: dict[Any, int]) -> None:
         """Move operations on arguments alone, such as weight decay, to the phase that needs them."""
@@ -213,26 +213,26 @@ class Cut:
 
     def _leaving(self, at: int, phase: dict[Any, int]) -> list[Any]:
         """Return the values of phase `at` that collectives and opened loops of this phase take."""
-        found = [value for value in self.sums.reduced if self._known_at(value, phase) == at + 1]
+        values = [value for value in self.sums.reduced if self._usable_at(value, phase) == at + 1]
         for one in self._outside:
             if phase.get(one) == at:
-                found += one.operands
-        return found
+                values += one.operands
+        return values
 
     def _needed(self, at: int, phase: dict[Any, int], values: Sequence[Any]) -> set[Any]:
         """Return the operations of phase `at` that values of this phase are computed by."""
-        found: set[Any] = set()
+        operations: set[Any] = set()
         pending = [self._maker[value] for value in values if value in self._maker]
         while pending:
             one = pending.pop()
-            if one not in found and one not in self._outside and phase.get(one) == at:
-                found.add(one)
+            if one not in operations and one not in self._outside and phase.get(one) == at:
+                operations.add(one)
                 pending += [
                     self._maker[value]
                     for value in self._uses[one]
                     if value in self._maker and value not in self.sums.reduced
                 ]
-        return found
+        return operations
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -244,13 +244,13 @@ class Cut:
         return steps
 
     def _pieces(self, at: int) -> list[Piece]:
-        taken: set[Any] = set()
-        made: list[Piece] = []
+        earlier: set[Any] = set()
+        pieces: list[Piece] = []
 
         def add(values: Sequence[Any], **what: Any) -> None:
-            needed = self._needed(at, self._phase, values) - taken
-            taken.update(needed)
-            made.append(Piece([one for one in self._operations if one in needed], **what))
+            needed = self._needed(at, self._phase, values) - earlier
+            earlier.update(needed)
+            pieces.append(Piece([one for one in self._operations if one in needed], **what))
 
         due_now = [one for one in self.exchange_of.values() if self._phase[one.operation] == at]
         sent = together(due_now, self._labels, self._assignment)
@@ -258,29 +258,31 @@ class Cut:
             for exchange in sent:
                 self.exchange_of.update(dict.fromkeys(exchange.results, exchange))
             add([value for one in sent for value in one.operands], sends=sent)
-        due = [value for value in self.sums.reduced if self._known_at(value, self._phase) == at + 1]
+        due = [
+            value for value in self.sums.reduced if self._usable_at(value, self._phase) == at + 1
+        ]
         due.sort(key=lambda value: self._depth[self._maker[value]])
         for bucket in self._buckets(due):
             add(bucket.values, makes=bucket)
-        elsewhere = taken | self._outside | self._calling
+        elsewhere = earlier | self._outside | self._calling
         rest = [
             one for one in self._operations if self._phase.get(one) == at and one not in elsewhere
         ]
-        if made and rest and made[-1].makes is not None:
-            own = {*made[-1].operations, *rest}
-            made[-1].operations = [one for one in self._operations if one in own]
+        if pieces and rest and pieces[-1].makes is not None:
+            own = {*pieces[-1].operations, *rest}
+            pieces[-1].operations = [one for one in self._operations if one in own]
         elif rest or at == self._last or any(self._phase[one] == at for one in self._opened):
-            made.append(Piece(rest))
+            pieces.append(Piece(rest))
         calling = [
             one for one in self._operations if one in self._calling and self._phase[one] == at
         ]
         if calling:
-            made.append(Piece(calling))
-        return made
+            pieces.append(Piece(calling))
+        return pieces
 
     def _buckets(self, values: Sequence[Any]) -> Iterator[Bucket]:
-        whole = sum(bytes_of(value) for value in values)
-        full = max(BUCKET_BYTES, -(-whole // BUCKETS))
+        all_bytes = sum(bytes_of(value) for value in values)
+        full = max(BUCKET_BYTES, -(-all_bytes // BUCKETS))
         filling: dict[tuple[Sum, str], list[Any]] = {}
         for value in values:
             key = (self.sums.reduced[value], str(element_of(value)))
@@ -300,23 +302,23 @@ class Cut:
 
     def _connect(self) -> None:
         """Find the inputs and outputs of each piece."""
-        made_by: dict[Any, Piece | Opened] = {}
+        step_of: dict[Any, Piece | Opened] = {}
         for step in self.steps:
             for one in step.operations if isinstance(step, Piece) else (step.operation,):
-                made_by.update(dict.fromkeys(one.results, step))
+                step_of.update(dict.fromkeys(one.results, step))
         pieces = self.pieces
         arguments = set(self.arguments)
         calling = any(map(calls, pieces[-1].operations))
         # The function has ended when its results are there: so the last piece has one if it calls the client.
-        made = [None if at in self._kept else value for at, value in enumerate(self.results)]
-        last = _last(made) if calling else None
+        own_results = [None if at in self._kept else value for at, value in enumerate(self.results)]
+        last = _last(own_results) if calling else None
         before_last = self.steps[: self.steps.index(pieces[-1])]
         opened = (one.ends for one in before_last if isinstance(one, Opened))
         ends = [value for value in opened if value is not None]
         for at, value in enumerate(self.results):
             if at in self._kept:
                 continue
-            own = None if value in self.sums.reduced or value is last else made_by.get(value)
+            own = None if value in self.sums.reduced or value is last else step_of.get(value)
             (own if isinstance(own, Piece) else pieces[-1]).results.append(at)
         for at, step in enumerate(self.steps):
             if isinstance(step, Opened):
@@ -334,12 +336,14 @@ class Cut:
                     takes[exchange] = None
                 elif value in arguments:
                     inputs[value] = None
-                elif made_by.get(value) is not piece:
+                elif step_of.get(value) is not piece:
                     inputs[value] = None
-                    maker = made_by[value]
+                    maker = step_of[value]
                     if isinstance(maker, Piece) and value not in maker.outputs:
                         maker.outputs.append(value)
-            sums = dict.fromkeys(self.bucket_of[value] for value in self._summed_in(piece))
+            sums = dict.fromkeys(
+                self.bucket_of[value] for value in self._wholes(piece) if value in self.sums.reduced
+            )
             piece.inputs, piece.sums, piece.takes = list(inputs), list(sums), list(takes)
 
     def is_ready(self, value: Any) -> bool:
@@ -357,9 +361,6 @@ class Cut:
                 pending += self._uses[self._maker[value]]
             else:
                 yield value
-
-    def _summed_in(self, piece: Piece) -> Iterator[Any]:
-        yield from (value for value in self._wholes(piece) if value in self.sums.reduced)
 
     def _wholes(self, piece: Piece) -> Iterator[Any]:
         """Yield the values that a piece uses, reduced ones after their sum."""

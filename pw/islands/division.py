@@ -19,24 +19,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxlib.version
-import numpy as np
-from jax._src.interpreters import mlir  # how JAX gives a module to a compiler
 from jax.extend.mlir import ir
-from jaxlib import _jax, xla_client
+from jax.interpreters import mlir
 
+from pw.core.installed import version
+from pw.core.jax_private.compiling import CompileOptions, DeviceList, assignment_of, cpu_client
+from pw.core.jax_private.stablehlo import of_hlo
 from pw.core.programs.stablehlo import harmless_options
 from pw.islands.errors import CannotCut
 from pw.processes.kept_files import KeptFiles, cache_folder
 
 LIMIT_BYTES = 256 << 20
-"""A larger folder of divided modules loses those that were used longest ago."""
+"""Most bytes of the folder of divided modules; those that were used longest ago go first."""
 
 _FORMAT = 3
 """Grows when a file holds something else."""
 _AFTER = "after_spmd-partitioning"
 _STOP = "pw_stop"
-"""A native function that there is not."""
+"""Name of a native function that does not exist."""
 _RESULTS = "mhlo.spmd_output_sharding"
 
 
@@ -44,12 +44,12 @@ class Divided(NamedTuple):
     """A module as one device runs it, and how its arguments and results are divided over all devices."""
 
     module: Any
-    """Of MLIR, in the context of the given one; its function is `main`."""
+    """Module of MLIR, in the context of the one that was divided; its function is `main`."""
     arguments: tuple[str, ...]
     """The HLO sharding of each argument, in XLA's words."""
     results: tuple[str, ...]
     is_of_other: bool = False
-    """Whether it was divided for an equal module with other locations, which it has."""
+    """Whether it was divided for an equal module, whose other locations it has."""
 
 
 def divide(
@@ -79,9 +79,9 @@ def divide(
 def _divided(module: Any, devices: int, options: bytes) -> bytes:
     """Return a divided module, as MLIR writes it."""
     if options:
-        wanted = xla_client.CompileOptions.ParseFromString(options)
+        wanted = CompileOptions.ParseFromString(options)
     else:
-        wanted = xla_client.CompileOptions()
+        wanted = CompileOptions()
         wanted.executable_build_options.use_shardy_partitioner = True
     wanted.num_replicas, wanted.num_partitions = 1, devices
     build = wanted.executable_build_options
@@ -90,7 +90,7 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
     propagated = build.allow_spmd_sharding_propagation_to_output
     if len(propagated) > 1:
         build.allow_spmd_sharding_propagation_to_output = [*propagated, True]
-    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(1, -1))
+    build.device_assignment = assignment_of(range(devices), 1, devices)
     asked = harmless_options(wanted.env_option_overrides)
     folder = tempfile.mkdtemp(prefix="pw-division-")
     wanted.env_option_overrides = [
@@ -105,11 +105,11 @@ def _divided(module: Any, devices: int, options: bytes) -> bytes:
     ]
     try:
         error = _compile(_with_stop(module), devices, wanted)
-        found = sorted(Path(folder).glob(f"*.{_AFTER}.*.hlo.pb"))
-        if not found:
+        dumps = sorted(Path(folder).glob(f"*.{_AFTER}.*.hlo.pb"))
+        if not dumps:
             words = str(error).splitlines()[0] if error else "its partitioner did not run"
             raise CannotCut(f"XLA does not divide it: {words}")
-        local = _jax.mlir.hlo_to_stablehlo(_module_of(found[-1].read_bytes()))
+        local = of_hlo(_module_of(dumps[-1].read_bytes()))
         return _without_stop(local, module.context)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,19 +158,19 @@ def _return(main: Any, values: Sequence[Any]) -> None:
     kinds = ir.FunctionType.get(main.type.inputs, [value.type for value in values])
     main.attributes["function_type"] = ir.TypeAttr.get(kinds)
     if "res_attrs" in main.attributes:
-        known = list(ir.ArrayAttr(main.attributes["res_attrs"]))
-        every = [*known, ir.DictAttr.get({})][: len(values)]
+        attributes = list(ir.ArrayAttr(main.attributes["res_attrs"]))
+        every = [*attributes, ir.DictAttr.get({})][: len(values)]
         main.attributes["res_attrs"] = ir.ArrayAttr.get(every)
 
 
 def _read(local: bytes, context: Any, *, is_of_other: bool) -> Divided:
-    made = ir.Module.parse(local, context)
-    attributes = made.operation.attributes
+    module = ir.Module.parse(local, context)
+    attributes = module.operation.attributes
     of_parameters = "mhlo.spmd_parameters_shardings"
     listed = ir.ArrayAttr(attributes[of_parameters]) if of_parameters in attributes else ()
     arguments = tuple(ir.StringAttr(one).value for one in listed)
     results = _each(ir.StringAttr(attributes[_RESULTS]).value)
-    return Divided(made, arguments, results, is_of_other)
+    return Divided(module, arguments, results, is_of_other)
 
 
 class Divisions(KeptFiles):
@@ -187,13 +187,13 @@ class Divisions(KeptFiles):
         located = hashlib.sha256(mlir.module_to_bytecode(module)).digest()
         kept = None if afresh else self.load_with(key, bytes)
         if kept is None:
-            kept = made = located + _divided(module, devices, options)
-            self.save_with(key, lambda: made)
+            kept = content = located + _divided(module, devices, options)
+            self.save_with(key, lambda: content)
         size = len(located)
         return _read(kept[size:], module.context, is_of_other=kept[:size] != located)
 
-    def _made_by(self) -> bytes:
-        return f"{_FORMAT} {jaxlib.version.__version__}".encode()
+    def _versions(self) -> bytes:
+        return f"{_FORMAT} {version('jaxlib')}".encode()
 
 
 @functools.cache
@@ -213,9 +213,9 @@ def _compile(module: bytes, devices: int, options: Any) -> Exception | None:
     with _lock:
         process, size, client = _client
         if process != os.getpid() or size < devices:
-            client = xla_client.make_cpu_client(asynchronous=False, num_devices=devices)
+            client = cpu_client(devices)
             _client = os.getpid(), devices, client
-    chosen = xla_client.DeviceList(tuple(client.devices()[:devices]))
+    chosen = DeviceList(tuple(client.devices()[:devices]))
     try:
         client.compile_and_load(module, chosen, options)
     except Exception as error:  # noqa: BLE001 - what XLA raises has no common class
@@ -235,17 +235,17 @@ def _module_of(proto: bytes) -> bytes:
             return proto[at : at + size]
 
 
-def _each(said: str) -> tuple[str, ...]:
+def _each(words: str) -> tuple[str, ...]:
     """Return the shardings of the elements of a tuple: `{{replicated}, {devices=[2]<=[2]}}`."""
-    if not said.startswith("{{"):
-        return () if said == "{}" else (said,)
-    found, depth, start = [], 0, 0
-    for at, letter in enumerate(said):
+    if not words.startswith("{{"):
+        return () if words == "{}" else (words,)
+    elements, depth, start = [], 0, 0
+    for at, letter in enumerate(words):
         if letter == "{":
             depth += 1
             start = at if depth == 2 else start
         elif letter == "}":
             if depth == 2:
-                found.append(said[start : at + 1])
+                elements.append(words[start : at + 1])
             depth -= 1
-    return tuple(found)
+    return tuple(elements)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax._src.interpreters import mlir  # types of elements
 from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from pw.islands.assignment import Assignment
 from pw.islands.flat import element_of, elements_of, entry, shape_of
@@ -41,15 +41,15 @@ class Emit:
 
     @property
     def devices(self) -> int:
-        """How many devices the island has."""
+        """Return the number of the island's devices."""
         return self.assignment.devices(self.island)
 
     def new(self, name: str, type_: Any, operands: Sequence[Any], **attributes: Any) -> Any:
         """Add an operation with one result; return the result."""
-        made = ir.Operation.create(
+        operation = ir.Operation.create(
             name, [type_], list(operands), attributes, loc=self.location, ip=self.end
         )
-        return made.results[0]
+        return operation.results[0]
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -106,10 +106,10 @@ class Emit:
 
     def line(self, values: Sequence[Any], size: int) -> Any:
         """Return the elements of values one after the other, and zeros behind them: `size` in sum."""
-        found = [flat(self, value) for value in values]
+        parts = [flat(self, value) for value in values]
         if spare := size - sum(map(elements_of, values)):
-            found.append(self.zeros(self.type((spare,), values[0])))
-        return self.concat(found, 0)
+            parts.append(self.zeros(self.type((spare,), values[0])))
+        return self.concat(parts, 0)
 
     def stack(self, values: Sequence[Any]) -> Any:
         """Return values side by side in a new first dimension."""
@@ -146,13 +146,13 @@ class Emit:
         shape = shape_of(value)
         zero = self.constant(np.int32(0))
         sizes = (1, *shape[1:])
-        taken = self.new(
+        row = self.new(
             "stablehlo.dynamic_slice",
             self.type(sizes, value),
             [value, index, *[zero] * (len(shape) - 1)],
             slice_sizes=_array(sizes),
         )
-        return self.reshape(taken, shape[1:])
+        return self.reshape(row, shape[1:])
 
     def select(self, flag: Any, left: Any, right: Any) -> Any:
         """Return one of two values."""
@@ -290,19 +290,19 @@ class Emit:
 
     def fold(self, values: Sequence[Any], like: Any) -> Any:
         """Combine values, one after the other, by the reduction of the operation `like`."""
-        made = values[0]
+        total = values[0]
         for value in values[1:]:
-            made = self._combined(made, value, like)
-        return made
+            total = self._combined(total, value, like)
+        return total
 
     def _combined(self, left: Any, right: Any, like: Any) -> Any:
         """Combine by a reducer of scalars: its operations, on whole tensors."""
         body = entry(like)
         shape = shape_of(left)
-        given = dict(zip(body.arguments, (left, right), strict=True))
+        values = dict(zip(body.arguments, (left, right), strict=True))
         *steps, last = [one.operation for one in body.operations]
         for step in steps:
-            operands = [given[value] for value in step.operands]
+            operands = [values[value] for value in step.operands]
             types = [
                 ir.RankedTensorType.get(list(shape), element_of(result)) for result in step.results
             ]
@@ -312,25 +312,25 @@ class Emit:
                 attributes["value"] = ir.DenseElementsAttr.get_splat(
                     types[0], dense.get_splat_value()
                 )
-            made = ir.Operation.create(
+            copy = ir.Operation.create(
                 step.name, types, operands, attributes, loc=self.location, ip=self.end
             )
-            given.update(zip(step.results, made.results, strict=True))
-        return given[last.operands[0]]
+            values.update(zip(step.results, copy.results, strict=True))
+        return values[last.operands[0]]
 
     def _reducing(self, name: str, type_: Any, value: Any, kind: str, **attributes: Any) -> Any:
-        made = ir.Operation.create(
+        operation = ir.Operation.create(
             name, [type_], [value], attributes, regions=1, loc=self.location, ip=self.end
         )
         scalar = ir.RankedTensorType.get([], element_of(value))
-        block = ir.Block.create_at_start(made.regions[0], [scalar] * 2, [self.location] * 2)
+        block = ir.Block.create_at_start(operation.regions[0], [scalar] * 2, [self.location] * 2)
         inside = ir.InsertionPoint(block)
         both = list(block.arguments)
         total = ir.Operation.create(kind, [scalar], both, {}, loc=self.location, ip=inside)
         ir.Operation.create(
             "stablehlo.return", [], list(total.results), {}, loc=self.location, ip=inside
         )
-        return made.results[0]
+        return operation.results[0]
 
     def _among(self, groups: Groups) -> dict[str, Any]:
         return {"replica_groups": dense(groups), "channel_handle": self._channel()}

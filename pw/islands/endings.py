@@ -21,7 +21,7 @@ _MOVES = {
     "stablehlo.transpose",
     "stablehlo.slice",
 }
-"""What these make of booleans that are all false is false."""
+"""Operations that make only false of booleans that are all false."""
 
 
 def end_by_island(main: Any, assignment: Assignment) -> None:
@@ -98,17 +98,17 @@ class _Same:
 
     def __init__(self, arguments: dict[Any, Any]) -> None:
         self._arguments = arguments
-        self._known: dict[tuple[Any, Any], bool] = {}
+        self._results: dict[tuple[Any, Any], bool] = {}
 
     def __call__(self, left: Any, right: Any) -> bool:
         """Whether both are one value, if both blocks have the same arguments."""
         if left == right or left in self._arguments:
             return bool(left == right or self._arguments[left] == right)
-        if (left, right) not in self._known:
-            self._known[left, right] = self._is_made_so(left, right)
-        return self._known[left, right]
+        if (left, right) not in self._results:
+            self._results[left, right] = self._is_equal(left, right)
+        return self._results[left, right]
 
-    def _is_made_so(self, left: Any, right: Any) -> bool:
+    def _is_equal(self, left: Any, right: Any) -> bool:
         one, other = maker(left), maker(right)
         if one is None or other is None or one.name != other.name:
             return False
@@ -122,5 +122,5 @@ class _Same:
 
 
 def _described(one: Any) -> dict[str, Any]:
-    known = {name: one.attributes[name] for name in one.attributes if name != "channel_handle"}
-    return known | {"types": [result.type for result in one.results]}
+    attributes = {name: one.attributes[name] for name in one.attributes if name != "channel_handle"}
+    return attributes | {"types": [result.type for result in one.results]}

@@ -29,13 +29,13 @@ class Wire(NamedTuple):
     """A value that an island offers to others."""
 
     shape: tuple[int, ...]
-    """On a device."""
+    """Shape of the wire on a device."""
     is_equal: bool = False
-    """Whether all devices of an island hold the same."""
+    """True if all devices of an island have the same value."""
     is_operand: bool = False
-    """Whether it is the operand as it is."""
+    """True if the operand is sent unchanged."""
     follows: bool = False
-    """Whether devices with equal operands hold the same."""
+    """True if devices with equal operands have the same value."""
 
 
 Source = tuple[int, int]
@@ -60,7 +60,7 @@ class Exchange:
 
     @property
     def wires(self) -> list[Wire]:
-        """What each island offers."""
+        """Return the wires that each island offers."""
         raise NotImplementedError
 
     def needs(self, island: int) -> list[Source]:
@@ -104,7 +104,7 @@ class Gather(Exchange):
         return [(0, other) for other in self.lies.islands[island]]
 
     def pack(self, emit: Emit, operand: Any) -> list[Any]:
-        """Nothing is done before."""
+        """Return the operand: nothing is done before."""
         return [operand]
 
     def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
@@ -118,9 +118,9 @@ class Gather(Exchange):
         if order == tuple((a, b) for a in range(lies.spread) for b in range(lies.width)):
             gathered = [_gathered(emit, value, inner, along, lies.width) for value in values]
             return emit.concat(gathered, along)
-        whole = emit.all_gather(emit.stack(values), inner)
+        rows = emit.all_gather(emit.stack(values), inner)
         return emit.concat(
-            [emit.row(whole, at * lies.spread + island) for island, at in order], along
+            [emit.row(rows, at * lies.spread + island) for island, at in order], along
         )
 
 
@@ -148,23 +148,23 @@ class Gathers(Exchange):
 
     def unpack_all(self, emit: Emit, arrived: Mapping[Source, Any]) -> list[Any]:
         """Take the operands apart, and gather each."""
-        made, start = [], 0
+        results, start = [], 0
         for one in self._each:
             stop = start + elements_of(one.operand)
             own = {
                 source: emit.reshape(emit.slice(line, 0, start, stop), shape_of(one.operand))
                 for source, line in arrived.items()
             }
-            made.append(one.unpack(emit, own))
+            results.append(one.unpack(emit, own))
             start = stop
-        return made
+        return results
 
 
 def _gathered(emit: Emit, value: Any, groups: Groups, along: int, width: int) -> Any:
     if along == 0:
         return emit.all_gather(value, groups)
-    whole = emit.all_gather(emit.stack([value]), groups)
-    return emit.concat([emit.row(whole, at) for at in range(width)], along)
+    rows = emit.all_gather(emit.stack([value]), groups)
+    return emit.concat([emit.row(rows, at) for at in range(width)], along)
 
 
 class ToAll(Exchange):
@@ -176,7 +176,7 @@ class ToAll(Exchange):
 
     @property
     def wires(self) -> list[Wire]:
-        """For each island the chunks of its members, by sender."""
+        """Return the chunks of the island's members for each island, by sender."""
         follows = self.lies.width == 1
         return [Wire((self.lies.width, *self._chunk), follows=follows)] * self.lies.spread
 
@@ -191,7 +191,7 @@ class ToAll(Exchange):
         return tuple(shape)
 
     def needs(self, island: int) -> list[Source]:
-        """What each island of its groups has for this one."""
+        """Return the sources on the islands of its groups that have values for this island."""
         own = self.lies.islands[island]
         return [(own.index(island), other) for other in own]
 
@@ -229,7 +229,7 @@ class Scatter(ToAll):
 
     @property
     def wires(self) -> list[Wire]:
-        """For each island what this island's members add up for it."""
+        """Return the sums that this island's members make for each island."""
         return [Wire(self._chunk, follows=self.lies.width == 1)] * self.lies.spread
 
     @property
@@ -238,13 +238,13 @@ class Scatter(ToAll):
 
     def pack(self, emit: Emit, operand: Any) -> list[Any]:
         """Add up inside of the island."""
-        made = []
+        totals = []
         for chunks in _by_island(emit, operand, self._split, self.lies):
             total = emit.reduce_scatter(
                 emit.stack(chunks), self.lies.inner[emit.island], self._kind
             )
-            made.append(emit.row(total, 0))
-        return made
+            totals.append(emit.row(total, 0))
+        return totals
 
     def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
         """Add, in the order of the islands."""
@@ -263,9 +263,9 @@ class Permute(Exchange):
         self._own = [pair for pair in self._groups if not assignment.crosses(pair)]
         islands, position = assignment.islands, assignment.position
         self._moves: list[list[tuple[int, int]]] = [[] for _ in range(assignment.count)]
-        """By island: the positions from and to which its values for other islands move."""
+        """Positions, by island, from and to which its values for other islands move."""
         self._sources: list[dict[int, int]] = [{} for _ in range(assignment.count)]
-        """By island and position there: the island that sends."""
+        """Island that sends, by island and position there."""
         self._is_even = len({assignment.devices(islands[one]) for p in crossing for one in p}) == 1
         for source, target in crossing:
             self._moves[islands[source]].append((position[source], position[target]))
@@ -305,8 +305,8 @@ class Permute(Exchange):
 
     def needs(self, island: int) -> list[Source]:
         """The values of islands that send to this one, and its own."""
-        found = [(0, other) for other in sorted(set(self._sources[island].values()))]
-        return [*found, *([(1, island)] if self._own else [])]
+        sources = [(0, other) for other in sorted(set(self._sources[island].values()))]
+        return [*sources, *([(1, island)] if self._own else [])]
 
     def pack(self, emit: Emit, operand: Any) -> list[Any]:
         """Bring values to their places on the island."""
@@ -322,13 +322,13 @@ class Permute(Exchange):
     def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
         """Choose: what has arrived, what has stayed, or zeros."""
         island = emit.island
-        made = arrived[1, island] if self._own else emit.zeros(self.results[0].type)
+        result = arrived[1, island] if self._own else emit.zeros(self.results[0].type)
         sources = self._sources[island]
         for other in sorted(set(sources.values())):
             away = arrived[0, other]
             is_all = len(sources) == emit.devices and len(set(sources.values())) == 1
-            made = away if is_all else emit.select(self._is_from(emit, other), away, made)
-        return made
+            result = away if is_all else emit.select(self._is_from(emit, other), away, result)
+        return result
 
     def _is_from(self, emit: Emit, other: int) -> Any:
         """Return whether this device's value comes from the island `other`."""

@@ -29,18 +29,18 @@ def flatten(module: Any) -> Any:
         call = calls.pop()
         callee = functions[_callee(call)]
         body = entry(callee)
-        given = dict(zip(body.arguments, call.operands, strict=True))
+        values = dict(zip(body.arguments, call.operands, strict=True))
         before = ir.InsertionPoint(call)
         *steps, last = list(body.operations)
         for step in steps:
             copied = step.operation.clone(before)
             for one in (copied, *walk(copied)):
-                replace_operands(one, given)
+                replace_operands(one, values)
                 if one.name in _CALLS:
                     calls.append(one)
-            given.update(zip(step.operation.results, copied.results, strict=True))
+            values.update(zip(step.operation.results, copied.results, strict=True))
         for old, new in zip(call.results, last.operation.operands, strict=True):
-            old.replace_all_uses_with(given.get(new, new))
+            old.replace_all_uses_with(values.get(new, new))
         call.erase()
     for function in functions.values():
         function.erase()
@@ -82,7 +82,7 @@ def _without_tuple(call: Any) -> Any:
     kinds = ir.TupleType(call.results[0].type)
     types = [kinds.get_type(at) for at in range(kinds.num_types)]
     attributes = {name: call.attributes[name] for name in call.attributes}
-    made = ir.Operation.create(
+    new = ir.Operation.create(
         call.name,
         types,
         list(call.operands),
@@ -93,10 +93,10 @@ def _without_tuple(call: Any) -> Any:
     for use in list(call.results[0].uses):
         element = use.owner.operation
         at = ir.IntegerAttr(element.attributes["index"]).value
-        element.results[0].replace_all_uses_with(made.results[at])
+        element.results[0].replace_all_uses_with(new.results[at])
         element.erase()
     call.erase()
-    return made
+    return new
 
 
 def _with_options(call: Any) -> None:
@@ -116,13 +116,13 @@ def _as_exported(one: Any) -> Any:
             cannot("the smallest elements of a value (top_k) are not supported over islands", one)
         attributes["k"] = one.attributes["k"]
     types = [result.type for result in one.results]
-    made = ir.Operation.create(
+    operation = ir.Operation.create(
         name, types, list(one.operands), attributes, loc=one.location, ip=ir.InsertionPoint(one)
     )
-    for old, new in zip(one.results, made.results, strict=True):
+    for old, new in zip(one.results, operation.results, strict=True):
         old.replace_all_uses_with(new)
     one.erase()
-    return made
+    return operation
 
 
 def walk(operation: Any) -> Iterator[Any]:
@@ -191,11 +191,11 @@ def used_by(operation: Any) -> Iterator[Any]:
             inside.update(one.results)
 
 
-def replace_operands(operation: Any, given: dict[Any, Any]) -> None:
+def replace_operands(operation: Any, values: dict[Any, Any]) -> None:
     """Let an operation use other values."""
     for at, operand in enumerate(operation.operands):
-        if operand in given:
-            operation.operands[at] = given[operand]
+        if operand in values:
+            operation.operands[at] = values[operand]
 
 
 def is_token(value: Any) -> bool:

@@ -44,20 +44,20 @@ class Aligned:
     """Groups that are the same on each of their islands: at the same positions, in the same order."""
 
     islands: tuple[tuple[int, ...], ...]
-    """By island: those that its groups are on, in the order of the groups, itself included."""
+    """Islands of the groups of each island, itself included, in the order of the groups."""
     inner: tuple[Groups, ...]
-    """By island: the positions of each group there."""
+    """Positions of each group, by island."""
     order: tuple[tuple[tuple[int, int], ...], ...]
-    """By island: for each member of a group the index of its island, and its index on the island."""
+    """Index of the island, and index on it, of each member of a group, by island."""
 
     @cached_property
     def width(self) -> int:
-        """How many members a group has on an island."""
+        """Return the number of a group's members on an island."""
         return len(self.inner[0][0])
 
     @cached_property
     def spread(self) -> int:
-        """How many islands a group is on."""
+        """Return the number of islands of a group."""
         return len(self.islands[0])
 
 
@@ -88,13 +88,13 @@ def aligned(groups: Groups, assignment: Assignment) -> Aligned | None:
     every = range(assignment.count)
     if len(islands) != assignment.count:
         return None
-    found = Aligned(
+    result = Aligned(
         tuple(islands[at] for at in every),
         tuple(tuple(inner[at]) for at in every),
         tuple(order[at] for at in every),
     )
-    widths = {len(positions) for own in found.inner for positions in own}
-    return found if len(widths) == 1 and len({len(one) for one in found.islands}) == 1 else None
+    widths = {len(positions) for own in result.inner for positions in own}
+    return result if len(widths) == 1 and len({len(one) for one in result.islands}) == 1 else None
 
 
 def dense(groups: Sequence[Sequence[int]]) -> Any:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxlib import xla_client
-
+from pw.core.jax_private.compiling import HloSharding
 from pw.islands.flat import entry, operations_of, returned, used_by
 from pw.islands.groups import NAMES, PERMUTE, groups_of
 
@@ -22,8 +21,8 @@ _BY_POSITION = {"stablehlo.all_to_all", "stablehlo.reduce_scatter"}
 
 def number(keys: Iterable[object]) -> Labels:
     """Return labels that are equal where the keys are."""
-    known: dict[object, int] = {}
-    return tuple([known.setdefault(key, len(known)) for key in keys])
+    numbers: dict[object, int] = {}
+    return tuple([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 class LabelsOf:
@@ -36,50 +35,50 @@ class LabelsOf:
     def __init__(self, block: Any, arguments: Sequence[Labels], partitions: int) -> None:
         self._partitions = partitions
         self._none: Labels = (0,) * partitions
-        self._known: dict[Any, Labels] = {}
+        self._labels: dict[Any, Labels] = {}
         self._joined: dict[tuple[Labels, Labels], Labels] = {}
         self.add(block, arguments)
 
     def __getitem__(self, value: Any) -> Labels:
-        return self._known[value]
+        return self._labels[value]
 
     def add(self, block: Any, arguments: Sequence[Labels]) -> list[Labels]:
         """Find the labels of a block's values; return those of what it returns."""
-        self._known.update(zip(block.arguments, arguments, strict=True))
+        self._labels.update(zip(block.arguments, arguments, strict=True))
         for one in operations_of(block):
             self._operation(one)
-        return [self._known[value] for value in returned(block)]
+        return [self._labels[value] for value in returned(block)]
 
     def join(self, labels: Iterable[Labels]) -> Labels:
         """Return the labels of what is computed from values with these labels."""
-        made = self._none
+        result = self._none
         for one in labels:
-            if one is made or one == self._none:
+            if one is result or one == self._none:
                 continue
-            if made == self._none:
-                made = one
+            if result == self._none:
+                result = one
                 continue
-            key = (made, one)
+            key = (result, one)
             if key not in self._joined:
-                self._joined[key] = number(zip(made, one, strict=True))
-            made = self._joined[key]
-        return made
+                self._joined[key] = number(zip(result, one, strict=True))
+            result = self._joined[key]
+        return result
 
     def _operation(self, one: Any) -> None:
         if one.name == "stablehlo.while":
-            made = self._loop(one)
+            results = self._loop(one)
         elif one.name in ("stablehlo.if", "stablehlo.case"):
-            made = self._branches(one)
+            results = self._branches(one)
         elif one.name == "stablehlo.optimization_barrier":
-            made = [self._known[value] for value in one.operands]
+            results = [self._labels[value] for value in one.operands]
         else:
-            made = [self._simple(one)] * len(one.results)
-        self._known.update(zip(one.results, made, strict=True))
+            results = [self._simple(one)] * len(one.results)
+        self._labels.update(zip(one.results, results, strict=True))
 
     def _simple(self, one: Any) -> Labels:
         if one.name in _EACH_OWN:
             return tuple(range(self._partitions))
-        operands = self.join(self._known[value] for value in used_by(one) if value in self._known)
+        operands = self.join(self._labels[value] for value in used_by(one) if value in self._labels)
         if one.name not in NAMES:
             return operands
         keys: list[object] = [None] * self._partitions
@@ -93,7 +92,7 @@ class LabelsOf:
         return number(keys)
 
     def _loop(self, one: Any) -> list[Labels]:
-        carried = [self._known[value] for value in one.operands]
+        carried = [self._labels[value] for value in one.operands]
         condition, body = entry(one, 0), entry(one, 1)
         while True:
             going = self.add(condition, carried)
@@ -104,19 +103,19 @@ class LabelsOf:
             carried = joined
 
     def _branches(self, one: Any) -> list[Labels]:
-        chosen = self._known[one.operands[0]]
+        chosen = self._labels[one.operands[0]]
         ends = [self.add(entry(one, at), ()) for at in range(len(one.regions))]
         return [self.join([chosen, *same]) for same in zip(*ends, strict=True)]
 
 
 def labels_of(sharding: str, partitions: int) -> Labels:
     """Return the labels of an array that is divided as an HLO sharding says, in XLA's words."""
-    said = xla_client.HloSharding.from_string(sharding)
-    if said.is_replicated():
+    tiling = HloSharding.from_string(sharding)
+    if tiling.is_replicated():
         return (0,) * partitions
-    if not said.is_tiled():
+    if not tiling.is_tiled():
         return tuple(range(partitions))
-    holders = list(said.tile_assignment_devices())
-    copies = said.tile_assignment_dimensions()[-1] if said.replicate_on_last_tile_dim() else 1
+    holders = list(tiling.tile_assignment_devices())
+    copies = tiling.tile_assignment_dimensions()[-1] if tiling.replicate_on_last_tile_dim() else 1
     tile = dict(zip(holders, (at // copies for at in range(len(holders))), strict=True))
     return number(tile[at] for at in range(partitions))

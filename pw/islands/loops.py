@@ -25,22 +25,22 @@ from pw.islands.flat import (
 from pw.islands.plan import Counter
 
 ITERATIONS = 4096
-"""An opened loop has at most so many iterations: each is a computation of its own."""
+"""Most iterations of an opened loop: each is a computation of its own."""
 
 _LESS = {"LT": 0, "LE": 1}
 
 
 def iterations(loop: Any) -> tuple[int, Counter]:
     """Return how often a loop runs, and what counts that. Raises CannotCut if it is not known."""
-    found = _counted(loop)
-    if found is None:
+    result = _counted(loop)
+    if result is None:
         raise UncountedLoop(
             "a loop needs values of other islands in each iteration, and its values decide how often it "
             "runs. Use jax.lax.scan or fori_loop with a known number of iterations, or call a function for "
             "each iteration",
             loop,
         )
-    count, counter = found
+    count, counter = result
     if count > ITERATIONS:
         raise UncountedLoop(
             f"a loop needs values of other islands in each of {count} iterations, and at most {ITERATIONS} "
@@ -52,8 +52,8 @@ def iterations(loop: Any) -> tuple[int, Counter]:
 
 def is_counted(loop: Any) -> bool:
     """Whether it is known how often a loop runs, and that is not too often to run it one by one."""
-    found = _counted(loop)
-    return found is not None and found[0] <= ITERATIONS
+    result = _counted(loop)
+    return result is not None and result[0] <= ITERATIONS
 
 
 def _counted(loop: Any) -> tuple[int, Counter] | None:
@@ -107,35 +107,35 @@ def choose(branches: Any) -> None:
     results: list[list[Any]] = []
     for at in range(len(branches.regions)):
         block = entry(branches, at)
-        given: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         for one in operations_of(block):
             copied = one.clone(point)
             for inner in (copied, *walk(copied)):
-                replace_operands(inner, given)
+                replace_operands(inner, values)
             if calls(copied):
                 _only_in(copied, branches, at, point)
-            given.update(zip(one.results, copied.results, strict=True))
-        results.append([given.get(value, value) for value in returned(block)])
+            values.update(zip(one.results, copied.results, strict=True))
+        results.append([values.get(value, value) for value in returned(block)])
     (chosen,) = branches.operands
     for place, result in enumerate(branches.results):
         if is_token(result):
             tokens = [own[place] for own in results]
-            made = ir.Operation.create(
+            choice = ir.Operation.create(
                 "stablehlo.after_all", [result.type], tokens, loc=branches.location, ip=point
             ).results[0]
-            result.replace_all_uses_with(made)
+            result.replace_all_uses_with(choice)
             continue
-        made = results[-1][place]
+        choice = results[-1][place]
         for at in reversed(range(len(results) - 1)):
             flag = chosen if branches.name == "stablehlo.if" else _is(chosen, at, branches, point)
-            made = ir.Operation.create(
+            choice = ir.Operation.create(
                 "stablehlo.select",
                 [result.type],
-                [flag, results[at][place], made],
+                [flag, results[at][place], choice],
                 loc=branches.location,
                 ip=point,
             ).results[0]
-        result.replace_all_uses_with(made)
+        result.replace_all_uses_with(choice)
     branches.erase()
 
 
@@ -153,17 +153,17 @@ def _only_in(one: Any, branches: Any, at: int, point: Any) -> None:
 
     def new(name: str, *operands: Any) -> Any:
         kinds = [operands[0].type]
-        made = ir.Operation.create(name, kinds, list(operands), loc=one.location, ip=before)
-        return made.results[0]
+        operation = ir.Operation.create(name, kinds, list(operands), loc=one.location, ip=before)
+        return operation.results[0]
 
     if branches.name == "stablehlo.if":
         flag = chosen if at == 0 else new("stablehlo.not", chosen)
     elif at < len(branches.regions) - 1:
         flag = _is(chosen, at, branches, before)
     else:
-        others = [_is(chosen, other, branches, before) for other in range(at)]
+        earlier = [_is(chosen, other, branches, before) for other in range(at)]
         flag = new(
-            "stablehlo.not", functools.reduce(lambda a, b: new("stablehlo.or", a, b), others)
+            "stablehlo.not", functools.reduce(lambda a, b: new("stablehlo.or", a, b), earlier)
         )
     one.operands[0] = new("stablehlo.and", one.operands[0], flag)
 

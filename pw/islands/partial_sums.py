@@ -28,7 +28,7 @@ from pw.islands.tables import Tables
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """How the values of a group's devices are combined."""
+    """A reduction of the values of a group's devices."""
 
     kind: str
     """The operation of StableHLO that combines two elements."""
@@ -39,9 +39,9 @@ class Sum:
 
 
 Flag = str | Sum
-"""What a value is on each device: ZERO, WHOLE, or the part of a sum."""
+"""State of a value on each device: ZERO, COMPLETE, or the part of a sum."""
 ZERO = "zeros: whole and partial at once"
-WHOLE = "whole"
+COMPLETE = "complete"
 
 _ADD = "stablehlo.add"
 _KINDS = {
@@ -92,12 +92,12 @@ class Sums:
         self._sums: dict[tuple[str, Groups], Sum | None] = {}
         self._parts: dict[tuple[Sum, int], Sum] = {}
         self._tables = Tables(assignment.partitions)
-        self._flags.update(dict.fromkeys(block.arguments, WHOLE))
+        self._flags.update(dict.fromkeys(block.arguments, COMPLETE))
         self._block(block, False)
         for value in returned(block):
-            self._whole(value, False)
-        made = {value: at for at, one in enumerate(block.operations) for value in one.results}
-        self.reduced = dict(sorted(self.reduced.items(), key=lambda item: made[item[0]]))
+            self._reduce(value, False)
+        order = {value: at for at, one in enumerate(block.operations) for value in one.results}
+        self.reduced = dict(sorted(self.reduced.items(), key=lambda item: order[item[0]]))
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -118,11 +118,11 @@ class Sums:
         flag = self._flag_of(operation, is_inside) or self._part_of(operation, is_inside)
         if flag is None:
             for operand in operation.operands:
-                self._whole(operand, is_inside)
-            flag = ZERO if self._is_zero(operation) else WHOLE
+                self._reduce(operand, is_inside)
+            flag = ZERO if self._is_zero(operation) else COMPLETE
         self._flags.update(dict.fromkeys(operation.results, flag))
 
-    def _whole(self, value: Any, is_inside: bool) -> None:
+    def _reduce(self, value: Any, is_inside: bool) -> None:
         """Have a value reduced, because it is needed."""
         flag = self._flags.get(value)
         if not isinstance(flag, Sum):
@@ -137,14 +137,14 @@ class Sums:
         total = self._sum_of(operation)
         if total is None:
             for operand in operation.operands:
-                self._whole(operand, is_inside)
+                self._reduce(operand, is_inside)
             if is_inside:
                 raise _MustOpen
             self.exchanged.append(operation)
-            self._flags.update(dict.fromkeys(operation.results, WHOLE))
+            self._flags.update(dict.fromkeys(operation.results, COMPLETE))
             return
         operand, result = operation.operands[0], operation.results[0]
-        self._whole(operand, is_inside)
+        self._reduce(operand, is_inside)
         if total.kind == _ADD:
             self._flags[result] = total
             if not is_inside and not self._can_wait(result):
@@ -152,7 +152,7 @@ class Sums:
         elif is_inside:
             raise _MustOpen
         else:
-            self._flags[result] = WHOLE
+            self._flags[result] = COMPLETE
             self.reduced[result] = total
 
     def _sum_of(self, operation: Any) -> Sum | None:
@@ -181,13 +181,13 @@ class Sums:
             if is_inside:
                 raise
             for value in operation.operands:
-                self._whole(value, False)
+                self._reduce(value, False)
             self.opened.append(operation)
-            self._flags.update(dict.fromkeys(operation.results, WHOLE))
+            self._flags.update(dict.fromkeys(operation.results, COMPLETE))
 
     def _loop(self, operation: Any, is_inside: bool) -> None:
-        starts = [self._flags.get(value, WHOLE) for value in operation.operands]
-        flags: list[Flag] = [ZERO if flag == ZERO else WHOLE for flag in starts]
+        starts = [self._flags.get(value, COMPLETE) for value in operation.operands]
+        flags: list[Flag] = [ZERO if flag == ZERO else COMPLETE for flag in starts]
         masked = list(self.masked)
         condition, body = entry(operation, 0), entry(operation, 1)
         while True:
@@ -195,52 +195,52 @@ class Sums:
             for block in (condition, body):
                 self._flags.update(zip(block.arguments, flags, strict=True))
                 self._block(block, True)
-            ends = [self._flags.get(value, WHOLE) for value in returned(body)]
+            ends = [self._flags.get(value, COMPLETE) for value in returned(body)]
             after = [_join(*pair) for pair in zip(flags, ends, strict=True)]
             if after == flags:
                 break
             flags = after
         for value in returned(condition):
-            self._whole(value, True)
+            self._reduce(value, True)
         carried = zip(operation.operands, flags, ends, strict=True)
         for at, (value, flag, end) in enumerate(carried):
             if isinstance(flag, Sum):
-                if end == WHOLE:
+                if end == COMPLETE:
                     raise _MustOpen  # a sum in some iterations only
-                if starts[at] == WHOLE:
+                if starts[at] == COMPLETE:
                     self.masked.append((operation, at, flag.groups))
                 elif isinstance(starts[at], Sum) and starts[at] != flag:
                     raise _MustOpen
             else:
-                self._whole(value, is_inside)
+                self._reduce(value, is_inside)
             self._flags[operation.results[at]] = flag
 
     def _choice(self, operation: Any, is_inside: bool) -> None:
         for value in used_by(operation):  # branches have no sums inside
-            self._whole(value, is_inside)
+            self._reduce(value, is_inside)
         ends: list[list[Flag]] = []
         for at in range(len(operation.regions)):
             block = entry(operation, at)
             self._block(block, True)
-            ends.append([self._flags.get(value, WHOLE) for value in returned(block)])
+            ends.append([self._flags.get(value, COMPLETE) for value in returned(block)])
         for at, result in enumerate(operation.results):
-            found = {branch[at] for branch in ends} - {ZERO}
-            if len(found) > 1:
+            kinds = {branch[at] for branch in ends} - {ZERO}
+            if len(kinds) > 1:
                 raise _MustOpen  # a branch makes a sum, and another one does not
-            self._flags[result] = found.pop() if found else ZERO
+            self._flags[result] = kinds.pop() if kinds else ZERO
 
     # --- operations -------------------------------------------------------------------------------
 
     def _flag_of(self, operation: Any, is_inside: bool) -> Flag | None:
         """Return the flag of a linear operation on partial values; None if it is not one."""
         operands = list(operation.operands)
-        flags = [self._flags.get(value, WHOLE) for value in operands]
+        flags = [self._flags.get(value, COMPLETE) for value in operands]
         sums = {flag for flag in flags if isinstance(flag, Sum)}
         if len(sums) != 1 or not self._is_linear(operation, flags):
             return None
         (total,) = sums
         for value, flag in zip(operands, flags, strict=True):
-            if flag == WHOLE and not self._is_equal(value, total.groups):
+            if flag == COMPLETE and not self._is_equal(value, total.groups):
                 return None  # each device of a group would weigh its part otherwise
             is_early = value in self.reduced or not self._can_wait(value)
             if flag is total and not is_inside and is_early:
@@ -264,7 +264,7 @@ class Sums:
         if (total, along) not in self._parts:
             self._parts[total, along] = replace(total, along=along)
         self.reduced[operation.results[0]] = self._parts[total, along]
-        return WHOLE
+        return COMPLETE
 
     def _is_equal(self, value: Any, groups: Groups) -> bool:
         labels = self._labels[value]
@@ -287,11 +287,11 @@ class Sums:
     def _is_linear(self, operation: Any, flags: Sequence[Flag]) -> bool:
         name = operation.name
         is_sum = [isinstance(flag, Sum) for flag in flags]
-        no_whole = [flag != WHOLE for flag in flags]
+        is_partial = [flag != COMPLETE for flag in flags]
         if name in _MOVES:
             return True
         if name in _ADDS or name == "stablehlo.optimization_barrier":
-            return all(no_whole)
+            return all(is_partial)
         if name == "stablehlo.convert":
             return _is_widening(operation)
         if name == "stablehlo.multiply":
@@ -299,13 +299,13 @@ class Sums:
         if name in ("stablehlo.divide", "stablehlo.dynamic_slice"):
             return is_sum[0] and not any(is_sum[1:])
         if name == "stablehlo.select":
-            return flags[0] == WHOLE and all(no_whole[1:])
+            return flags[0] == COMPLETE and all(is_partial[1:])
         if name == "stablehlo.dynamic_update_slice":
-            return all(no_whole[:2]) and not any(is_sum[2:])
+            return all(is_partial[:2]) and not any(is_sum[2:])
         if name == "stablehlo.pad":
-            return all(no_whole)
+            return all(is_partial)
         if name in ("stablehlo.reduce", REDUCE):
-            return all(no_whole) and reducer(operation) == _ADD
+            return all(is_partial) and reducer(operation) == _ADD
         return False
 
     def _is_zero(self, operation: Any) -> bool:
@@ -332,7 +332,7 @@ def _join(start: Flag, end: Flag) -> Flag:
     for flag in (start, end):
         if isinstance(flag, Sum):
             return flag
-    return WHOLE if WHOLE in (start, end) else ZERO
+    return COMPLETE if COMPLETE in (start, end) else ZERO
 
 
 def reducer(operation: Any) -> str | None:

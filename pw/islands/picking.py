@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 
 from pw.islands.emit import Emit
-from pw.islands.exchanges import (
-    BROADCAST,
-    GATHER,
-    SCATTER,
-    Exchange,
-    Source,
-    Wire,
-)
+from pw.islands.exchanges import BROADCAST, GATHER, SCATTER, Exchange, Source, Wire
 from pw.islands.flat import shape_of
 from pw.islands.groups import PERMUTE, REDUCE
 
@@ -35,24 +28,24 @@ class PickFromAll(Exchange):
 
     def pack(self, emit: Emit, operand: Any) -> list[Any]:
         """Gather the values of the island."""
-        whole = emit.all_gather(emit.stack([operand]), (tuple(range(emit.devices)),))
+        rows = emit.all_gather(emit.stack([operand]), (tuple(range(emit.devices)),))
         missing = self.wires[0].shape[0] - emit.devices
         if missing:
             type_ = emit.type((missing, *shape_of(operand)), operand)
-            whole = emit.concat([whole, emit.zeros(type_)], 0)
-        return [whole]
+            rows = emit.concat([rows, emit.zeros(type_)], 0)
+        return [rows]
 
     def unpack(self, emit: Emit, arrived: Mapping[Source, Any]) -> Any:
         """Pick the values of the group, and do what the collective does."""
         assignment = self._assignment
         each = self.wires[0].shape[0]
-        whole = emit.concat([arrived[source] for source in self.needs(emit.island)], 0)
+        rows = emit.concat([arrived[source] for source in self.needs(emit.island)], 0)
         rank = [
             island * each + place
             for island, place in zip(assignment.islands, assignment.position, strict=True)
         ]
         if self.operation.name == PERMUTE:
-            return self._permuted(emit, whole, rank)
+            return self._permuted(emit, rows, rank)
         groups: dict[int, tuple[int, ...]] = {one: group for group in self._groups for one in group}
         group_of = [groups.get(one, (one,)) for one in range(assignment.partitions)]
         width = max(map(len, self._groups))
@@ -61,7 +54,7 @@ class PickFromAll(Exchange):
 
         def member(at: int) -> Any:
             index = np.array([rank[group[at % len(group)]] for group in group_of], np.int32)
-            return emit.row_at(whole, emit.table(index))
+            return emit.row_at(rows, emit.table(index))
 
         values = [member(at) for at in range(width)]
         own = np.array([group.index(one) for one, group in enumerate(group_of)], np.int32)
@@ -70,12 +63,14 @@ class PickFromAll(Exchange):
         if self.operation.name == GATHER:
             return emit.concat(values, self._number("all_gather_dim"))
         if self.operation.name == REDUCE:
-            made = values[0]
+            result = values[0]
             for at, value in enumerate(values[1:], 1):
-                total = emit.fold([made, value], self.operation)
+                total = emit.fold([result, value], self.operation)
                 is_member = [at < len(group) for group in group_of]
-                made = total if all(is_member) else emit.select(emit.flag(is_member), total, made)
-            return made
+                result = (
+                    total if all(is_member) else emit.select(emit.flag(is_member), total, result)
+                )
+            return result
         split = self._number(
             "scatter_dimension" if self.operation.name == SCATTER else "split_dimension"
         )
@@ -87,11 +82,11 @@ class PickFromAll(Exchange):
             return emit.fold(chunks, self.operation)
         return emit.concat(chunks, self._number("concat_dimension"))
 
-    def _permuted(self, emit: Emit, whole: Any, rank: list[int]) -> Any:
+    def _permuted(self, emit: Emit, rows: Any, rank: list[int]) -> Any:
         source = {target: rank[origin] for origin, target in self._groups}
         index = [source.get(one, -1) for one in range(self._assignment.partitions)]
-        taken = emit.row_at(whole, emit.table(np.maximum(np.array(index, np.int32), 0)))
+        row = emit.row_at(rows, emit.table(np.maximum(np.array(index, np.int32), 0)))
         if -1 not in index:
-            return taken
+            return row
         flag = emit.flag([one >= 0 for one in index])
-        return emit.new("stablehlo.select", taken.type, [flag, taken, emit.zeros(taken.type)])
+        return emit.new("stablehlo.select", row.type, [flag, row, emit.zeros(row.type)])

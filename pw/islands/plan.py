@@ -13,13 +13,13 @@ NUMBER = -1
 
 
 class Lies(NamedTuple):
-    """How an array lies on the devices of an island."""
+    """The layout of an array on the devices of an island."""
 
     shape: tuple[int, ...]
-    """Of the array of the whole island."""
+    """Shape of the array on the whole island."""
     dtype: np.dtype[Any]
     axes: tuple[tuple[str, ...], ...]
-    """For each of its first dimensions the mesh axes of the island that split it."""
+    """Mesh axes of the island that split each of its first dimensions."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Code:
     donated: tuple[int, ...] = ()
     """Positions of the inputs whose buffers it takes."""
     calls_back: bool = False
-    """It calls functions in its client's process."""
+    """Whether it calls functions in its client's process."""
 
 
 class Ref(NamedTuple):
@@ -44,14 +44,14 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """One computation on each island."""
 
     codes: tuple[Code, ...]
     inputs: tuple[tuple[Ref, ...], ...]
-    """By island."""
+    """Values that the computation takes, by island."""
     outputs: tuple[int, ...]
-    """The numbers of the results: each island has its own."""
+    """Numbers of the results: each island has its own."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Counter:
     """A value that a loop carries, and that is known before."""
 
     at: int
-    """Its position among what the loop carries."""
+    """Position among what the loop carries."""
     start: np.generic
     step: int
 
@@ -69,20 +69,20 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Loop:
+class PlanLoop:
     """Steps that run several times."""
 
     count: int
     counter: Counter
     operands: tuple[int, ...]
-    """What the first iteration takes."""
+    """Values that the first iteration takes."""
     arguments: tuple[int, ...]
     """The numbers by which the steps know what they carry."""
-    first: tuple[Step | Loop, ...]
-    rest: tuple[Step | Loop, ...]
-    """Of the later iterations: they take over the buffers of what they carry."""
+    first: tuple[PlanStep | PlanLoop, ...]
+    rest: tuple[PlanStep | PlanLoop, ...]
+    """Steps of the later iterations: they take over the buffers of what they carry."""
     carried: tuple[int, ...]
-    """What the next iteration takes."""
+    """Values that the next iteration takes."""
     outputs: tuple[int, ...]
 
 
@@ -90,7 +90,7 @@ class Loop:
 class Plan:
     """A function that is cut; its arguments are the values 0, 1, and so on."""
 
-    steps: tuple[Step | Loop, ...]
+    steps: tuple[PlanStep | PlanLoop, ...]
     results: tuple[int, ...]
     unused: tuple[int, ...]
     """Donated arguments that no computation takes."""
@@ -101,12 +101,12 @@ class Plan:
         return list(dict.fromkeys(step.codes[0] for step in _all(self.steps)))
 
 
-def _all(steps: Sequence[Step | Loop]) -> list[Step]:
-    found: list[Step] = []
+def _all(steps: Sequence[PlanStep | PlanLoop]) -> list[PlanStep]:
+    flat: list[PlanStep] = []
     for step in steps:
-        if isinstance(step, Loop):
-            found += _all(step.first)
-            found += _all(step.rest) if step.count > 1 else []
+        if isinstance(step, PlanLoop):
+            flat += _all(step.first)
+            flat += _all(step.rest) if step.count > 1 else []
         else:
-            found.append(step)
-    return found
+            flat.append(step)
+    return flat

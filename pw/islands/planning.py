@@ -19,7 +19,7 @@ from pw.islands.groups import NAMES, PERMUTE, aligned, groups_of, is_crossing
 from pw.islands.labels import Labels, LabelsOf, labels_of
 from pw.islands.loops import choose, iterations
 from pw.islands.partial_sums import Sums
-from pw.islands.plan import NUMBER, Code, Lies, Loop, Plan, Ref, Step
+from pw.islands.plan import NUMBER, Code, Lies, Plan, PlanLoop, PlanStep, Ref
 from pw.islands.reductions import merge
 from pw.islands.scope import Input, LiesOf, Scope
 from pw.islands.sums import Bucket
@@ -27,11 +27,7 @@ from pw.islands.writing import Sides, Writer
 
 
 def plan(
-    divided: Divided,
-    assignment: Assignment,
-    sides: Sides,
-    name: str,
-    donated: Collection[int] = (),
+    divided: Divided, assignment: Assignment, sides: Sides, name: str, donated: Collection[int] = ()
 ) -> Plan:
     """Cut a divided function at the collectives that cross islands.
 
@@ -49,9 +45,9 @@ def plan(
     merge(main, assignment)
     end_by_island(main, assignment)
     block = entry(main)
-    given = [labels_of(one, assignment.partitions) for one in divided.arguments]
+    labels = [labels_of(one, assignment.partitions) for one in divided.arguments]
     planner = _Planner(main, assignment, sides, name)
-    return planner.plan(block, given, donated)
+    return planner.plan(block, labels, donated)
 
 
 class _Raw(NamedTuple):
@@ -60,7 +56,7 @@ class _Raw(NamedTuple):
     piece: Piece
     name: str
     inputs: list[list[Input]]
-    """By island."""
+    """Values that the piece takes, by island."""
     outputs: list[list[tuple[Any, Lies]]]
     numbers: list[int]
 
@@ -93,20 +89,18 @@ class _Planner:
         self._numbers = itertools.count()
         self._is_uniform = _is_uniform(main, assignment, sides)
 
-    def plan(self, block: Any, given: Sequence[Labels], donated: Collection[int]) -> Plan:
+    def plan(self, block: Any, labels: Sequence[Labels], donated: Collection[int]) -> Plan:
         """Plan the whole function."""
-        self._labels = LabelsOf(block, given, self._assignment.partitions)
+        self._labels = LabelsOf(block, labels, self._assignment.partitions)
         self._writer = Writer(
             self._main, self._sides.meshes, self._assignment, self._labels, self._name
         )
         arguments, results = self._sides.arguments, self._sides.results
         raw = self._block(
-            block,
-            lambda at, island: arguments[at][island],
-            lambda at, island: results[at][island],
+            block, lambda at, island: arguments[at][island], lambda at, island: results[at][island]
         )
-        steps, taken = self._written(raw, {raw.arguments[at] for at in donated})
-        unused = tuple(at for at in donated if raw.arguments[at] not in taken)
+        steps, reused = self._written(raw, {raw.arguments[at] for at in donated})
+        unused = tuple(at for at in donated if raw.arguments[at] not in reused)
         return Plan(tuple(steps), tuple(raw.results), unused)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -148,63 +142,63 @@ class _Planner:
                 steps.append(self._adder(scope, step.makes))
         return _Block(cut, steps, scope.arguments, results)
 
-    def _adder(self, scope: Scope, bucket: Bucket) -> Step:
+    def _adder(self, scope: Scope, bucket: Bucket) -> PlanStep:
         codes: list[Code] = []
         for island in self._islands:
             is_new = not codes or not self._is_uniform
             codes.append(self._writer.adder(bucket, island) if is_new else codes[0])
         inputs = tuple(scope.addends(bucket, island) for island in self._islands)
-        return Step(tuple(codes), inputs, (scope.sum(bucket),))
+        return PlanStep(tuple(codes), inputs, (scope.sum(bucket),))
 
     def _loop(self, scope: Scope, opened: Opened) -> _RawLoop:
         count, counter = iterations(opened.operation)
         operands, carried = scope.operands(opened), scope.carried(opened, counter)
         kept = [at for at, is_kept in enumerate(opened.kept) if is_kept or at == counter.at]
         body = entry(opened.operation, 1)
-        made = self._block(body, carried, carried, kept, "in each iteration, ")
-        return _RawLoop(count, counter, operands, made, scope.results(opened))
+        inner = self._block(body, carried, carried, kept, "in each iteration, ")
+        return _RawLoop(count, counter, operands, inner, scope.results(opened))
 
     # --- code -------------------------------------------------------------------------------------
 
     def _written(self, block: _Block, donated: set[int]) -> tuple[list[Any], set[int]]:
         """Write the steps of a block; return them, and which of the `donated` values a step takes over."""
-        last, taken = _last_uses(block, donated), set[int]()
+        last, reused = _last_uses(block, donated), set[int]()
         once = _used_once(block)
         written: list[Any] = []
         for at, step in enumerate(block.steps):
-            if isinstance(step, Step):
+            if isinstance(step, PlanStep):
                 written.append(step)
             elif isinstance(step, _RawLoop):
                 written.append(self._written_loop(step, once))
             else:
                 own = {value for value, where in last.items() if where == at}
-                taken |= own
+                reused |= own
                 written.append(self._written_piece(block.cut, step, own))
-        return written, taken
+        return written, reused
 
-    def _written_piece(self, cut: Cut, raw: _Raw, taken: set[int]) -> Step:
+    def _written_piece(self, cut: Cut, raw: _Raw, reused: set[int]) -> PlanStep:
         codes: list[Code] = []
         inputs: list[tuple[Ref, ...]] = []
         has_number = False
         for island in self._islands:
             own = raw.inputs[island]
             if not codes or not self._is_uniform:
-                donated = [at for at, one in enumerate(own) if one.ref.value in taken]
+                donated = [at for at, one in enumerate(own) if one.ref.value in reused]
                 code, has_number = self._writer.piece(
                     cut,
                     raw.piece,
                     island,
                     [(one.what, one.lies) for one in own],
-                    [(_made(what), lies) for what, lies in raw.outputs[island]],
+                    [(_output(what), lies) for what, lies in raw.outputs[island]],
                     raw.name,
                     donated,
                 )
             codes.append(code)
             number = (Ref(NUMBER, island),) if has_number else ()
             inputs.append((*[one.ref for one in own], *number))
-        return Step(tuple(codes), tuple(inputs), tuple(raw.numbers))
+        return PlanStep(tuple(codes), tuple(inputs), tuple(raw.numbers))
 
-    def _written_loop(self, loop: _RawLoop, once: set[int]) -> Loop:
+    def _written_loop(self, loop: _RawLoop, once: set[int]) -> PlanLoop:
         """Write the iterations of a loop: the first one may donate only what is used `once` around it."""
         body = loop.body
         changing = {
@@ -212,13 +206,13 @@ class _Planner:
             for own, after in zip(body.arguments, body.results, strict=True)
             if own != after and body.results.count(after) == 1
         }
-        given = zip(body.arguments, loop.operands, strict=True)
-        own = changing.intersection(argument for argument, value in given if value in once)
+        pairs = zip(body.arguments, loop.operands, strict=True)
+        own = changing.intersection(argument for argument, value in pairs if value in once)
         first, _ = self._written(body, own)
         rest = first
         if own != changing and loop.iterations > 1:
             rest, _ = self._written(body, changing)
-        return Loop(
+        return PlanLoop(
             loop.iterations,
             loop.counter,
             tuple(loop.operands),
@@ -230,7 +224,7 @@ class _Planner:
         )
 
 
-def _made(what: Any) -> Any:
+def _output(what: Any) -> Any:
     """Return an output as `Writer.piece` names it."""
     return ("whole", what[1]) if isinstance(what, tuple) and what[0] == "result" else what
 
@@ -241,7 +235,7 @@ def _used_once(block: _Block) -> set[int]:
     for step in block.steps:
         if isinstance(step, _RawLoop):
             uses.update(step.operands)
-        elif isinstance(step, Step):
+        elif isinstance(step, PlanStep):
             uses.update({ref.value for own in step.inputs for ref in own})
         else:
             uses.update({one.ref.value for own in step.inputs for one in own})
@@ -258,7 +252,7 @@ def _last_uses(block: _Block, wanted: set[int]) -> dict[int, int]:
             continue
         refs = (
             step.inputs
-            if isinstance(step, Step)
+            if isinstance(step, PlanStep)
             else [[one.ref for one in own] for own in step.inputs]
         )
         for island, own in enumerate(refs):
@@ -266,15 +260,15 @@ def _last_uses(block: _Block, wanted: set[int]) -> dict[int, int]:
                 if ref.value in wanted:
                     last[ref.value] = at if last.get(ref.value) != -1 else -1
                     uses.setdefault((ref.value, at), []).append((island, ref.island))
-    found = {}
+    own_last = {}
     for value, at in last.items():
         here = uses.get((value, at), [])
         islands = [island for island, _ in here]
         is_own = all(a == b for a, b in here) and len(set(islands)) == len(islands)
         is_piece = at >= 0 and isinstance(block.steps[at], _Raw)
         if is_own and is_piece and value not in block.results:
-            found[value] = at
-    return found
+            own_last[value] = at
+    return own_last
 
 
 def _is_uniform(main: Any, assignment: Assignment, sides: Sides) -> bool:
@@ -299,8 +293,8 @@ def _is_uniform(main: Any, assignment: Assignment, sides: Sides) -> bool:
                 return False
             continue
         if one.name == PERMUTE:
-            made = exchange_of(one, assignment)
-            if isinstance(made, Permute) and not made.is_uniform:
+            exchange = exchange_of(one, assignment)
+            if isinstance(exchange, Permute) and not exchange.is_uniform:
                 return False
             continue
         lies = aligned(groups_of(one), assignment)

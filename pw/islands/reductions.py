@@ -84,17 +84,17 @@ def _product(first: Groups, second: Groups, partitions: int) -> Groups | None:
     """Return the groups over which values are added that are added in two ways, one after the other."""
     of_first = {one: group for group in first for one in group}
     of_second = {one: group for group in second for one in group}
-    found: dict[frozenset[int], tuple[int, ...]] = {}
+    groups: dict[frozenset[int], tuple[int, ...]] = {}
     for one in range(partitions):
         if one not in of_first or one not in of_second:
             return None
         members = Counter(each for other in of_second[one] for each in of_first.get(other, ()))
         if set(members.values()) != {1}:
             return None
-        found.setdefault(frozenset(members), tuple(sorted(members)))
-    if sum(map(len, found)) != partitions:
+        groups.setdefault(frozenset(members), tuple(sorted(members)))
+    if sum(map(len, groups)) != partitions:
         return None
-    return tuple(sorted(found.values()))
+    return tuple(sorted(groups.values()))
 
 
 def _is_same_in(cut: Any, groups: Groups, tables: Tables) -> bool:

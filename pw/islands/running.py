@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pw.islands.plan import NUMBER, Code, Loop, Plan, Ref, Step
+from pw.islands.plan import NUMBER, Code, Plan, PlanLoop, PlanStep, Ref
 
 V = TypeVar("V")
 Call = Callable[[Code, int, list[V]], Sequence[V]]
@@ -21,7 +21,7 @@ Call = Callable[[Code, int, list[V]], Sequence[V]]
 class _Issued(NamedTuple):
     """A step as it runs once: its values have numbers of their own."""
 
-    step: Step
+    step: PlanStep
     inputs: tuple[tuple[Ref, ...], ...]
     outputs: tuple[int, ...]
 
@@ -54,21 +54,21 @@ def run(
     values: dict[int, list[V]] = {at: list(parts) for at, parts in enumerate(arguments)}
     used = {ref.value for one in order.issued for own in one.inputs for ref in own}
     for number in used.intersection(order.constants):
-        known = order.constants[number]
-        values[number] = [constant(one, island) for island, one in enumerate(known)]
+        constants = order.constants[number]
+        values[number] = [constant(one, island) for island, one in enumerate(constants)]
     for issued in _early(order.issued):
-        made = [
+        results_by_island = [
             call(code, island, [values[ref.value][ref.island] for ref in issued.inputs[island]])
             for island, code in enumerate(issued.step.codes)
         ]
         for place, number in enumerate(issued.outputs):
-            values[number] = [results[place] for results in made]
+            values[number] = [results[place] for results in results_by_island]
     return [values[names[number]] for number in plan.results]
 
 
 def _islands(plan: Plan) -> int:
     step = plan.steps[0]
-    while isinstance(step, Loop):
+    while isinstance(step, PlanLoop):
         step = step.first[0]
     return len(step.codes)
 
@@ -83,11 +83,11 @@ class _Order:
         self._next = arguments
         self._number = self._constant([np.int32(island) for island in islands])
 
-    def add(self, steps: Sequence[Step | Loop], names: dict[int, int]) -> None:
+    def add(self, steps: Sequence[PlanStep | PlanLoop], names: dict[int, int]) -> None:
         """Add steps; `names` has the numbers of their values in this order."""
         names[NUMBER] = self._number
         for step in steps:
-            if isinstance(step, Loop):
+            if isinstance(step, PlanLoop):
                 self._loop(step, names)
                 continue
             inputs = tuple(
@@ -97,7 +97,7 @@ class _Order:
             names.update(zip(step.outputs, outputs, strict=True))
             self.issued.append(_Issued(step, inputs, outputs))
 
-    def _loop(self, loop: Loop, names: dict[int, int]) -> None:
+    def _loop(self, loop: PlanLoop, names: dict[int, int]) -> None:
         carried = [names[number] for number in loop.operands]
         for iteration in range(loop.count + 1):
             counter = [loop.counter.value(iteration)] * len(self._islands)
@@ -109,9 +109,9 @@ class _Order:
             carried = [inside[number] for number in loop.carried]
         names.update(zip(loop.outputs, carried, strict=True))
 
-    def _constant(self, known: list[np.generic]) -> int:
+    def _constant(self, numbers: list[np.generic]) -> int:
         number = self._new()
-        self.constants[number] = known
+        self.constants[number] = numbers
         return number
 
     def _new(self) -> int:
@@ -121,7 +121,7 @@ class _Order:
 
 def _early(issued: Sequence[_Issued]) -> list[_Issued]:
     """Put each step whose values other islands take before the last one that waits for other islands."""
-    taken = {
+    sent = {
         ref.value
         for one in issued
         for island, own in enumerate(one.inputs)
@@ -132,16 +132,16 @@ def _early(issued: Sequence[_Issued]) -> list[_Issued]:
     waiting = -1  # the place of the last step that waits
     for one in issued:
         later = order[waiting:] if waiting >= 0 else []
-        made = {number for other in later for number in other.outputs}
+        outputs = {number for other in later for number in other.outputs}
         used = {ref.value for other in later for own in other.inputs for ref in own}
         needs = {ref.value for own in one.inputs for ref in own}
-        given = {
+        donated = {
             one.inputs[island][at].value
             for island, code in enumerate(one.step.codes)
             for at in code.donated
         }
-        is_free = not made & needs and not used & given
-        if later and is_free and not one.waits and taken.intersection(one.outputs):
+        is_free = not outputs & needs and not used & donated
+        if later and is_free and not one.waits and sent.intersection(one.outputs):
             order.insert(waiting, one)
             waiting += 1
             continue

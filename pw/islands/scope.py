@@ -15,11 +15,11 @@ from pw.islands.sums import Bucket
 from pw.islands.writing import ENDED, Writer
 
 LiesOf = Callable[[int, int], Lies]
-"""How argument or result `at` lies on an island."""
+"""Function that returns how argument or result `at` lies on an island."""
 
 
 class Input(NamedTuple):
-    """What a piece takes on an island."""
+    """A value that a piece takes on an island."""
 
     what: Any
     """See `Writer.piece`."""
@@ -61,9 +61,9 @@ class Scope:
         self._number: dict[Any, int] = dict(zip(cut.arguments, self.arguments, strict=True))
         self._place = {value: at for at, value in enumerate(cut.arguments)}
         self._kept: dict[Any, Any] = {}
-        """By result of a loop that keeps a value as it is: that value."""
+        """Value that a loop keeps as it is, by the result of the loop."""
         self._carried: dict[Any, Any] = {}
-        """By value that is handed to a loop: the argument of the loop's body."""
+        """Argument of a loop's body, by the value that is handed to the loop."""
         for one in cut.sums.opened:
             carried = zip(one.operands, entry(one, 1).arguments, strict=True)
             self._carried.update(carried)
@@ -85,38 +85,40 @@ class Scope:
 
     def inputs(self, piece: Piece, island: int) -> list[Input]:
         """Return what a piece takes on an island."""
-        found = [
+        inputs = [
             Input(value, Ref(self.named(value), island), self.lies(value, island))
             for value in piece.inputs
         ]
         for bucket in piece.sums:
             lies = self._writer.of_bucket(bucket, island)
             for part, holder in enumerate(bucket.sums(island)):
-                found.append(Input((bucket, part), Ref(self.sum(bucket), holder), lies))
+                inputs.append(Input((bucket, part), Ref(self.sum(bucket), holder), lies))
         for exchange in piece.takes:
             for source in exchange.needs(island):
-                found.append(self._wire(exchange, *source, island))
-        return found
+                inputs.append(self._wire(exchange, *source, island))
+        return inputs
 
     def outputs(self, piece: Piece, island: int) -> list[tuple[Any, Lies]]:
         """Return what a piece makes on an island."""
         between = self._writer.between
-        made: list[tuple[Any, Lies]] = [(value, between(value, island)) for value in piece.outputs]
+        outputs: list[tuple[Any, Lies]] = [
+            (value, between(value, island)) for value in piece.outputs
+        ]
         for value in piece.handed:
-            made.append((("whole", value), between(self._carried.get(value, value), island)))
+            outputs.append((("whole", value), between(self._carried.get(value, value), island)))
         for exchange in piece.sends:
             for at, wire in enumerate(exchange.wires):
                 if not self._is_argument(exchange, wire):
-                    made.append(((exchange, at), self._writer.of_wire(exchange, wire, island)))
+                    outputs.append(((exchange, at), self._writer.of_wire(exchange, wire, island)))
         for at in piece.results:
-            made.append((("result", self.cut.results[at], at), self._result(at, island)))
+            outputs.append((("result", self.cut.results[at], at), self._result(at, island)))
         if piece.makes is not None:
             lies = self._writer.of_bucket(piece.makes, island)
-            made += [((piece.makes, at), lies) for at in range(piece.makes.parts)]
+            outputs += [((piece.makes, at), lies) for at in range(piece.makes.parts)]
         if any(map(calls, piece.operations)):
             # XLA drops operations on several devices that only make what is empty, calls too.
-            made.append(((ENDED, piece), Lies((), np.dtype(np.bool_), ())))
-        return made
+            outputs.append(((ENDED, piece), Lies((), np.dtype(np.bool_), ())))
+        return outputs
 
     def _wire(self, exchange: Exchange, at: int, source: int, island: int) -> Input:
         wire, operand = exchange.wires[at], exchange.operand
@@ -170,11 +172,11 @@ class Scope:
 
     def results(self, opened: Opened) -> list[int]:
         """Return the numbers of what an opened loop makes."""
-        operands, made = list(opened.operation.operands), list(opened.operation.results)
-        for value, result, is_kept in zip(operands, made, self._kept_by(opened), strict=True):
+        operands, results = list(opened.operation.operands), list(opened.operation.results)
+        for value, result, is_kept in zip(operands, results, self._kept_by(opened), strict=True):
             if is_kept:
                 self._kept[result] = self._kept.get(value, value)
-        return [self.named(value) for value in made]
+        return [self.named(value) for value in results]
 
     def _kept_by(self, opened: Opened) -> list[bool]:
         """Return which operands a loop keeps as they are, and as they lie."""

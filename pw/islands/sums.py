@@ -19,8 +19,8 @@ from pw.islands.emit import Emit
 from pw.islands.flat import bytes_of, element_of, elements_of, shape_of
 from pw.islands.partial_sums import Sum
 
-WHOLE_BYTES = 64 << 10
-"""Buckets up to this size are added on every island: one transfer takes less time than two."""
+SMALL_BYTES = 64 << 10
+"""Most bytes of a bucket that is added on every island: one transfer takes less time than two."""
 
 
 @dataclass(eq=False)
@@ -30,11 +30,11 @@ class Bucket:
     index: int
     sum: Sum
     values: list[Any]
-    """Each is flattened, one after the other."""
+    """Values of the bucket; each is flattened, one after the other."""
 
     @property
     def elements(self) -> int:
-        """How many elements a device has."""
+        """Return the number of elements on a device."""
         return sum(elements_of(value) for value in self.values)
 
     @property
@@ -45,11 +45,11 @@ class Bucket:
     @property
     def is_small(self) -> bool:
         """Whether every island adds all of it."""
-        return not self.is_apart and sum(bytes_of(value) for value in self.values) <= WHOLE_BYTES
+        return not self.is_apart and sum(bytes_of(value) for value in self.values) <= SMALL_BYTES
 
     @property
     def parts(self) -> int:
-        """How many parts it has, each of which one island adds."""
+        """Return the number of parts of the bucket, each of which one island adds."""
         return 1 if self.is_small else self.sum.aligned.spread
 
     @property
@@ -59,7 +59,7 @@ class Bucket:
 
     @property
     def each(self) -> int:
-        """How many elements a device has of a part."""
+        """Return the number of elements of a part on a device."""
         parts = 1 if self.is_apart else self.parts
         return -(-self.elements // (parts * self.divided))
 
@@ -79,10 +79,10 @@ class Bucket:
             chunks = [emit.parts(value, self.sum.along, self.parts) for value in values]
             lines = [emit.line(own, self.each * self.divided) for own in zip(*chunks, strict=True)]
             return [emit.reduce_scatter(line, inner, self.sum.kind) for line in lines]
-        whole = emit.line(values, self.each * self.parts * self.divided)
+        content = emit.line(values, self.each * self.parts * self.divided)
         if self.is_small:
-            return [emit.all_reduce(whole, inner, self.sum.kind)]
-        return emit.parts(emit.reduce_scatter(whole, inner, self.sum.kind), 0, self.parts)
+            return [emit.all_reduce(content, inner, self.sum.kind)]
+        return emit.parts(emit.reduce_scatter(content, inner, self.sum.kind), 0, self.parts)
 
     def sums(self, island: int) -> list[int]:
         """Return the islands whose sums an island takes."""
@@ -102,11 +102,11 @@ class Bucket:
 
     def unpack(self, emit: Emit, parts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the values of a bucket and their sums."""
-        whole = emit.concat(parts, 0)
+        line = emit.concat(parts, 0)
         if self.divided > 1:
-            whole = emit.all_gather(whole, self.sum.aligned.inner[emit.island])
+            line = emit.all_gather(line, self.sum.aligned.inner[emit.island])
         start = 0
         for value in self.values:
             stop = start + elements_of(value)
-            yield value, emit.reshape(emit.slice(whole, 0, start, stop), shape_of(value))
+            yield value, emit.reshape(emit.slice(line, 0, start, stop), shape_of(value))
             start = stop

@@ -26,15 +26,15 @@ class Tables:
 
     def __init__(self, partitions: int) -> None:
         self._partitions = partitions
-        self._known: dict[Any, Table | None] = {}
+        self._tables: dict[Any, Table | None] = {}
 
     def of(self, value: Any) -> Table | None:
         """Return what a value is on each device; None if that is not known."""
         if isinstance(value.owner, ir.Block):
             return None
-        if value not in self._known:
-            self._known[value] = self._evaluated(value.owner.operation)
-        return self._known[value]
+        if value not in self._tables:
+            self._tables[value] = self._evaluated(value.owner.operation)
+        return self._tables[value]
 
     def _evaluated(self, one: Any) -> Table | None:
         if one.name == "stablehlo.partition_id":
@@ -49,14 +49,14 @@ class Tables:
             left, right = self.of(one.operands[0]), self.of(one.operands[1])
             if left is None or right is None or (one.name in _DIVIDES and not right.all()):
                 return None
-            made: Table = _BINARY[one.name](left, right)
-            return made
+            result: Table = _BINARY[one.name](left, right)
+            return result
         if one.name == "stablehlo.dynamic_slice":
-            found = [self.of(value) for value in one.operands]
-            if any(table is None for table in found):
+            tables = [self.of(value) for value in one.operands]
+            if any(table is None for table in tables):
                 return None
-            whole, *starts = found
-            return np.stack([_row(whole, starts, at, shape) for at in range(self._partitions)])
+            operand, *starts = tables
+            return np.stack([_row(operand, starts, at, shape) for at in range(self._partitions)])
         return None
 
     def _constant(self, one: Any) -> Table | None:
@@ -65,18 +65,18 @@ class Tables:
         if not isinstance(kind, ir.IntegerType) or kind.width < 8:
             return None
         value = np.array(ir.DenseIntElementsAttr(one.attributes["value"]), np.int64)
-        whole = np.broadcast_to(value, shape_of(one.results[0]))
-        return np.broadcast_to(whole, (self._partitions, *whole.shape))
+        table = np.broadcast_to(value, shape_of(one.results[0]))
+        return np.broadcast_to(table, (self._partitions, *table.shape))
 
 
 _DIVIDES = {"stablehlo.divide", "stablehlo.remainder"}
 
 
-def _row(whole: Any, starts: list[Any], at: int, shape: tuple[int, ...]) -> Table:
+def _row(table: Any, starts: list[Any], at: int, shape: tuple[int, ...]) -> Table:
     """Return a slice of a device's value."""
-    row = whole[at]
+    row = table[at]
     for dimension, (start, size) in enumerate(zip(starts, shape, strict=True)):
         first = int(np.clip(start[at], 0, row.shape[dimension] - size))
         row = row.take(range(first, first + size), dimension)
-    made: Table = row
-    return made
+    result: Table = row
+    return result

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax._src.export._export import _module_to_bytecode  # what `jax.export` makes portable with
-from jax._src.interpreters import mlir  # types of elements
 from jax.extend.mlir import ir, passmanager
+from jax.interpreters import mlir
 
 from pw.core.dtypes import BY_MLIR
+from pw.core.jax_private.stablehlo import portable
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import dtype_of
 from pw.islands import sums
@@ -42,11 +42,11 @@ Mesh = dict[str, int]
 
 @dataclass(frozen=True)
 class Sides:
-    """How the arguments and results of a function lie on its islands."""
+    """The layouts of a function's arguments and results on its islands."""
 
     meshes: tuple[Mesh, ...]
     arguments: tuple[tuple[Lies, ...], ...]
-    """By argument and island."""
+    """Layout of each argument on each island."""
     results: tuple[tuple[Lies, ...], ...]
 
 
@@ -100,17 +100,19 @@ class Writer:
     def copies(self, exchange: Exchange, wire: Wire) -> Groups | None:
         """Return the positions that hold equal values of a large wire: each sends a fraction of it."""
         dtype = dtype_of(BY_MLIR[str(element_of(exchange.operand))])
-        if not wire.follows or math.prod(wire.shape) * dtype.itemsize <= sums.WHOLE_BYTES:
+        if not wire.follows or math.prod(wire.shape) * dtype.itemsize <= sums.SMALL_BYTES:
             return None
         labels = self._labels[exchange.operand]
-        found = []
+        by_island = []
         for own in self._assignment.members:
             equal: dict[int, list[int]] = {}
             for position, partition in enumerate(own):
                 equal.setdefault(labels[partition], []).append(position)
-            found.append(tuple(map(tuple, equal.values())))
-        sizes = {len(group) for groups in found for group in groups}
-        return found[0] if len(set(found)) == 1 and len(sizes) == 1 and sizes != {1} else None
+            by_island.append(tuple(map(tuple, equal.values())))
+        sizes = {len(group) for groups in by_island for group in groups}
+        return (
+            by_island[0] if len(set(by_island)) == 1 and len(sizes) == 1 and sizes != {1} else None
+        )
 
     # --- code -------------------------------------------------------------------------------------
 
@@ -139,9 +141,9 @@ class Writer:
         Returns the code, and whether it has the number of the island as its last input.
         """
 
-        def body(emit: Emit, given: Sequence[Any]) -> list[Any]:
+        def body(emit: Emit, arguments: Sequence[Any]) -> list[Any]:
             return _Body(self, cut, piece, emit).write(
-                dict(zip((what for what, _ in inputs), given, strict=False)),
+                dict(zip((what for what, _ in inputs), arguments, strict=False)),
                 [what for what, _ in outputs],
             )
 
@@ -179,11 +181,11 @@ class Writer:
             module, _ = self._module(island, inputs, outputs, donated, body, has_number=True)
         # Equal code has equal artifacts, wherever it is in a script.
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
-        artifact = encode(Stablehlo(bytes(_module_to_bytecode(module))))
-        made = Code(
+        artifact = encode(Stablehlo(portable(module)))
+        code = Code(
             name, artifact, tuple(inputs), tuple(outputs), tuple(donated), calls(module.operation)
         )
-        return made, has_number
+        return code, has_number
 
     def _module(
         self,
@@ -198,10 +200,10 @@ class Writer:
         mesh, location = self._meshes[island], self._location
         devices = self._assignment.devices(island)
         axes = ", ".join(f'"{name}"={size}' for name, size in mesh.items())
-        said = f"sdy.mesh @mesh = <[{axes}]>" if devices > 1 else ""
+        declaration = f"sdy.mesh @mesh = <[{axes}]>" if devices > 1 else ""
         module = ir.Module.parse(
             f"module @jit_{''.join(c if c.isalnum() else '_' for c in self.name)} attributes {{"
-            f"mhlo.num_partitions = {devices} : i32, mhlo.num_replicas = 1 : i32}} {{\n{said}\n}}"
+            f"mhlo.num_partitions = {devices} : i32, mhlo.num_replicas = 1 : i32}} {{\n{declaration}\n}}"
         )
         types = [[_tensor(one.shape, one) for one in side] for side in (inputs, outputs)]
         function = ir.Operation.create(
@@ -219,7 +221,7 @@ class Writer:
         )
         block = ir.Block.create_at_start(function.regions[0], types[0], [location] * len(inputs))
         end = ir.InsertionPoint(block)
-        given = list(block.arguments)
+        arguments = list(block.arguments)
         manual = None
         if devices > 1:
             local = [
@@ -229,7 +231,7 @@ class Writer:
             manual = ir.Operation.create(
                 "sdy.manual_computation",
                 types[1],
-                given,
+                arguments,
                 {
                     "in_shardings": _per_value(inputs),
                     "out_shardings": _per_value(outputs),
@@ -240,13 +242,14 @@ class Writer:
                 ip=end,
             )
             inner = ir.Block.create_at_start(manual.regions[0], local[0], [location] * len(inputs))
-            given = list(inner.arguments)
+            arguments = list(inner.arguments)
         inside = ir.InsertionPoint(inner) if manual is not None else end
-        number = given[-1] if has_number else None
+        number = arguments[-1] if has_number else None
         emit = Emit(inside, location, self._assignment, island, number)
-        made = body(emit, given)
+        results = body(emit, arguments)
         shaped = [
-            emit.reshape(value, _local(one, mesh)) for value, one in zip(made, outputs, strict=True)
+            emit.reshape(value, _local(one, mesh))
+            for value, one in zip(results, outputs, strict=True)
         ]
         if manual is not None:
             ir.Operation.create("sdy.return", [], shaped, {}, loc=location, ip=inside)
@@ -266,34 +269,34 @@ class _Body:
         self._values: dict[Any, Any] = {}
         self._sums: dict[Any, Any] = {}
 
-    def write(self, given: dict[Any, Any], outputs: Sequence[Any]) -> list[Any]:
+    def write(self, arguments: dict[Any, Any], outputs: Sequence[Any]) -> list[Any]:
         """Write all operations; return the values of the outputs."""
         emit, piece = self._emit, self._piece
         for value in piece.inputs:
             self._values[value] = (
-                emit.token() if is_token(value) else emit.reshape(given[value], shape_of(value))
+                emit.token() if is_token(value) else emit.reshape(arguments[value], shape_of(value))
             )
         for bucket in piece.sums:
             count = len(bucket.sums(emit.island))
-            parts = [emit.reshape(given[bucket, at], (bucket.each,)) for at in range(count)]
+            parts = [emit.reshape(arguments[bucket, at], (bucket.each,)) for at in range(count)]
             self._sums.update(bucket.unpack(emit, parts))
         for exchange in piece.takes:
             arrived = {}
             for source in exchange.needs(emit.island):
                 wire = exchange.wires[source[0]]
-                arrived[source] = self._whole_wire(exchange, wire, given[exchange, source])
-            made = exchange.unpack_all(emit, arrived)
-            self._values.update(zip(exchange.results, made, strict=True))
+                arrived[source] = self._gathered_wire(exchange, wire, arguments[exchange, source])
+            values = exchange.unpack_all(emit, arrived)
+            self._values.update(zip(exchange.results, values, strict=True))
         for one in piece.operations:
             self._copy(one)
         packed: dict[Any, Any] = {}
         for exchange in piece.sends:
             wires = exchange.pack_all(emit, [self._find(value) for value in exchange.operands])
-            for at, (wire, made) in enumerate(zip(exchange.wires, wires, strict=True)):
+            for at, (wire, value) in enumerate(zip(exchange.wires, wires, strict=True)):
                 copies = self._writer.copies(exchange, wire)
-                packed[exchange, at] = made if copies is None else emit.fraction(made, copies)
+                packed[exchange, at] = value if copies is None else emit.fraction(value, copies)
         if piece.makes is not None:
-            parts = piece.makes.pack(emit, [self._find(v, whole=False) for v in piece.makes.values])
+            parts = piece.makes.pack(emit, [self._find(v, total=False) for v in piece.makes.values])
             packed.update({(piece.makes, at): part for at, part in enumerate(parts)})
         results = []
         for what in outputs:
@@ -304,12 +307,12 @@ class _Body:
             elif isinstance(what, tuple):
                 results.append(self._find(what[1]))
             else:
-                results.append(self._find(what, whole=False))
+                results.append(self._find(what, total=False))
         # A computation's results are there when it has ended, and so has what a token stands for.
         none = ir.RankedTensorType.get([0], ir.IntegerType.get_signless(1))
         return [emit.zeros(none) if is_token(value) else value for value in results]
 
-    def _whole_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
+    def _gathered_wire(self, exchange: Exchange, wire: Wire, arrived: Any) -> Any:
         """Return a wire as it was before each device has sent a fraction of it."""
         copies = self._writer.copies(exchange, wire)
         if copies is not None:
@@ -317,8 +320,8 @@ class _Body:
             arrived = self._emit.slice(arrived, 0, 0, math.prod(wire.shape))
         return self._emit.reshape(arrived, wire.shape)
 
-    def _find(self, value: Any, *, whole: bool = True) -> Any:
-        if whole and value in self._sums:
+    def _find(self, value: Any, *, total: bool = True) -> Any:
+        if total and value in self._sums:
             return self._sums[value]
         if value not in self._values:
             self._copy(self._cut.maker(value))  # a cheap one
@@ -337,19 +340,20 @@ class _Body:
             return
         total = self._cut.sums.reduced.get(one.results[0]) if len(one.results) == 1 else None
         if total is not None and total.along is not None:  # all parts, until they are added up
-            self._values[one.results[0]] = self._find(one.operands[0], whole=False)
+            self._values[one.results[0]] = self._find(one.operands[0], total=False)
             return
         used = dict.fromkeys(used_by(one))
-        given = {value: self._find(value) for value in used}
+        values = {value: self._find(value) for value in used}
         masked = {
-            at: self._counted_once(given[one.operands[at]], groups)
+            at: self._counted_once(values[one.operands[at]], groups)
             for other, at, groups in self._cut.sums.masked
             if other == one
         }
-        ids = emit.partition() if _has_partition_id(one) else None
+        has_id = any(inner.name == "stablehlo.partition_id" for inner in walk(one))
+        ids = emit.partition() if has_id else None
         copied = one.clone(emit.end)
         for inner in (copied, *walk(copied)):
-            replace_operands(inner, given)
+            replace_operands(inner, values)
         for at, value in masked.items():
             copied.operands[at] = value
         for inner in [copied, *walk(copied)]:
@@ -369,10 +373,6 @@ class _Body:
         partitions = range(self._emit.assignment.partitions)
         flag = self._emit.flag([one in first for one in partitions])
         return self._emit.select(flag, value, self._emit.zeros(value.type))
-
-
-def _has_partition_id(one: Any) -> bool:
-    return any(inner.name == "stablehlo.partition_id" for inner in walk(one))
 
 
 def _local(lies: Lies, mesh: Mesh) -> tuple[int, ...]:
@@ -400,12 +400,12 @@ def _per_value(side: Sequence[Lies]) -> Any:
 
 def _described(side: Sequence[Lies], devices: int, donated: Sequence[int]) -> Any:
     """Return the attributes of arguments or results."""
-    found = []
+    dictionaries = []
     for at, lies in enumerate(side):
         attributes: dict[str, Any] = {}
         if devices > 1:
             attributes["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding{_sharding(lies)}")
         if at in donated:
             attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        found.append(ir.DictAttr.get(attributes))
-    return ir.ArrayAttr.get(found)
+        dictionaries.append(ir.DictAttr.get(attributes))
+    return ir.ArrayAttr.get(dictionaries)

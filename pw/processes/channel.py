@@ -23,7 +23,7 @@ from pw.core.sharding import dtype_of
 Message = TypeVar("Message")
 
 BUFFER_BYTES = 1 << 20
-"""Of the socket, so that large arrays need few system calls."""
+"""Bytes of the socket's buffers, so that large arrays need few system calls."""
 _READ_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
 
@@ -62,7 +62,7 @@ class Channel(Generic[Message]):
         self.socket.set_inheritable(False)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.ended = False
-        """This end is closed, or `arrived` has seen the end of the other side."""
+        """Whether this end is closed, or `arrived` has seen the end of the other side."""
         frame = tuple[kinds, tuple[tuple[str, tuple[int, ...]], ...]]
         with _making_decoder:
             self._decode = msgspec.msgpack.Decoder(frame).decode

@@ -22,8 +22,10 @@ from pw.processes.channel import Channel, Empty, Message
 from pw.processes.forking import Process
 
 PARENT = "--parent-fd="
-"""The last argument of a child says where its end of the channel is."""
+"""Last argument of a child, in front of the descriptor of its end of the channel."""
 STOP_S = 3.0
+EXIT_ERROR = 1
+"""Exit code of a daemon after a one-line error on standard error; starting it again would not help."""
 
 Start = Callable[[int], "Process | subprocess.Popen[bytes]"]
 """Starts a process, which inherits this descriptor."""

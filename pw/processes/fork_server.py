@@ -20,9 +20,9 @@ from pw.processes.forking import Process, fork
 from pw.processes.serving import ForkRequest
 
 START_S = 60.0
-"""How long a server may take to start a fork: it imports JAX first."""
+"""Seconds that a server may take to start a fork: it imports JAX first."""
 REAP_S = 5.0
-"""How long a server may take to tell the exit code of a fork that has ended."""
+"""Seconds that a server may take to tell the exit code of a fork that has ended."""
 
 _READ_AT_IMPORT = ("JAX_", "XLA_", "TF_", "PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_")
 

@@ -48,7 +48,7 @@ class KeptFiles:
         self._advice = advice
         self.loaded = 0
         self.failed = 0
-        """Those that could not be kept or loaded, and were made instead."""
+        """Number of files that could not be kept or loaded, and were made instead."""
         if folder is not None:
             try:
                 self._folder = _prepared(folder)
@@ -63,7 +63,7 @@ class KeptFiles:
             logger.warning(words, self._what, reason, self._advice)
 
     def load_with(self, key: bytes, deserialize: Callable[[bytes], Loaded]) -> Loaded | None:
-        """What `deserialize` makes of the bytes saved under `key`; None if there are none."""
+        """Return the result of `deserialize` for the bytes saved under `key`; None if there are none."""
         if self._folder is None:
             return None
         try:
@@ -101,10 +101,10 @@ class KeptFiles:
         try:
             with self._opened() as inside:
                 try:
-                    made = os.open(
+                    descriptor = os.open(
                         written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=inside
                     )
-                    with os.fdopen(made, "wb") as file:
+                    with os.fdopen(descriptor, "wb") as file:
                         file.write(hashlib.sha256(data).digest() + data)
                     os.replace(written, self._name(key), src_dir_fd=inside, dst_dir_fd=inside)
                 except BaseException:
@@ -129,10 +129,10 @@ class KeptFiles:
             os.close(descriptor)
 
     def _name(self, key: bytes) -> str:
-        return hashlib.sha256(key + self._made_by()).hexdigest()
+        return hashlib.sha256(key + self._versions()).hexdigest()
 
-    def _made_by(self) -> bytes:
-        """Return what the contents depend on besides their keys: versions, for instance."""
+    def _versions(self) -> bytes:
+        """Return the versions, and all else besides the keys, on which the contents depend."""
         raise NotImplementedError
 
     def _make_room(self, inside: int) -> None:
@@ -141,8 +141,8 @@ class KeptFiles:
         with os.scandir(inside) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process has removed it
-                    found = entry.stat(follow_symlinks=False)
-                    files.append((found.st_mtime, found.st_size, entry.name))
+                    status = entry.stat(follow_symlinks=False)
+                    files.append((status.st_mtime, status.st_size, entry.name))
         total = sum(size for _, size, _ in files)
         if total <= self._limit_bytes:
             return
@@ -158,12 +158,12 @@ class _Untrusted(Exception):
     """Another user can write to a file or folder; the message names it."""
 
 
-def _check(found: os.stat_result, what: str) -> None:
+def _check(status: os.stat_result, what: str) -> None:
     """Raise _Untrusted unless a file or folder belongs to this user and no other user may write to
     it."""
-    if found.st_uid != os.geteuid():
-        raise _Untrusted(f"{what} belongs to user {found.st_uid}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.geteuid():
+        raise _Untrusted(f"{what} belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _Untrusted(f"other users may write to {what}")
 
 
@@ -183,13 +183,13 @@ def _prepared(folder: Path) -> Path:
 
 def _check_parent(folder: Path) -> None:
     """Raise _Untrusted if another user can replace the entries of a folder."""
-    found = os.lstat(folder)
-    if found.st_uid not in (0, os.geteuid()):
-        raise _Untrusted(f"{folder} belongs to user {found.st_uid}")
-    if stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
+    status = os.lstat(folder)
+    if status.st_uid not in (0, os.geteuid()):
+        raise _Untrusted(f"{folder} belongs to user {status.st_uid}")
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
         return
-    own_group = found.st_gid == found.st_uid == os.geteuid()  # as most systems give each user one
-    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group):
+    own_group = status.st_gid == status.st_uid == os.geteuid()  # as most systems give each user one
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group):
         raise _Untrusted(f"other users may write to {folder}")
 
 
@@ -197,9 +197,9 @@ def _read(name: str, inside: int) -> bytes:
     """The content of a file in a folder. Raises OSError, or _Untrusted."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise _Untrusted(f"{name} is no file")
-        _check(found, name)
+        _check(status, name)
         os.utime(descriptor)
         return file.read()

@@ -22,7 +22,7 @@ from pw.processes.forking import become, end_with_parent, keep_open, preload
 
 CODE = struct.Struct("<i")
 DESCRIPTORS = 3
-"""Of a request: the pipe for the answers, the fork's end of its channel, and perhaps its standard error."""
+"""Descriptors of a request: the pipe for answers, the fork's end of its channel, perhaps standard error."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):

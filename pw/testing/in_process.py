@@ -22,6 +22,7 @@ from pw.cli.in_process import InProcessHost
 from pw.client.connection import current
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, SessionOnNode
+from pw.client.connection.wires import LocalWires
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk.plane import BulkPlane
@@ -65,7 +66,7 @@ class InProcessCluster:
         self.crashes: list[str] = []
         """Tracebacks of actors that raised; `close` fails if there are any."""
         self.thread = LoopThread("pw-test-cluster")
-        """The thread of all actors."""
+        """Thread of all actors."""
         self._clients: list[Runtime] = []
         self._codec = codec
         self._closed = False
@@ -75,11 +76,7 @@ class InProcessCluster:
             self.hub = LocalHub(loop, codec=codec)
             self.controller = self._node(CONTROLLER)
             self._services = add_controller(
-                self.controller,
-                loop,
-                secret=secrets.token_bytes(32),
-                policy=policy,
-                events=events,
+                self.controller, loop, secret=secrets.token_bytes(32), policy=policy, events=events
             )
             self.hosts = [
                 InProcessHost(
@@ -114,15 +111,18 @@ class InProcessCluster:
 
         def start(runtime: Runtime) -> SessionOnNode:
             def make() -> SessionOnNode:
-                bulk = BulkPlane(self.thread.loop)
+                bulk, node = BulkPlane(self.thread.loop), self._node(name)
                 return SessionOnNode(
                     self.thread,
-                    self._node(name),
+                    node,
                     bulk,
                     runtime,
                     None,
                     lambda: None,
                     has_frames=self._codec,
+                    make_wires=lambda lines: LocalWires(
+                        self.thread.loop, self.hub, lines, node.counters
+                    ),
                 )
 
             session = self.thread.call(make)

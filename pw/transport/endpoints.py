@@ -19,7 +19,7 @@ from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
 NO_DESCRIPTORS_S = 1.0
-"""How long no connection is accepted after the process had no descriptor for one."""
+"""Seconds without new connections after the process had no descriptor for one."""
 CHUNKS_MAGIC = b"pwc4"
 """The first bytes that the dialler of a connection for chunks sends; those of a link are others."""
 CHUNKS_HEAD_BYTES = 32
@@ -269,10 +269,10 @@ def _look_up(where: SocketAddress, flags: int) -> SocketAddress:
     if isinstance(where.address, str):
         return where
     try:
-        found = socket.getaddrinfo(*where.address, 0, socket.SOCK_STREAM, flags=flags)
+        addresses = socket.getaddrinfo(*where.address, 0, socket.SOCK_STREAM, flags=flags)
     except ValueError as error:  # no host can have this name
         raise OSError(str(error)) from error
-    first = next((one for one in found if one[0] == socket.AF_INET), found[0])
+    first = next((one for one in addresses if one[0] == socket.AF_INET), addresses[0])
     return SocketAddress(first[0], (str(first[4][0]), where.address[1]))
 
 

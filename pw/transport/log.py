@@ -18,14 +18,14 @@ FIELDS = "pw_fields"
 _REMEMBERED = 1000
 
 FIELD_CHARACTERS = 1024
-"""Longer values of fields are cut: peers choose some of them."""
+"""Most characters of a field's value: peers choose some of them."""
 
 LINES_KEPT = 12
 LINE_CHARACTERS = 300
-"""What is kept for those who look at the cluster from elsewhere."""
+"""Most characters of a line that is kept for those who look at the cluster from elsewhere."""
 
 TRACEBACK_CHARACTERS = 1 << 15
-"""The same for tracebacks, of which the end matters most."""
+"""Most characters of a traceback; its end is kept, because that matters most."""
 
 
 def log(level: str, event: str, node: str, actor: str = "", /, **fields: object) -> None:
@@ -63,7 +63,7 @@ def audit(event: str, /, **fields: object) -> None:
         _audit.info("%s %s", event, _pairs(fields), extra=_extra(event, fields))
 
 
-class Recent(logging.Handler):
+class RecentRecords(logging.Handler):
     """Keeps the newest warnings and errors of this process, of whatever logger."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Recent(logging.Handler):
         return tuple(line for named, line in list(self._lines) if named in ("", node))
 
 
-recent = Recent()
+recent = RecentRecords()
 """Handles the records of all loggers in daemons (`pw.cli.process.configure_logging`)."""
 
 

@@ -55,8 +55,8 @@ def fetch_from(island: str) -> None:
 def main() -> None:
     build(HOSTS, BRIDGE)
     import pw
-    from pw.client.connection.children import LocalDaemon
     from pw.core.messages.roles import Role
+    from pw.processes.daemons import LocalDaemon
     from pw.transport.access.authority import Authority
     from tests.cli.test_survival import Training, members
 

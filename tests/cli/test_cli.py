@@ -392,10 +392,9 @@ def test_what_is_in_the_way_of_the_controller_is_said(start: Start) -> None:
 
 
 def test_an_address_where_nothing_listens_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "ABSENT_S", 0.1)
     monkeypatch.setattr(threads, "StreamNetwork", partial(threads.StreamNetwork, connect_s=600.0))
     with pytest.raises(ConnectionFailed, match=r"tcp://127\.0\.0\.1:9: nothing listens there"):
-        Runtime(remote("tcp://127.0.0.1:9"), 1.0, 0)
+        Runtime(remote("tcp://127.0.0.1:9", absent_s=0.1), 1.0, 0)
 
 
 def test_a_controller_that_is_just_starting_is_waited_for(start: Start) -> None:
@@ -536,8 +535,7 @@ def test_run_uses_a_cluster_that_is_there(cluster: Cluster, script: str, start: 
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
+    ("number", "code"), [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_the_script_ends_with_run(
     number: signal.Signals, code: int, cluster: Cluster, script: str, start: Start

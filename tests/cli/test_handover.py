@@ -27,7 +27,7 @@ from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, ToSuper
 from pw.core.errors import ErrorReport
 from pw.devices.host.replica_memory import Replica
 from pw.processes.channel import Channel
-from tests.stages.daemons import Program, left_in_shared_memory, send, until
+from tests.stages.daemons import Program, left_in_shared_memory, send, until, until_true
 
 BOX = ((0, 2), (3, 7))
 VALUES: dict[str, np.ndarray[Any, Any]] = {
@@ -247,12 +247,7 @@ class Loop:
 
     def turn(self, until: Callable[[], bool]) -> None:
         """Let the loop turn until something is so."""
-
-        async def turning() -> None:
-            while not until():
-                await asyncio.sleep(0.001)
-
-        self.loop.run_until_complete(asyncio.wait_for(turning(), 60))
+        self.loop.run_until_complete(until_true(until))
 
     def is_sent(self) -> bool:
         return bool(select.select([self.pair.supervisor.channel], [], [], 0)[0])

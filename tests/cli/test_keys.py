@@ -13,12 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from pw.cli import embedded
 from pw.cli.main import app
 from pw.client.connection import current, threads
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
-from pw.transport.access.credentials import Credentials, found
+from pw.transport.access.credentials import Credentials, credentials_for
 from pw.transport.access.joined import default_address, joined_file
 from tests.stages.daemons import Program, start_module
 from tests.stages.programs import ROOT
@@ -268,10 +269,10 @@ def test_who_has_joined_needs_no_address(
     assert str(joined_file()) in said
     assert mode(joined_file()) == 0o600
     assert default_address() == "tcp://127.0.0.1:9"
-    credentials = found("tcp://127.0.0.1:9", role=Role.CLIENT)
+    credentials = credentials_for("tcp://127.0.0.1:9", role=Role.CLIENT)
     assert credentials is not None
     assert credentials.own == Credentials.read("ann.pem").own
-    assert found("tcp://127.0.0.1:9", role=Role.WORKER) is None
+    assert credentials_for("tcp://127.0.0.1:9", role=Role.WORKER) is None
     said = pw("doctor")
     assert "port: no process listens at tcp://127.0.0.1:9" in said
     assert "certificate: client ann" in said
@@ -295,7 +296,7 @@ def test_a_script_connects_to_the_joined_cluster(
         raise Error("far away")
 
     monkeypatch.setattr(threads, "remote", remote)
-    monkeypatch.setattr(current.embedded, "start", lambda runtime: remote("embedded"))
+    monkeypatch.setattr(embedded, "start", lambda runtime: remote("embedded"))
     previous = current.use(None)
     try:
         keys("issue", "client", "ann", "--address", ADDRESS)

@@ -117,9 +117,7 @@ def test_a_cluster_with_credentials_opens_one_port_a_host(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     client = Program(
-        tmp_path,
-        [str(script), address, str(issue(tmp_path, Role.CLIENT, "laptop"))],
-        **chunks,
+        tmp_path, [str(script), address, str(issue(tmp_path, Role.CLIENT, "laptop"))], **chunks
     )
     try:
         client.until_says("all is well", 120.0)

@@ -24,10 +24,10 @@ from tests.stages.daemons import Program, start_module, until
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import sys, time, numpy as np, pw
+import sys, numpy as np, pw
+from tests.stages.daemons import until
 runtime = pw.connect(*sys.argv[1:2], **({"credentials": sys.argv[2]} if sys.argv[2:] else {}))
-while not any(island.formed for island in runtime.ask.status(20.0).islands):
-    time.sleep(0.05)
+until(lambda: any(island.formed for island in runtime.ask.status(20.0).islands), "an island")
 mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
 x = np.arange(100_000.0, dtype=np.float32)
 assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
@@ -89,9 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     address = re.findall(r"listens at (\S+)", controller.out)[0]
     keys = issue(authority, folder / "worker.pem", Role.WORKER, "h")
     worker = start(
-        "pw.cli.worker",
-        *("--controller", address, "--island", "i"),
-        PW_CREDENTIALS=str(keys),
+        "pw.cli.worker", *("--controller", address, "--island", "i"), PW_CREDENTIALS=str(keys)
     )
     try:
         worker.until_says("island=i")

@@ -18,8 +18,8 @@ from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, store_of
 from pw.core.messages.roles import Role
-from pw.core.permits import permit
 from pw.core.sharding import Box
+from pw.core.tenants import permit
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
 from pw.transport.links.network import StreamNetwork

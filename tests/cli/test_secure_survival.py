@@ -61,9 +61,7 @@ def processes(tmp_path: Path) -> Iterator[list[Program]]:
 
 
 @pytest.mark.long
-def test_hosts_are_killed_and_stopped(
-    processes: list[Program],
-) -> None:
+def test_hosts_are_killed_and_stopped(processes: list[Program]) -> None:
     training = Training()
     try:
         # The runtime crashes: its supervisor has another one, with a new link of the same name.

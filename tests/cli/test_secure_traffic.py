@@ -39,10 +39,10 @@ CONTROLLER, WORKERS, CLIENT = "127.0.0.2", ("127.0.0.3", "127.0.0.4"), "127.0.0.
 _ALL_PROTOCOLS = 3  # ETH_P_ALL
 
 SCRIPT = f"""
-import sys, time, jax, numpy as np, pw
+import sys, jax, numpy as np, pw
+from tests.stages.daemons import until
 runtime = pw.connect(sys.argv[1])
-while sum(island.formed > 0 for island in runtime.ask.status(20.0).islands) < 2:
-    time.sleep(0.05)
+until(lambda: sum(one.formed > 0 for one in runtime.ask.status(20.0).islands) == 2, "both islands")
 devices = pw.make_virtual_device_set()
 here, there = (
     pw.Mesh(devices.add_slice(devices=1, island=name).devices, ("x",)) for name in ("a", "b")

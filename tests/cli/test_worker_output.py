@@ -14,6 +14,8 @@ import pytest
 import pw
 from pw.cli import streams
 from pw.client.connection import current
+from pw.client.display import live
+from pw.client.display.worker_output import WorkerOutput
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import Listen, Open
 from pw.core import messages as msg
@@ -23,8 +25,6 @@ from pw.devices.host.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
 from pw.devices.host.printing import EARLY_LINES, TOGETHER_S, Written
 from pw.devices.host.program import owner_of
 from pw.devices.host.store import ObjectStore
-from pw.display import live, worker_output
-from pw.display.worker_output import WorkerOutput
 from tests.devices.test_store import Bench as StoreBench
 from tests.stages.actors import TICKETS, Recorder, World
 from tests.stages.fake_devices import FakeBackend, FakeBulk
@@ -33,8 +33,8 @@ from tests.stages.programs import run_python, without_address
 from tests.stages.scripts import PRELUDE, finish, start_client
 
 
-def out(*texts: str) -> tuple[msg.Line, ...]:
-    return tuple(msg.Line(False, text) for text in texts)
+def out(*texts: str) -> tuple[msg.OutputLine, ...]:
+    return tuple(msg.OutputLine(False, text) for text in texts)
 
 
 # --- on the host: lines ---------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_streams_and_clients_and_threads_are_kept_apart() -> None:
     with output.on_behalf_of(0):
         assert not output.is_taking
     assert told == ["MainThread", False], "the loop is woken once for all that is there"
-    first = (msg.Line(True, "to error"), msg.Line(False, "to output, and more"))
+    first = (msg.OutputLine(True, "to error"), msg.OutputLine(False, "to output, and more"))
     assert output.fetch() == {1: first, 2: out("another's")}
 
 
@@ -114,10 +114,10 @@ def test_so_much_is_taken_in_a_second_and_the_rest_is_counted(line: str, most: i
     (notice, last) = output.fetch()[1]
     assert notice.is_error
     assert notice.text.startswith("… 1,500 lines left out")
-    assert (last, output.is_pending) == (msg.Line(False, line), False)
+    assert (last, output.is_pending) == (msg.OutputLine(False, line), False)
     clock.now_s = 2.0
     assert output.fetch() == {}
-    assert not output._clients, "nothing is kept of those who write no more"
+    assert not output.clients, "nothing is kept of those who write no more"
 
 
 def test_the_rest_is_told_though_nothing_follows() -> None:
@@ -221,13 +221,13 @@ class Pending:
 
     def __init__(self) -> None:
         self.is_pending = False
-        self.lines: dict[int, tuple[msg.Line, ...]] = {}
+        self.lines: dict[int, tuple[msg.OutputLine, ...]] = {}
 
     def write(self, client: int, *texts: str) -> None:
         self.lines[client] = self.lines.get(client, ()) + out(*texts)
         self.is_pending = True
 
-    def fetch(self) -> dict[int, tuple[msg.Line, ...]]:
+    def fetch(self) -> dict[int, tuple[msg.OutputLine, ...]]:
         lines, self.lines, self.is_pending = self.lines, {}, False
         return lines
 
@@ -284,6 +284,19 @@ def test_what_was_written_before_a_result_comes_before_it() -> None:
     assert kinds == [msg.Printed, msg.Fetched]
 
 
+def test_it_comes_over_the_line_as_long_as_there_is_one() -> None:
+    bench = HostBench()
+    bench.meet()
+    bench.say(msg.Identify(1, TICKETS.ticket(1, "c.lines"), is_line=True), "c.lines")
+    bench.write("computed")
+    bench.world.wait(TOGETHER_S)
+    assert (bench.printed("c"), bench.printed("c.lines")) == ([], [("computed",)])
+    bench.say(msg.PeerLost("c.lines", "silent"), "h")
+    bench.write("again")
+    bench.world.wait(TOGETHER_S)
+    assert (bench.printed("c"), bench.printed("c.lines")) == ([("again",)], [("computed",)])
+
+
 def test_who_does_not_want_it_gets_nothing_and_who_comes_late_the_last_lines() -> None:
     bench = HostBench()
     bench.meet(wants=False)
@@ -314,7 +327,7 @@ def test_a_ticket_of_another_client_shows_nothing() -> None:
 class ClientBench:
     def __init__(self, wants: bool = True) -> None:
         self.world = World()
-        self.shown: list[tuple[str, tuple[msg.Line, ...]]] = []
+        self.shown: list[tuple[str, tuple[msg.OutputLine, ...]]] = []
         self.world.add(CONTROL, Recorder)
         for host in "ab":
             self.world.add(store_of(host), Recorder)
@@ -390,7 +403,7 @@ def test_only_hosts_are_shown() -> None:
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     output = WorkerOutput()
-    output.show("a", (*out("one", "two"), msg.Line(True, "bad")))
+    output.show("a", (*out("one", "two"), msg.OutputLine(True, "bad")))
     output.show("b", out("three"))
     output.close()
     assert capsys.readouterr() == ("(a) one\n(a) two\n(b) three\n", "(a) bad\n")
@@ -415,11 +428,10 @@ class Terminal(io.StringIO):
 def test_a_slow_terminal_holds_up_neither_the_loop_nor_lines_in_the_middle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_output, "KEPT", 3)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
-    output = WorkerOutput()
+    output = WorkerOutput(kept=3)
     output.show("a", out("one"))
     assert terminal.is_writing.wait(60)
     output.show("a", out(*map(str, range(10))))

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.connection import results, runtime
+from pw.client.display import advice
+from pw.client.display.advice import CALLS, LARGE_BYTES, TIMES, WAITS, Habits, Line, user_line
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.display import advice
-from pw.display.advice import CALLS, LARGE_BYTES, TIMES, WAITS, Habits, Line, user_line
 from pw.testing import InProcessCluster
 from tests.stages.programs import run_python
 from tests.stages.stage import mesh_on, split

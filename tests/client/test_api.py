@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.testing import InProcessCluster
-from tests.stages.daemons import BOUND_S, until
+from tests.stages.daemons import BOUND_S, until, until_true
 from tests.stages.inside import traced_of
 from tests.stages.samples import diagonal
 from tests.stages.stage import held, mesh_on, numbers, split
@@ -341,8 +341,7 @@ def test_the_error_of_a_wait_that_was_given_up_is_silent(
             await asyncio.sleep(0)  # it begins to wait
             waiting.cancel()
             pw.cancel(x)
-            while not x.is_ready() and not told:
-                await asyncio.sleep(0.01)
+            await until_true(lambda: x.is_ready() or told)
 
     asyncio.run(gives_up())
     gc.collect()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import checkpoint_files
+from pw.client.checkpoints import files as checkpoint_files
 from pw.client.connection import current, waiting
 from pw.client.connection.questions import Questions
 from pw.client.session.thread_messages import Put

@@ -69,13 +69,13 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hosts read no checkpoint before this is set."""
-    reader, gate = checkpoint_reader.Reader, threading.Event()
+    reader, gate = checkpoint_reader.CheckpointReader, threading.Event()
 
     def gated(*args: Any) -> Any:
         assert gate.wait(BOUND_S)
         return reader(*args)
 
-    monkeypatch.setattr(checkpoint_reader, "Reader", gated)
+    monkeypatch.setattr(checkpoint_reader, "CheckpointReader", gated)
     yield gate
     gate.set()
 
@@ -723,7 +723,7 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
     checkpoint_format.commit(
         CommitFiles(id_, path, False, (file,), b"[]", ())
     )  # a second one finds it done
-    reader = checkpoint_reader.Reader(path, id_)
+    reader = checkpoint_reader.CheckpointReader(path, id_)
     source = FileSource(path, id_, "x")
     (part,) = reader.read(source, spec, [((1, 3),)])
     np.testing.assert_array_equal(part, [1, 2])

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace.branch import Branch
-from pw.client.trace.recorder import ProgramRecorder
+from pw.client.programs.writing.branch import Branch
+from pw.client.programs.writing.builder import ProgramBuilder
 from pw.core.programs.guards import merge
 from pw.core.programs.lower import lower
 from pw.core.programs.program import Node, Output, Program, ValueRef
@@ -249,31 +249,31 @@ def test_iterations_behind_the_last_one_are_skipped(place: Place) -> None:
     """As a loop uses it: each iteration makes the predicate of the next one, on another island."""
     grow = pw.jit(lambda x: (x * 2, x.sum() * 2 < 100), mesh=place.there)
 
-    recorder: Any = ProgramRecorder("loop")
+    builder: Any = ProgramBuilder("loop")
 
     def call(function: Any, x: Any) -> Any:
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        return recorder.call(function.lower(like)._traced, [x])
+        like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=x.sharding)
+        return builder.call(function.lower(like)._traced, [x])
 
     def loop(x: Any) -> Any:
         (more,), (made,) = call(place.is_large, x), call(place.double, x)
         for _ in range(12):
             branches = (Branch("grow", more, False, None), Branch("stay", more, True, None))
-            with recorder.within(branches[0]):
+            with builder.within(branches[0]):
                 grown, following = call(grow, made)
                 pair = (
-                    recorder.place(grown, type_of(grown), "loop"),
-                    recorder.place(made, type_of(made), "loop"),
+                    builder.place(grown, type_of(grown), "loop"),
+                    builder.place(made, type_of(made), "loop"),
                 )
                 types = [type_of(grown)]
             if type_of(made) is not type_of(grown):
-                made = recorder.reshard(made, grown.sharding)
-                pair = (pair[0], recorder.place(made, type_of(made), "loop"))
-            (made,) = recorder.merge("loop", branches, [pair], types)
+                made = builder.reshard(made, grown.sharding)
+                pair = (pair[0], builder.place(made, type_of(made), "loop"))
+            (made,) = builder.merge("loop", branches, [pair], types)
             more = following
         return made
 
-    launch = recorder.finish([loop(recorder.leaf(0, jax.core.ShapedArray(ONES.shape, ONES.dtype)))])
+    launch = builder.finish([loop(builder.leaf(0, jax.core.ShapedArray(ONES.shape, ONES.dtype)))])
     for start in (1.0, 3.0, 10.0):
         wanted = ONES * np.float32(start)
         more, wanted = wanted.sum() > 10, wanted * 2
@@ -316,11 +316,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place, Any], Any]]] = {
         r"given bool\[4\]; make one of all, as in x.any\(\)",
         lambda p, x: pw.cond(x > 0, p.double, p.add, x),
     ),
-    "no function": (
-        TypeError,
-        "two functions",
-        lambda p, x: pw.cond(p.is_large(x), p.double, x),
-    ),
+    "no function": (TypeError, "two functions", lambda p, x: pw.cond(p.is_large(x), p.double, x)),
     "unequal leaves": (
         pw.ArgumentError,
         r"result\['b'\]\[1\] is float32\[4\] from the true branch 'one', and float32\[2\] from the false "

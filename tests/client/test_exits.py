@@ -14,11 +14,11 @@ from tests.stages.samples import long
 
 pytestmark = pytest.mark.processes
 
-UNTIL_IT_ENDS = """
+UNTIL_THERE = """
 import os, time
 
-def until_the_script_ends(folder):
-    while not os.path.exists(folder + "/last"):
+def until_there(file):
+    while not os.path.exists(file):
         time.sleep(0.01)
 """
 LAST = """
@@ -27,12 +27,12 @@ open("last", "w").close()
 """The last statement of a script, or the one before an error."""
 CALLED = f"""
 import sys
-{UNTIL_IT_ENDS}
+{UNTIL_THERE}
 import jax, jax.numpy as jnp
 from jax.experimental import io_callback
 
 def write(value):
-    until_the_script_ends(".")
+    until_there("last")
     with open("written", "a") as file:
         file.write(f"{{value}}")
 
@@ -59,14 +59,14 @@ except jax.errors.JaxRuntimeError:
 """
 HOST_FUNCTION = f"""
 import sys
-{UNTIL_IT_ENDS}
+{UNTIL_THERE}
 import jax, jax.numpy as jnp
 import pw
 
 folder = os.getcwd()
 
 def write(value):
-    until_the_script_ends(folder)
+    until_there(folder + "/last")
     with open(folder + "/written", "a") as file:
         file.write(f"{{value.sum()}}")
     return value
@@ -74,7 +74,7 @@ def write(value):
 pw.host_function(write, jax.ShapeDtypeStruct((4,), jnp.float32), hosts=1)(jnp.ones(4))
 """
 COLOCATED = f"""
-{UNTIL_IT_ENDS}
+{UNTIL_THERE}
 import jax, jax.numpy as jnp
 from jax.experimental import colocated_python as colocated
 
@@ -83,10 +83,9 @@ folder = os.getcwd()
 @colocated.colocated_python
 def write(x):
     if os.path.exists(folder + "/written"):
-        until_the_script_ends(folder)
+        until_there(folder + "/last")
     else:
-        while not os.path.exists(folder + "/many"):
-            time.sleep(0.01)
+        until_there(folder + "/many")
     with open(folder + "/written", "a") as file:
         file.write(f"{{x.sum()}}")
     return x
@@ -227,9 +226,7 @@ def test_a_colocated_function_ends_though_its_script_has_ended(
     assert written.read_text() == "4.04.0"
 
 
-def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(
-    scripts: Scripts,
-) -> None:
+def test_a_script_of_a_far_gateway_ends_well_after_a_refused_effect(scripts: Scripts) -> None:
     script = scripts.start("a gateway", REFUSED)
     assert script.end() == 0, script.err
     assert "callback" in script.out

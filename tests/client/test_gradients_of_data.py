@@ -111,10 +111,7 @@ def test_gradients_of_gradients_through_branches(place: Place) -> None:
         loss, square = both_branches(place, cond), place(lambda g: (g**2).sum(), 0)
         return grad(lambda w, x: square(grad(lambda v: loss(v, w, x))(w)))
 
-    ours, theirs = (
-        doubled(place, pw.cond, pw.grad),
-        doubled(plainly, jax.lax.cond, jax.grad),
-    )
+    ours, theirs = (doubled(place, pw.cond, pw.grad), doubled(plainly, jax.lax.cond, jax.grad))
     for x in (abs(X), -abs(X)):
         np.testing.assert_allclose(ours(W, x), theirs(W, x), rtol=2e-3, atol=1e-4)
 

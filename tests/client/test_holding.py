@@ -1,4 +1,4 @@
-"""Large operands of `pw.cond` leave their slice only if the branch is taken (`pw.client.trace.holding`)."""
+"""Large operands of `pw.cond` leave their slice only if the branch is taken (`holding`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace import holding
-from pw.client.trace.holding import LEAST_BYTES
+from pw.client.programs.writing import holding
+from pw.client.programs.writing.holding import LEAST_BYTES
 from pw.core.programs.guards import hold, predicate_spec
 from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
@@ -200,9 +200,7 @@ def test_a_hold_leaves_the_buffer_of_its_value_to_a_later_donation(place: Place)
     assert min(found) == 0
 
 
-def test_a_branch_on_the_same_devices_takes_over_no_operand(
-    place: Place,
-) -> None:
+def test_a_branch_on_the_same_devices_takes_over_no_operand(place: Place) -> None:
     """Two slices of the same devices: the operand needs no transfer, and a copy of it is donated."""
     slices = pw.make_virtual_device_set()
     same = pw.Mesh(slices.add_slice(2, island="island-0").devices, ("x",))

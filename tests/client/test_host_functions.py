@@ -171,7 +171,7 @@ def test_each_host_has_the_smallest_box_with_its_shards(
         (index % different, different) for index in range(2)
     ]
     with pytest.raises(pw.ResultMismatch, match=r"int64\[1\], but it is declared as int32\[8,6\]"):
-        shares[0].taken([np.zeros(1, np.int64)], whole=True)
+        shares[0].cut([np.zeros(1, np.int64)], is_part=False)
 
 
 SPLIT_OVER_HOSTS = """

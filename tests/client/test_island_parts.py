@@ -73,8 +73,8 @@ def test_each_device_has_its_shard(name: str, extent: tuple[int, ...]) -> None:
 def test_an_island_has_one_block_of_what_its_axis_splits() -> None:
     mesh = mesh_of(OWNERS["an island after another"], (2, 4))
     east, west = parts_of(OwnSharding(mesh, P(("x", "y"))), (16, 8))
-    assert [block.whole for block in east.blocks] == [((0, 8), (0, 8))]
-    assert [block.whole for block in west.blocks] == [((8, 16), (0, 8))]
+    assert [block.in_array for block in east.blocks] == [((0, 8), (0, 8))]
+    assert [block.in_array for block in west.blocks] == [((8, 16), (0, 8))]
     assert west.sharding == OwnSharding(mesh.parts[1], P("y"))
     assert all(part.is_whole for part in parts_of(OwnSharding(mesh, P("y")), (16, 8)))
 

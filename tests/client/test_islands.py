@@ -13,17 +13,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pw.building.feeding.stream import stream
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import VirtualDeviceSet, make_virtual_device_set
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_mesh
-from pw.client.trace.host_function import host_function
-from pw.client.trace.jit import jit
-from pw.client.trace.program import program
-from pw.client.transfer import get, put
+from pw.client.functions.host_function import host_function
+from pw.client.functions.jit import jit
+from pw.client.functions.program import program
+from pw.client.functions.transfer import get, put
 from pw.core.errors import ArrayDeleted, PlacementError, TracingError
-from pw.feeding.stream import stream
 from pw.islands import cutting, sums
+from tests.stages.inside import traced_of
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.programs import ROOT
 from tests.stages.samples import long
@@ -72,7 +73,7 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models too have several pieces, and sums in parts."""
     monkeypatch.setattr(cutting, "BUCKET_BYTES", 64)
-    monkeypatch.setattr(sums, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(sums, "SMALL_BYTES", 64)
 
 
 def apart(ours: Any, theirs: Any) -> float:
@@ -210,10 +211,7 @@ def test_what_cannot_be_cut_raises_before_anything_runs(mesh: Mesh, rt: LocalRun
 
         return jax.shard_map(body, in_specs=BATCH, out_specs=BATCH)(x)
 
-    with pytest.raises(
-        TracingError,
-        match=r"'mine' cannot run on the islands .*decide how often",
-    ):
+    with pytest.raises(TracingError, match=r"'mine' cannot run on the islands .*decide how often"):
         jit(mine, mesh=mesh, in_shardings=(BATCH,))(X)
     assert not rt.runs
 
@@ -374,14 +372,13 @@ def test_a_program_mixes_meshes(mesh: Mesh) -> None:
 
 
 def test_the_code_of_each_piece_can_be_read(mesh: Mesh) -> None:
-    lowered = jit(step, mesh=mesh, in_shardings=(None, BATCH, BATCH, None)).lower(
-        PARAMS, TOKENS, TARGETS, jax.random.key(7)
-    )
+    function = jit(step, mesh=mesh, in_shardings=(None, BATCH, BATCH, None))
+    lowered = function.lower(PARAMS, TOKENS, TARGETS, jax.random.key(7))
     text = lowered.as_text()
     assert text.count("func.func public @main") == 3  # gradients, their sum, the update
     assert "island" not in text
     assert lowered.out_info[1]["loss"].shape == ()
-    assert not any(b"test_islands.py" in piece.artifact for piece in lowered._pieces)
+    assert not any(b"test_islands.py" in piece.artifact for piece in traced_of(function).pieces)
 
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

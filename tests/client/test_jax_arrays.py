@@ -25,6 +25,7 @@ DEVICES = 4
 SETUP = """
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 import pw.jax
+from tests.stages.daemons import until
 
 def moved():
     "Bytes that have left or reached any process by the bulk plane, or lie inside messages of fetches."
@@ -35,12 +36,6 @@ def held():
     "Bytes on the devices; shared shards count once."
     import gc; gc.collect()
     return sum(one.get("live_bytes", 0) for one in pw.stats().values())
-
-def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
 split = NamedSharding(mesh, P("a", "b"))

@@ -19,10 +19,10 @@ import pytest
 import pw
 from pw.client.connection import threads
 from pw.client.connection.waiting import Waiting
+from pw.client.display import live
+from pw.client.display.live import ASK_S, QUIET_S, TICK_S, About, Count, Together, patiently
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
-from pw.display import live
-from pw.display.live import ASK_S, QUIET_S, TICK_S, About, Count, Together, patiently
 from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
 from tests.stages.daemons import BOUND_S
@@ -277,7 +277,7 @@ def test_the_line_is_out_of_the_way_while_something_else_is_written() -> None:
 
 
 def test_a_future_that_waits_is_still_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pw.display.live", "pw.client.connection.waiting"):
+    for module in ("pw.client.display.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     shown = Shown()
@@ -374,7 +374,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Shown:
         shown.cleared = 0
         return shown
 
-    for module in ("pw.display.live", "pw.client.connection.waiting"):
+    for module in ("pw.client.display.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     monkeypatch.setattr(live, "screen_here", anew)
@@ -408,16 +408,14 @@ def test_reads_say_which_function_they_wait_for(seen: Shown) -> None:
         f(x).block_until_ready()
         for read in (np.asarray, pw.get, str, lambda y: y.block_until_ready()):
             during(cluster, seen, lambda read=read: read(f(x)), "s for float32[4] of 'step'")
-        saving: Any = pw.checkpoint([x, f(x)])._future
-        assert saving.about().what == "a checkpoint of 2 arrays"
-        np.asarray(x)
-        during(cluster, seen, lambda: pw.get([f(x), f(x), x]), "of 'step': 1 of 3 are ready")
         during(
             cluster,
             seen,
-            lambda: pw.block_until_ready([f(x), f(x), x]),
-            " of 3 are ready",
+            lambda: pw.checkpoint([x, f(x)]).result(),
+            "s for a checkpoint of 2 arrays",
         )
+        during(cluster, seen, lambda: pw.get([f(x), f(x), x]), "of 'step': 1 of 3 are ready")
+        during(cluster, seen, lambda: pw.block_until_ready([f(x), f(x), x]), " of 3 are ready")
         during(cluster, seen, lambda: np.asarray(f(x)), " s: ")  # why, whatever it is
 
 

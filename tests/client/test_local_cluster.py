@@ -19,9 +19,9 @@ pytestmark = [
 ]
 
 PRELUDE = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from pw.client.connection import current
-from pw.client.connection.cluster import LocalCluster
+from pw.operating.deploy.local_cluster import LocalCluster
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected, Error
 """
@@ -55,11 +55,7 @@ WAITING = """
 """
 
 ENDS = {
-    "leaves the block": (
-        "with LocalCluster(log_level='info'): print('up', flush=True)",
-        None,
-        0,
-    ),
+    "leaves the block": ("with LocalCluster(log_level='info'): print('up', flush=True)", None, 0),
     "raises": ("with LocalCluster(): print('up', flush=True); raise KeyError('mine')", None, 1),
     "never closes": (
         "import jax; cluster = LocalCluster(hosts_per_island=2); print('up', flush=True)",
@@ -149,7 +145,19 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
         """
         with LocalCluster(log_level="info") as cluster:
             session = current.runtime()
+
+            locked, forking = threading.Event(), threading.Event()
+            os.register_at_fork(before=forking.set)
+
+            def lock():  # as the thread of the session does now and then; the child does not have that thread
+                with session.lock:
+                    locked.set()
+                    forking.wait()
+
             for anew in (False, True):
+                locked.clear(), forking.clear()
+                threading.Thread(target=lock).start()
+                locked.wait()
                 forked = os.fork()
                 if not forked:
                     for use in (current.runtime, session.ask.status, lambda: session.allocate_slice(1)):
@@ -250,13 +258,7 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
         scripts,
         tmp_path,
         """
-        import time
-
-        def until(condition):
-            deadline = time.monotonic() + 60
-            while not condition():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        from tests.stages.daemons import until
 
         def ready():
             (island,) = current.runtime().ask.status().islands
@@ -270,11 +272,11 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
             assert ready() == [(host.name, first)]
             host.kill()
             assert host.runtime_pid() is None
-            until(lambda: ready() == [(spare.name, spare.runtime_pid())])
+            until(lambda: ready() == [(spare.name, spare.runtime_pid())], "the spare host")
             second = spare.runtime_pid()
             os.kill(second, signal.SIGKILL)
-            until(lambda: spare.runtime_pid() not in (second, None))
-            until(lambda: ready() == [(spare.name, spare.runtime_pid())])
+            until(lambda: spare.runtime_pid() not in (second, None), "its other runtime")
+            until(lambda: ready() == [(spare.name, spare.runtime_pid())], "the spare host")
         print("ok")
         """,
     )

@@ -156,10 +156,7 @@ def test_it_takes_what_goes_with_the_rows(meshes: Any) -> None:
     rows, weights = rows_of(4), np.arange(4, dtype=np.float32)
     given = pw.Ragged(rows, np.int32(3))
     both = pw.map(lambda x: {"twice": scale(x), "more": add(x, 1)}, given)
-    made = pw.map(
-        lambda x: add(add(x[0]["twice"], x[0]["more"]), scale(x[1])),
-        (both, weights),
-    )
+    made = pw.map(lambda x: add(add(x[0]["twice"], x[0]["more"]), scale(x[1])), (both, weights))
     wanted = rows * 3 + 1 + 2 * weights[:, None]
     check(pw.get(made), list(wanted), 3, 4)
 

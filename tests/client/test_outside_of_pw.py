@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.connection import current
+from tests.stages.inside import traced_of
 from tests.stages.local_runtime import LocalRuntime
 
 VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -232,11 +233,7 @@ TRANSFORMED: dict[str, tuple[Callable[[], Any], str, Any]] = {
         "pw.jit(jax.grad(loss))",
         2 * VALUE,
     ),
-    "jit of grad": (
-        lambda: jax.jit(jax.grad(loss))(VALUE),
-        "pw.jit(jax.grad(loss))",
-        2 * VALUE,
-    ),
+    "jit of grad": (lambda: jax.jit(jax.grad(loss))(VALUE), "pw.jit(jax.grad(loss))", 2 * VALUE),
 }
 
 
@@ -349,12 +346,12 @@ def test_meshes_of_pw_say_where_they_go(mesh: pw.Mesh) -> None:
 
 def test_code_does_not_say_where_in_a_script_it_was_called() -> None:
     """So the hosts find its executable again, also when other lines of the script change."""
-    source = "lowered = pw.jit(lambda x: x * 2).lower(1.5)._traced.artifact"
+    source = "double = pw.jit(lambda x: x * 2); double.lower(1.5)"
     first: dict[str, Any] = {"pw": pw}
     second: dict[str, Any] = {"pw": pw}
     exec(source, first)
     exec(f"\n\n{source}", second)
-    assert first["lowered"] == second["lowered"]
+    assert traced_of(first["double"]).artifact == traced_of(second["double"]).artifact
 
 
 def test_what_a_function_is_lowered_to(mesh: pw.Mesh, rt: Counting) -> None:

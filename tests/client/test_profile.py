@@ -15,11 +15,10 @@ from hypothesis import given
 import pw
 from pw.client.connection import current
 from pw.core.ids import client_id
-from pw.profiling.report import Profile
-from pw.profiling.spans import common, joined, length_s
-from pw.profiling.work import PARTS
+from pw.operating.profiling.report import Profile
+from pw.operating.profiling.work import PARTS, common, joined, length_s
+from pw.operating.timeline.timeline import Call, Computation, Launch, Timeline, Transfer
 from pw.testing import InProcessCluster
-from pw.timeline.timeline import Call, Computation, Launch, Timeline, Transfer
 from tests.stages.stage import mesh_on
 
 ME, OTHER = 3, 4

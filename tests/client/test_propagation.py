@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.trace import export
-from pw.client.trace.jit import jit
-from pw.client.trace.program import program
-from pw.client.trace.stablehlo import artifact_of
-from pw.client.transfer import put
+from pw.client.computations import export
+from pw.client.computations.stablehlo import artifact_of
+from pw.client.functions.jit import jit
+from pw.client.functions.program import program
+from pw.client.functions.transfer import put
 from tests.stages.local_runtime import LocalRuntime
 
 AXES = ("x", "y")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pw.client.connection import results
@@ -37,9 +38,14 @@ class Script:
 
     def asked_with_run(self) -> list[int]:
         """The arrays that the newest run was sent with a question for."""
-        tell = next(note for note in self._notes if isinstance(note, Tell))
+        asked = self._asked_with_run()
+        return [] if asked is None else [array for array, _ in asked.arrays]
+
+    def _asked_with_run(self) -> Await | None:
+        tell, *asked = self._notes[:2]
+        assert isinstance(tell, Tell)
         assert isinstance(tell.message, Run)
-        return [] if tell.then is None else [array for array, _ in tell.then.arrays]
+        return next((note for note in asked if isinstance(note, Await)), None)
 
     def wait(self, array: int) -> tuple[Future[Any], bool]:
         """Wait for an array; returns the future, and whether that is a question of its own."""
@@ -51,12 +57,12 @@ class Script:
 
     def settle(self, error: Exception | None = None) -> None:
         """Answer the question that went with the newest run."""
-        tell = next(note for note in self._notes if isinstance(note, Tell))
-        assert tell.then is not None
+        asked = self._asked_with_run()
+        assert asked is not None
         if error is None:
-            resolve(tell.then.ready, None)
+            resolve(asked.ready, None)
         else:
-            reject(tell.then.ready, error)
+            reject(asked.ready, error)
 
 
 @pytest.fixture
@@ -104,12 +110,45 @@ def test_a_question_in_vain_is_the_last_one_until_a_thread_waits_again(script: S
     assert script.asked_with_run() == [made[0]]
 
 
-def test_only_results_of_the_newest_run_of_a_program_count(script: Script) -> None:
-    older = script.run(F)
+@pytest.mark.parametrize("behind", [1, 5])
+def test_a_thread_that_waits_some_runs_behind_asks_with_each_run(
+    script: Script, behind: int
+) -> None:
+    made = [script.run(F) for _ in range(behind + 1)]
+    for step in range(4 * behind):
+        assert script.wait(made[step][1])[1] == (step <= behind), "asked with its run"
+        made.append(script.run(F))
+        assert script.asked_with_run() == [made[-1][1]]
     script.run(F)
-    assert script.wait(older[0])[1]
-    script.run(F)
-    assert script.asked_with_run() == []
+    assert script.asked_with_run() == [], "no thread has waited"
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_run_asks_for_an_upload_that_it_reads_if_it_may_wait(
+    script: Script, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """The thread of the session cannot wait: it is the one that sends the value."""
+    runtime = script.runtime
+    array = runtime.upload(np.zeros(4, np.float32), SPEC)
+    monkeypatch.setattr(runtime.thread.leases, "unknown", lambda program, args: [array])
+    monkeypatch.setattr(runtime.thread, "is_here", lambda: here)
+    notes = runtime.thread.notes  # type: ignore[attr-defined]
+    notes.clear()
+    runtime.run(F, [array], 1)
+    asked = [note.arrays for note in notes if isinstance(note, Await)]
+    assert asked == ([] if here else [((array, SPEC),)])
+
+
+def test_so_many_are_asked_for_ahead_at_most(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "AHEAD", 2)
+    older = [script.run(F) for _ in range(6)]
+    made = []
+    for array, *_ in older:
+        script.wait(array)
+        made.append(script.run(F)[0])
+    assert [script.wait(array)[1] for array in made] == [True, True, True, True, False, False]
 
 
 def test_the_result_that_was_waited_for_last_counts(script: Script) -> None:

@@ -6,7 +6,7 @@ The controller and the hosts are played by the test, so each rule is seen messag
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,9 +25,11 @@ from pw.client.session.thread_messages import (
     DescribeCheckpoint,
     Forget,
     Get,
+    Meet,
     Open,
     Put,
     Tell,
+    TellLaunched,
     resolve,
 )
 from pw.core import messages as msg
@@ -46,7 +48,7 @@ from pw.core.errors import (
     TransferFailed,
     VersionMismatch,
 )
-from pw.core.ids import CONTROL, CONTROLLER, Address, executor_of, session_of, store_of
+from pw.core.ids import CONTROL, CONTROLLER, Address, session_of, store_of
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
 from tests.stages.actors import Recorder, World
@@ -434,7 +436,7 @@ def test_everything_ends_with_the_controller_and_with_close() -> None:
         for future in (open_, inquiring, bench.get()):
             kind = ConnectionFailed if end == "lost" else Disconnected
             assert isinstance(future.exception(0), kind)
-        assert not bench.session.requests._requests
+        assert not any(map(bench.session.requests.is_open, range(10)))
 
 
 # --- who has met the client ------------------------------------------------------------------------------
@@ -773,75 +775,297 @@ def test_counters_of_a_host_that_is_lost_do_not_take_those_of_others_along(bench
     assert isinstance(failed.exception(0), InternalError)
 
 
-# --- a wait that comes with its run --------------------------------------------------------------
+# --- lines, and launches under leases ----------------------------------------------------------------
 
 ONE = split(SLICE, 1)
 
 
-def run_and_wait(bench: Bench, run: int, arg: int | bytes, made: int) -> Future[Any]:
-    """Run program 5 and wait for its result, in one note."""
+class Wires:
+    """The network of a session's lines; what is sent is kept, and hosts answer as the test says."""
+
+    name = "client-lines"
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.sent: list[tuple[str, Any]] = []
+        self.closed: list[str] = []
+        bench.session.lines.wires = self
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        pass
+
+    def tell(self, hosts: Sequence[Address], message: Any) -> None:
+        self.sent += [(host.node, message) for host in hosts]
+
+    def forget(self, node: str) -> None:
+        self.closed.append(node)
+
+    def within(self, act: Callable[[], object]) -> None:
+        act()
+
+    def take(self, kind: type[Any]) -> list[Any]:
+        """What was sent of a kind since the last look."""
+        found = [message for _, message in self.sent if isinstance(message, kind)]
+        self.sent = [one for one in self.sent if not isinstance(one[1], kind)]
+        return found
+
+    def answer(self, message: Any, host: str = "a") -> None:
+        """A host answers."""
+        self.bench.session.lines.received(host, message)
+        self.bench.session.lines.settle()
+        self.bench.world.settle()
+
+    def lose(self, host: str = "a") -> None:
+        """The line to a host is lost."""
+        self.bench.session.lines.lost(host)
+        self.bench.world.settle()
+
+    def open(self) -> None:
+        """A host answers the first question."""
+        (wait,) = self.take(msg.Wait)
+        self.answer(msg.Ready(wait.request))
+
+
+def run_and_wait(bench: Bench, run: int, arg: int | bytes, made: int) -> tuple[bool, Future[Any]]:
+    """Run program 5, and wait for its result; returns whether it was launched from here."""
     future: Future[Any] = Future()
-    note = Await(((made, ONE),), future)
-    bench.note(Tell(msg.Run(run, 5, (arg,), (made,)), note))
-    return future
+    wanted = Await(((made, ONE),), future)
+    leases = bench.session.leases
+    if leases.launch(run, 5, (arg,), (made,), wanted):
+        bench.note(TellLaunched())
+        return True, future
+    message = msg.Run(run, 5, (arg,), (made,))
+    leases.ordinary(message)
+    bench.note(Tell(message))
+    if not bench.session.lines.ask(wanted):
+        bench.note(wanted)
+    return False, future
 
 
 @pytest.fixture
-def lent() -> tuple[Bench, Recorder]:
-    """A session that has waited on host "a" and has a lease of it, and the host's executor."""
+def lined() -> tuple[Bench, Wires]:
+    """A session with a line to its host, on which it has met the client."""
     bench = Bench(hosts=("a",))
-    executor: Recorder = bench.world.add(executor_of("a"), Recorder)
-    ready = run_and_wait(bench, 20, b"x" * 64, X)
-    (wait,) = bench.asked("a", msg.Wait)  # without a lease the host is asked as always
-    bench.answer("a", wait)
+    wires = Wires(bench)
+    bench.tell(msg.Attached(1, b"ticket", 8, ("east",), line_ticket=b"another"))
+    bench.note(Meet(("a",)))
+    assert wires.take(msg.Identify) == [msg.Identify(1, b"another", is_line=True)]
+    wires.open()
+    return bench, wires
+
+
+@pytest.fixture
+def lent(lined: tuple[Bench, Wires]) -> tuple[Bench, Wires]:
+    """A session that has waited on host "a" and has a lease of it."""
+    bench, wires = lined
+    is_launched, ready = run_and_wait(bench, 20, b"x" * 64, X)
+    assert not is_launched
+    (wait,) = wires.take(msg.Wait)
+    wires.answer(msg.Ready(wait.request))
     assert ready.result(0) is None
-    program = msg.LentProgram(5, 1, ((msg.Step(0, True),),))
-    bench.tell(msg.Lent(3, 1, ("a",), (program,), 0, 100, 20))
+    lend(bench)
     bench.controller.received.clear()
-    return bench, executor
+    return bench, wires
 
 
-def test_a_leased_launch_asks_for_the_result(lent: tuple[Bench, Recorder]) -> None:
-    bench, executor = lent
-    ready = run_and_wait(bench, 21, X, Y)
-    (launch,) = executor.of(msg.LeasedLaunch)
+def lend(bench: Bench, last_run: int = 20) -> None:
+    program = msg.LentProgram(5, 1, ((msg.LaunchStep(0, True),),))
+    bench.tell(msg.Lent(3, 1, ("a",), (program,), 0, 100, last_run))
+
+
+def test_a_leased_launch_asks_for_the_result(lent: tuple[Bench, Wires]) -> None:
+    bench, wires = lent
+    is_launched, ready = run_and_wait(bench, 21, X, Y)
+    assert is_launched
+    (launch,) = wires.take(msg.LeasedLaunch)
     assert launch.request > 0
     assert launch.awaited == Y
-    assert not bench.asked("a", msg.Wait)
+    assert not wires.take(msg.Wait)
+    assert not bench.asked("a")
+    assert bench.asked(CONTROLLER) == [msg.Run(21, 5, (X,), (Y,), 3, 0)]
     assert not ready.done()
-    bench.tell(msg.Ready(launch.request), sender=store_of("a"))
+    wires.answer(msg.Ready(launch.request))
     assert ready.result(0) is None
 
 
-def test_a_host_hears_who_launches_before_the_first_launch(lent: tuple[Bench, Recorder]) -> None:
-    bench, executor = lent
-    bench.directory({"a": "another place"})
-    run_and_wait(bench, 21, X, Y)
-    assert executor.of(msg.LeasedLaunch)
-    sent = [type(it) for _, to, it in bench.world.sent if to.node == "a"]
-    last = len(sent) - 1 - sent[::-1].index(msg.Identify)
-    assert last < sent.index(msg.LeasedLaunch)
-    assert sent.count(msg.Identify) == 2
+def test_a_lease_begins_when_there_are_lines() -> None:
+    bench = Bench(hosts=("a",))
+    wires = Wires(bench)
+    bench.tell(msg.Attached(1, b"ticket", 8, ("east",), line_ticket=b"another"))
+    assert not run_and_wait(bench, 20, b"x" * 64, X)[0]
+    lend(bench)
+    assert not run_and_wait(bench, 21, X, Y)[0]
+    wires.open()
+    lend(bench, 21)
+    assert run_and_wait(bench, 22, X, Y)[0]
 
 
 def test_what_was_asked_with_a_launch_is_asked_again_after_a_loss(
-    lent: tuple[Bench, Recorder],
+    lent: tuple[Bench, Wires],
 ) -> None:
-    bench, executor = lent
-    ready = run_and_wait(bench, 21, X, Y)
-    assert executor.of(msg.LeasedLaunch)
-    bench.lose("a")
-    inquiry = bench.inquiry()
-    assert inquiry.arrays == (Y,)
-    bench.bind("a")
-    bench.tell(msg.Answered(inquiry.request, None))
+    bench, wires = lent
+    _, ready = run_and_wait(bench, 21, X, Y)
+    bench.controller.received.clear()
+    wires.lose()
+    assert bench.asked(CONTROLLER) == [msg.LinkLost("a")]
     (wait,) = bench.asked("a", msg.Wait)
     assert wait.arrays == (Y,)
     bench.answer("a", wait)
     assert ready.result(0) is None
+    assert not run_and_wait(bench, 22, X, Y)[0]
 
 
-def test_a_wait_with_a_run_of_an_ended_session_fails() -> None:
+@pytest.mark.parametrize("error", [ArrayDeleted("gone"), Disconnected("who is it?")])
+def test_a_question_that_fails_on_a_line_is_asked_by_the_session(
+    lined: tuple[Bench, Wires], error: Error
+) -> None:
+    bench, wires = lined
+    future: Future[Any] = Future()
+    assert bench.session.lines.ask(Await(((X, ONE),), future))
+    (wait,) = wires.take(msg.Wait)
+    wires.answer(msg.RequestFailed(wait.request, ErrorReport.of(error)))
+    (again,) = bench.asked("a", msg.Wait)
+    bench.answer("a", again)
+    assert future.result(0) is None
+    assert bench.session.lines.ask(Await(((X, ONE),), Future())) is isinstance(error, ArrayDeleted)
+
+
+def test_output_that_comes_over_a_line_is_shown_before_the_answer_behind_it(
+    lined: tuple[Bench, Wires],
+) -> None:
+    bench, wires = lined
+    seen: list[str] = []
+    bench.note(
+        Open("test", 1.0, 0, 1 << 20, Future(), output=lambda host, lines: seen.append(host))
+    )
+    future: Future[Any] = Future()
+    future.add_done_callback(lambda _: seen.append("ready"))
+    assert bench.session.lines.ask(Await(((X, ONE),), future))
+    wires.answer(msg.Printed((msg.OutputLine(False, "computed"),)))
+    (wait,) = wires.take(msg.Wait)
+    wires.answer(msg.Ready(wait.request))
+    assert seen == ["a", "ready"]
+
+
+def test_a_small_value_comes_over_a_line(lined: tuple[Bench, Wires]) -> None:
+    bench, wires = lined
+    future: Future[Any] = Future()
+    assert bench.session.lines.ask(Get(X, ONE, future))
+    (fetch,) = wires.take(msg.Fetch)
+    wires.answer(msg.Fetched(fetch.request, pack([value(ONE)])))
+    ((_, part),) = future.result(0)
+    np.testing.assert_array_equal(part, value(ONE))
+
+
+@pytest.mark.parametrize("news", ["failed", "lost", "moved"])
+def test_the_session_asks_for_arrays_that_have_failed_or_moved(
+    lined: tuple[Bench, Wires], news: str
+) -> None:
+    bench, wires = lined
+    future: Future[Any] = Future()
+    assert bench.session.lines.ask(Await(((X, ONE),), future))
+    (wait,) = wires.take(msg.Wait)
+    if news == "failed":
+        bench.tell(msg.RunFailed(20, (X,), ErrorReport.of(InternalError("no"))))
+        assert isinstance(future.exception(0), InternalError)
+    elif news == "lost":
+        bench.tell(msg.SliceLost(SLICE, ERROR))
+        assert bench.inquiry().arrays == (X,)
+    else:
+        bench.bind("a")
+        assert [again.arrays for again in bench.asked("a", msg.Wait)] == [(X,)]
+    assert wires.take(msg.CancelRequest) == [msg.CancelRequest(wait.request)]
+
+
+@pytest.mark.parametrize("news", ["failed", "moved"])
+def test_news_that_come_while_a_thread_asks_are_not_missed(
+    lined: tuple[Bench, Wires], monkeypatch: pytest.MonkeyPatch, news: str
+) -> None:
+    """The session handles them in its own thread, just before the question is noted."""
+    bench, wires = lined
+    lines, future = bench.session.lines, Future[Any]()
+    hosts = lines.holders(ONE)
+
+    def holders(spec: ArraySpec) -> frozenset[str]:
+        if news == "failed":
+            bench.tell(msg.RunFailed(20, (X,), ErrorReport.of(InternalError("no"))))
+        else:
+            bench.bind("a")
+        return hosts
+
+    monkeypatch.setattr(lines, "holders", holders)
+    assert lines.ask(Await(((X, ONE),), future))
+    bench.world.settle()
+    assert not wires.take(msg.Wait)
+    if news == "failed":
+        assert isinstance(future.exception(0), InternalError)
+    else:
+        assert [again.arrays for again in bench.asked("a", msg.Wait)] == [(X,)]
+
+
+def test_what_has_its_place_among_launches_ends_a_lease_in_the_thread_that_posts_it(
+    lent: tuple[Bench, Wires],
+) -> None:
+    bench, _ = lent
+    bench.session.leases.posting(Tell(msg.Delete((Y,))))
+    assert run_and_wait(bench, 21, X, Y)[0]
+    bench.session.leases.posting(Ask(lambda n: msg.Checkpoint(n, (X,)), Future(), (X,)))
+    assert not run_and_wait(bench, 22, X, Y)[0]
+
+
+def test_another_controller_hears_of_launches_that_the_last_one_was_not_told_of() -> None:
     bench = Bench(hosts=("a",))
+    bench.session.link.keeps = True
+    run = msg.Run(21, 5, (), (Y,), 3, 0)
+    bench.note(Tell(msg.RegisterProgram(5, Compact.of(chain([ONE])), ())))
+    bench.session.link.launched(run)
+    bench.note(msg.PeerLost(CONTROLLER, "killed"))
+    bench.asked(CONTROLLER)
+    bench.tell(msg.Attached(1, b"ticket", 8, ("east",)))
+    assert [m for m in bench.asked(CONTROLLER) if isinstance(m, msg.Run)] == [run]
+
+
+def test_a_wait_with_a_run_of_an_ended_session_fails(lined: tuple[Bench, Wires]) -> None:
+    bench, _ = lined
+    future: Future[Any] = Future()
+    assert bench.session.lines.ask(Await(((X, ONE),), future))
     bench.note(Close(Disconnected("closed"), Future()))
-    assert isinstance(run_and_wait(bench, 20, b"x", X).exception(0), Disconnected)
+    assert isinstance(future.exception(0), Disconnected)
+    assert isinstance(run_and_wait(bench, 20, b"x", X)[1].exception(0), Disconnected)
+
+
+def test_a_client_that_hears_of_the_end_of_its_lease_tells_of_its_launches_at_once(
+    lent: tuple[Bench, Wires],
+) -> None:
+    bench, wires = lent
+    assert bench.session.leases.launch(21, 5, (X,), (Y,), None)
+    assert not bench.asked(CONTROLLER)
+    wires.answer(msg.LeaseOver(2))  # an earlier one
+    assert bench.session.leases.launch(22, 5, (X,), (X + 100,), None)
+    wires.answer(msg.LeaseOver(3))
+    assert [run.run for run in bench.asked(CONTROLLER)] == [21, 22]
+    assert not bench.session.leases.launch(23, 5, (X,), (Y,), None)
+
+
+def test_launches_need_no_more_memory_than_their_lease_has(lined: tuple[Bench, Wires]) -> None:
+    bench, _ = lined
+    run_and_wait(bench, 20, b"x" * 64, X)
+    program = msg.LentProgram(5, 1, ((msg.LaunchStep(0, True),),), 100)
+    bench.tell(msg.Lent(3, 1, ("a",), (program,), 0, 100, 20, room_bytes=250))
+    leases = bench.session.leases
+    assert leases.launch(21, 5, (X,), (Y,), None)
+    assert not leases.is_short
+    assert leases.launch(22, 5, (X,), (Y,), None)
+    assert leases.is_short
+    assert not leases.launch(23, 5, (X,), (Y,), None)
+    bench.tell(msg.LeaseWindow(3, 100, 350))
+    assert leases.launch(24, 5, (X,), (Y,), None)
+    assert not leases.launch(25, 5, (X,), (Y,), None)
+
+
+def test_arrays_that_share_a_buffer_are_not_read_under_a_lease(lined: tuple[Bench, Wires]) -> None:
+    bench, _ = lined
+    run_and_wait(bench, 20, b"x" * 64, X)
+    program = msg.LentProgram(5, 1, ((msg.LaunchStep(0, True),),))
+    bench.tell(msg.Lent(3, 1, ("a",), (program,), 0, 100, 20, shared=(X,)))
+    assert not bench.session.leases.launch(21, 5, (X,), (Y,), None)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.connection import current
-from pw.client.show import html
+from pw.client.display.graph import LEVELS
+from pw.client.display.grid import COLUMNS, ROWS, of_shards, ranges
+from pw.client.looking.show import html
 from pw.core.sharding import Sharding
-from pw.display.graph import LEVELS
-from pw.display.grid import COLUMNS, ROWS, of_shards, ranges
 from pw.testing import InProcessCluster
 from tests.stages.stage import held, mesh_on, numbers, split
 

@@ -22,9 +22,9 @@ import pw
 from pw.cli.requests import status_document
 from pw.client.connection import current
 from pw.client.connection.script import process_name, script_name
-from pw.client.status import ClusterStatus
+from pw.client.display import tables
+from pw.client.looking.status import ClusterStatus
 from pw.core import messages as msg
-from pw.display import tables
 from pw.testing import InProcessCluster
 from tests.stages.daemons import BOUND_S, until
 from tests.stages.inside import is_fetched

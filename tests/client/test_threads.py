@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
-from pw.client.session.session import ClientSession
+from pw.client.connection.wires import LocalWires
+from pw.client.session.requests import Requests
 from pw.client.session.thread_messages import Forget
 from pw.core.actors.actor import Actor, handles
 from pw.core.errors import Disconnected, InternalError
@@ -32,7 +33,7 @@ def interval() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever sessions other tests have left."""
-    monkeypatch.setattr(LoopThread, "_living", set())
+    monkeypatch.setattr(LoopThread, "living", set())
 
 
 def test_threads_take_turns_more_often_while_there_is_a_session(
@@ -93,10 +94,10 @@ def test_what_is_posted_in_a_hurry_is_handled_at_once_but_not_within_a_turn() ->
 def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that waits for an answer would wait for ever."""
 
-    def broken(session: ClientSession, sender: Address, note: object) -> None:
+    def broken(requests: Requests, arrays: object) -> None:
         raise KeyError("broken")
 
-    monkeypatch.setattr(ClientSession, "_on_forget", broken)
+    monkeypatch.setattr(Requests, "forget", broken)
     forgotten: list[str] = []
     monkeypatch.setattr(LocalNetwork, "forget", lambda network, node: forgotten.append(node))
     cluster = InProcessCluster(1, 1)
@@ -126,13 +127,23 @@ def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPat
             tick=lambda: None,
             grant=None,
             session_ended=None,
+            lock=threading.RLock(),
             calls=SimpleNamespace(arrived=None),
         ),
     )
 
     def make() -> SessionOnNode:
-        node = Node("client", thread.loop, LocalHub(thread.loop).network("client"))
-        return SessionOnNode(thread, node, BulkPlane(thread.loop), runtime, None, thread.stop)
+        hub = LocalHub(thread.loop)
+        node = Node("client", thread.loop, hub.network("client"))
+        return SessionOnNode(
+            thread,
+            node,
+            BulkPlane(thread.loop),
+            runtime,
+            None,
+            thread.stop,
+            lambda lines: LocalWires(thread.loop, hub, lines, node.counters),
+        )
 
     session = thread.call(make)
     assert session.counters()["bulk_lent_blocks"] == 0

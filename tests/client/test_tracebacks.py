@@ -23,12 +23,15 @@ def rt() -> Iterator[LocalRuntime]:
 
 
 def frames(error: BaseException) -> list[tuple[str, str, str]]:
-    """Function, line and folder of every frame, outermost first."""
+    """Function, line and origin of every frame, outermost first: "tests", "pw" or "" for others."""
+    origins = {"tests": Path(__file__).parent, "pw": Path(pw.__file__).parent}
     return [
         (
             frame.name,
             str(frame.line),
-            "tests" if frame.filename == __file__ else Path(frame.filename).parts[-2],
+            next(
+                (at for at, folder in origins.items() if folder in Path(frame.filename).parents), ""
+            ),
         )
         for frame in traceback.extract_tb(error.__traceback__)
     ]
@@ -53,7 +56,7 @@ def test_an_if_on_a_tracer_shows_the_users_function_and_line() -> None:
         ("calls_it", 'decides({"w": 1.0}, np.float32(2))'),
         ("decides", "if x > 0:"),
     ]
-    assert all(folder == "tests" for _, _, folder in shown)
+    assert all(origin == "tests" for _, _, origin in shown)
     said = str(caught.value)
     assert "tracing the function decides at" in said
     assert f"{Path(__file__).name}:" in said
@@ -81,13 +84,13 @@ def test_no_frame_of_pw_is_shown(call: Callable[[], Any]) -> None:
         call()
     shown = frames(caught.value)
     assert shown[-1][:2] == ("dividing", "return x * (1 // 0)")
-    assert "client" not in {folder for _, _, folder in shown}
+    assert "pw" not in {origin for _, _, origin in shown}
 
 
 def test_errors_of_pw_keep_their_frames() -> None:
     with pytest.raises(pw.ArgumentError) as caught:
         pw.jit(dividing)("text")
-    assert frames(caught.value)[-1][2] == "trace"
+    assert frames(caught.value)[-1][2] == "pw"
 
 
 def test_all_frames_are_there_if_jax_is_asked_for_all() -> None:
@@ -98,7 +101,7 @@ def test_all_frames_are_there_if_jax_is_asked_for_all() -> None:
             pw.jit(dividing)(1.0)
     finally:
         jax.config.update("jax_traceback_filtering", was)
-    assert {"trace", "tests"} <= {folder for _, _, folder in frames(caught.value)}
+    assert {"pw", "tests"} <= {origin for _, _, origin in frames(caught.value)}
 
 
 def test_names_of_arguments_are_the_users(rt: LocalRuntime) -> None:

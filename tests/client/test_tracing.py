@@ -22,10 +22,10 @@ from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.operator_cache import OPERATORS_KEPT, Recent
 from pw.client.connection import current
-from pw.client.trace.jit import jit
-from pw.client.trace.pmap import pmap
-from pw.client.trace.program import program
-from pw.client.transfer import block_until_ready, get, put
+from pw.client.functions.jit import jit
+from pw.client.functions.pmap import pmap
+from pw.client.functions.program import program
+from pw.client.functions.transfer import block_until_ready, get, put
 from pw.core import errors
 from pw.core.messages import INLINE_BYTES
 from tests.stages.inside import number_of, set_fetching, traced_of, type_of

@@ -108,10 +108,7 @@ ALIKE: dict[str, tuple[type[pw.Error], Any]] = {
         lambda mesh, hosts: raising(mesh, hosts[1:]),
     ),
     "compiling": (pw.CompileError, not_compiling),
-    "a NaN": (
-        pw.NaNFound,
-        lambda mesh, hosts: on(mesh, lambda x: jnp.log(x - 1), check_nans=True),
-    ),
+    "a NaN": (pw.NaNFound, lambda mesh, hosts: on(mesh, lambda x: jnp.log(x - 1), check_nans=True)),
 }
 
 

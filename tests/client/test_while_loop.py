@@ -393,7 +393,7 @@ def test_a_portion_takes_about_as_long_as_it_should(each_s: float, late_s: float
     )
     later = bursts.lengths[len(bursts.lengths) // 2 : -driver.AHEAD]
     for length in later:
-        assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
+        assert length == 1 or driver.BURST_S / 2 < length * each_s < driver.BURST_S * 2
 
 
 @pytest.mark.parametrize("step", ["more", "add"])
@@ -401,8 +401,8 @@ def test_a_loss_in_a_long_loop_needs_few_runs_again(
     place: Place, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     period = 25
-    monkeypatch.setattr(driver, "_adapt", lambda *_: None)  # one iteration in each burst
-    monkeypatch.setattr(driver, "REPLICATED_PORTIONS", period)
+    monkeypatch.setattr(driver, "MOST", 1)  # iterations in each burst
+    monkeypatch.setattr(driver, "REPLICATED_BURSTS", period)
     fixed = pw.put(ONES, sharding=pw.NamedSharding(place.here, P()))
     made = pw.while_loop(
         lambda carry: carry[0].sum() > 0,
@@ -559,7 +559,7 @@ print("ok")
 DYING = """
 from pw.client.loops import bursts, driver
 
-driver.REPLICATED_PORTIONS, driver.MOST = 10, 100
+driver.REPLICATED_BURSTS, driver.MOST = 10, 100
 run(on_one, 10, 1)
 run(on_two, 10, 2)
 pids = [host.pid for island in current.runtime().ask.status(20.0).islands for host in island.hosts]

@@ -214,16 +214,16 @@ def test_every_program_computes_what_it_says(program: Program, seed: int, strict
 @given(programs())
 def test_every_program_and_plan_comes_back_whole(program: Program) -> None:
     travelling = Compact.of(program)
-    assert travelling.whole() == program
+    assert travelling.value() == program
     assert len(travelling.placements) == len(set(travelling.placements))
     for plan in lower(program, BINDINGS).hosts:
-        assert Compact.of(plan).whole() == plan
+        assert Compact.of(plan).value() == plan
 
 
 def test_equal_specs_are_one_object_when_they_come_back() -> None:
     spec = lies(ROWS, 0)
     f = computation(spec, 2, 2)
-    again = Compact.of(Program("p", (f,), (), (spec, lies(ROWS, 1)), ())).whole()
+    again = Compact.of(Program("p", (f,), (), (spec, lies(ROWS, 1)), ())).value()
     assert again.inputs[0] is again.computations[0].inputs[1] is again.computations[0].outputs[0]
     assert again.inputs[1] is not again.inputs[0]
 
@@ -264,14 +264,14 @@ def test_a_message_to_a_host_does_not_grow_with_the_devices_of_hosts() -> None:
 def test_a_placement_with_a_wrong_range_cannot_be_whole(ranges: tuple[int, ...]) -> None:
     spec = msgspec.structs.replace(lies(ROWS, 0), placement=Placement(0, ()))
     with pytest.raises(ProtocolError, match="placement"):
-        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, ranges),)).whole()
+        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, ranges),)).value()
 
 
 @pytest.mark.parametrize("number", [Placement(1, ()), Placement(-1, ()), Placement(0, (0,))])
 def test_what_names_a_placement_that_was_not_said_cannot_be_whole(number: Placement) -> None:
     spec = msgspec.structs.replace(lies(ROWS, 0), placement=number)
     with pytest.raises(ProtocolError, match="does not have"):
-        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, (0, 4)),)).whole()
+        Compact(Program("p", (), (), (spec,), ()), (Ranges(0, (0, 4)),)).value()
 
 
 def instructions(plan: BoundProgram, host: str) -> list[list[Instruction]]:

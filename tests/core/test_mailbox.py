@@ -118,5 +118,5 @@ def test_peers_that_have_gone_are_forgotten() -> None:
     for number in range(3 * module.QUEUES_KEPT):
         put(box, f"client-{number}", number)
         assert taken(box, 1) == [(f"client-{number}", number)]
-    assert len(box._queues) <= module.QUEUES_KEPT
-    assert len(box._groups) <= module.QUEUES_KEPT
+    assert len(box.queues) <= module.QUEUES_KEPT
+    assert len(box.groups) <= module.QUEUES_KEPT

@@ -26,19 +26,20 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 import pw
-from pw.client.connection.children import LocalDaemon, options, start_dashboard
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.core.errors import ConnectionFailed
 from pw.core.events import RunEvent
 from pw.core.messages.roles import Role
 from pw.core.tenants import OPERATOR
-from pw.dashboard.happenings import words_of
-from pw.dashboard.metrics import HOST_STATES, SECONDS, Metrics, of_hosts
-from pw.dashboard.reader import Busy, Reader, Totals
-from pw.dashboard.sampling import Stragglers
-from pw.dashboard.snapshot import Snapshot, devices_of
-from pw.timeline.timeline import Computation, Timeline
+from pw.operating.dashboard.happenings import words_of
+from pw.operating.dashboard.metrics import HOST_STATES, SECONDS, Metrics, of_hosts
+from pw.operating.dashboard.reader import Busy, Reader
+from pw.operating.dashboard.sampling import Stragglers
+from pw.operating.dashboard.snapshot import Snapshot, devices_of
+from pw.operating.dashboard.sums import Totals
+from pw.operating.timeline.timeline import Computation, Timeline
+from pw.processes.daemons import LocalDaemon, options, start_dashboard
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
 from pw.transport.access.security import Security
@@ -123,7 +124,7 @@ def test_a_snapshot_has_the_cluster_as_it_is(reader: Reader) -> None:
     assert tenant.device_s == client.device_s > 0
     assert client.name.startswith("pytest") or "pid" in client.name
     assert now.trouble == ""
-    devices = devices_of(reader.known, "island-0-host-0", 1)
+    devices = devices_of(reader.readings, "island-0-host-0", 1)
     assert 0.0 <= (devices[0].use or 0.0) <= 1.0
     assert reader.picture is not None
     assert "square" in {slice.name for row in reader.picture.rows for slice in row.slices}
@@ -313,7 +314,7 @@ def test_warnings_and_device_time_come_to_the_page(cluster: pw.LocalCluster) -> 
 
 NOTEBOOK = """
 import urllib.error, urllib.request, pw
-from pw.client.connection import embedded
+from pw.cli import embedded
 embedded.is_notebook = lambda: True
 shown = pw.connect()._repr_html_()
 link = shown.partition('href="')[2].partition('"')[0]
@@ -390,7 +391,7 @@ def test_a_run_becomes_a_span() -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from pw.dashboard.spans import NS, Spans
+    from pw.operating.dashboard.spans import NS, Spans
 
     provider, kept = sdk.TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))

@@ -9,7 +9,7 @@ import pytest
 
 from pw.cli.deploy import read
 from pw.core.errors import Error
-from pw.deploy.daemons import address_of, daemons
+from pw.operating.deploy.daemons import address_of, daemons
 
 FILE = """
 name: lab

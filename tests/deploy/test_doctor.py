@@ -14,7 +14,7 @@ import pytest
 
 from pw.core.errors import AccessRefused
 from pw.core.messages.roles import Role
-from pw.deploy.doctor import (
+from pw.operating.deploy.doctor import (
     ERROR,
     LATER,
     OK,
@@ -65,11 +65,7 @@ def own(tmp_path: Path) -> tuple[Authority, Callable[[Role, Authority], str]]:
 
 @pytest.mark.parametrize(
     ("role", "words"),
-    [
-        (Role.CONTROLLER, ""),
-        (Role.WORKER, "not of a controller"),
-        (None, "another cluster"),
-    ],
+    [(Role.CONTROLLER, ""), (Role.WORKER, "not of a controller"), (None, "another cluster")],
 )
 def test_both_ends_show_their_certificates(own: Any, role: Role | None, words: str) -> None:
     """As a process of the cluster sees a controller, another role, and that of another cluster."""

@@ -12,7 +12,7 @@ from pw.cli.deploy import read
 from pw.core import installed
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
-from pw.deploy import kubernetes
+from pw.operating.deploy import kubernetes
 from pw.transport.access.identity import uri_of
 from tests.deploy.engines import pw_command
 
@@ -120,6 +120,9 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
     done = pw_command("k8s", path)
     assert done.stdout.startswith("# Written by pw k8s for the cluster lab")
     image = pw_command("k8s", path, "--container-file").stdout
+    wheel = installed.wheel(installed.version(installed.DISTRIBUTION))
     assert image.startswith("FROM python:")
+    assert f"COPY {wheel} /tmp/\n" in image
+    assert f"/tmp/{wheel}[jax]" in image
     jax = installed.version("jax")
-    assert f" jax=={jax} jaxlib=={jax}\n" in image
+    assert f" 'jax[cuda12]=={jax}' jaxlib=={jax}\n" in image

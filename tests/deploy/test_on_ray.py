@@ -37,7 +37,7 @@ with pw.on_ray(islands=2, hosts_per_island=2) as cluster:
 until(lambda: ray.available_resources().get("CPU", 0) == 4, "the CPUs are given back")
 print("given back:", ray.available_resources().get("CPU", 0), flush=True)
 try:
-    from pw.deploy import on_ray
+    from pw.operating.deploy import on_ray
     on_ray.PLACE_S = 3.0
     pw.on_ray(islands=1, hosts_per_island=9)
 except pw.Error as error:
@@ -47,7 +47,7 @@ ray.shutdown()
 
 
 def test_a_script_trains_in_a_ray_cluster(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'openpathways[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install ray")
     temporary = f"/tmp/pw-ray-{os.getpid()}"  # Ray's unix sockets want a short path
     with (tmp_path / "out").open("w+") as out:
         process = subprocess.Popen(

@@ -16,7 +16,7 @@ import pytest
 
 from pw.cli.deploy import read
 from pw.core.errors import Error
-from pw.deploy import slurm as engine
+from pw.operating.deploy import slurm as engine
 from tests.deploy.engines import ROOT, TRAIN, environment, free_port, write_cluster
 from tests.stages.daemons import until
 

@@ -11,8 +11,8 @@ import pytest
 
 from pw.cli.deploy import read
 from pw.core.errors import Error
-from pw.deploy.daemons import named
-from pw.deploy.systemd import unit
+from pw.operating.deploy.daemons import named
+from pw.operating.deploy.systemd import unit
 from tests.deploy.engines import write_cluster
 
 PARTS = {"controller": {"machine": "10.0.0.1"}, "islands": {"east": {"machines": ["10.0.0.2"]}}}

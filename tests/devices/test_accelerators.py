@@ -15,14 +15,14 @@ import jax.extend.backend
 import pytest
 
 import pw
+from pw.cli import embedded
 from pw.cli.host import HostRuntime
 from pw.cli.host_options import HostOptions
-from pw.client.connection import embedded
-from pw.client.connection.children import LocalDaemon, visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices.jax import compile as compiling
 from pw.devices.jax import executables, group, making
+from pw.processes.daemons import LocalDaemon, visible_gpus
 from tests.devices.test_jax_backend import add_one, export, open_host, spec_of
 
 
@@ -163,7 +163,7 @@ def test_a_cluster_beside_a_script_has_gpus_if_there_are_enough(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
     monkeypatch.setattr(embedded, "find_spec", lambda name: name == "jax_cuda13_plugin")
-    monkeypatch.setattr(embedded, "_with_worker", lambda *arguments: arguments[1:])
+    monkeypatch.setattr(embedded, "start_with_worker", lambda *arguments: arguments[1:])
     thread: Any = None
     start: Any = embedded.with_worker(devices, thread)
     *asked, _, shown = start(None)

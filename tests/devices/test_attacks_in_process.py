@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pw.core.programs.program import Computation, Kind, Node, Output, Program, V
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from pw.transport.links.node import Node as Process
+from tests.stages.daemons import until
 from tests.stages.scripted import digest
 
 WAIT_S = 60.0
@@ -74,13 +74,8 @@ class Attacker:
         return [message for message in self.inbox.received if isinstance(message, kind)]
 
     def wait(self, kind: type, wanted: Callable[[Any], bool] = lambda message: True) -> Any:
-        until = time.monotonic() + WAIT_S
-        while time.monotonic() < until:
-            for message in self.of(kind):
-                if wanted(message):
-                    return message
-            time.sleep(0.005)
-        raise AssertionError(f"no {kind.__name__}: {self.inbox.received[-5:]}")
+        until(lambda: any(map(wanted, self.of(kind))), kind.__name__)
+        return next(filter(wanted, self.of(kind)))
 
     def spec(self, shape: tuple[int, ...] = (8,), dtype: str = "int32", **more: Any) -> ArraySpec:
         sharding = more.pop("sharding", Sharding(("x",), (2,), ()))

@@ -37,8 +37,10 @@ def save(path: Path, value: np.ndarray[Any, Any], root: str = "") -> None:
     checkpoint_format.commit(CommitFiles(ID, str(path), True, (FILE,), b"[]", ()), root)
 
 
-def load(path: Path, box: Box, shape: tuple[int, ...], root: str = "") -> np.ndarray[Any, Any]:
-    reader = checkpoint_reader.Reader(str(path), ID, root)
+def load(
+    path: Path, box: Box, shape: tuple[int, ...], root: str = "", **how: int
+) -> np.ndarray[Any, Any]:
+    reader = checkpoint_reader.CheckpointReader(str(path), ID, root, **how)
     (found,) = reader.read(FileSource(str(path), ID, "x"), spec_of(*shape), [box])
     return found
 
@@ -143,7 +145,7 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path, size: int) -> N
     """A host that had mapped the file got a signal, which ended it."""
     path, value = tmp_path / "checkpoint", np.arange(64, dtype=np.int32).reshape(8, 8)
     save(path, value)
-    reader = checkpoint_reader.Reader(str(path), ID)
+    reader = checkpoint_reader.CheckpointReader(str(path), ID)
     source = FileSource(str(path), ID, "x")
     np.testing.assert_array_equal(reader.read(source, spec_of(8, 8), [whole(8, 8)])[0], value)
     os.truncate(path / FILE, size)
@@ -152,11 +154,10 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path, size: int) -> N
             reader.read(source, spec_of(8, 8), [box])
 
 
-def test_every_box_of_an_array_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_box_of_an_array_can_be_read(tmp_path: Path) -> None:
     path, value = tmp_path / "checkpoint", np.arange(6 * 5 * 4, dtype=np.int32).reshape(6, 5, 4)
     save(path, value)
     for block_bytes in (1, 16, 100, 1 << 20):
-        monkeypatch.setattr(checkpoint_reader, "BLOCK_BYTES", block_bytes)
         for box in (
             whole(6, 5, 4),
             ((2, 4), (0, 5), (0, 4)),
@@ -165,7 +166,8 @@ def test_every_box_of_an_array_can_be_read(tmp_path: Path, monkeypatch: pytest.M
             ((5, 6), (4, 5), (1, 3)),
         ):
             wanted = value[tuple(slice(*part) for part in box)]
-            np.testing.assert_array_equal(load(path, box, value.shape), wanted)
+            found = load(path, box, value.shape, block_bytes=block_bytes)
+            np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_description_that_is_no_json_does_not_become_a_manifest(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_no_path_leads_out_of_the_root(root: str, tmp_path: Path, path: str) -> 
         lambda: checkpoint_format.commit(CommitFiles(OTHER, text, True, (FILE,), b"[]", ()), root),
         lambda: checkpoint_format.abandon(text, OTHER, root),
         lambda: checkpoint_format.describe(text, root),
-        lambda: checkpoint_reader.Reader(text, ID, root),
+        lambda: checkpoint_reader.CheckpointReader(text, ID, root),
     ]
     for call in calls:
         with pytest.raises(CheckpointFailed):

@@ -121,7 +121,7 @@ def test_arrays_move_between_memories(cluster: InProcessCluster) -> None:
     made = session.run(program, [session.upload(x, aside)], 3)
     for array, spec in zip(made, results, strict=True):
         np.testing.assert_array_equal(session.fetch(array, spec).result(60), x)
-    store = cluster.hosts[0].executor._store
+    store: Any = cluster.hosts[0].node.actors["store"]
     payloads: list[Any] = [store.arrays[array].value.payload for array in made]
     kinds = [array.sharding.memory_kind for array in payloads]
     assert kinds == ["device", "unpinned_host", "pinned_host"]
@@ -147,7 +147,10 @@ def test_nothing_is_left_of_a_client_that_has_gone(cluster: InProcessCluster) ->
 @pytest.mark.processes
 def test_two_hosts_in_one_gang() -> None:
     """A collective over both; then one of them is killed while they compile, and both form anew."""
-    with pw.LocalCluster(islands=1, hosts_per_island=2, devices_per_host=2) as cluster:
+    # Without a cache: else one host may find what the other has saved.
+    with pw.LocalCluster(
+        islands=1, hosts_per_island=2, devices_per_host=2, compile_cache=""
+    ) as cluster:
         session: Any = current_runtime()
         devices = Placement(session.allocate_slice(4).slice, (0, 1, 2, 3))
         code = psum_of(4)

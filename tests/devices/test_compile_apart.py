@@ -22,12 +22,11 @@ from pw.core.errors import CompileError, ErrorReport
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import Sharding
-from pw.devices.jax import compile_processes
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.compile_process import Bounds, Job
 from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.making import Order
-from pw.gateway import protos
+from pw.gateway.protocol import protos
 from tests.devices.test_jax_backend import BOUND_S, HOST, Host, address, export, spec_of
 from tests.stages.samples import parts
 
@@ -46,15 +45,10 @@ def fails(error: BaseException) -> None:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[CompileProcesses]:
-    processes = CompileProcesses(lambda: 8, fails)
+    processes = CompileProcesses(lambda: 8, fails, second=1, long_s=0.1)
     yield processes
     for thread in processes.close():
         thread.join(BOUND_S)
-
-
-@pytest.fixture(autouse=True)
-def whatever_was_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "LONG_S", 0.1)
 
 
 class Asked:
@@ -168,17 +162,14 @@ def test_what_takes_too_much_is_ended(
     processes: CompileProcesses,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "_bounds", bounds)
+    monkeypatch.setattr(processes, "bounds", bounds)
     assert words in Asked(processes, attack(), client=20).words()
     monkeypatch.undo()
     assert Asked(processes, one_more()[1], client=20).words() == ""
 
 
-def test_a_bomb_does_not_hold_up_other_clients(
-    processes: CompileProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bomb_does_not_hold_up_other_clients(processes: CompileProcesses) -> None:
     """Not even three of them; and they go when they are not wanted any more."""
-    monkeypatch.setattr(compile_processes, "SECOND", 1)
     bombs = [Asked(processes, bomb(number), client=30) for number in range(3)]
     for client in (31, 32):
         assert Asked(processes, one_more()[1], client=client).words() == ""
@@ -191,33 +182,32 @@ def test_a_bomb_does_not_hold_up_other_clients(
     assert not processes.whereabouts()
 
 
-def test_clients_take_turns(processes: CompileProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "PROCESSES", 1)
-    monkeypatch.setattr(compile_processes, "SECOND", 0)
-    for thread in processes.close():  # it begins with one process again
-        thread.join(BOUND_S)
-    processes._closed = False
+def test_clients_take_turns() -> None:
+    processes = CompileProcesses(lambda: 8, fails, processes=1, second=0)
     came: list[int] = []
-    asked = []
-    with processes._changed:  # none is begun before all are asked for
-        for client in (1, 1, 1, 2, 3):
-            one = Asked(processes, one_more()[1], client=client)
-            done = one.done
+    all_are_asked = threading.Event()
 
-            def noted(answer: Any, client: int = client, done: Any = done) -> None:
-                came.append(client)
-                done(answer)
+    def asked(client: int, before: Callable[[], object]) -> Asked:
+        def done(answer: Any) -> None:
+            before()
+            one.done(answer)
 
-            one.job.done = noted
-            asked.append(one)
-    assert [one.words() for one in asked] == [""] * 5
-    assert came[-1] == 1
-    assert sorted(came[:4]) == [1, 1, 2, 3]
+        one = Asked(processes, one_more()[1], client=client)
+        one.job.done = done
+        return one
+
+    first = asked(9, lambda: all_are_asked.wait(BOUND_S))  # its thread begins no other before
+    others = [asked(client, partial(came.append, client)) for client in (1, 1, 1, 2, 3)]
+    all_are_asked.set()
+    assert [one.words() for one in (first, *others)] == [""] * 6
+    assert came == [1, 2, 3, 1, 1]
+    for thread in processes.close():
+        thread.join(BOUND_S)
 
 
 def test_the_server_is_started_again(processes: CompileProcesses) -> None:
     assert Asked(processes, one_more()[1]).words() == ""
-    server = processes._server
+    server = processes.server
     assert server is not None
     server.child.kill()
     server.child.wait()

@@ -15,7 +15,7 @@ import pytest
 from pw.core.compact import Compact
 from pw.core.functions.parts import HostPart
 from pw.core.programs.program import Kind
-from pw.devices.python.confining import Bounds, environment
+from pw.devices.python.confining import ChildBounds, environment
 from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
 from pw.devices.python.wire import Load
 from tests.stages.actors import World
@@ -23,7 +23,7 @@ from tests.stages.scripted import chain, join, split
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-Call = Callable[[Callable[[], Any], Bounds], np.ndarray[Any, Any]]
+Call = Callable[[Callable[[], Any], ChildBounds], np.ndarray[Any, Any]]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def call() -> Iterator[Call]:
     """Calls a function in a Python process with bounds; it returns numbers."""
     processes = []
 
-    def make(function: Callable[[], Any], bounds: Bounds) -> np.ndarray[Any, Any]:
+    def make(function: Callable[[], Any], bounds: ChildBounds) -> np.ndarray[Any, Any]:
         process = PythonProcess(dict, np.empty, bounds)
         processes.append(process)
         artifact = cloudpickle.dumps(lambda share, *arrays: [np.asarray(function())])
@@ -56,8 +56,12 @@ def test_variables_of_pw_and_of_secrets_do_not_reach_strangers() -> None:
         "HF_TOKEN": "x",
         "aws_secret_access_key": "x",
     }
-    assert environment(variables, Bounds()).keys() == {"PATH", "HF_TOKEN", "aws_secret_access_key"}
-    strict = environment(variables, Bounds(strangers=True)).keys()
+    assert environment(variables, ChildBounds()).keys() == {
+        "PATH",
+        "HF_TOKEN",
+        "aws_secret_access_key",
+    }
+    strict = environment(variables, ChildBounds(strangers=True)).keys()
     assert strict == {"PATH", "PW_PYTHON_CONFINE"}
 
 
@@ -79,7 +83,7 @@ def test_a_process_gets_no_rights_leaves_no_core_and_has_only_its_own_descriptor
     descriptor = os.open(__file__, os.O_RDONLY)
     os.set_inheritable(descriptor, True)
     try:
-        assert call(look, Bounds(strangers=strangers)).tolist() == [1, 0, 0, 0]
+        assert call(look, ChildBounds(strangers=strangers)).tolist() == [1, 0, 0, 0]
     finally:
         os.close(descriptor)
 
@@ -88,10 +92,10 @@ def test_strangers_have_a_user_namespace_of_their_own_and_keep_their_user(call: 
     def look() -> list[int]:
         return [os.stat("/proc/self/ns/user").st_ino, os.geteuid()]
 
-    space, user = call(look, Bounds(strangers=True)).tolist()
+    space, user = call(look, ChildBounds(strangers=True)).tolist()
     own = os.stat("/proc/self/ns/user").st_ino
     assert user == os.geteuid()
-    plain, _ = call(look, Bounds()).tolist()
+    plain, _ = call(look, ChildBounds()).tolist()
     assert plain == own
     if _can_have_namespaces():
         assert space != own
@@ -110,9 +114,9 @@ def test_memory_is_bounded(call: Call) -> None:
     def take() -> int:
         return np.ones(600 << 20, np.uint8)[-1]
 
-    assert call(take, Bounds()) == 1
+    assert call(take, ChildBounds()) == 1
     with pytest.raises((FunctionRaised, ProcessEnded), match=r"Memory|allocate|ended|killed"):
-        call(take, Bounds(memory_bytes=512 << 20))
+        call(take, ChildBounds(memory_bytes=512 << 20))
 
 
 # --- tenants ---------------------------------------------------------------------------------------

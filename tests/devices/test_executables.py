@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from pw.devices.jax import executables
-from pw.devices.jax.executables import Executables
+from pw.devices.jax.executables import ExecutableFiles, machine
 
 KEY = b"1" * 32
 OTHER_USER = 65534
@@ -34,9 +33,8 @@ class Poison:
 
 
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def caches() -> Iterator[Path]:
     """The folder in which the user's caches lie."""
-    monkeypatch.setattr(executables, "_machine", lambda: b"a machine")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -44,8 +42,8 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def poisoned(caches: Path) -> tuple[Path, Path, Path]:
     """The folder, a file in it that would be loaded for KEY, and what is there once it has been loaded."""
     folder, mark = caches / "pw" / "executables", caches / "loaded"
-    Executables(folder)
-    file = folder / hashlib.sha256(KEY + b"a machine").hexdigest()
+    ExecutableFiles(folder)
+    file = folder / hashlib.sha256(KEY + machine()).hexdigest()
     content = pickle.dumps(Poison(mark))
     file.write_bytes(hashlib.sha256(content).digest() + content)
     file.chmod(0o600)
@@ -56,7 +54,7 @@ def test_what_is_this_users_alone_is_loaded(caches: Path) -> None:
     """So that the tests below test something."""
     folder, _, mark = poisoned(caches)
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
-    Executables(folder).load_with(KEY, load)
+    ExecutableFiles(folder).load_with(KEY, load)
     assert mark.exists()
 
 
@@ -98,7 +96,7 @@ def test_what_belongs_to_another_user_is_not_loaded(whose: str, caches: Path) ->
 def refuses(change: Callable[[Path, Path], None], caches: Path) -> None:
     folder, file, mark = poisoned(caches)
     change(folder, file)
-    executables = Executables(folder)
+    executables = ExecutableFiles(folder)
     assert executables.load_with(KEY, load) is None
     assert executables.failed == 1
     assert not mark.exists()
@@ -106,7 +104,7 @@ def refuses(change: Callable[[Path, Path], None], caches: Path) -> None:
 
 def test_a_folder_is_looked_at_whenever_it_is_used(caches: Path) -> None:
     folder, _, mark = poisoned(caches)
-    executables = Executables(folder)
+    executables = ExecutableFiles(folder)
     folder.chmod(0o777)
     assert executables.load_with(KEY, load) is None
     assert not mark.exists()
@@ -117,12 +115,12 @@ def test_it_is_said_once_and_what_to_do(caches: Path, caplog: pytest.LogCaptureF
     folder.chmod(0o777)
     with caplog.at_level(logging.WARNING, "pw"):
         for _ in range(3):
-            Executables(folder).load_with(KEY, load)
+            ExecutableFiles(folder).load_with(KEY, load)
     assert len(caplog.records) == 3  # once each
     folder.chmod(0o700)
     file.chmod(0o666)
     caplog.clear()
-    kept = Executables(folder)
+    kept = ExecutableFiles(folder)
     with caplog.at_level(logging.WARNING, "pw"):
         for _ in range(3):
             assert kept.load_with(KEY, load) is None
@@ -135,7 +133,7 @@ def test_folders_that_are_made_are_this_users_alone_whatever_the_umask(caches: P
     before = os.umask(0)
     try:
         folder = caches / "new" / "pw" / "executables"
-        assert Executables(folder).failed == 0
+        assert ExecutableFiles(folder).failed == 0
     finally:
         os.umask(before)
     for made in (folder, *list(folder.parents)[:2]):
@@ -146,5 +144,5 @@ def test_a_link_of_the_users_own_is_followed(caches: Path) -> None:
     (caches / "disk").mkdir(mode=0o700)
     (caches / "pw").symlink_to(caches / "disk")
     _, _, mark = poisoned(caches)
-    Executables(caches / "pw" / "executables").load_with(KEY, load)
+    ExecutableFiles(caches / "pw" / "executables").load_with(KEY, load)
     assert mark.exists()

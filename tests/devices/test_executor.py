@@ -108,7 +108,7 @@ class Bench:
     def replicate(self, *arrays: int) -> None:
         self.sequence += 1
         at = (DeviceAddress("a0", 0),)
-        copies = tuple(msg.Copy(array, self.here, at, (0,)) for array in arrays)
+        copies = tuple(msg.ArrayCopy(array, self.here, at, (0,)) for array in arrays)
         self.tell(msg.Replicate(1, self.sequence, copies))
 
     def cancel(self, run: int, program: int) -> None:

@@ -21,6 +21,7 @@ from tests.devices.test_jax_backend import (
     spec_of,
     whole,
 )
+from tests.stages.daemons import until_true
 
 
 class Failing:
@@ -75,8 +76,7 @@ async def test_a_joint_computation_that_fails_later_is_told(host: Host) -> None:
     spec = spec_of()
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
     executables: dict[bytes, Any] = host.backend.enqueuer.executables
-    while b"k" not in executables:  # the execute thread publishes it
-        await asyncio.sleep(0.001)
+    await until_true(lambda: b"k" in executables)  # the execute thread publishes it
     compiled = executables[b"k"]
     executables[b"k"] = compiled._replace(call=lambda array: (Failing(),))
     value = host.build(spec, np.zeros(8))

@@ -30,6 +30,7 @@ WORKER = """
 import concurrent.futures, gc, json, os, sys, weakref
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # Gloo prints to stdout
+from jax._src import distributed, xla_bridge
 from pw.devices.jax import group
 group.prepare("cpu", int(sys.argv[1]))
 import jax, jax.extend.backend, numpy as np
@@ -62,7 +63,7 @@ def threads():
 def leave():
     # As the end of a process does; this one can join the next epoch.
     backend = weakref.ref(jax.devices()[0].client)
-    state = group.distributed.global_state
+    state = distributed.global_state
     client, state.client = state.client, None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
     if client is not None:
@@ -71,7 +72,7 @@ def leave():
         group.lifeline.pop().close()
     jax.extend.backend.clear_backends()
     jax.extend.backend.register_backend_factory(
-        "cpu", group.xla_bridge.make_cpu_client, priority=0, fail_quietly=False)
+        "cpu", xla_bridge.make_cpu_client, priority=0, fail_quietly=False)
     gc.collect()
     return "freed" if backend() is None else "kept"
 

@@ -11,7 +11,6 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.messages import DropReplicas, Holding, Holdings
 from pw.core.sharding import Box
-from pw.devices.host import replica_memory
 from pw.devices.host.replica_memory import KEEP_S, KEPT_WITHIN_S, LOOK_S, Replica, ReplicaMemory
 from pw.devices.host.store import ObjectStore
 from tests.stages.actors import Recorder, World
@@ -166,11 +165,9 @@ def test_a_host_that_leaves_tells_of_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_much_is_kept_only_where_no_other_host_has_it(
-    others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_memory, "KEPT_BYTES", 10)
+def test_much_is_kept_only_where_no_other_host_has_it(others: bool) -> None:
     bench = Bench()
+    bench.memory.kept_bytes = 10
     bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}))
     bench.hold(A, B)
     assert bench.sent == ([] if others else [{A, B}])
@@ -179,9 +176,9 @@ def test_much_is_kept_only_where_no_other_host_has_it(
     assert bench.told() == {A: "kept", B: "kept"}
 
 
-def test_much_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_memory, "LEAST_BYTES_PER_S", 1)
+def test_much_may_take_longer() -> None:
     bench = Bench()
+    bench.memory.least_bytes_per_s = 1
     bench.hold(A, B)
     bench.wait(KEPT_WITHIN_S + LOOK_S)
     assert bench.told() == {}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pw.core import messages as msg
 from pw.core.ids import client_id, session_of
-from pw.devices.host.leases import EARLY_BYTES, KEPT
+from pw.devices.host.leases import EARLY_BYTES, KEPT, HostLease
 from tests.devices.test_executor import SCHEDULER, Bench, X
 from tests.stages.actors import TICKETS
 from tests.stages.scripted import chain
@@ -36,17 +36,32 @@ class LeaseBench(Bench):
         ticket = TICKETS.ticket(client, node)
         self.tell(msg.Identify(client, ticket, False), session_of(node), "store")
 
-    def lend(self, lease: int = 1, client: int = HOLDER, first: int = 0) -> None:
+    def lend(
+        self, lease: int = 1, client: int = HOLDER, first: int = 0, room_bytes: int = 0
+    ) -> None:
         self.sequence += 1
-        programs = (msg.LentProgram(self.programs[client], 1, ((msg.Step(0, True),),)),)
+        takes_bytes = 60 if room_bytes else 0
+        program = msg.LentProgram(
+            self.programs[client], 1, ((msg.LaunchStep(0, True),),), takes_bytes
+        )
         node = NODES[client]
-        self.tell(msg.Lend(1, self.sequence, lease, client, node, programs, first))
+        lend = msg.Lend(1, self.sequence, lease, client, node, (program,), first, room_bytes)
+        self.tell(lend)
+
+    def widen(self, room_bytes: int) -> None:
+        self.sequence += 1
+        self.tell(msg.WidenLease(1, self.sequence, 1, room_bytes))
+
+    def lease(self) -> HostLease:
+        lease = self.host.executor.leases.current
+        assert lease is not None
+        return lease
 
     def of(self, client: int, index: int, lease: int = 1) -> msg.LeasedLaunch:
         """A launch that a client may send, if it has the lease."""
         self.runs += 1
         run, result = client_id(client, self.runs), client_id(client, 5000 + self.runs)
-        steps, args = (msg.Step(0, True),), (X.tobytes(),)
+        steps, args = (msg.LaunchStep(0, True),), (X.tobytes(),)
         program = self.programs.get(client, 0)
         return msg.LeasedLaunch(1, lease, index, run, program, 1, steps, args, (result,))
 
@@ -96,8 +111,8 @@ WRONG: dict[str, Change] = {
     "a program that is not there": lambda _, it: replace(it, program=client_id(HOLDER, 999)),
     "another installation": lambda _, it: replace(it, install=2),
     "no steps": lambda _, it: replace(it, steps=()),
-    "a step that is not its host's": lambda _, it: replace(it, steps=(msg.Step(1, True),)),
-    "an end that is not reported": lambda _, it: replace(it, steps=(msg.Step(0, False),)),
+    "a step that is not its host's": lambda _, it: replace(it, steps=(msg.LaunchStep(1, True),)),
+    "an end that is not reported": lambda _, it: replace(it, steps=(msg.LaunchStep(0, False),)),
     "too many arguments": lambda _, it: replace(it, args=it.args * 2),
     "too few results": lambda _, it: replace(it, results=()),
     "a value of another size": lambda _, it: replace(it, args=(b"short",)),
@@ -208,3 +223,30 @@ def test_the_scheduler_may_end_a_lease_that_has_not_come() -> None:
     assert (closed.taken, [one.run for one in closed.launches]) == (1, [launch.run])
     bench.has_run(launch)
     assert bench.world.to(SCHEDULER, msg.LaunchGap) == []
+
+
+def test_a_launch_waits_until_what_frees_its_memory_has_come() -> None:
+    bench = LeaseBench()
+    bench.lend(room_bytes=100)  # each launch takes 60
+    launches = [bench.of(HOLDER, index) for index in range(3)]
+    for launch in launches:
+        bench.send(launch)
+    bench.has_run(launches[0])
+    assert bench.lease().next_index == 1
+    bench.widen(180)
+    bench.has_run(*launches)
+    assert not bench.closed()
+
+
+def test_launches_that_wait_for_memory_are_not_taken_when_the_lease_is_over() -> None:
+    bench = LeaseBench()
+    bench.lend(room_bytes=100)
+    launches = [bench.of(HOLDER, index) for index in range(2)]
+    for launch in launches:
+        bench.send(launch)
+    bench.tell(msg.CloseLease(1, 1, 0))
+    (closed,) = bench.closed()
+    assert closed.taken == 1
+    assert bench.world.to(session_of(NODES[HOLDER]), msg.LeaseOver) == [msg.LeaseOver(1)]
+    bench.widen(180)
+    assert bench.lease().next_index == 1

@@ -24,7 +24,7 @@ import pytest
 from jax._src.config import traceback_in_locations_limit
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from pw.client.trace.stablehlo import artifact_of
+from pw.client.computations.stablehlo import artifact_of
 from pw.core.errors import ErrorReport
 from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation, Kind
@@ -37,6 +37,7 @@ from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.layouts import Layouts, aligned_empty
 from pw.devices.jax.quick import CALLS, CLOCK_S, PROCESSOR_S, SOON_S
 from pw.devices.jax.values import Failures
+from tests.stages.daemons import until_true
 
 HOST = "h0"
 BOUND_S = 60.0
@@ -315,8 +316,7 @@ async def test_executes(host: Host) -> None:
 async def at_rest(host: Host) -> None:
     """The execute thread waits for more, and the last computation came some time ago."""
     host.clock.clock_s += 2 * SOON_S
-    while not host.backend.execution.is_idle:
-        await asyncio.sleep(0.001)
+    await until_true(lambda: host.backend.execution.is_idle)
 
 
 NO_TIME = (0.0, 0.0)
@@ -640,10 +640,7 @@ async def test_a_large_build_is_deferred_and_later_ops_still_see_it(host: Host) 
     future, done = host.answer()
     value, result = Value(), Value()
     host.backend.submit(
-        [
-            Build(value, spec, addresses(spec), parts, done),
-            Execute(b"k", (value,), (result,)),
-        ]
+        [Build(value, spec, addresses(spec), parts, done), Execute(b"k", (value,), (result,))]
     )
     read = await host.read(result, spec)
     assert future.done()
@@ -835,9 +832,7 @@ async def late(host: Host, spec: ArraySpec, order: int = 1) -> tuple[Value, Late
 
 async def waiting(host: Host, ops: int) -> None:
     """So many questions wait for arrays: it is known a little after the last answer."""
-    async with asyncio.timeout(BOUND_S):
-        while host.backend.counters()["waiting"] != ops:
-            await asyncio.sleep(0.001)
+    await until_true(lambda: host.backend.counters()["waiting"] == ops)
 
 
 @on_host
@@ -1488,9 +1483,7 @@ async def test_equal_computations_are_compiled_once(host: Host) -> None:
     assert host.backend.counters()["compilations"] == 2
 
 
-def test_what_a_computation_takes_besides_its_arguments_and_results_is_told(
-    tmp_path: Path,
-) -> None:
+def test_what_a_computation_takes_besides_its_arguments_and_results_is_told(tmp_path: Path) -> None:
     def sorted_product(x: Any) -> Any:
         product = jnp.sort(x @ x, axis=0)
         return (jnp.sum(product @ product),)
@@ -1569,10 +1562,7 @@ REFUSED = {
         ),
         "cusolver",
     ),
-    "garbage": (
-        lambda: (_declared(artifact=hashlib.sha256(b"no").digest())[0], b"no"),
-        "",
-    ),
+    "garbage": (lambda: (_declared(artifact=hashlib.sha256(b"no").digest())[0], b"no"), ""),
     "another hash": (lambda: _declared(artifact=bytes(32)), "damaged on its way"),
     "other arguments": (lambda: _declared(inputs=(spec_of((9,)),)), "arguments"),
     "more arguments": (lambda: _declared(inputs=(spec_of(), spec_of())), "arguments"),
@@ -1657,9 +1647,7 @@ async def test_an_idle_backend_holds_no_buffers(host: Host) -> None:
     assert host.backend.counters()["live_bytes"] == before + 2 * 4 * (1 << 12)
     del value, result
     # The threads drop an op a little after they have answered it.
-    async with asyncio.timeout(BOUND_S):
-        while host.backend.counters()["live_bytes"] != before:
-            await asyncio.sleep(0.001)
+    await until_true(lambda: host.backend.counters()["live_bytes"] == before)
 
 
 OPS: tuple[type, ...] = Op.__args__

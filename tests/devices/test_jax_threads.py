@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pw.devices.jax import threads as jax_threads
 from pw.devices.jax.layouts import local_shards
 from pw.devices.jax.threads import Completions, QueueThread, join_all
 
@@ -61,11 +60,8 @@ def elsewhere(function: Callable[..., None], *args: Any) -> None:
     thread.join(BOUND_S)
 
 
-def test_what_is_not_urgent_wakes_a_loop_that_dozes_no_more(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax_threads, "DOZE_S", 0.05)
-    completions, seen = Completions(loop), list[int]()
+def test_what_is_not_urgent_wakes_a_loop_that_dozes_no_more(loop: Loop) -> None:
+    completions, seen = Completions(loop, 0.05), list[int]()
     elsewhere(completions.post_unhurried, seen.append, 0)
     loop.until(seen, 1)
     assert loop.wakes == 1
@@ -78,11 +74,8 @@ def test_what_is_not_urgent_wakes_a_loop_that_dozes_no_more(
     assert loop.wakes == 1
 
 
-def test_what_is_urgent_takes_what_is_not_along(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax_threads, "DOZE_S", 1000.0)
-    completions, seen = Completions(loop), list[int]()
+def test_what_is_urgent_takes_what_is_not_along(loop: Loop) -> None:
+    completions, seen = Completions(loop, 1000.0), list[int]()
     elsewhere(completions.post_unhurried, seen.append, 0)
     loop.until(seen, 1)
     elsewhere(completions.post_unhurried, seen.append, 1)
@@ -93,11 +86,8 @@ def test_what_is_urgent_takes_what_is_not_along(
     assert loop.wakes == 2
 
 
-def test_a_loop_that_has_dozed_for_nothing_is_woken_again(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax_threads, "DOZE_S", 0.05)
-    completions, seen = Completions(loop), list[int]()
+def test_a_loop_that_has_dozed_for_nothing_is_woken_again(loop: Loop) -> None:
+    completions, seen = Completions(loop, 0.05), list[int]()
     for number in range(3):
         elsewhere(completions.post_unhurried, seen.append, number)
         loop.until(seen, number + 1)

@@ -62,9 +62,9 @@ def test_work_waits_for_what_it_must_and_for_nothing_else(
             is_passed = any(later.done for later in came[at + 1 :] if later.client != work.client)
             assert is_passed or work not in passed
             assert work in passed or work.done or not is_passed
-        heads, others = list(lanes.heads()), list(lanes.others())
+        heads, rest = list(lanes.heads()), list(lanes.rest())
         assert heads[:1] == undone[:1]
-        assert sorted(map(id, heads + others)) == sorted(map(id, undone))
+        assert sorted(map(id, heads + rest)) == sorted(map(id, undone))
         assert all(
             next(work for work in undone if work.client == head.client) is head for head in heads
         )

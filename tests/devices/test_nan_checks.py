@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace.export import Traced
+from pw.client.computations.export import Traced
 from pw.core.errors import ErrorReport
 from pw.core.messages import CallEnded
 from pw.core.programs.program import Computation, Kind, Node, Output, Program, ValueRef

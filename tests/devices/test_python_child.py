@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pw.core.functions.parts import HostPart
-from pw.devices.python.wire import Begin, Call, Load, ToHost
+from pw.devices.python.wire import BeginFunction, FunctionCall, Load, ToHost
 from pw.processes.child import Child, import_path, interpreter
 from tests.stages.daemons import until
 
@@ -35,11 +35,11 @@ def test_it_ends_if_its_host_ends_in_the_middle_of_a_call(is_read: bool) -> None
     child: Child[ToHost] = Child(begin, ToHost, np.empty)
     try:
         with questions:
-            child.channel.send(Begin(), descriptors=[answers.fileno()])
+            child.channel.send(BeginFunction(), descriptors=[answers.fileno()])
             answers.close()
             part = HostPart("f", 0, 1, (), (), ())
             child.channel.send(Load(b"k", cloudpickle.dumps(waits_for_ever), part))
-            child.channel.send(Call(b"k"))
+            child.channel.send(FunctionCall(b"k"))
 
             def is_waiting() -> bool:
                 questions.send(b"?")

@@ -14,7 +14,7 @@ from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, session_of, sto
 from pw.core.landing import Landing
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
 from pw.core.tenants import NO_SECRET
-from pw.devices.host import replica_memory, replicas
+from pw.devices.host import replica_memory
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
@@ -76,7 +76,7 @@ class Bench:
         self.world.drain(to)
 
     def restore(self, *sources: tuple[int, str]) -> None:
-        named = tuple(msg.Source(self.spec.box(half), host) for half, host in sources)
+        named = tuple(msg.BoxSource(self.spec.box(half), host) for half, host in sources)
         permits = {host: NO_SECRET.permit(ARRAY, host, "a") for _, host in sources}
         self.say(msg.Restore(ARRAY, ARRAY, self.spec, HERE, named, permits), CONTROL)
 
@@ -144,13 +144,15 @@ def test_an_array_is_restored_from_copies_wherever_they_are(
         bench.check_idle()
 
 
-def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_memory, "TOLD_AT_ONCE", 2)
+def test_however_much_is_held_a_message_tells_of_a_part() -> None:
     world = World()
     world.add(CONTROL, Recorder)
     data = np.arange(4)
-    Node(world, "a", [Replica(client_id(1, number), ((0, 4),), data) for number in range(5)])
-    told = world.to(CONTROL, msg.Holdings)
+    held = [Replica(client_id(1, number), ((0, 4),), data) for number in range(5)]
+    memory = Node(world, "a", held).store.replicas.memory
+    memory.told_at_once = 2
+    memory.announce()
+    _, *told = world.to(CONTROL, msg.Holdings)  # the first is told when the node is made
     assert [len(message.holdings) for message in told] == [2, 2, 1]
     arrays = [holding.array for message in told for holding in message.holdings]
     assert arrays == [client_id(1, number) for number in range(5)]
@@ -325,18 +327,16 @@ def test_a_host_gets_only_the_replicas_that_the_controller_permits(
     assert answer == msg.ReplicaData(8, bench.whole[: SMALL // 2].tobytes())
 
 
-def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster() -> None:
     """The controller's directory and the question come by different links."""
-    monkeypatch.setattr(replicas, "EARLY_KEPT", 2)
     bench = Bench(a=(0,))
+    bench.a.replicas.early_kept = 2
     bench.a.replicas.key = b""
     for request, host in ((7, "new"), (8, "gone"), (9, "new")):
         bench.ask(request, host, bench.boxes[0])
     (refused,) = bench.world.to(store_of("new"))
     assert (type(refused), refused.request) == (msg.ReplicaRefused, 9)
-    bench.a.replicas._lose("gone", "it has gone")
+    bench.say(msg.PeerLost("gone", "it has gone"))
     bench.hosts_are("a", "new")
     (_, answer) = bench.world.to(store_of("new"))
     assert answer == msg.ReplicaData(7, bench.whole[: SMALL // 2].tobytes())

@@ -55,10 +55,7 @@ def sum_and_next(x: Any, y: Any) -> Any:
 
 
 def sums(devices: int, **jit: Any) -> Stablehlo:
-    args = [
-        like((16, 8), sharding=over(devices, "x")),
-        like((8, 8), sharding=over(devices)),
-    ]
+    args = [like((16, 8), sharding=over(devices, "x")), like((8, 8), sharding=over(devices))]
     return stablehlo_of(sum_and_next, args, **jit)
 
 

@@ -13,7 +13,6 @@ from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
 from pw.core.sharding import DeviceAddress
 from pw.core.tickets import Tickets
-from pw.devices.host import arrays, requests
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
 from tests.stages.actors import TICKETS, Recorder, World
@@ -214,9 +213,9 @@ def test_whoever_waits_for_a_deleted_array_is_told(late: bool) -> None:
     bench.check_empty()
 
 
-def test_what_is_remembered_of_deleted_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "DROPPED_KEPT", 10)
+def test_what_is_remembered_of_deleted_arrays_is_bounded() -> None:
     bench = Bench()
+    bench.store.arrays.dropped_kept = 10
     dropped = [client_id(1, serial) for serial in range(100)]
     for array in dropped:
         bench.store.drop(array)
@@ -237,20 +236,18 @@ def test_who_gives_up_is_not_answered() -> None:
     assert bench.answers() == []
 
 
-def test_too_many_waiting_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PARKED_REQUESTS", 3)
+def test_too_many_waiting_requests_are_refused() -> None:
     bench = Bench()
+    bench.store.requests.most_open = 3
     for request in range(1, 6):
         bench.fetch(request)
     assert bench.failed() == {4: "ArgumentError", 5: "ArgumentError"}
     assert len(bench.store.requests) == 3
 
 
-def test_the_waiting_requests_of_one_client_do_not_count_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(requests, "PARKED_REQUESTS", 3)
+def test_the_waiting_requests_of_one_client_do_not_count_for_another() -> None:
     bench = Bench()
+    bench.store.requests.most_open = 3
     bench.identify("d", 2)
     for request in range(1, 6):
         bench.fetch(request)

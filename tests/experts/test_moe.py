@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.experts import routing
+from pw.building.experts import routing
 from pw.testing import InProcessCluster
 from tests.stages.samples import diagonal
 from tests.stages.stage import mesh_on

@@ -18,11 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.building.feeding.source import SAVED_BYTES, Position
+from pw.client.connection import current
 from pw.core.functions.feeding import Feeder, Note, note_of
 from pw.core.functions.parts import whole_share
 from pw.core.programs.trees import PlainTree
-from pw.feeding.source import SAVED_BYTES, Position
 from pw.testing import InProcessCluster
+from tests.stages.daemons import until
 from tests.stages.samples import diagonal
 
 LIKE = {
@@ -128,8 +130,8 @@ def test_it_works_ahead_as_far_as_it_may(mesh: pw.Mesh, tmp_path: Path) -> None:
 
     stream = pw.stream(elements, LIKE, sharding=rows(mesh), prefetch=3)
     held = [next(stream) for _ in range(4)]
-    ahead = stream._feed._ahead  # type: ignore[union-attr]
-    pw.block_until_ready([begun.note for begun in ahead._begun])
+    status = current.runtime().ask.status
+    until(lambda: not any(client.runs for client in status().clients), "all elements are made")
     assert int(made.read_text()) == 4 + 3, "four were handed out, and three wait"
     assert [int(batch["number"]) for batch in held] == [0, 1, 2, 3]
 
@@ -306,7 +308,9 @@ def test_an_iterator_of_grain_goes_on_from_a_checkpoint(mesh: pw.Mesh, tmp_path:
     expected = [np.asarray(next(stream)) for _ in range(12)]  # the second epoch begins here
     stream.close()
     back = pw.restore(tmp_path / "saved", {"x": last, "stream": stream})["stream"]
-    assert back._position().rows is not None, "it has the iterator's own state, and skips nothing"
+    assert Position.of(*jax.tree.leaves(back)).rows is not None, (
+        "it has the iterator's own state, and skips nothing"
+    )
     np.testing.assert_array_equal([np.asarray(next(back)) for _ in range(12)], expected)
     assert len(np.unique(np.stack(expected)[:, :, 1])) == 24, "the elements are random"
 

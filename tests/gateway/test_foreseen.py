@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import DeviceAddress
 from pw.devices.jax import making
-from pw.gateway.foreseen import Foreseen, SmallModules
+from pw.gateway.executables.foreseen import Foreseen, SmallModules
 
 OPTIONS = compiler.get_compile_options(1, 1).SerializeAsString()
 X = np.ones((4, 6), np.float32)
@@ -78,9 +78,8 @@ def test_a_module_is_the_same_wherever_the_script_has_it() -> None:
     assert reader.foreseen(first) == reader.foreseen(second) != None  # noqa: E711
 
 
-def test_one_context_reads_so_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pw.gateway.foreseen.MODULES", 2)
-    reader = SmallModules()
+def test_one_context_reads_so_many_modules() -> None:
+    reader = SmallModules(modules=2)
     code = module_of(jnp.sin, X)
     assert len({reader.foreseen(code) for _ in range(5)}) == 1
 

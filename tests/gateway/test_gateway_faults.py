@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pw.client.connection import current
-from pw.gateway import protos
-from pw.gateway.statuses import CODES
+from pw.gateway.protocol import protos
+from pw.gateway.protocol.statuses import CODES
 from tests.gateway.gateway_cases import numbers, over
 from tests.stages.daemons import until
 from tests.stages.gateway_client import PROXY, Talker, Wire

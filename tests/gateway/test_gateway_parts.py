@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from pw.core import errors
 from pw.core.messages import SliceBound
-from pw.gateway import protos, shardings, statuses
 from pw.gateway.choosing import Wanted, allocate, are_slices
-from pw.gateway.dtypes import kind_of, name_of
-from pw.gateway.frames import (
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
-    PREFACE,
-    RST_STREAM,
-)
-from pw.gateway.headers import HeaderDecoder
-from pw.gateway.http2 import Http2Connection, Http2Stream
-from pw.gateway.rpc import RpcCall
+from pw.gateway.protocol import protos, shardings, statuses
+from pw.gateway.protocol.dtypes import kind_of, name_of
+from pw.gateway.protocol.frames import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM
+from pw.gateway.protocol.headers import HeaderDecoder
+from pw.gateway.protocol.http2 import Http2Connection, Http2Stream
+from pw.gateway.protocol.rpc import RpcCall
 from tests.stages.gateway_client import framed
 
 MESH = AbstractMesh((2, 2, 2), ("x", "y", "z"))
@@ -138,29 +131,27 @@ def test_a_call_that_is_over_is_freed_at_once(end: str) -> None:
 
 
 @pytest.fixture
-def other_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Another jaxlib's shared library, for the test to write."""
+def other_protos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A copy of `protos` that reads another jaxlib, which the test writes to `tmp_path`."""
+    spec: Any = protos.__spec__
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
     (tmp_path / "__init__.py").touch()
-    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(protos.importlib.util, "find_spec", lambda name: found)
-    caches = (protos._pool, protos.message)
-    for cached in caches:
-        cached.cache_clear()
-    yield tmp_path / "libjax_common.so"
-    for cached in caches:
-        cached.cache_clear()
+    other = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: other)
+    return copy
 
 
 @pytest.mark.parametrize(
     "content", [None, b"no descriptors", b"\n\x0bxla/a.proto" * 9, b"\x00" * 99]
 )
 def test_a_jaxlib_without_the_descriptors_is_a_version_that_does_not_fit(
-    content: bytes | None, other_jaxlib: Path
+    content: bytes | None, other_protos: Any, tmp_path: Path
 ) -> None:
     if content is not None:
-        other_jaxlib.write_bytes(content)
+        (tmp_path / "libjax_common.so").write_bytes(content)
     with pytest.raises(errors.VersionMismatch, match=r"out of jaxlib .*Install the version of jax"):
-        protos.message("xla.ifrt.proxy.IfrtRequest")
+        other_protos.message("xla.ifrt.proxy.IfrtRequest")
 
 
 def test_a_message_that_jaxlib_lacks_is_named() -> None:

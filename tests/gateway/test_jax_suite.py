@@ -118,10 +118,7 @@ def test_each_ending_of_a_test_is_counted(source: Path, capsys: pytest.CaptureFi
     assert f"hang: no end after {LIMIT_S} s in tiny_test.py" in reasons["TinyTest.test_hangs"]
     assert "the second subtest" in reasons["TinyTest.test_subtests"]
     assert "TinyTest.test_fails_in_both" not in reasons
-    assert result["failures"][0]["tests"] == [
-        "TinyTest.test_fails_one",
-        "TinyTest.test_fails_two",
-    ]
+    assert result["failures"][0]["tests"] == ["TinyTest.test_fails_one", "TinyTest.test_fails_two"]
     assert result["skips"] == [{"reason": "needs a feature", "tests": ["TinyTest.test_is_skipped"]}]
     assert result["run"]["processes"] == 3  # one more after the crash, and one after the hang
     assert "2  AssertionError: False is not true : shapes" in capsys.readouterr().out

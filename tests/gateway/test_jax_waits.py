@@ -86,13 +86,13 @@ def test_a_function_that_may_print_has_no_line_beside_it(monkeypatch: pytest.Mon
     called = functions.Functions(Channel(theirs, functions.FromGateway))
     number = called.add(lambda: shown.lines.append("printed") or ())
     with ours:
-        gateway = Channel[functions.Answer](ours, functions.Answer)
+        gateway = Channel[functions.CallbackAnswer](ours, functions.CallbackAnswer)
         for message in (
-            functions.Line("waiting 3 s"),
-            functions.Call(1, number),
-            functions.Line(""),
+            functions.ScriptLine("waiting 3 s"),
+            functions.CallbackCall(1, number),
+            functions.ScriptLine(""),
         ):
             gateway.send(message)
-        assert gateway.receive().message == functions.Answer(1)
+        assert gateway.receive().message == functions.CallbackAnswer(1)
         until(lambda: len(shown.lines) == 3, "the line, and the function's output")
     assert shown.lines == ["waiting 3 s", "", "printed"]

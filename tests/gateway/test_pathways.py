@@ -22,7 +22,7 @@ from jaxlib import _pathways
 
 import pw
 from pw.core import errors
-from pw.gateway import statuses, tiles
+from pw.gateway.protocol import statuses, tiles
 from tests.stages.gateway_stage import Stage
 from tests.stages.programs import run_python
 from tests.stages.samples import examples, long

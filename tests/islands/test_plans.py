@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.mesh import OwnMesh
-from pw.client.trace.jit import jit
-from pw.client.trace.joined import traced
+from pw.client.computations import joined as traced
+from pw.client.functions.jit import jit
 from pw.islands import sums
-from pw.islands.plan import Code, Loop, Plan
+from pw.islands.plan import Code, Plan, PlanLoop
 from pw.islands.running import run
 from tests.stages.local_runtime import LocalRuntime
 
@@ -94,7 +94,7 @@ def loss(w: Any, x: Any) -> Any:
 
 def test_sums_of_a_scan_over_layers_wait_behind_it(planned: Callable[..., Plan]) -> None:
     plan = planned(jax.grad(loss), (None, BATCH), (STACK, X))
-    assert not [step for step in plan.steps if isinstance(step, Loop)]
+    assert not [step for step in plan.steps if isinstance(step, PlanLoop)]
     seen = Seen(plan, 2)
     assert len(seen.order) == 3  # gradients, their sum, the results
     assert seen.taken == LAYERS * WIDTH * WIDTH
@@ -103,7 +103,7 @@ def test_sums_of_a_scan_over_layers_wait_behind_it(planned: Callable[..., Plan])
 def test_large_sums_take_two_parts_of_what_they_add(
     planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(sums, "SMALL_BYTES", 64)
     seen = Seen(planned(jax.grad(loss), (None, BATCH), (STACK, X)), 2)
     assert seen.taken == 2 * (ISLANDS - 1) / ISLANDS * LAYERS * WIDTH * WIDTH
 
@@ -112,7 +112,7 @@ def test_large_sums_take_two_parts_of_what_they_add(
 def test_an_island_takes_no_more_of_split_weights_than_it_needs(
     planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr(sums, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(sums, "SMALL_BYTES", whole_bytes)
     split = P(None, "island")
     plan = planned(jax.value_and_grad(loss), (split, BATCH), (STACK, X), (P(), split))
     layer = WIDTH * WIDTH
@@ -136,11 +136,11 @@ def test_small_gathers_travel_together(planned: Callable[..., Plan]) -> None:
         return jax.lax.scan(lambda h, own: (jnp.tanh(h @ own[0]) @ own[1], None), x, w)[0]
 
     plan = planned(two, ((P(None, "island"), P(None, "island")), BATCH), ((STACK, STACK), X))
-    (loop,) = [step for step in plan.steps if isinstance(step, Loop)]
+    (loop,) = [step for step in plan.steps if isinstance(step, PlanLoop)]
     away = [
         ref
         for step in loop.first
-        if not isinstance(step, Loop)
+        if not isinstance(step, PlanLoop)
         for ref in step.inputs[0]
         if ref.island
     ]
@@ -161,4 +161,4 @@ def test_chunks_of_an_all_to_all_are_sent_once(planned: Callable[..., Plan]) -> 
 
 def test_equal_islands_share_code(planned: Callable[..., Plan]) -> None:
     plan = planned(lambda x, w: jnp.cumsum(x @ w, 0), (BATCH, None), (X, W))
-    assert all(len(set(step.codes)) == 1 for step in plan.steps if not isinstance(step, Loop))
+    assert all(len(set(step.codes)) == 1 for step in plan.steps if not isinstance(step, PlanLoop))

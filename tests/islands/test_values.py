@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding as JaxSharding
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.devices import make_virtual_device_set
-from pw.client.trace.jit import jit
-from pw.client.transfer import get
+from pw.client.functions.jit import jit
+from pw.client.functions.transfer import get
 from pw.islands import loops, sums
 from tests.stages.local_runtime import LocalRuntime
 from tests.stages.samples import diagonal, long
@@ -309,7 +309,7 @@ def test_collectives_of_a_shard_map(mesh: Mesh, names: list[str]) -> None:
 
 
 def test_large_values_are_sent_in_fractions(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
+    monkeypatch.setattr(sums, "SMALL_BYTES", 16)
     for name in ("fsdp in a scan", "its gradient", "tensor parallel"):
         check(mesh, *SUMS[name])
     check(mesh, lambda x: x + 1, (P("island"),), (X,), P(None, "island"), exactly=True)
@@ -337,9 +337,7 @@ ALONE: dict[str, Any] = {
         lambda c: jnp.abs(c[0] - c[1]) > 1e-3, lambda c: ((c[0] + r * r / c[0]) / 2, c[0]), (r, 0.0)
     ),
     "a loop in it": lambda r: jax.lax.while_loop(
-        lambda c: c < 5,
-        lambda c: jax.lax.while_loop(lambda z: z < c + 2, lambda z: z + 0.7, c),
-        r,
+        lambda c: c < 5, lambda c: jax.lax.while_loop(lambda z: z < c + 2, lambda z: z + 0.7, c), r
     ),
 }
 

@@ -16,10 +16,7 @@ from tests.stages.programs import without_address
 SCRIPTS = sorted(Path(__file__).parent.glob("[a-z]*.py"))
 DEVICES = 4
 LIMIT_S = 600.0
-PLAIN = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-}
+PLAIN = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
 
 
 def printed(script: Path, variables: dict[str, str]) -> list[Any]:
@@ -44,11 +41,7 @@ def main() -> int:
     for script in SCRIPTS:
         expected = printed(script, PLAIN)
         for islands in (1, 2):
-            over = {
-                "JAX_PLATFORMS": "pw",
-                "PW_DEVICES": str(DEVICES),
-                "PW_ISLANDS": str(islands),
-            }
+            over = {"JAX_PLATFORMS": "pw", "PW_DEVICES": str(DEVICES), "PW_ISLANDS": str(islands)}
             made = printed(script, over)
             is_same = len(made) == len(expected) and all(
                 np.allclose(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -17,12 +17,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pw
-from pw.client.trace.graph import Graph
-from pw.pipelines import costs
-from pw.pipelines.choosing import balanced, choose
-from pw.pipelines.forms import Marked
-from pw.pipelines.plan import PlannedStage
-from pw.pipelines.units import units_of
+from pw.building.pipelines import costs
+from pw.building.pipelines.choosing import balanced, choose
+from pw.building.pipelines.forms import Marked
+from pw.building.pipelines.plan import PlannedStage
+from pw.building.pipelines.units import units_of
+from pw.client.equations.graph import Graph
 from tests.stages.samples import long
 
 WIDTH, WORDS, ROWS, LENGTH = 16, 32, 4, 8
@@ -368,7 +368,7 @@ def test_weights_in_another_precision_are_divided_too(meshes: list[pw.Mesh], lay
     form = Marked(cast, meshes[1:3], None, 2)
     micro = [leaf[:2] for leaf in batch()]
     trees = form.trees(params, micro)
-    near(form.whole(trees), params)
+    near(form.user_params(trees), params)
     stages = form.trace(trees, micro, None)
     # The last layers come first.
     assert set(stages[0].rows.values()) == ({(2, 4)} if layers == 4 else {(1, 3), (2, 3)})

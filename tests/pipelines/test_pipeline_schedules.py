@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pw
-from pw.pipelines.measured import Names, measured
-from pw.pipelines.schedules import NAMES, named
-from pw.pipelines.table import Task
-from pw.timeline.timeline import Computation, Timeline
+from pw.building.pipelines.measured import Names, measured
+from pw.building.pipelines.schedules import NAMES, named
+from pw.building.pipelines.table import Task
+from pw.operating.timeline.timeline import Computation, Timeline
 
 SPLIT = {"F": 1, "B": 1, "W": 1}
 WHOLE = {"F": 1, "B": 2}

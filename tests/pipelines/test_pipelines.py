@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace.recorder import ProgramRecorder
-from pw.pipelines.schedules import NAMES
+from pw.building.pipelines.schedules import NAMES
+from pw.client.programs.writing.builder import ProgramBuilder
+from pw.operating.timeline.timeline import Timeline
 from pw.testing import InProcessCluster
-from pw.timeline.timeline import Timeline
 from tests.stages.samples import long
 from tests.stages.stage import mesh_on
 
@@ -400,7 +400,7 @@ def test_bad_input_is_refused_in_one_sentence(
 ) -> None:
     build, said = BAD[case]
     # Without a finished program there is nothing to launch.
-    monkeypatch.delattr(ProgramRecorder, "finish")
+    monkeypatch.delattr(ProgramBuilder, "finish")
     with pytest.raises(pw.ArgumentError, match=said) as refused:
         build(meshes).gradients(first_params(), *batch())
     assert "\n" not in str(refused.value)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pw.client.connection import children
-from pw.client.connection.children import LocalDaemon, inherited, start_fork_server
 from pw.processes.child import Child
+from pw.processes.daemons import LocalDaemon, inherited, start_fork_server
 from pw.processes.fork_server import ForkServer
 from tests.stages.daemons import command_line, until
 
@@ -105,10 +104,7 @@ def test_what_libraries_read_at_import_makes_a_new_interpreter() -> None:
     assert interpreter.exit_code() in (0, -signal.SIGTERM), "the signal may come while it imports"
 
 
-def test_a_forked_copy_of_this_process_has_no_server() -> None:
-    start_fork_server()
-    server = children._server
-    assert server is not None
+def test_a_forked_copy_of_this_process_has_no_server(server: ForkServer) -> None:
     process = os.fork()
     if process == 0:
         os._exit(int(server.can_start(inherited())))

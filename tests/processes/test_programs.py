@@ -19,9 +19,9 @@ print(sys.argv, sys.path[0], __name__, os.environ.get("SAID"), "jax" in sys.modu
 print([one.id for one in __import__("jax").devices()])
 """
 BEHIND = """
-import atexit, threading, time
+import atexit, threading
 atexit.register(print, "exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
 print("main")
 """
 RAISES = "def f():\n    1 / 0\nf()\n"

@@ -1,4 +1,4 @@
-"""The parts of documents that are made from code: the list of errors, and that of commands.
+"""The parts of documents that are made from code: the errors, the commands, and the bars of benchmarks.
 
 A part stands in a document between `<!-- made: NAME -->` and `<!-- end -->`.
 `python -m tests.project.anchors` writes it anew.
@@ -16,6 +16,7 @@ import typer
 import typer.main
 
 import pw
+from bench.bars import stored_table
 from pw.cli import controller, worker
 from pw.cli.main import app
 from pw.core.errors import Error, kinds
@@ -93,4 +94,4 @@ def _row(parameter: Any) -> str:
     return f"| {shown} | {value} | {meaning}{variable} |\n"
 
 
-PARTS = {"errors": errors, "commands": commands}
+PARTS = {"bars": stored_table, "errors": errors, "commands": commands}

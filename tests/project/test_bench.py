@@ -23,7 +23,7 @@ from bench.baselines.peer import Peer
 from bench.clients import sizes_to
 from bench.measure import GaveUp, Sample
 from bench.processor import resident_bytes
-from pw.timeline.timeline import Computation, Process, Timeline, Transfer
+from pw.operating.timeline.timeline import Computation, Process, Timeline, Transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -320,18 +320,39 @@ def test_an_option_of_one_benchmark_is_refused_with_others() -> None:
             main([*names, "--clients", "2"])
 
 
-def test_bars_of_several_runs_stand_side_by_side(tmp_path: Path) -> None:
-    for run, rate in (("first", 0.5), ("second", 2.0)):
+def test_a_table_has_the_median_of_each_bar_over_several_runs(tmp_path: Path) -> None:
+    for run, rate in (("first", 0.5), ("second", 2.0), ("third", 4.0)):
         result = report.Result("latency", "what it measures")
         result.at_least(1.3, rate, "calls, to those of xoscar")
-        result.at_most(3.0, rate, "hops")
-        load = {"load_before": (rate, 0, 0), "load_after": (rate + 1, 0, 0)}
-        report.write(result, load, tmp_path / run)
-    found, loads = bars.read([tmp_path / "first", tmp_path / "second"])
-    assert loads == ["0.5 to 1.5", "2.0 to 3.0"]
-    assert bars.table(found)[2:] == [
-        "| latency | calls, to those of xoscar | ≥ 1.3 | 0.5, 2 | 1 of 2 |",
-        "| latency | hops | ≤ 3 | 0.5, 2 | yes |",
+        result.at_most(1.5, rate, "hops")
+        report.write(result, {"cores": 2, "zmq_round_trip_us": 120.0}, tmp_path / run)
+    runs = [tmp_path / run for run in ("first", "second", "third")]
+    assert bars.table(bars.read(runs)).splitlines() == [
+        "1 of 2 bars hold.",
+        "",
+        "| benchmark | figure | bar | newest median | holds | machine |",
+        "|---|---|---|---|---|---|",
+        "| latency | calls, to those of xoscar | ≥ 1.3 | 2 | yes | 2 cores, slow wakes |",
+        "| latency | hops | ≤ 1.5 | 2 | no | 2 cores, slow wakes |",
     ]
     with pytest.raises(FileNotFoundError, match="--out"):
-        bars.read([tmp_path / "third"])
+        bars.read([tmp_path / "fourth"])
+
+
+def test_runs_are_stored_in_the_place_of_older_ones_and_written_into_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, readings = tmp_path / "page.md", tmp_path / "readings.json"
+    page.write_text("before\n<!-- made: bars -->\n<!-- end -->\nbehind\n")
+    readings.write_text("[]")
+    monkeypatch.setattr(bars, "PAGE", page)
+    monkeypatch.setattr(bars, "STORED", readings)
+    for rate in (0.5, 2.0):
+        result = report.Result("latency", "what it measures")
+        result.at_least(1.3, rate, "calls")
+        report.write(result, {"cores": 4, "zmq_round_trip_us": 60.0}, tmp_path / "run")
+        assert main(["table", str(tmp_path / "run")]) == 0
+    assert len(json.loads(readings.read_text())) == 1
+    before, *_, row, end, behind = page.read_text().splitlines()
+    assert row == "| latency | calls | ≥ 1.3 | 2 | yes | 4 cores |"
+    assert (before, end, behind) == ("before", "<!-- end -->", "behind")

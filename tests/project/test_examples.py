@@ -35,10 +35,7 @@ def test_byte_pairs() -> None:
             ["examples.rollouts"],
             r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n",
         ),
-        long(
-            ["examples.serving", "--seconds", "1"],
-            r"small +1 .* ms\nlarge +3 .* ms",
-        ),
+        long(["examples.serving", "--seconds", "1"], r"small +1 .* ms\nlarge +3 .* ms"),
     ],
 )
 def test_an_example(arguments: list[str], words: str) -> None:

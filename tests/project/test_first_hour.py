@@ -1,4 +1,4 @@
-"""The output of `examples.first_hour` equals the output in the guide."""
+"""The output of `examples.first_hour` equals the output in the documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.stages.programs import ROOT
 
 SHOWN = re.search(
     r"^\$ \S*python -m examples\.first_hour\n(.*?)^```",
-    (ROOT / "docs/guide.md").read_text(),
+    (ROOT / "docs/examples.md").read_text(),
     re.M | re.S,
 )
 FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
@@ -21,7 +21,7 @@ FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_script_prints_the_output_in_the_guide() -> None:
+def test_the_script_prints_the_output_in_the_documents() -> None:
     assert SHOWN is not None
     command = [sys.executable, "-W", "error", "-m", "examples.first_hour"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

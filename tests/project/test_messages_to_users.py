@@ -31,8 +31,8 @@ from tests.stages.stage import held, mesh_on, numbers
 SOURCE = Path(pw.__file__).parent
 
 FOR_OPERATORS = {
-    "client/plan.py": "pw plan shows how hosts run a program: segments and edges are what it is asked for",
-    "deploy/slurm.py": "scripts for Slurm, which calls machines nodes",
+    "client/looking/plan.py": "pw plan shows how hosts run a program: people ask for segments and edges",
+    "operating/deploy/slurm.py": "scripts for Slurm, which calls machines nodes",
     "devices/jax/coordination.py": "hosts tell each other, and their logs",
     "devices/jax/coordination_service.py": "hosts tell each other, and their logs",
     "devices/jax/group.py": "hosts tell their logs",

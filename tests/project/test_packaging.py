@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pw.core import installed
+from pw.core.errors import Error
 from tests.stages.programs import ROOT
 
 pytestmark = pytest.mark.processes
@@ -210,10 +211,15 @@ def test_the_files_of_the_sample_exist() -> None:
     assert not [name for name in names if not (ROOT / name).is_file()]
 
 
+def test_an_error_about_a_missing_extra_names_packages_of_the_index() -> None:
+    with pytest.raises(Error, match=r"absent_module is missing; run: pip install hpack protobuf$"):
+        installed.check_extra("jax", "absent_module")
+
+
 def test_the_other_project_called_pw_is_noticed(tmp_path: Path) -> None:
     path = dist_info(tmp_path / "other", "pw", "0.14.1")
     script = "import pw; pw.jit; pw.put"
     said = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=path).stderr
     assert said.count("UserWarning") == 1
     assert "pip uninstall pw" in said
-    assert "pip install --force-reinstall --no-deps openpathways" in said
+    assert "install openpathways as before, with --force-reinstall --no-deps" in said

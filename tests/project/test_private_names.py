@@ -6,7 +6,7 @@ import re
 
 from tests.stages.programs import ROOT
 
-MOST = 59
+MOST = 20
 """Uses of private names of `pw` in tests."""
 OF_OTHERS = {"_exit", "_replace", "_current_frames", "_run_exitfuncs"}
 OF_OTHERS |= {"_condition", "_src", "_to_xla_hlo_sharding", "_device_assignment"}

@@ -13,10 +13,10 @@ from pw.core.errors import ErrorReport
 from pw.sched.control.array_states import (
     ARRAY,
     NOWHERE,
-    Array,
+    ArrayEntry,
     ArrayEvent,
-    Arrays,
     ArrayState,
+    ArrayTable,
 )
 from pw.sched.control.run_states import RunState
 from pw.testing.sim import PROFILES, simulate
@@ -25,8 +25,8 @@ ERROR = ErrorReport("HostLost", "h was lost")
 LATER = ErrorReport("HostLost", "i was lost")
 
 
-def array(state: ArrayState, *awaited: str) -> Array:
-    return Array(NOWHERE, "i", ("h", "i"), state, frozenset(awaited))
+def array(state: ArrayState, *awaited: str) -> ArrayEntry:
+    return ArrayEntry(NOWHERE, "i", ("h", "i"), state, frozenset(awaited))
 
 
 @pytest.mark.parametrize("state", ArrayState)
@@ -76,7 +76,7 @@ def test_only_a_failed_array_carries_its_cause_as_an_error() -> None:
 
 
 def test_a_failed_array_does_not_wait_for_lost_hosts() -> None:
-    arrays = Arrays()
+    arrays = ArrayTable()
     arrays.add(1, array(ArrayState.ARRIVING, "h", "i"))
     arrays.fail((1,), ERROR)
     arrays.lose(1, LATER, island=True)
@@ -95,7 +95,7 @@ def test_the_history_of_an_array_can_be_printed() -> None:
 
 
 def test_a_client_holds_an_array_until_it_is_taken() -> None:
-    arrays = Arrays()
+    arrays = ArrayTable()
     arrays.add(1, array(ArrayState.PRESENT))
     arrays.add(2, array(ArrayState.ARRIVING, "h"))
     assert arrays.take(1) is not None
@@ -110,7 +110,7 @@ def test_a_client_holds_an_array_until_it_is_taken() -> None:
 
 
 def test_lost_arrays_are_known_until_they_are_brought_back_or_fail() -> None:
-    arrays = Arrays()
+    arrays = ArrayTable()
     for number in (1, 2, 3):
         arrays.add(number, array(ArrayState.PRESENT))
     for number in (3, 1, 2):
@@ -141,7 +141,7 @@ def test_the_simulator_goes_through_the_tables(monkeypatch: pytest.MonkeyPatch) 
         ]
 
     monkeypatch.setattr(Lifecycle, "after", watched)
-    for seed, profile in product(range(3), ("chaos", "slices", "crashes")):
+    for seed, profile in product(range(40), ("chaos", "slices", "crashes")):
         if missing():
             assert simulate(seed, PROFILES[profile]).violation is None
     assert not missing()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pw.client.connection import questions
 from pw.client.connection.questions import Questions
 from pw.client.session.thread_messages import AskCompiler
 from pw.core import messages as msg
@@ -81,10 +80,9 @@ def test_what_the_compiler_says_is_final(asking: Asking) -> None:
     assert not asking.asked("controller", msg.Inquire)
 
 
-def test_a_module_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "ARTIFACT_BYTES", 10)
+def test_a_module_that_no_message_can_hold() -> None:
     notes: list[object] = []
-    ask = Questions(notes.append, None)
+    ask = Questions(notes.append, None, artifact_bytes=10)
     with pytest.raises(ArgumentError, match="pass large constants to it as arguments"):
         ask.compile(Stablehlo(bytes(10), b""), Placement(1, (0,)))
     assert not notes
@@ -127,8 +125,8 @@ def test_an_executable_stays_for_a_while(asked: Asked) -> None:
     asked.check_empty()
 
 
-def test_a_client_keeps_so_many(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "KEPT", 3)
+def test_a_client_keeps_so_many(asked: Asked) -> None:
+    asked.store.compilations.most_kept = 3
     for request in range(1, 6):
         asked.ask(request)
         asked.told()
@@ -170,8 +168,8 @@ def test_what_is_not_wanted_any_more_is_not_compiled_to_its_end(
     assert forgotten == begun
 
 
-def test_what_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "WAITING", 1)
+def test_what_is_refused(asked: Asked) -> None:
+    asked.store.compilations.most_waiting = 1
     asked.ask(1, epoch=2)
     asked.ask(2, BROKEN)
     asked.ask(3)

@@ -413,6 +413,24 @@ def test_what_a_client_was_about_to_offer_ends_with_it(first: str) -> None:
     assert "has ended" in importer.failed[array].message
 
 
+def test_what_reads_an_array_of_another_client_waits_in_its_stream() -> None:
+    """On an island it could stand before a run of its client that the exporter needs first."""
+    stage = Stage()
+    exporter, world, token = stage.client, stage.world, b"t" * 16
+    importer, slice_ = stage.join("importer")
+    array, spec = importer.id(), split(slice_, 2)
+    program = importer.program(chain([spec]))
+    world.settle()
+    importer.tell(msg.CreateArray(array, spec, 1, msg.OfferSource(token, 0)))
+    importer.run(program, array)
+    world.settle()
+    assert len(world.client(importer.number).backlog) == 1
+    x = exporter.upload(X, stage.spec)
+    exporter.tell(msg.Offer(exporter.id(), token, (x,), (stage.spec,)))
+    world.settle()
+    assert not world.client(importer.number).backlog
+
+
 def test_a_long_backlog_goes_on_over_several_turns() -> None:
     """Messages of others have their turns between."""
     stage = Stage()

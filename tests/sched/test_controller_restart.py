@@ -24,6 +24,8 @@ from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection import current, threads
 from pw.client.connection.runtime import Runtime
+from pw.client.functions.jit import jit
+from pw.client.functions.transfer import put
 from pw.client.session.journaling import JournalingEnv
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import (
@@ -37,15 +39,12 @@ from pw.client.session.thread_messages import (
     Tell,
     resolve,
 )
-from pw.client.trace.jit import jit
-from pw.client.transfer import put
 from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, box_slices
-from pw.sched.control import sessions
 from pw.sched.control.sessions import CLIENT_NUMBERS, ClientNumbers
 from pw.transport.links import codec
 from tests.stages.actors import World
@@ -528,7 +527,7 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
         current.leave("tcp://other", before)
         assert other.alive
         with pytest.raises(ConnectionFailed, match="60 s"):
-            array._check_owner(other)
+            put(array)
         current.leave("tcp://controller", before)  # as a local cluster does that ends
         assert current.is_current(before)
         with pytest.raises(Disconnected, match=r"pw\.disconnect"):
@@ -817,10 +816,8 @@ def test_client_numbers_begin_elsewhere_and_are_not_given_twice() -> None:
     assert client_id(CLIENT_NUMBERS - 1, (1 << 40) - 1) < 1 << 63
 
 
-def test_client_numbers_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "CLIENT_NUMBERS", 12)
-    monkeypatch.setattr(sessions, "GIVEN_KEPT", 4)
-    numbers = ClientNumbers(1, {5})
+def test_client_numbers_never_run_out() -> None:
+    numbers = ClientNumbers(1, {5}, end=12, kept=4)
     given = [numbers.take({7}) for _ in range(30)]
     assert given == ([1, 2, 3, 4, 6, 8, 9, 10, 11] * 4)[:30]
     assert not any(numbers.claim(number) for number in (5, *given[-4:]))
@@ -831,11 +828,12 @@ def test_client_numbers_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- with processes ----------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 import numpy as np
 import pw
 from pw.client.connection import current
-from pw.client.connection.children import LocalDaemon
+from pw.processes.daemons import LocalDaemon
+from tests.stages.daemons import until
 
 hosts = int(sys.argv[1])
 stops = dict(zip((33, 75), [getattr(signal, name) for name in sys.argv[2:]], strict=True))
@@ -861,6 +859,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     assert np.array_equal(kept, 2 * np.arange(8.0))
     before = total(state)
     assert float(before) == 28
+    daemons = cluster._children
     steps, restarts = 0, 0
     while steps < 120:
         state = first(state)
@@ -870,13 +869,12 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
         if steps % 10 == 0:
             assert float(total(state)) == 28 + 8 * steps, steps
         if steps in stops:
-            controller = cluster._children[0]
+            controller = daemons[0]
             os.kill(controller.pid, stops[steps])
-            while controller.exit_code() is None:
-                time.sleep(0.01)
+            until(lambda: controller.exit_code() is not None, "the end of the controller")
             late = [second(state) for _ in range(3)]
             assert np.array_equal(kept, 2 * np.arange(8.0)), "ready, so it is read where it is"
-            cluster._children[0], address = start(cluster.address)
+            daemons[0], address = start(cluster.address)
             assert address == cluster.address
             for one in late:
                 assert np.array_equal(one, 2 * (np.arange(8.0) + steps)), steps
@@ -886,8 +884,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     assert float(before) == 28
     new = pw.jit(lambda x: x - 1)(state)
     assert np.array_equal(new, np.arange(8.0) + steps - 1)
-    while current.runtime().ask.status().clients[0].runs:
-        time.sleep(0.01)
+    until(lambda: not current.runtime().ask.status().clients[0].runs, "the end of all runs")
     print("went on after", restarts)
 """
 

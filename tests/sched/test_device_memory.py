@@ -19,12 +19,13 @@ import typer
 from typer.testing import CliRunner
 
 import pw
+from pw.cli import embedded
 from pw.cli.main import app
 from pw.cli.process import size_of
-from pw.client.connection import current, embedded
+from pw.client.connection import current
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
-from pw.client.memory import ClusterMemory, DeviceUse
+from pw.client.looking.memory import ClusterMemory, DeviceUse
 from pw.core.ids import Address
 from pw.core.messages import ArrayMemory, MeasureHost, Memory, OwnerMemory
 from pw.core.sizes import parse_size, size_in_words

@@ -6,7 +6,9 @@ from typing import Any
 
 from pw.core import messages as msg
 from pw.core.ids import client_id, executor_of
+from pw.core.sharding import DeviceAddress
 from tests.stages.scheduling import Bench, runs_on
+from tests.stages.scripted import split
 
 HOLDER = 1
 
@@ -127,3 +129,14 @@ def test_after_a_lease_that_was_not_worth_it_more_runs_come_first_but_not_in_a_r
         ran(bench, 1, is_whole=False)
         ran(bench, 9)
         assert len(sent(bench, msg.Lend)) == lends
+
+
+def test_copies_of_another_client_end_the_lease_of_their_hosts() -> None:
+    """Else they would wait as long as the holder launches."""
+    bench = lent()
+    copy = msg.ArrayCopy(client_id(HOLDER + 1, 5), split(1, 1), (DeviceAddress("h0", 0),), (0,))
+    bench.tell(msg.CopyArrays(HOLDER + 1, (("h2", copy),), ()))
+    assert not sent(bench, msg.CloseLease)
+    bench.tell(msg.CopyArrays(HOLDER + 1, (("h0", copy),), ()))
+    assert {host for host, _ in sent(bench, msg.CloseLease)} == {"h0", "h1"}
+    assert bench.world.counters["leases_ended_by_copy"] == 1

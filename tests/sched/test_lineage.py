@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import OfferSource, Source
+from pw.core.messages import BoxSource, OfferSource
 from pw.core.programs.program import Kind, Output, Program, ValueRef
-from pw.sched.control.array_states import Array, Arrays
+from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.recovery.plan import RecoveryPlan, plan_recovery
@@ -48,9 +48,9 @@ class History:
         bound: Callable[[int], bool] = lambda slice: True,
         **others: Any,
     ) -> RecoveryPlan:
-        arrays = Arrays()
+        arrays = ArrayTable()
         for number in (*lost, *exist):
-            arrays.add(number, Array(SPEC, "i", ("h",)))
+            arrays.add(number, ArrayEntry(SPEC, "i", ("h",)))
         for number in lost:
             arrays.lose(number, WHY)
         return plan_recovery(self.lineage, arrays, copies or {}, bound, **others)
@@ -87,7 +87,7 @@ def test_a_checkpoint_ends_lineage_and_is_kept_while_somebody_needs_it() -> None
     copies = {3: {"a": frozenset([LEFT]), "b": frozenset([LEFT, RIGHT])}}
     plan = history.plan(4, copies=copies)
     assert orders(plan) == [4]
-    assert plan.restores == {3: (Source(LEFT, "a"), Source(LEFT, "b"), Source(RIGHT, "b"))}
+    assert plan.restores == {3: (BoxSource(LEFT, "a"), BoxSource(LEFT, "b"), BoxSource(RIGHT, "b"))}
     assert not plan.lost
     assert not plan.uploads
     history.lineage.replicated(4)

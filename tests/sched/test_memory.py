@@ -39,10 +39,7 @@ LARGE_SHARD = LARGE * 8
 
 # --- what a run takes --------------------------------------------------------------------------------
 
-ONE_HOST = {
-    1: Binding.of(1, "a", (DEVICE,)),
-    2: Binding.of(2, "b", (OTHER,)),
-}
+ONE_HOST = {1: Binding.of(1, "a", (DEVICE,)), 2: Binding.of(2, "b", (OTHER,))}
 
 
 def donating(program: Program) -> Program:
@@ -117,8 +114,7 @@ def test_what_lies_in_host_memory_takes_none_of_a_device() -> None:
 def test_outputs_say_whose_buffer_they_are() -> None:
     here = split(1, 1)
     program = msgspec.structs.replace(
-        chain([here]),
-        outputs=tuple(Output(ValueRef(node, 0), here) for node in (0, -1, 0)),
+        chain([here]), outputs=tuple(Output(ValueRef(node, 0), here) for node in (0, -1, 0))
     )
     (memory,) = lower_with_memory(program, ONE_HOST)[1]
     assert [output.shard_bytes for output in memory.outputs] == [SHARD] * 3
@@ -160,10 +156,7 @@ def highest(program: Program, plan: BoundProgram) -> dict[DeviceAddress, int]:
         now: defaultdict[DeviceAddress, int] = defaultdict(int)
 
         def add(
-            slot: int,
-            sign: int,
-            now: defaultdict[DeviceAddress, int] = now,
-            name: str = host.host,
+            slot: int, sign: int, now: defaultdict[DeviceAddress, int] = now, name: str = host.host
         ) -> None:
             placement = specs[slot].placement
             for device in BINDINGS[placement.slice].located(placement):
@@ -534,11 +527,7 @@ class MemoryBench(Bench):
     ) -> msg.Submit:
         submit = self.submission(program >> 40, **how)
         submit = msgspec.structs.replace(
-            submit,
-            program=program,
-            args=args,
-            results=results,
-            islands=how.get("islands", ()),
+            submit, program=program, args=args, results=results, islands=how.get("islands", ())
         )
         self.tell(submit)
         return submit

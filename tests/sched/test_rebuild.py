@@ -11,15 +11,7 @@ import pytest
 
 from pw.core import messages as msg
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.ids import (
-    CONTROL,
-    CONTROLLER,
-    RESOURCES,
-    Address,
-    scheduler_of,
-    session_of,
-    store_of,
-)
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, scheduler_of, session_of, store_of
 from pw.core.packing import pack
 from pw.core.programs.program import Node, Output, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, host_boxes

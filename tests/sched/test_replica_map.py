@@ -9,7 +9,7 @@ import pytest
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.ids import CONTROL, RESOURCES, client_id, session_of, store_of
-from pw.sched.control.checkpoints.replicas import EMPTIED_S, OFFER_S, PAUSE_DOUBLINGS, Replicas
+from pw.sched.control.checkpoints.replicas import EMPTIED_S, OFFER_S, PAUSE_DOUBLINGS, ReplicaTable
 from pw.sched.control.islands import Islands
 from pw.sched.control.sessions import Sessions
 from tests.stages.actors import TICKETS, FakeEnv, World
@@ -28,7 +28,7 @@ class Bench:
         client = sessions.attach(session_of("c"), msg.Attach("c", 1.0, 0), ())
         assert client is not None
         self.client = client
-        self.replicas = Replicas(sessions, 60.0)
+        self.replicas = ReplicaTable(sessions, 60.0)
         self.actor = Actor(env)
         self.actor.compose(self.replicas)
         self.client.slices.hosts[client_id(1, 0)] = set(hosts)

@@ -176,11 +176,7 @@ def test_what_a_host_costs_until_its_island_is_ready_does_not_grow_with_the_host
     bench.island("i", count, 1)
     told = [m for sender, to, m in bench.world.sent if to.node.startswith("i")]
     kinds = Counter(type(message) for message in told)
-    assert kinds == {
-        msg.HostRegistered: count,
-        msg.FormIsland: count,
-        msg.Directory: count,
-    }
+    assert kinds == {msg.HostRegistered: count, msg.FormIsland: count, msg.Directory: count}
     directories = {id(message) for message in told if isinstance(message, msg.Directory)}
     assert len(directories) == 1, "it is encoded once for all"
 

@@ -8,7 +8,7 @@ from pw.core.actors.lifecycle import ImpossibleTransition
 from pw.core.errors import ErrorReport
 from pw.sched.control.lineage import Record
 from pw.sched.control.programs import RegisteredProgram
-from pw.sched.control.run_states import RUN, RunEvent, RunInFlight, RunState
+from pw.sched.control.run_states import RUN, RunInFlight, RunState, RunTransition
 from tests.stages.scripted import chain, split
 
 ERROR = ErrorReport("HostLost", "h was lost")
@@ -20,8 +20,10 @@ def run(state: RunState = RunState.IN_FLIGHT, segments: int = 1) -> RunInFlight:
 
 
 @pytest.mark.parametrize("state", RunState)
-@pytest.mark.parametrize("event", RunEvent)
-def test_a_run_does_what_the_table_says_and_nothing_else(state: RunState, event: RunEvent) -> None:
+@pytest.mark.parametrize("event", RunTransition)
+def test_a_run_does_what_the_table_says_and_nothing_else(
+    state: RunState, event: RunTransition
+) -> None:
     one = run(state)
     after = RUN.table[state].get(event)
     if after is None:

@@ -68,7 +68,7 @@ class Writer:
         if not self.path.exists():
             return None
         id_, _ = checkpoint_format.describe(f"{self.path}")
-        reader = disk_reader.Reader(f"{self.path}", id_)
+        reader = disk_reader.CheckpointReader(f"{self.path}", id_)
 
         def read(name: str, spec: Any) -> Any:
             source = msg.FileSource(f"{self.path}", id_, name)

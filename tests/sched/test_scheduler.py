@@ -464,7 +464,7 @@ def test_copies_are_made_between_the_runs_before_and_after_them() -> None:
     bench = Bench()
     bench.client(1)
     spec = split(1, 1)
-    copies = [msg.Copy(array, spec, (), (0,)) for array in (5, 6, 7)]
+    copies = [msg.ArrayCopy(array, spec, (), (0,)) for array in (5, 6, 7)]
     made = msg.CopyArrays(
         1, (("h0", copies[0]), ("h1", copies[1]), ("h0", copies[2]), ("x", copies[0]))
     )
@@ -492,7 +492,7 @@ def test_copies_of_many_arrays_on_many_devices_fit_into_messages(
     for array in range(1400):
         there = Placement(1 + array % 2, tuple(range(256)))
         spec = ArraySpec((256, 8), "float32", Sharding(("x",), (256,), (("x",),)), there)
-        copies.append(msg.Copy(array, spec, devices, (0, 1, 2, 3)))
+        copies.append(msg.ArrayCopy(array, spec, devices, (0, 1, 2, 3)))
     names = tuple(f"['layer {array}']" for array in range(1400))
     file = msg.CopyFile("0123456789abcdef", "/x", False, "f", names, tuple(copies))
     made = msg.CopyArrays(1, tuple(("h0", copy) for copy in copies), (("h0", file), ("h1", file)))

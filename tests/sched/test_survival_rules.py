@@ -13,7 +13,7 @@ import pytest
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.devices.jax.enqueue import copy
-from pw.devices.jax.executables import Executables
+from pw.devices.jax.executables import ExecutableFiles
 from tests.devices.test_replicas import Bench as ReplicasBench
 from tests.sched.test_rebuild import Cluster
 from tests.sched.test_resources import Bench as ResourcesBench
@@ -194,15 +194,15 @@ def test_executables_outlive_the_process_that_compiled_them_even_if_killed_while
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "a" / "b"
-    Executables(folder).save_with(b"1" * 32, lambda: b"first")
+    ExecutableFiles(folder).save_with(b"1" * 32, lambda: b"first")
     (written,) = folder.iterdir()
-    following = Executables(folder)
+    following = ExecutableFiles(folder)
     assert following.load_with(b"2" * 32, bytes) is None
     assert following.load_with(b"1" * 32, bytes) == b"first"
     following.save_with(b"2" * 32, lambda: b"second")
     assert (following.loaded, following.failed) == (1, 0)
     written.write_bytes(written.read_bytes()[:-1])
-    last = Executables(folder)
+    last = ExecutableFiles(folder)
     assert last.load_with(b"1" * 32, bytes) is None
     assert last.load_with(b"2" * 32, bytes) == b"second"
     assert (last.loaded, last.failed) == (1, 1)
@@ -212,11 +212,11 @@ def test_a_folder_of_executables_is_bounded_and_loses_what_was_used_longest_ago(
     tmp_path: Path,
 ) -> None:
     compiled = bytes(1000)
-    Executables(tmp_path).save_with(b"1" * 32, lambda: compiled)
+    ExecutableFiles(tmp_path).save_with(b"1" * 32, lambda: compiled)
     (first,) = tmp_path.iterdir()
     size = first.stat().st_size
     os.utime(first, (1, 1))
-    small = Executables(tmp_path, limit_bytes=2 * size)
+    small = ExecutableFiles(tmp_path, limit_bytes=2 * size)
     small.save_with(b"2" * 32, lambda: compiled)
     assert small.load_with(b"1" * 32, bytes) is not None  # and so it is used
     (second,) = set(tmp_path.iterdir()) - {first}
@@ -228,7 +228,7 @@ def test_a_folder_of_executables_is_bounded_and_loses_what_was_used_longest_ago(
 
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    executables = Executables(tmp_path)
+    executables = ExecutableFiles(tmp_path)
     executables.save_with(b"1" * 32, lambda: b"compiled")
     assert executables.load_with(b"1" * 32, bytes) is None
     assert not [*tmp_path.iterdir()]

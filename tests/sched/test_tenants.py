@@ -14,7 +14,7 @@ from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, run_name, session_of
-from pw.core.messages.owners import Owner, visible
+from pw.core.messages.owners import OwnerMark, visible
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
 from pw.sched.control.explain.memory import OTHERS, with_holders
 from tests.stages.actors import Recorder, World
@@ -178,10 +178,7 @@ def test_status_shows_the_clients_and_runs_of_the_tenant_and_counts_the_others()
     stage.work(stage.red)
     stage.work(stage.blue)
     status = stage.ask(stage.scarlet, msg.GetStatus(1), msg.Status)
-    assert {client.name: client.tenant for client in status.clients} == {
-        "red": RED,
-        "scarlet": RED,
-    }
+    assert {client.name: client.tenant for client in status.clients} == {"red": RED, "scarlet": RED}
     assert {run.client for run in status.runs} == {stage.red.number}
     assert (status.hidden_clients, status.hidden_runs) == (2, 1)
     status = stage.ask(stage.op, msg.GetStatus(2), msg.Status)
@@ -383,11 +380,7 @@ def test_reports_of_schedulers_lose_the_work_of_others() -> None:
     report = msg.IslandReport(0, "i", ("h",), 0.0, 2, 2, tuple(works), tuple(works), installing)
     facts = msg.Explanation(0, "", (), (report,), (), (), ())
     (left,) = visible(facts, lambda number: number == 1).work
-    assert (left.oldest, left.heads, left.installing) == (
-        (works[0],),
-        (works[0],),
-        installing[:1],
-    )
+    assert (left.oldest, left.heads, left.installing) == ((works[0],), (works[0],), installing[:1])
     assert (left.launched, left.queued) == (2, 2)
 
 
@@ -413,7 +406,7 @@ def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() ->
         hints = typing.get_type_hints(kind, include_extras=True)
         for name in hints.keys() & {"run", "program", "client", "array"}:
             marks = typing.get_args(hints[name])
-            if any(isinstance(mark, Owner) for mark in marks):
+            if any(isinstance(mark, OwnerMark) for mark in marks):
                 owned.add(kind)
         named = typing.get_type_hints(kind).items() & {("run", int), ("client", int)}
         assert kind in owned or not named, f"{kind.__name__} may show what other tenants do"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pw.core.messages import PeerLost
-from pw.testing.sim import PROFILES, Outcome, simulate
+from pw.testing.sim import PROFILES, SeedOutcome, simulate
 from pw.testing.sim.report import failure
 from tests.sim.mutations.operators import replay
 from tests.sim.mutations.search import unnoticed
@@ -43,7 +43,7 @@ def found_again() -> Iterator[Any]:
         yield (profile, seed, what) if is_one else long(profile, seed, what)
 
 
-def check(outcome: Outcome) -> None:
+def check(outcome: SeedOutcome) -> None:
     assert outcome.violation is None, "\n".join(failure(outcome))
 
 
@@ -109,6 +109,7 @@ TRACES = """
 import hashlib
 from pw.testing.sim import PROFILES, simulate
 print(simulate(2, PROFILES["chaos"].sized(None, None, 20), digest=True).digest)
+print(simulate(17, PROFILES["crashes"], digest=True).digest)  # it offers replicas again
 for profile, seed in (("calm", 1), ("network", 3)):
     lines = simulate(seed, PROFILES[profile].sized(None, None, 12), trace=True).trace
     print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
@@ -129,7 +130,7 @@ def traces(hash_seed: str, before: str = "") -> str:
 
 def test_a_seed_decides_everything() -> None:
     first = traces("0")
-    assert len(first.splitlines()) == 3
+    assert len(first.splitlines()) == 4
     # Another order of sets, and another history of the process.
     before = "from pw.testing.sim import *\nsimulate(9, PROFILES['calm'])\n"
     assert traces("12345", before) == first

@@ -27,15 +27,14 @@ from pw.testing.sim.digests import compute
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
-from pw.testing.sim.profiles import PROFILES, Profile
-from pw.testing.sim.streams import Streams
+from pw.testing.sim.profiles import PROFILES, SimProfile
 from pw.testing.sim.trace import Trace, describe
-from pw.testing.sim.world import World
+from pw.testing.sim.world import Streams, World
 from tests.sim.mutations import __main__ as mutations
 from tests.sim.mutations.table import MUTATIONS
 
-QUIET = Profile("quiet")
-LOSSY = Profile("lossy", frame_loss=1.0)
+QUIET = SimProfile("quiet")
+LOSSY = SimProfile("lossy", frame_loss=1.0)
 
 
 class Recorder(Actor):
@@ -61,7 +60,7 @@ class Recorder(Actor):
 class Stage:
     """Two nodes that know each other."""
 
-    def __init__(self, profile: Profile = QUIET, seed: int = 0) -> None:
+    def __init__(self, profile: SimProfile = QUIET, seed: int = 0) -> None:
         self.world = World(seed, profile, Trace())
         self.a, self.b = self.node("a"), self.node("b")
         self.left: Recorder = self.a.add("session", Recorder)
@@ -110,7 +109,7 @@ def test_a_doubled_frame_does_not_double_a_message() -> None:
     stage = Stage()
     stage.send(1)
     stage.run(0.01)
-    stage.world.profile = Profile("twice", frame_duplicate=1.0)
+    stage.world.profile = SimProfile("twice", frame_duplicate=1.0)
     stage.send(2)
     stage.run(0.01)
     assert stage.right.numbers == [1, 2]
@@ -353,7 +352,7 @@ def test_the_command_ends_after_its_time() -> None:
 def test_profiles_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, shares = 0.0, []
 
-    def search(seeds: range, profile: Profile, pool: None, share_s: float) -> bool:
+    def search(seeds: range, profile: SimProfile, pool: None, share_s: float) -> bool:
         nonlocal now_s
         shares.append(share_s)
         now_s += 2 * share_s if not shares[1:] else share_s  # the first one is late

@@ -425,9 +425,6 @@ class FakeHost:
 
     def census(self) -> dict[str, int]:
         """All that a host may hold, which must be nothing in the end."""
-        mine = {
-            "installed": len(self.backend.installed),
-            "landings": len(self.bulk.landings),
-        }
+        mine = {"installed": len(self.backend.installed), "landings": len(self.bulk.landings)}
         actors = self.executor.census() | self.store.census() | self.coordinator.census()
         return actors | mine

@@ -12,17 +12,14 @@ import uvloop
 
 from pw.core.actors.actor import Actor, Env
 from pw.core.ids import Address
-from pw.core.messages import (
-    PeerLost,
-    PeerSilent,
-    Ready,
-)
+from pw.core.messages import PeerLost, PeerSilent, Ready
 from pw.core.messages.roles import role_of
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
 from pw.transport.links.local import LocalHub
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
+from tests.stages.daemons import until_true
 
 BOUND_S = 60.0
 
@@ -121,14 +118,7 @@ class Cluster:
                     one.env.introduce(other.env.address.node, self.endpoint(other))
 
     def until(self, condition: Callable[[], object]) -> None:
-        async def poll() -> None:
-            while not condition():
-                await asyncio.sleep(0.001)
-
-        async def bounded() -> None:
-            await asyncio.wait_for(poll(), BOUND_S)
-
-        self.loop.run_until_complete(bounded())
+        self.loop.run_until_complete(until_true(condition))
 
     def close(self) -> None:
         for node in self.nodes:

@@ -6,6 +6,7 @@ whole offspring can be found in /proc, even when another process has adopted it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -31,16 +32,19 @@ def until(condition: Callable[[], object], what: str, bound_s: float = BOUND_S) 
         now_s = time.monotonic()
 
 
+async def until_true(condition: Callable[[], object], what: str = "a condition") -> None:
+    """Wait for a condition as `until` does, on an event loop."""
+    until_s = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < until_s, f"not within {BOUND_S:g} s: {what}"
+        await asyncio.sleep(0.001)
+
+
 class Program:
     """One running program; its output goes to files, so that it never waits for a reader."""
 
     def __init__(
-        self,
-        folder: Path,
-        arguments: list[str],
-        *,
-        new_interpreter: bool = False,
-        **variables: str,
+        self, folder: Path, arguments: list[str], *, new_interpreter: bool = False, **variables: str
     ) -> None:
         self.marker = secrets.token_hex(MARKER_CHARACTERS // 2)
         self.folder = folder / self.marker

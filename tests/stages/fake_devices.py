@@ -187,7 +187,7 @@ class FakeBackend:
         head = self.queue[0]
         assert isinstance(head, ops.Execute)
         computation, _, devices = self.installed[head.key]
-        if computation.traits.is_python:
+        if computation.traits.runs_on_host:
             return [self]  # each host calls it for itself
         return [self.world.backends[h] for h in dict.fromkeys(d.host for d in devices)]
 
@@ -300,7 +300,7 @@ class FakeBackend:
         for member in gang:
             member.executed.append(heads[0].key)
         error = next((e for op in heads for e in map(_failure, op.args) if e is not None), None)
-        raised = artifact == b"raise" or (computation.traits.is_python and self.raises)
+        raised = artifact == b"raise" or (computation.traits.runs_on_host and self.raises)
         if error is None and raised:
             error = ErrorReport.of(ComputationFailed("it raised"), self.name)
         if error is not None:

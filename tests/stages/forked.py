@@ -19,7 +19,7 @@ import jax
 import msgspec
 import numpy as np
 
-from pw.client.connection import children
+from pw.processes import daemons
 from pw.processes.channel import Channel
 from pw.processes.child import parent
 
@@ -58,7 +58,7 @@ def _become_program() -> None:
         ctypes.memmove(_marker_address, marker, MARKER_CHARACTERS)
     tempfile.tempdir = None
     np.random.seed()
-    children.fork_children(children.inherited())
+    daemons.fork_children(daemons.inherited())
     jax.config.update("jax_platforms", os.environ.get(PLATFORMS) or None)
     jax.config.update("jax_num_cpu_devices", int(os.environ.get(DEVICES, "-1")))
     jax.config.update("jax_backend_target", os.environ.get(TARGET, "").lower())

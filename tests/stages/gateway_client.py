@@ -12,8 +12,8 @@ from urllib.parse import unquote
 
 from hpack import Decoder
 
-from pw.gateway import protos
-from pw.gateway.frames import (
+from pw.gateway.protocol import protos
+from pw.gateway.protocol.frames import (
     ACK,
     DATA,
     END_HEADERS,
@@ -25,7 +25,7 @@ from pw.gateway.frames import (
     SETTINGS,
     WINDOW_UPDATE,
 )
-from pw.gateway.rpc import header_block
+from pw.gateway.protocol.rpc import header_block
 
 PROXY = "xla.ifrt.proxy."
 STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"

@@ -14,8 +14,8 @@ from jaxlib import utils
 
 import pw
 from pw.client.connection import current
-from pw.client.connection.children import LocalDaemon
 from pw.core.messages import ClientInfo
+from pw.processes.daemons import LocalDaemon
 from tests.stages.daemons import until
 
 FATAL = 3

@@ -56,11 +56,7 @@ QUICKLY = (
 """Flags of XLA on CPUs. Tests run a computation once or twice: without optimization, half the time."""
 
 UMASK = 0o022
-LIMITS = {
-    resource.RLIMIT_NOFILE: 1024,
-    resource.RLIMIT_CORE: 0,
-    resource.RLIMIT_STACK: 8 << 20,
-}
+LIMITS = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_CORE: 0, resource.RLIMIT_STACK: 8 << 20}
 """Soft limits; a lower hard limit stays."""
 RAISED = (
     *(resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU),

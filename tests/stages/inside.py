@@ -17,7 +17,7 @@ def number_of(array: Any) -> int:
 
 def type_of(array: Any) -> Any:
     """Return the type of an array or tracer: aval, sharding, and how hosts hold it."""
-    return array._type
+    return getattr(array, "_type", None) or array.type
 
 
 def is_fetched(array: Any) -> bool:

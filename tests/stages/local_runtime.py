@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,10 @@ from jaxlib import xla_client
 
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
+from pw.client.session.leases import Leases
+from pw.client.session.thread_messages import Await, Get, Put, Tell
 from pw.core.errors import Disconnected, InsufficientDevices
+from pw.core.messages import Run
 from pw.core.programs.program import Computation, Program, ValueRef
 from pw.core.programs.stablehlo import Stablehlo, decode, encode
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
@@ -42,20 +44,49 @@ class QuietThread:
 
     has_frames = True
     certificate = ""
+    nothing: Any = None
+    leases = Leases(nothing, nothing, nothing)
 
     def post(self, note: object) -> None:
         raise NotImplementedError
 
-    def put(self, note: object) -> None:
+    def put(self, note: Put) -> None:
         self.post(note)
 
-    def go(self) -> None:
-        pass
+    def call(
+        self,
+        run: int,
+        program: int,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        wanted: Await | None,
+    ) -> None:
+        self.post(Tell(Run(run, program, args, results)))
+        if wanted is not None:
+            self.ask(wanted)
+
+    def ask(self, note: Await | Get) -> None:
+        self.post(note)
 
     def wait_for_hosts(self) -> None:
         pass
 
-    def drive(self, future: Future[Any]) -> None:
+    def drive(self, future: Waiting[Any], timeout_s: float) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def watch(self) -> None:
+        pass
+
+    def is_here(self) -> bool:
+        return False
+
+    def forked(self) -> None:
         pass
 
     def trouble(self) -> str:

@@ -58,10 +58,7 @@ def computation_of(
     artifact = encode(code)
     placement = (*inputs, *outputs)[0].placement
     digest = hashlib.sha256(artifact).digest()
-    return (
-        Computation("f", digest, placement, tuple(inputs), tuple(outputs), donated),
-        artifact,
-    )
+    return (Computation("f", digest, placement, tuple(inputs), tuple(outputs), donated), artifact)
 
 
 def over(devices: int, *axes: str | None) -> NamedSharding:

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pw.client.connection.children import inherited
 from pw.processes.channel import Channel
+from pw.processes.daemons import inherited
 from pw.processes.fork_server import ForkServer
 from pw.processes.forking import Process
 from tests.stages import forked
@@ -27,8 +27,18 @@ HERE = {"PYTHONPATH": python_path()}
 PRELOADED = (
     *("tests.stages.forked", "pw", "pw.jax", "jax.experimental.shard_map", "jax.extend", "optax"),
     *("pw.cli.gateway", "pw.cli.main", "pw.cli.preloaded", "rich.console", "rich.table"),
-    *("pw.client.status", "pw.timeline", "jaxlib.mlir.dialects.mhlo", "encodings.idna"),
-    *("numpy.testing", "pw.cli.requests", "pw.timeline.tracing", "pw.client.trace.jit"),
+    *(
+        "pw.client.looking.status",
+        "pw.operating.timeline",
+        "jaxlib.mlir.dialects.mhlo",
+        "encodings.idna",
+    ),
+    *(
+        "numpy.testing",
+        "pw.cli.requests",
+        "pw.operating.timeline.tracing",
+        "pw.client.functions.jit",
+    ),
 )
 READ_AT_START = ("JAX_", "TF_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_")
 """Variables that an interpreter or a library reads at its start, except three that a fork can change."""

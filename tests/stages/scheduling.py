@@ -91,5 +91,5 @@ def runs_on(
     hosts = dict.fromkeys(devices[number].host for number in at)
     does = (HostSegment(7, (Execute(0, (), (), ()),)),)
     plans = tuple(HostPlan(host, does, (), (), (binding,)) for host in hosts)
-    bench.tell(msg.AddClient(client, share, priority, node=node))
+    bench.tell(msg.AddClient(client, share, priority, node=node, line=node))
     bench.tell(msg.InstallProgram(client_id(client, 1), body, plans, ()))

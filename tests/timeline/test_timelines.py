@@ -26,11 +26,11 @@ from pw.core import recorder as kinds
 from pw.core.ids import CONTROLLER, Address, client_id, client_of, store_of
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import LIMIT, WIDTH, Recorder
-from pw.core.timeline import AT_ONCE, LEASE_S, PART, Recordings
+from pw.core.timeline import AT_ONCE, PART, READER_TIMEOUT_S, Recordings
+from pw.operating.timeline import chrome
+from pw.operating.timeline.resolve import records_in, resolved
+from pw.operating.timeline.timeline import Call, Launch, Timeline, letters
 from pw.testing import InProcessCluster
-from pw.timeline import chrome
-from pw.timeline.resolve import records_in, resolved
-from pw.timeline.timeline import Call, Launch, Timeline, letters
 from tests.stages.actors import FakeEnv, World
 from tests.stages.daemons import start_module, until
 
@@ -182,7 +182,7 @@ def test_a_client_that_is_gone_is_recorded_for_no_longer(how: str) -> None:
         host.recordings.handlers()[PeerLost](host.env.address, lost)
     else:
         for _ in range(8):
-            host.world.now_s += LEASE_S / 6
+            host.world.now_s += READER_TIMEOUT_S / 6
             host.read(CLIENTS[1])
             for alarm in list(host.world.alarms):
                 if alarm.due_s <= host.world.now_s:
@@ -316,10 +316,7 @@ def test_the_last_record_of_a_launch_or_a_call_is_right() -> None:
         Launch("island-0", RUN, 0, 2.0, 3.0, 4.0, 0.5),
         Launch("island-0", RUN, 1, 2.0, 3.0, None, 0.5),
     ]
-    assert timeline.calls == [
-        Call(RUN + 3, "program", None, None),
-        Call(RUN, "program", 1.0, 4.5),
-    ]
+    assert timeline.calls == [Call(RUN + 3, "program", None, None), Call(RUN, "program", 1.0, 4.5)]
 
 
 def test_what_is_missing_is_told() -> None:

@@ -29,18 +29,19 @@ from pw.core.errors import OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
 from pw.core.messages.roles import Role
 from pw.transport.access.credentials import Credentials
-from pw.transport.bulk import blocks, chunks, shared, shared_receiver, shared_sender
+from pw.transport.bulk import chunks, shared, shared_receiver, shared_sender
 from pw.transport.bulk.blocks import BlockPool, size_class
 from pw.transport.bulk.pieces import cut, packed
 from pw.transport.bulk.plane import BulkPlane
 from tests.stages.cluster import authority
+from tests.stages.daemons import until_true
 from tests.stages.programs import ROOT, start, without_address
 from tests.stages.samples import long
 
 WAIT_S = 60.0
 CHANNELS = ["shared", "tcp", "tls"]
 """`tls` is the channel `tcp` with credentials."""
-SIZES = [0, 1, 63, 64, shared.INLINE_BYTES, shared.INLINE_BYTES + 1]
+SIZES = [0, 1, 63, 64, shared.ON_SOCKET_BYTES, shared.ON_SOCKET_BYTES + 1]
 SIZES += [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 5 << 20]
 
 channels = pytest.mark.parametrize("channel", CHANNELS)
@@ -49,11 +50,6 @@ channels = pytest.mark.parametrize("channel", CHANNELS)
 def on_loop(scenario: Callable[[], Awaitable[None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(scenario(), WAIT_S))  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 @functools.cache
@@ -532,7 +528,7 @@ def test_garbage_chunks_are_counted_and_dropped(what: str) -> None:
             async with stranger(landing) as connection:
                 line = _tcp_garbage(landing.transfer)[what]
                 await asyncio.get_running_loop().sock_sendall(connection, line)
-                await until(lambda: receiver.counters()["rejected"] == 1)
+                await until_true(lambda: receiver.counters()["rejected"] == 1)
             assert not arrival.done()
             assert await push(sender, landing, (0, noise(100_000))) is None
             assert np.array_equal(await arrival, noise(100_000))
@@ -570,7 +566,7 @@ def test_a_transfer_belongs_to_the_connection_that_began_it() -> None:
             landing, arrival = land(receiver, 100_000)
             async with stranger(landing) as connection:
                 await loop.sock_sendall(connection, chunk(landing.transfer, b"12345678"))
-                await until(lambda: receiver.landed_bytes(landing.transfer) == 8)
+                await until_true(lambda: receiver.landed_bytes(landing.transfer) == 8)
                 outcome = await push(sender, landing, (0, noise(100_000)))
                 assert isinstance(outcome, TransferFailed)
             assert not arrival.done()
@@ -586,13 +582,13 @@ def test_a_sender_that_dies_half_way_leaves_nothing_behind() -> None:
             async with stranger(landing) as connection:
                 line = chunk(landing.transfer, bytes(noise(100_000)))
                 await loop.sock_sendall(connection, line[:50_000])
-                await until(lambda: receiver.landed_bytes(landing.transfer) > 0)
+                await until_true(lambda: receiver.landed_bytes(landing.transfer) > 0)
             receiver.cancel(landing.transfer)
             assert (await moved(sender, receiver, noise(70_000))).size == 70_000
             assert not arrival.done()
             assert receiver.counters()["expected_transfers"] == 0
             gc.collect()
-            await until(lambda: receiver.counters()["lent_blocks"] == 0)
+            await until_true(lambda: receiver.counters()["lent_blocks"] == 0)
             assert receiver.counters()["live_blocks"] == 1
 
     on_loop(scenario)
@@ -606,7 +602,7 @@ def test_a_landing_that_is_cancelled_half_way_is_refused() -> None:
             async with stranger(landing) as connection:
                 line = chunk(landing.transfer, bytes(noise(100_000)))
                 await loop.sock_sendall(connection, line[:50_000])
-                await until(lambda: receiver.landed_bytes(landing.transfer) > 0)
+                await until_true(lambda: receiver.landed_bytes(landing.transfer) > 0)
                 receiver.cancel(landing.transfer)
                 await loop.sock_sendall(connection, line[50_000:])
                 answer = await loop.sock_recv(connection, 100)
@@ -733,7 +729,7 @@ def test_a_block_is_reused_only_when_nobody_aliases_it() -> None:
             array.block_until_ready()
             del array, other
             gc.collect()
-            await until(lambda: receiver.counters()["lent_blocks"] == 0)
+            await until_true(lambda: receiver.counters()["lent_blocks"] == 0)
             both = [await moved(sender, receiver, values) for _ in range(2)]
             assert address in {buffer.ctypes.data for buffer in both}
             assert receiver.counters()["live_blocks"] == 2
@@ -752,7 +748,7 @@ LARGE = shared.SHARE_BYTES
 
 async def no_lent_blocks(plane: BulkPlane) -> None:
     gc.collect()
-    await until(lambda: plane.counters()["lent_blocks"] == 0)
+    await until_true(lambda: plane.counters()["lent_blocks"] == 0)
 
 
 def test_what_lies_in_a_block_is_shared_and_not_copied() -> None:
@@ -773,7 +769,7 @@ def test_what_lies_in_a_block_is_shared_and_not_copied() -> None:
             assert second.counters()["live_blocks"] == 2
             del shared_array, other
             await no_lent_blocks(third)
-            await until(lambda: second.counters()["pooled_bytes"] == 2 * LARGE)
+            await until_true(lambda: second.counters()["pooled_bytes"] == 2 * LARGE)
             assert second.counters()["live_blocks"] == 2
 
     on_loop(scenario)
@@ -802,7 +798,7 @@ def test_pages_that_never_come_back_are_not_used_again() -> None:
             third.close()
             del landed
             gc.collect()
-            await until(lambda: second.counters()["live_blocks"] == 0)
+            await until_true(lambda: second.counters()["live_blocks"] == 0)
             await moved(first, second, noise(LARGE, 1))
             assert np.array_equal(shared_array, source)
 
@@ -851,7 +847,7 @@ def test_shared_pages_are_not_used_again_once_their_reader_has_forked() -> None:
             os.waitpid(child, 0)
             del shared_array
             await no_lent_blocks(third)
-            await until(lambda: second.counters()["live_blocks"] == 0 or _is_idle(second))
+            await until_true(lambda: second.counters()["live_blocks"] == 0 or _is_idle(second))
             assert not _is_idle(second)
 
     on_loop(scenario)
@@ -868,10 +864,10 @@ def test_shared_pages_for_a_cancelled_landing_come_back() -> None:
             landing, arrival = land(third, LARGE)
             third.cancel(landing.transfer)
             assert await push(second, landing, (0, landed)) is None
-            await until(lambda: third.counters()["late_transfers"] == 1)
+            await until_true(lambda: third.counters()["late_transfers"] == 1)
             del landed
             gc.collect()
-            await until(lambda: second.counters()["pooled_bytes"] == LARGE)
+            await until_true(lambda: second.counters()["pooled_bytes"] == LARGE)
             assert not arrival.done()
 
     on_loop(scenario)
@@ -892,7 +888,7 @@ def test_one_block_is_shared_with_many() -> None:
                 assert second.counters()["pooled_bytes"] == 0
                 arrays.pop()
             await no_lent_blocks(third)
-            await until(lambda: second.counters()["pooled_bytes"] == LARGE)
+            await until_true(lambda: second.counters()["pooled_bytes"] == LARGE)
 
     on_loop(scenario)
 
@@ -906,7 +902,7 @@ def test_idle_memory_is_bounded(channel: str) -> None:
             held.clear()
             gc.collect()
             # The loop itself holds the last future until the callback it runs has returned.
-            await until(lambda: receiver.counters()["lent_blocks"] == 0)
+            await until_true(lambda: receiver.counters()["lent_blocks"] == 0)
             counters = receiver.counters()
             assert counters["pooled_bytes"] == 1 << 20
             assert counters["live_blocks"] == 2
@@ -964,7 +960,7 @@ def test_without_tcp_too_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_most_descriptors", lambda: 8)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8, 8))
 
     async def scenario() -> None:
         async with planes("auto") as (sender, receiver):
@@ -1015,7 +1011,7 @@ def test_pages_whose_descriptor_is_lost_are_copied() -> None:
             assert np.array_equal(copied, landed)
             assert second.counters()["lent_blocks"] == 1
             del landed
-            await until(lambda: _is_idle(second))
+            await until_true(lambda: _is_idle(second))
             assert third.counters()["rejected"] == 0
             assert third.counters()["lent_blocks"] == 1
 
@@ -1033,7 +1029,7 @@ def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.Monkey
             with socket.socket(socket.AF_UNIX) as stranger:
                 with exhausted():
                     stranger.connect(f"\0{landing.socket}")
-                    await until(lambda: receiver.counters()["rejected"] > 0)
+                    await until_true(lambda: receiver.counters()["rejected"] > 0)
             source = noise(1000)
             assert np.array_equal(await moved(sender, receiver, source), source)
         assert asked == []
@@ -1041,9 +1037,7 @@ def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.Monkey
     on_loop(scenario)
 
 
-def test_idle_blocks_give_up_their_descriptors_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_idle_blocks_give_up_their_descriptors_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[int] = []
     pool = BlockPool(1 << 30, dropped.append)
     leases = [pool.lease(1 << 16, number) for number in range(1, 4)]
@@ -1079,7 +1073,7 @@ def test_no_child_of_a_sender_inherits_a_block(monkeypatch: pytest.MonkeyPatch) 
 
     async def scenario() -> None:
         async with planes("shared") as (sender, receiver):
-            await moved(sender, receiver, noise(shared.INLINE_BYTES + 1))
+            await moved(sender, receiver, noise(shared.ON_SOCKET_BYTES + 1))
 
     on_loop(scenario)
     assert inherited == [False]
@@ -1118,7 +1112,7 @@ def test_a_failing_receiver_callback_reaches_nobody_else() -> None:
                 raise RuntimeError("no room")
 
             assert await push(sender, receiver.land(70_000, fail), (0, noise(70_000))) is None
-            await until(lambda: bool(reports))
+            await until_true(lambda: bool(reports))
             assert (await moved(sender, receiver, noise(70_000))).size == 70_000
 
     on_loop(scenario)

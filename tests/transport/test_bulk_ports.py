@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from pw.core.landing import Landing
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
-from pw.transport.bulk import chunk_receiver, chunk_sender, chunks
+from pw.transport.bulk import chunk_receiver, chunks
 from pw.transport.bulk.plane import BulkPlane
 from pw.transport.endpoints import parse
-from pw.transport.links import strangers
 from pw.transport.links.network import StreamNetwork
 from pw.transport.links.node import Node
 from tests.stages.cluster import authority
+from tests.stages.daemons import until_true
 
 WAIT_S = 60.0
 SIZES = [0, 1, 70_000, 9 << 20]
@@ -39,11 +39,6 @@ ways = pytest.mark.parametrize("way", WAYS)
 def on_loop(scenario: Callable[[], Awaitable[None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(scenario(), WAIT_S))  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def issue(folder: Path, role: Role, of: Authority | None = None, **how: Any) -> Credentials:
@@ -61,8 +56,10 @@ def secured(way: str, folder: Path, role: Role) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def host(way: str, folder: Path, **security: Any) -> AsyncIterator[tuple[BulkPlane, str]]:
-    """A plane at the port of a node, and its endpoint."""
+async def host(
+    way: str, folder: Path, strangers: Mapping[str, float] = {}, **security: Any
+) -> AsyncIterator[tuple[BulkPlane, str]]:
+    """A plane at the port of a node with bounds for strangers, and its endpoint."""
     loop = asyncio.get_running_loop()
     security = security or secured(way, folder, Role.WORKER)
     bind = f"ipc://{folder}/host-{time.monotonic_ns()}" if way == "ipc" else "tcp://127.0.0.1:0"
@@ -70,6 +67,7 @@ async def host(way: str, folder: Path, **security: Any) -> AsyncIterator[tuple[B
     node = Node("a0", loop, network)
     plane = BulkPlane(loop, channel="tcp", endpoint=network.endpoint, **security)
     network.take_chunks = plane.adopt
+    vars(network.strangers).update(strangers)
     try:
         yield plane, network.endpoint
     finally:
@@ -153,19 +151,16 @@ def test_the_client_dials_again_after_its_connection_broke(way: str, tmp_path: P
                     await arrival
                     (dialled,) = here.thread.receiver.dialled.values()
                     dialled.socket.shutdown(socket.SHUT_RDWR)
-                    await until(lambda: not here.thread.receiver.dialled)
-                    await until(lambda: not there.thread.by_chunks._receivers)
+                    await until_true(lambda: not here.thread.receiver.dialled)
+                    await until_true(lambda: not there.thread.by_chunks.receivers)
 
     on_loop(scenario)
 
 
-def test_a_push_to_a_client_that_does_not_dial_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk_sender, "AWAITED_S", 0.1)
-
+def test_a_push_to_a_client_that_does_not_dial_fails(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with host("tls", tmp_path) as (there, _):
+            there.thread.by_chunks.awaited_s = 0.1
             landing = Landing(1, 10, 0, "elsewhere", "", "", "0" * 31 + "1")
             outcome = await push(there, landing, noise(10))
             assert isinstance(outcome, TransferFailed)
@@ -181,9 +176,9 @@ def test_no_other_client_takes_the_place_of_a_plane(tmp_path: Path) -> None:
                 landing, arrival = land(good, 70_000, endpoint)
                 assert await push(there, landing, noise(70_000)) is None
                 await arrival
-                thief.thread.receiver._plane = landing.plane
+                thief.thread.receiver.plane = landing.plane
                 thief.thread.dial(endpoint)
-                await until(lambda: there.counters()["rejected"])
+                await until_true(lambda: there.counters()["rejected"])
                 landing, arrival = land(good, 70_000, endpoint)
                 assert await push(there, landing, noise(70_000)) is None
                 await arrival
@@ -250,7 +245,7 @@ def test_a_sender_is_refused(what: str, tmp_path: Path, caplog: pytest.LogCaptur
                 assert there.landed_bytes(landing.transfer) == 0
                 if what in ("another cluster", "revoked", "no credentials"):
                     # The sender may know before the host does.
-                    await until(lambda: logged("refused ", caplog))
+                    await until_true(lambda: logged("refused ", caplog))
 
     on_loop(scenario)
 
@@ -259,13 +254,12 @@ def test_a_sender_is_refused(what: str, tmp_path: Path, caplog: pytest.LogCaptur
 def test_connections_end_when_a_certificate_is_revoked(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pw.transport.access.credentials.LOOK_S", 0.0)
     monkeypatch.setattr("pw.transport.bulk.thread.EXPIRE_MS", 1)
     caplog.set_level(logging.INFO, "pw.audit")
     crl = tmp_path / "crl.pem"
     other = issue(tmp_path, Role.WORKER)
     crl.write_bytes(authority().revoke(issue(tmp_path, Role.WORKER).own.serial))
-    wary = issue(tmp_path, Role.WORKER, revoked=crl)
+    wary = issue(tmp_path, Role.WORKER, revoked=crl, look_s=0.0)
     first, second = (wary, other) if who == "the sender" else (other, wary)
 
     async def scenario() -> None:
@@ -279,7 +273,7 @@ def test_connections_end_when_a_certificate_is_revoked(
                 await push(here, land(there, 1000)[0], noise(1000)), TransferFailed
             ):
                 pass  # revocations are looked for between two transfers, when there is time
-            await until(lambda: logged("revoked ", caplog))
+            await until_true(lambda: logged("revoked ", caplog))
 
     on_loop(scenario)
 
@@ -315,16 +309,12 @@ def ended(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"p", b"pwc4", b"\x16\x03", b"GET /"])
-def test_strangers_are_dropped(
-    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pw.transport.links.connection.HANDSHAKE_S", 0.3)
-
+def test_strangers_are_dropped(said: bytes, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with host("tls", tmp_path) as (_, endpoint):
+        async with host("tls", tmp_path, {"handshake_s": 0.3}) as (_, endpoint):
             connection = dialled(endpoint)
             connection.send(said)
-            await until(lambda: ended(connection))
+            await until_true(lambda: ended(connection))
             connection.close()
 
     on_loop(scenario)
@@ -340,7 +330,7 @@ def test_the_handshake_is_bounded(tmp_path: Path) -> None:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(connection.sendall, 64 * record)
             connection.setblocking(False)
-            await until(lambda: ended(connection))
+            await until_true(lambda: ended(connection))
             connection.close()
 
     on_loop(scenario)
@@ -357,10 +347,13 @@ def test_a_sender_that_brings_a_byte_now_and_then_is_dropped(
             connection = dialled(endpoint)
             head = chunks.header(chunks.CHUNK, landing.transfer, 0, 1 << 20)
             connection.send(head)
-            while not ended(connection):
+
+            def is_over() -> bool:
                 with contextlib.suppress(OSError):
                     connection.send(b"x")
-                await asyncio.sleep(0.05)
+                return ended(connection)
+
+            await until_true(is_over)
             connection.close()
             assert not arrival.done()
             assert there.counters()["rejected"] == 1
@@ -368,13 +361,10 @@ def test_a_sender_that_brings_a_byte_now_and_then_is_dropped(
     on_loop(scenario)
 
 
-def test_replies_that_are_not_read_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk_receiver, "UNREAD_REPLY_BYTES", 1 << 16)
-
+def test_replies_that_are_not_read_are_bounded(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with host("plain", tmp_path) as (there, endpoint):
+            there.thread.receiver.unread_reply_bytes = 1 << 16
             connection = dialled(endpoint)
             connection.setblocking(True)
             connection.settimeout(WAIT_S)
@@ -387,21 +377,20 @@ def test_replies_that_are_not_read_are_bounded(
             with pytest.raises(ConnectionError):
                 await asyncio.to_thread(flood)
             connection.close()
-            assert not there.thread.receiver._callers
+            assert not there.thread.receiver.callers
 
     on_loop(scenario)
 
 
 @pytest.mark.parametrize("bound", ["of an address", "in all"])
-def test_hundreds_of_slow_strangers_keep_no_good_sender_out(
-    bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_address = 32 if bound == "of an address" else 500
-    monkeypatch.setattr(strangers, "STRANGERS_OF_ADDRESS", of_address)
-    monkeypatch.setattr(strangers, "STRANGERS", 64)
+def test_hundreds_of_slow_strangers_keep_no_good_sender_out(bound: str, tmp_path: Path) -> None:
+    bounds = {"most": 64, "most_of_address": 32 if bound == "of an address" else 500}
 
     async def scenario() -> None:
-        async with host("tls", tmp_path) as (there, endpoint), host("tls", tmp_path) as (here, _):
+        async with (
+            host("tls", tmp_path, bounds) as (there, endpoint),
+            host("tls", tmp_path) as (here, _),
+        ):
             slow = []
             for number in range(400):
                 connection = dialled(endpoint)
@@ -410,7 +399,7 @@ def test_hundreds_of_slow_strangers_keep_no_good_sender_out(
                 if number % 20 == 0:
                     await asyncio.sleep(0)
             assert await push(here, land(there, 9 << 20)[0], noise(9 << 20)) is None
-            await until(lambda: sum(not ended(connection) for connection in slow) <= 64)
+            await until_true(lambda: sum(not ended(connection) for connection in slow) <= 64)
             for connection in slow:
                 connection.close()
 

@@ -27,7 +27,7 @@ from pw.core.messages.roles import Role, role_of
 from pw.transport.access import credentials as module
 from pw.transport.access import private_files
 from pw.transport.access.authority import Authority
-from pw.transport.access.credentials import Credentials, Identity, explain, found
+from pw.transport.access.credentials import Credentials, Identity, credentials_for, explain
 from pw.transport.access.identity import island_of
 from pw.transport.access.joined import joined_address, joined_file
 from pw.transport.access.security import Security
@@ -752,7 +752,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_credentials_are_looked_for_in_order(
     home: Path, issued: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert found(ADDRESS) is None
+    assert credentials_for(ADDRESS) is None
     assert joined_address() == ""
     given, named, joined = (
         issued(Role.CLIENT, name, "", 1, ADDRESS) for name in ("given", "named", "joined")
@@ -762,7 +762,7 @@ def test_credentials_are_looked_for_in_order(
     assert joined_address() == ADDRESS
 
     def name(*arguments: Any) -> str | None:
-        credentials = found(*arguments)
+        credentials = credentials_for(*arguments)
         return credentials and credentials.own.name
 
     assert name(ADDRESS) == "joined"
@@ -798,7 +798,7 @@ def test_a_joined_cluster_may_have_several_addresses(
     is_used: bool,
 ) -> None:
     write(joined_file(), issued(Role.CLIENT, "ann", "", 1, joined).read_bytes())
-    assert (found(address, may_be_plain=may_be_plain) is not None) is is_used
+    assert (credentials_for(address, may_be_plain=may_be_plain) is not None) is is_used
 
 
 def test_the_role_and_the_revocation_list_are_taken_into_account(
@@ -807,13 +807,13 @@ def test_the_role_and_the_revocation_list_are_taken_into_account(
     authority = Authority.create()
     path = write(tmp_path / "own.pem", authority.issue(Role.CLIENT, "ann"))
     with pytest.raises(Error, match="pw-worker needs the certificate of a worker"):
-        found(ADDRESS, path, role=Role.WORKER)
-    credentials = found(ADDRESS, path, role=Role.CLIENT)
+        credentials_for(ADDRESS, path, role=Role.WORKER)
+    credentials = credentials_for(ADDRESS, path, role=Role.CLIENT)
     assert credentials is not None
     lists = write(tmp_path / "revoked.pem", authority.revoke(credentials.own.serial))
     monkeypatch.setenv("PW_REVOKED", str(lists))
     with pytest.raises(Error, match="is revoked"):
-        found(ADDRESS, path)
+        credentials_for(ADDRESS, path)
 
 
 def test_secrets_follow_from_the_private_key_and_the_purpose(issued: Callable[..., Path]) -> None:

@@ -17,7 +17,7 @@ import zmq
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address
-from pw.transport.links import codec, links
+from pw.transport.links import codec
 from pw.transport.links.link import Versions
 from pw.transport.links.zmtp import Zmtp
 from tests.stages import programs
@@ -218,11 +218,9 @@ def test_idle_links_stay_open(sockets: Cluster) -> None:
     assert not b.lost
 
 
-def test_links_that_are_looked_at_in_parts_all_stay_open(
-    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "LOOKS", 2)
+def test_links_that_are_looked_at_in_parts_all_stay_open(tcp: Cluster) -> None:
     a = tcp.node("a", heartbeat_s=0.05, lease_s=2.0)
+    tcp.network(a).looks = 2
     peers = [tcp.node(f"b{at}", listens=False, heartbeat_s=0.05, lease_s=2.0) for at in range(5)]
     for peer in peers:
         tcp.introduce(a, peer)

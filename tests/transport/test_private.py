@@ -7,22 +7,22 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pw.cli.process import Daemon
 from pw.core.errors import ConnectionFailed
-from pw.transport.access import private
-from pw.transport.access.private import PrivateFolder, beside, free_endpoint
+from pw.transport.access.private import PREFIX, PrivateFolder, base_folders, beside, free_endpoint
 
 
 @pytest.fixture
-def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base() -> Iterator[Path]:
     """Where directories are made, with a path that is short enough."""
     short = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(private, "base_folders", lambda: [str(short)])
-    yield short  # type: ignore[misc]
+    yield short
     for left in short.iterdir():
         for file in left.iterdir():
             file.unlink()
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_last_to_leave_removes_it(base: Path) -> None:
-    made = PrivateFolder.make()
+    made = PrivateFolder.make([str(base)])
     assert made.path.parent == base
     assert made.path.stat().st_mode & 0o777 == 0o700
     (made.path / "controller").touch()
@@ -46,7 +46,7 @@ def test_the_last_to_leave_removes_it(base: Path) -> None:
 
 
 def test_the_last_to_leave_may_wait_for_one_that_was_killed(base: Path) -> None:
-    made = PrivateFolder.make()
+    made = PrivateFolder.make([str(base)])
     killed = PrivateFolder.of(made.controller)
     assert killed is not None
     threading.Timer(0.1, killed.let_go).start()
@@ -56,7 +56,7 @@ def test_the_last_to_leave_may_wait_for_one_that_was_killed(base: Path) -> None:
 
 def test_a_process_waits_for_a_parent_that_was_killed(base: Path) -> None:
     """The parent's channel ends a moment before its lock."""
-    made = PrivateFolder.make()
+    made = PrivateFolder.make([str(base)])
     killed = PrivateFolder.of(made.controller)
     assert killed is not None
     here, there = socket.socketpair()
@@ -79,7 +79,7 @@ def test_a_directory_of_the_users_own_is_never_removed(tmp_path: Path) -> None:
 
 
 def test_what_killed_clusters_have_left_goes_when_another_is_started(base: Path) -> None:
-    old, fresh, living, open_to_all = (base / f"{private.PREFIX}{name}" for name in "abcd")
+    old, fresh, living, open_to_all = (base / f"{PREFIX}{name}" for name in "abcd")
     for folder in (old, fresh, living, open_to_all, base / "other"):
         folder.mkdir(mode=0o700)
     (old / "controller").touch()
@@ -87,7 +87,7 @@ def test_what_killed_clusters_have_left_goes_when_another_is_started(base: Path)
     lives = PrivateFolder(living)
     for folder in (old, living, open_to_all):
         os.utime(folder, (1.0, 1.0))
-    made = PrivateFolder.make()
+    made = PrivateFolder.make([str(base)])
     left = {folder.name for folder in base.iterdir()}
     assert left == {f.name for f in (fresh, living, open_to_all, base / "other", made.path)}
     lives.leave()
@@ -95,10 +95,22 @@ def test_what_killed_clusters_have_left_goes_when_another_is_started(base: Path)
 
 
 def test_a_forked_process_keeps_no_directory(base: Path) -> None:
-    made = PrivateFolder.make()
-    private._forked()  # what a fork does in the child
-    assert made._descriptor < 0
-    made.path.rmdir()
+    made = PrivateFolder.make([str(base)])
+    here, there = socket.socketpair()
+    process = os.fork()
+    if process == 0:
+        there.send(b"begun")
+        there.recv(1)
+        os._exit(0)
+    try:
+        assert here.recv(5) == b"begun"
+        made.let_go()
+        PrivateFolder(made.path).leave()
+        assert not made.path.exists(), "the last process has left"
+    finally:
+        here.send(b"x")
+        os.waitpid(process, 0)
+        here.close(), there.close()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o711, 0o701])
@@ -134,10 +146,9 @@ def test_where_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runtime, shared = tmp_path / "runtime", tmp_path / "shared"
     runtime.mkdir(mode=0o700)
     shared.mkdir()
-    monkeypatch.setattr(private, "PATH_BYTES", len(str(runtime)) + 60)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    bases = private.base_folders
+    bases = partial(base_folders, len(str(runtime)) + 60)
     assert bases() == [str(runtime), str(shared), "/tmp"]
     runtime.chmod(0o755)
     assert bases() == [str(shared), "/tmp"]
@@ -145,8 +156,7 @@ def test_where_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bases() == ["/tmp"]
     shared.chmod(0o1777)
     assert bases() == [str(shared), "/tmp"]
-    monkeypatch.setattr(private, "PATH_BYTES", len("/tmp") + 50)
-    assert bases() == ["/tmp"]
-    monkeypatch.setattr(private, "PATH_BYTES", 20)
+    assert base_folders(len("/tmp") + 50) == ["/tmp"]
+    assert base_folders(20) == []
     with pytest.raises(ConnectionFailed, match="set TMPDIR"):
-        PrivateFolder.make()
+        PrivateFolder.make([])

@@ -18,11 +18,9 @@ from pw.core.errors import ConnectionFailed
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Fetched, PeerRefused, Ready
 from pw.core.messages.roles import Role, role_of
-from pw.transport.access import certificates
-from pw.transport.access import credentials as credentials_module
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
-from pw.transport.links import connection, nearby, strangers
+from pw.transport.links import nearby, strangers
 from pw.transport.streams.tls_stream import TlsStream
 from tests.stages.cluster import Cluster, Recorder, authority, make_cluster, numbers, wire_bytes
 
@@ -132,9 +130,10 @@ def test_a_revoked_certificate_is_refused(
 def expired(file: Path) -> Credentials:
     """Of a process that has not looked at its files since they were valid."""
     file.touch(0o600)
-    file.write_bytes(authority().issue(Role.WORKER, "old", days=-1))
+    file.write_bytes(authority().issue(Role.WORKER, "old", days=-60 / 86400))
+    time_s = time.time() - 120
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificates, "_check_time", lambda *about: None)
+        patch.setattr(time, "time", lambda: time_s)
         return Credentials.read(file)
 
 
@@ -385,11 +384,10 @@ def test_a_local_process_cannot_come_from_the_future(tmp_path: Path) -> None:
 
 
 def test_new_links_use_new_credentials_and_old_links_live_on(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(credentials_module, "LOOK_S", 0.0)
     file = write(tmp_path / "ours", Role.WORKER, "a")
-    ours = Credentials.read(file)
+    ours = Credentials.read(file, look_s=0.0)
     first = ours.own.serial
     a = cluster.node("a", credentials=ours, heartbeat_s=0.02)
     b = cluster.node("b", listens=False)
@@ -416,12 +414,12 @@ def test_a_link_ends_when_its_certificate_is_revoked(
     issue: Callable[..., Credentials],
     audit: Callable[[str], list[str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(credentials_module, "LOOK_S", 0.0)
     lists, stolen = tmp_path / "crl.pem", issue(Role.WORKER, "b")
     lists.write_bytes(authority().revoke())
-    a = cluster.node("a", credentials=issue(Role.WORKER, "a", revoked=lists), heartbeat_s=0.02)
+    a = cluster.node(
+        "a", credentials=issue(Role.WORKER, "a", revoked=lists, look_s=0.0), heartbeat_s=0.02
+    )
     b = cluster.node("b", listens=False, credentials=stolen)
     c = cluster.node("c", listens=False)
     for one in (b, c):
@@ -439,17 +437,15 @@ def test_a_link_ends_when_its_certificate_is_revoked(
 
 
 def test_a_process_with_a_new_certificate_connects_again_when_the_old_one_is_revoked(
-    cluster: Cluster,
-    issue: Callable[..., Credentials],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, issue: Callable[..., Credentials], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(credentials_module, "LOOK_S", 0.0)
     lists, file = tmp_path / "crl.pem", tmp_path / "own.pem"
     lists.write_bytes(authority().revoke())
-    ours = Credentials.read(write(file, Role.WORKER, "b"))
+    ours = Credentials.read(write(file, Role.WORKER, "b"), look_s=0.0)
     old = ours.own.serial
-    a = cluster.node("a", credentials=issue(Role.WORKER, "a", revoked=lists), heartbeat_s=0.02)
+    a = cluster.node(
+        "a", credentials=issue(Role.WORKER, "a", revoked=lists, look_s=0.0), heartbeat_s=0.02
+    )
     b = cluster.node("b", listens=False, credentials=ours)
     meet(cluster, a, b)
     cluster.until(lambda: numbers(a) == [0])
@@ -487,12 +483,10 @@ def test_idle_strangers_do_not_keep_a_good_process_out(cluster: Cluster) -> None
         cluster.until(lambda: numbers(a) == [0])
 
 
-def test_the_strangers_of_all_addresses_are_bounded(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(strangers, "STRANGERS", 5)
-    monkeypatch.setattr(strangers, "STRANGERS_OF_ADDRESS", 3)
+def test_the_strangers_of_all_addresses_are_bounded(cluster: Cluster) -> None:
     a, b = cluster.node("a"), cluster.node("b", listens=False)
+    bounds = cluster.network(a).strangers
+    bounds.most, bounds.most_of_address = 5, 3
     host, _, port = cluster.endpoint(a).removeprefix("tcp://").rpartition(":")
     with ExitStack() as idle:
         for number in range(2, 22):
@@ -505,11 +499,9 @@ def test_the_strangers_of_all_addresses_are_bounded(
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x02\x00" + bytes(99)])
-def test_a_slow_handshake_ends(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, said: bytes
-) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
+def test_a_slow_handshake_ends(cluster: Cluster, said: bytes) -> None:
     a = cluster.node("a")
+    cluster.network(a).strangers.handshake_s = 0.05
     with dial(cluster.endpoint(a)) as raw:
         raw.sendall(said)
         raw.setblocking(False)
@@ -577,7 +569,7 @@ def test_bytes_wait_unencrypted_until_the_socket_takes_them(
         assert not one.send(b"more")
         heard = one.held() + other.held()
         while len(heard) < len(data) + 4:
-            assert sum(map(len, one._encrypted)) <= wire_bytes(1 << 16)
+            assert sum(map(len, one.encrypted)) <= wire_bytes(1 << 16)
             with suppress(BlockingIOError):
                 heard += other.receive(1 << 20) or b""
             with suppress(BlockingIOError):

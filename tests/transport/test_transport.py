@@ -25,7 +25,6 @@ from pw.transport.access import unix as peers
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.links import codec, connection, entrance, nearby
 from pw.transport.links import link as link_module
-from pw.transport.links import node as node_module
 from pw.transport.links.link import Versions
 from tests.stages.cluster import Cluster, Recorder, make_cluster, numbers
 from tests.stages.samples import long
@@ -152,8 +151,8 @@ def test_a_peer_of_which_many_messages_wait_is_held_and_nothing_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold_early(monkeypatch, 10)
-    monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 5)
     a, b = sockets.node("a", send_buffer_bytes=1), sockets.node("b", send_buffer_bytes=1)
+    sockets.of(b).messages_per_turn = 5
     sockets.introduce(a, b)
     longest = 0
 
@@ -206,12 +205,16 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
 ) -> None:
     """It is held for 0.8 s, until 80 messages are handled, and 0.4 s are too long a silence."""
     hold_early(monkeypatch, 160)
-    monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 1)
     quick = {"heartbeat_s": 0.02, "send_buffer_bytes": 1}
     a = sockets.node("a", lease_s=60.0, **quick)
     b = sockets.node("b", lease_s=0.4, **quick)
+    sockets.of(b).messages_per_turn = 1
     sockets.introduce(a, b)
-    b.react = lambda sender, message: time.sleep(0.01)
+
+    def slowly(sender: Address, message: object) -> None:
+        time.sleep(0.01)
+
+    b.react = slowly
     for number in range(180):
         a.env.send(b.env.address, msg.Ready(number))
         sockets.of(a).network.flush()
@@ -270,7 +273,7 @@ def test_a_client_that_never_reads_again_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, _, _ = unread(sockets, monkeypatch, 0.4)
-    wire = stream_of(sockets.network(hub).links["quiet"].out)
+    wire = sockets.network(hub).links["quiet"].out.stream
     assert wire is not None
     sockets.until(lambda: hub.lost)
     assert not wire.waiting_bytes, "what was dropped does not wait"
@@ -341,9 +344,7 @@ def test_nodes_that_dial_each_other_at_once_have_one_link(sockets: Cluster) -> N
 
 @pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_garbage_disturbs_nobody(
-    sockets: Cluster,
-    dealer: Callable[[str], zmq.Socket[bytes]],
-    caplog: pytest.LogCaptureFixture,
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = sockets.node("a"), sockets.node("b", listens=False)
     sockets.introduce(a, b)
@@ -402,15 +403,10 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
     tcp.until(lambda: numbers(a) == [0])
 
 
-def stream_of(connection: Any) -> Any:
-    """What carries the bytes of a connection that is open."""
-    return connection._stream
-
-
 def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
     """Of the sockets of all connections that a node has."""
     served = cluster.of(node).network.connections  # type: ignore[attr-defined]
-    return {socket.AddressFamily(stream_of(c).socket.family) for c in served}
+    return {socket.AddressFamily(c.stream.socket.family) for c in served}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
@@ -440,10 +436,7 @@ def test_a_unix_socket_of_another_user_is_not_believed(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
-def test_a_name_that_something_else_has_taken_leaves_tcp(
-    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
+def test_a_name_that_something_else_has_taken_leaves_tcp(tcp: Cluster) -> None:
     with socket.socket() as free, socket.socket(socket.AF_UNIX) as mute:
         free.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -452,10 +445,13 @@ def test_a_name_that_something_else_has_taken_leaves_tcp(
         mute.setblocking(False)
         free.close()
         a, b = tcp.node("a", bind=endpoint), tcp.node("b", listens=False)
+        tcp.network(b).strangers.handshake_s = 0.05
         tcp.introduce(a, b)
         b.env.send(a.env.address, msg.Ready(0))
         tcp.until(lambda: select.select([mute], [], [], 0)[0])
-        monkeypatch.undo()  # the connection over tcp may take its time
+        tcp.network(b).links[
+            "a"
+        ].out.handshake_s = 60.0  # the connection over tcp may take its time
         tcp.until(lambda: numbers(a) == [0])
         assert families(b, tcp) == {socket.AF_INET}
 

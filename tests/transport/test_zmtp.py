@@ -29,7 +29,7 @@ def said(end: Zmtp) -> bytes:
 
 
 def heard(end: Zmtp, data: bytes) -> list[list[bytes]]:
-    if data and (body := end.whole(data)) is not None:
+    if data and (body := end.single(data)) is not None:
         return [[body]]
     end.feed(data)
     return list(iter(end.next_message, None))
@@ -83,14 +83,14 @@ def test_messages_come_through_however_they_are_cut(lengths: list[int], at: list
 def test_a_message_is_whole_only_if_it_is_all_there_is(size: int, more: bytes) -> None:
     other, end = opened()
     message = other.message(bytes(size))
-    assert end.whole(message) == bytes(size)
+    assert end.single(message) == bytes(size)
     if more:
-        assert end.whole(message + more) is None
-    assert end.whole(message[:-1]) is None
+        assert end.single(message + more) is None
+    assert end.single(message[:-1]) is None
     assert heard(end, message[:-1]) == []
-    assert end.whole(message) is None, "a part of an earlier one is here"
+    assert end.single(message) is None, "a part of an earlier one is here"
     assert heard(end, message[-1:]) == [[bytes(size)]]
-    assert end.whole(message) == bytes(size)
+    assert end.single(message) == bytes(size)
 
 
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=5), places)

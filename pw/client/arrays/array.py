@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 
-from pw.client.arrays import jaxtype
 from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.indexing import elements, item_at
-from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection.waiting import Waiting
+from pw.client.display.grid import Grid
+from pw.client.display.tables import facts, is_notebook
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -35,17 +35,17 @@ from pw.core.errors import (
     NotOwner,
     TransferFailed,
 )
-from pw.display.grid import Grid
-from pw.display.tables import facts, is_notebook
+from pw.core.jax_private import array_types
+from pw.core.jax_private.tracing import outside_traces
 
 SHOWN_ELEMENTS = 1000
 """A notebook shows values up to this size: numpy prints as many elements without an ellipsis."""
 LOOK_S = 0.1
-"""How long a notebook waits to learn whether an array exists."""
+"""Seconds that a notebook waits to learn whether an array exists."""
 
 giving_up = threading.RLock()
-"""Held while arrays become deleted, so that one of two threads wins. It is reentrant: the garbage collector may
-run a finalizer in the same thread, which deletes other arrays."""
+"""Lock of a thread that deletes arrays, so that one of two threads wins. It is reentrant: the garbage collector
+may run a finalizer in the same thread, which deletes other arrays."""
 
 
 if TYPE_CHECKING:
@@ -211,9 +211,13 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     def start_wait(self) -> Future[Any]:
         """Return the future of the value's existence; the first call begins the wait."""
-        self._check_usable()
+        if self._gone is not None or not self._runtime.alive:
+            self._check_usable()
         if self._waiting is None or _in_vain(self._waiting):
-            named = [(member._id, member._type.spec) for member in self.members]
+            if type(self) is Array:
+                named = [(self._id, self._type.spec)]
+            else:
+                named = [(member._id, member._type.spec) for member in self.members]
             self._waiting = self._runtime.wait(named)
         return self._waiting
 
@@ -261,7 +265,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     @property
     def __jax_array__(self) -> Any:
         """What JAX's functions call to make an array of their own of this."""
-        if self._type.key_impl is not None and jaxtype.is_random_key():
+        if self._type.key_impl is not None and array_types.is_random_key():
             if outside_traces():
                 refuse(self)
             raise ArgumentError(
@@ -273,7 +277,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     def _as_jax_array(self) -> Any:
         if not outside_traces():
             return _identity(self)  # the handle becomes a constant of the trace
-        if not jaxtype.is_operand():
+        if not array_types.is_operand():
             refuse(self)
         return self  # JAX's operator gives up, and Python calls our reflected one
 
@@ -297,9 +301,9 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     def _repr_html_(self) -> str:
         return self._html(self._facts())
 
-    def _html(self, known: list[tuple[str, Any]]) -> str:
+    def _html(self, rows: list[tuple[str, Any]]) -> str:
         drawn = "" if self.is_fully_replicated else self._drawing()._repr_html_()
-        return facts("pw.Array", known) + drawn
+        return facts("pw.Array", rows) + drawn
 
     def _drawing(self) -> Grid:
         """Return the shards by device; waits for nothing."""
@@ -309,20 +313,21 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         # A notebook also asks for the text, which elsewhere is the value: it may take long to come.
         if not is_notebook():
             return {}
-        known = self._facts()
-        text = ", ".join(f"{name}={value}" for name, value in known if name != "value")
-        return {"text/plain": f"<pw.Array: {text}>", "text/html": self._html(known)}
+        rows = self._facts()
+        text = ", ".join(f"{name}={value}" for name, value in rows if name != "value")
+        return {"text/plain": f"<pw.Array: {text}>", "text/html": self._html(rows)}
 
     def _facts(self) -> list[tuple[str, Any]]:
         """Return the rows that a notebook shows."""
         state, value = self._state()
-        known = [
+        rows = [
             ("shape", self.shape),
             ("dtype", self.dtype),
             ("sharding", self._type.sharding._words),
+            ("state", state),
+            ("on", self._type.sharding.mesh._where),
         ]
-        known += [("state", state), ("on", self._type.sharding.mesh._where)]
-        return known if value is None else [*known, ("value", value)]
+        return rows if value is None else [*rows, ("value", value)]
 
     def _state(self) -> tuple[str, str | None]:
         """Whether the array exists, and its value if it is small; takes at most `LOOK_S`."""
@@ -380,7 +385,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     @property
     def format(self) -> None:
         """JAX reads the layout: None, but an error before JAX computes with the array."""
-        if jaxtype.is_computing():
+        if array_types.is_computing():
             refuse(self)
 
     # --- copies --------------------------------------------------------------------------------------
@@ -412,7 +417,11 @@ def _in_vain(future: Future[Any]) -> bool:
 
 def refuse(array: Array) -> NoReturn:
     """Raise because JAX is about to compute with an array on this machine."""
-    raise jaxtype.not_here(f"the array {array._type.aval.str_short()}")
+    raise ArgumentError(
+        f"the array {array._type.aval.str_short()} lies on virtual devices, and a function of jax was called "
+        "with it outside of pw.jit, which would compute in this process. Wrap the function in pw.jit, or take "
+        "the value with np.asarray(x) or pw.get(x)"
+    )
 
 
-jaxtype.register(Array, lambda array: array._type.aval, refuse)
+array_types.register(Array, lambda array: array._type.aval, refuse)

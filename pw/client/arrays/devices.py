@@ -3,38 +3,68 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NoReturn, overload
 
 import numpy as np
 
-from pw.client.arrays.jax_tables import forget_devices
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
+from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
+from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
-from pw.display.tables import Table, facts, html
 
 
-class Slice:
+class _DeviceGroup:
+    """Virtual devices in an order, and tables of what this process has made for them."""
+
+    size: int
+    """Number of devices."""
+
+    def __init__(self) -> None:
+        self.compiled = Recent()
+        """Compiled operators and moves for these devices."""
+        self.constants: dict[Any, Any] = {}
+        """Values that functions closed over and that lie here (see `pw.client.computations.export`)."""
+        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        """The interned types of arrays here (see `pw.client.arrays.signature`)."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[VirtualDevice, ...]:
+        """The devices, in order."""
+
+    @property
+    def tpus(self) -> tuple[VirtualDevice, ...]:
+        """The devices, under the paper's name."""
+        return self.devices
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        devices = self.devices
+        grid = np.empty(len(devices), dtype=object)  # so that `Mesh` takes a slice
+        grid[:] = devices
+        return grid
+
+
+class Slice(_DeviceGroup):
     """Virtual devices of one island, owned by this client until nothing refers to them."""
 
     def __init__(self, session: Any, bound: SliceBound) -> None:
+        super().__init__()
         self.runtime = session
         self.id = bound.slice
         self._island = bound.island
         self.platform = bound.platform
         self.kind = bound.kind
         self.size = len(bound.devices)
-        self.compiled = Recent()
-        """Compiled operators and moves for these devices."""
-        self.constants: dict[Any, Any] = {}
-        """Values that functions closed over and that lie here (see `pw.client.trace.export`)."""
-        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        """The interned types of arrays here (see `pw.client.arrays.signature`)."""
 
     @property
     def island(self) -> str:
@@ -47,23 +77,12 @@ class Slice:
         """The slice's devices, in order."""
         return tuple(VirtualDevice(self, index) for index in range(self.size))
 
-    @property
-    def tpus(self) -> tuple[VirtualDevice, ...]:
-        """The slice's devices, under the paper's name."""
-        return self.devices
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return _grid(self.devices)  # so that `Mesh` takes a slice
-
     def __repr__(self) -> str:
         return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
 
     def _repr_html_(self) -> str:
-        known = [("island", self.island), ("devices", self.size), ("platform", self.platform)]
-        return facts("Slice", [*known, *([("kind", self.kind)] if self.kind else [])])
+        rows = [("island", self.island), ("devices", self.size), ("platform", self.platform)]
+        return facts("Slice", [*rows, *([("kind", self.kind)] if self.kind else [])])
 
     def __del__(self) -> None:
         session = getattr(self, "runtime", None)
@@ -71,17 +90,13 @@ class Slice:
             session.release_slice(self.id)
 
 
-class Slices:
+class Slices(_DeviceGroup):
     """Slices of several islands, whose devices a mesh joins; equal ones are one object."""
 
     def __init__(self, parts: tuple[Slice, ...]) -> None:
+        super().__init__()
         self.parts = parts
-        self.compiled = Recent()
-        """Compiled operators and moves for these devices."""
-        self.constants: dict[Any, Any] = {}
-        """Values that functions closed over and that lie here (see `pw.client.trace.export`)."""
-        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        """The interned types of arrays here (see `pw.client.arrays.signature`)."""
+        self.size = sum(part.size for part in parts)
         _joined[tuple(map(id, parts))] = self
 
     @classmethod
@@ -115,42 +130,19 @@ class Slices:
         return self.parts[0].kind
 
     @property
-    def size(self) -> int:
-        """Number of devices on all islands."""
-        return sum(part.size for part in self.parts)
-
-    @property
     def devices(self) -> tuple[VirtualDevice, ...]:
         """The devices of all slices, island after island."""
         return tuple(device for part in self.parts for device in part.devices)
-
-    @property
-    def tpus(self) -> tuple[VirtualDevice, ...]:
-        """The devices, under the paper's name."""
-        return self.devices
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return _grid(self.devices)
 
     def __repr__(self) -> str:
         return f"Slices(islands={self.island!r}, devices={self.size}, platform={self.platform!r})"
 
     def _repr_html_(self) -> str:
-        known = [("islands", self.island), ("devices", self.size), ("platform", self.platform)]
-        return facts("Slices", known)
+        rows = [("islands", self.island), ("devices", self.size), ("platform", self.platform)]
+        return facts("Slices", rows)
 
 
 _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValueDictionary()
-
-
-def _grid(devices: tuple[VirtualDevice, ...]) -> np.ndarray[Any, Any]:
-    """Return devices as an array of one dimension, which JAX's meshes take."""
-    grid = np.empty(len(devices), dtype=object)
-    grid[:] = devices
-    return grid
 
 
 class VirtualDevice:
@@ -218,8 +210,8 @@ class VirtualDevice:
 
     def _repr_html_(self) -> str:
         which = f"{self.index} of {self.slice.size}"
-        known = [("device", which), ("island", self.island), ("platform", self.platform)]
-        return facts("VirtualDevice", known)
+        rows = [("device", which), ("island", self.island), ("platform", self.platform)]
+        return facts("VirtualDevice", rows)
 
 
 class VirtualDeviceSet:

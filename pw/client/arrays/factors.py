@@ -30,7 +30,7 @@ class Factors:
 
     of_axis: dict[str, tuple[Factor, ...]]
     places: tuple[dict[str, tuple[int, ...]], ...]
-    """By island and axis: its position along each factor; 0 along inner ones."""
+    """Position of each island along the factors of each axis; 0 along inner ones."""
 
     @property
     def inner(self) -> dict[str, int]:
@@ -44,7 +44,7 @@ def factors_of(owners: np.ndarray[Any, Any], names: Sequence[str]) -> Factors | 
 
     Args:
         owners: the number of the island of each device, in the shape of the mesh.
-        names: of its axes.
+        names: names of the axes.
     """
     of_axis: dict[str, tuple[Factor, ...]] = {}
     used = set(names)
@@ -69,12 +69,12 @@ def _factors(kinds: np.ndarray[Any, Any]) -> list[tuple[int, bool]]:
     Args:
         kinds: one number for each position: where it is the same, the islands are the same.
     """
-    found: list[tuple[int, bool]] = []
+    factors: list[tuple[int, bool]] = []
     while len(kinds) > 1:
         sizes = [size for size in range(2, len(kinds) + 1) if len(kinds) % size == 0]
         same = [size for size in sizes if _is_constant(kinds.reshape(-1, size))]
         if same:
-            found.append((same[-1], False))
+            factors.append((same[-1], False))
             kinds = kinds[:: same[-1]]
             continue
         for size in sizes:
@@ -84,9 +84,9 @@ def _factors(kinds: np.ndarray[Any, Any]) -> list[tuple[int, bool]]:
                 _is_constant(rows.reshape(-1, n)) for n in range(2, count + 1) if count % n == 0
             ):
                 break
-        found.append((size, True))
+        factors.append((size, True))
         kinds = rows
-    return found[::-1] or [(1, False)]
+    return factors[::-1] or [(1, False)]
 
 
 def _is_constant(rows: np.ndarray[Any, Any]) -> bool:
@@ -95,24 +95,23 @@ def _is_constant(rows: np.ndarray[Any, Any]) -> bool:
 
 def _fresh(name: str, count: int, used: set[str]) -> list[str]:
     """Return `count` names that no axis has."""
-    found: list[str] = []
+    names: list[str] = []
     for number in range(count):
-        one = f"{name}_{number}"
-        while one in used:
-            one += "_"
-        used.add(one)
-        found.append(one)
-    return found
+        names.append(f"{name}_{number}")
+        while names[-1] in used:
+            names[-1] += "_"
+        used.add(names[-1])
+    return names
 
 
 def _place(
     owners: np.ndarray[Any, Any], island: int, of_axis: dict[str, tuple[Factor, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    found = {}
+    place = {}
     first = np.argwhere(owners == island)[0]
     for position, (name, factors) in zip(first, of_axis.items(), strict=True):
         along = np.unravel_index(position, [factor.size for factor in factors])
-        found[name] = tuple(
+        place[name] = tuple(
             0 if factor.name else int(at) for at, factor in zip(along, factors, strict=True)
         )
-    return found
+    return place

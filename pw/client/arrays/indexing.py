@@ -1,8 +1,7 @@
-"""Indexing of arrays and tracers: computed where the array lies, as JAX's is.
+"""Indexing of arrays: computed where the array lies, as JAX's is.
 
-Each use is a compiled function of one node, like an operator. Integers in an index, and the start
-of a slice of
-consecutive elements, are operands: reading element after element, or batch after batch, compiles once. The
+Each use is a compiled function of one node, like an operator. Integers in an index, and the start of a slice
+of consecutive elements, are operands: reading element after element, or batch after batch, compiles once. The
 number of elements that a mask selects must be known to compile, so a host mask becomes indices.
 `x.at[index]` makes a changed copy, with JAX's methods.
 """
@@ -32,7 +31,7 @@ def item_at(handle: Any, index: Any) -> Any:
         IndexError: the index is out of bounds, has too many dimensions, or is a mask of another shape.
         ArgumentError: it has a boolean array that lies on devices.
     """
-    parts = tuple(map(_known, index if isinstance(index, tuple) else (index,)))
+    parts = tuple(map(_plain, index if isinstance(index, tuple) else (index,)))
     if any(isinstance(part, (Operators, jax.Array, np.ndarray)) for part in parts):
         parts = _without_masks(handle.shape, parts)
     else:
@@ -71,7 +70,7 @@ class AtIndex:
     __slots__ = ("_handle", "_index")
 
     def __init__(self, handle: Any, index: Any) -> None:
-        parts = tuple(map(_known, index if isinstance(index, tuple) else (index,)))
+        parts = tuple(map(_plain, index if isinstance(index, tuple) else (index,)))
         self._handle = handle
         self._index = tuple(map(_portable, _without_masks(handle.shape, parts)))
 
@@ -100,7 +99,7 @@ class AtIndex:
     max = _change("max", "Return a copy in which larger `values` replace them.")
 
 
-def _known(part: Any) -> Any:
+def _plain(part: Any) -> Any:
     """Return a part of an index with a list as an array, and the ends of a slice as integers."""
     if not isinstance(part, slice):
         return np.asarray(part) if isinstance(part, list) else part
@@ -110,11 +109,11 @@ def _known(part: Any) -> Any:
 
 def _without_masks(shape: tuple[int, ...], parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the index with its masks as integers, with numpy's rules for dimensions."""
-    taken = [_dimensions(part) for part in parts]
-    found: list[Any] = []
+    dimensions = [_dimensions(part) for part in parts]
+    index: list[Any] = []
     for position, part in enumerate(parts):
         if getattr(part, "dtype", None) != np.bool_:
-            found.append(part)
+            index.append(part)
             continue
         if isinstance(part, Operators):
             raise ArgumentError(
@@ -124,17 +123,19 @@ def _without_masks(shape: tuple[int, ...], parts: tuple[Any, ...]) -> tuple[Any,
             )
         mask = np.asarray(part)
         if mask.ndim == 0:
-            found.append(part)
+            index.append(part)
             continue
         is_behind = any(before is Ellipsis for before in parts[:position])
-        axis = len(shape) - sum(taken[position:]) if is_behind else sum(taken[:position])
+        axis = sum(dimensions[:position])
+        if is_behind:
+            axis = len(shape) - sum(dimensions[position:])
         if shape[axis : axis + mask.ndim] != mask.shape:
             raise IndexError(
                 f"a mask of shape {mask.shape} cannot select from dimension {axis} on of an array of "
                 f"shape {shape}"
             )
-        found.extend(np.nonzero(mask))
-    return tuple(found)
+        index.extend(np.nonzero(mask))
+    return tuple(index)
 
 
 def _dimensions(part: Any) -> int:

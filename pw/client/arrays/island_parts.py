@@ -23,13 +23,13 @@ from pw.client.arrays.sharding import OwnSharding
 from pw.core.sharding import Box, box_slices
 
 
-class Block(NamedTuple):
+class ArrayBlock(NamedTuple):
     """Elements of an array that an island has."""
 
-    whole: Box
-    """Their place in the array,"""
-    own: Box
-    """and in the island's part of it."""
+    in_array: Box
+    """Place of the elements in the array."""
+    in_part: Box
+    """Place of the elements in the island's part of the array."""
 
 
 @dataclass(frozen=True)
@@ -37,62 +37,61 @@ class IslandPart:
     """The part of an array that an island has; parts with equal elements are equal."""
 
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ArrayBlock, ...]
     is_whole: bool
     """Whether the part is the array."""
     sharding: OwnSharding = field(compare=False)
-    """Of the part, over the island's mesh."""
+    """Sharding of the part over the island's mesh."""
 
     def of(self, value: Any) -> Any:
         """Return the part of a host value, which may have further dimensions."""
         if self.is_whole:
             return value
         if len(self.blocks) == 1:
-            return value[box_slices(self.blocks[0].whole)]
+            return value[box_slices(self.blocks[0].in_array)]
         if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = self.of(np.asarray(jax.random.key_data(value)))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-        made = np.empty((*self.shape, *value.shape[len(self.shape) :]), value.dtype)
+        part = np.empty((*self.shape, *value.shape[len(self.shape) :]), value.dtype)
         for block in self.blocks:
-            made[box_slices(block.own)] = value[box_slices(block.whole)]
-        return made
+            part[box_slices(block.in_part)] = value[box_slices(block.in_array)]
+        return part
 
 
 def parts_of(sharding: OwnSharding, shape: Sequence[int]) -> tuple[IslandPart, ...]:
     """Return the parts of an array of `shape` on the islands of its mesh."""
-    mesh = sharding.mesh
-    whole = tuple(shape)
+    mesh, shape = sharding.mesh, tuple(shape)
     if mesh.factors is not None:
-        return tuple(_factored(sharding, whole, at, mesh.factors) for at in range(len(mesh.parts)))
+        return tuple(_factored(sharding, shape, at, mesh.factors) for at in range(len(mesh.parts)))
     boxes: dict[Any, Box] = {
-        device: sharding.core.box(whole, position) for position, device in enumerate(mesh._devices)
+        device: sharding.core.box(shape, position) for position, device in enumerate(mesh._devices)
     }
     return tuple(
-        _stacked(part, whole, [boxes[device] for device in part._devices]) for part in mesh.parts
+        _stacked(part, shape, [boxes[device] for device in part._devices]) for part in mesh.parts
     )
 
 
-def sources(parts: Iterable[IslandPart]) -> list[tuple[int, Block]]:
+def sources(parts: Iterable[IslandPart]) -> list[tuple[int, ArrayBlock]]:
     """Return the blocks that make an array, each with the number of an island that has it."""
     every = list(parts)
     for at, part in enumerate(every):
         if part.is_whole:
             return [(at, part.blocks[0])]
-    found: dict[Box, tuple[int, Block]] = {}
+    first: dict[Box, tuple[int, ArrayBlock]] = {}
     for at, part in enumerate(every):
         for block in part.blocks:
-            found.setdefault(block.whole, (at, block))
-    return list(found.values())
+            first.setdefault(block.in_array, (at, block))
+    return list(first.values())
 
 
 def put_together(
     parts: Sequence[IslandPart], values: dict[int, Any], shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """Return the host value of `shape` with these parts, by island; those of `sources` are needed."""
-    made = np.empty(shape, next(iter(values.values())).dtype)
+    array = np.empty(shape, next(iter(values.values())).dtype)
     for at, block in sources(parts):
-        made[box_slices(block.whole)] = values[at][box_slices(block.own)]
-    return made
+        array[box_slices(block.in_array)] = values[at][box_slices(block.in_part)]
+    return array
 
 
 def is_divided(parts: Sequence[IslandPart], shape: Sequence[int]) -> bool:
@@ -120,10 +119,8 @@ def _factored(
         axes.append(tuple(own))
         along.append(_merged([(start, start + width) for start in starts]))
     inside = [_side_by_side(intervals) for intervals in along]
-    blocks = tuple(
-        Block(whole, own)
-        for whole, own in zip(itertools.product(*along), itertools.product(*inside), strict=True)
-    )
+    pairs = zip(itertools.product(*along), itertools.product(*inside), strict=True)
+    blocks = tuple(itertools.starmap(ArrayBlock, pairs))
     own_shape = tuple(intervals[-1][1] for intervals in inside)
     mesh = sharding.mesh.parts[island]
     lies = OwnSharding(mesh, PartitionSpec(*(names or None for names in axes)))
@@ -133,10 +130,10 @@ def _factored(
 def _stacked(mesh: Any, shape: tuple[int, ...], boxes: Sequence[Box]) -> IslandPart:
     first = tuple(stop - start for start, stop in boxes[0])
     if len(set(boxes)) == 1:
-        block = Block(boxes[0], tuple((0, size) for size in first))
+        block = ArrayBlock(boxes[0], tuple((0, size) for size in first))
         return IslandPart(first, (block,), first == shape, OwnSharding.replicated(mesh))
     blocks = [
-        Block(box, ((at * first[0], (at + 1) * first[0]), *((0, size) for size in first[1:])))
+        ArrayBlock(box, ((at * first[0], (at + 1) * first[0]), *((0, size) for size in first[1:])))
         for at, box in enumerate(boxes)
     ]
     own = (len(boxes) * first[0], *first[1:])
@@ -145,13 +142,13 @@ def _stacked(mesh: Any, shape: tuple[int, ...], boxes: Sequence[Box]) -> IslandP
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return intervals of which no one begins where another ends."""
-    found = [intervals[0]]
+    merged = [intervals[0]]
     for start, stop in intervals[1:]:
-        if start == found[-1][1]:
-            found[-1] = (found[-1][0], stop)
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _side_by_side(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

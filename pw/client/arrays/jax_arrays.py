@@ -1,7 +1,7 @@
 """`jax.Array`s on virtual devices become `pw.Array`s, and back: no bytes move.
 
 JAX's arrays belong to the session of its gateway, pw's arrays to the session of this process. Each gets
-arrays of its own, which are views of the other's (`pw.sched.control.shares`): they are deleted, donated
+arrays of its own, which are views of the other's (`pw.sched.control.handovers`): they are deleted, donated
 and checkpointed apart. The gateway is asked by plugin programs (`pw.gateway.plugins`). For each slice of the
 gateway this process has one that is bound to the same physical devices.
 """
@@ -28,9 +28,10 @@ from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, is_key
 from pw.client.connection import current, jax_backend
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error, PlacementError, ShardingError
-from pw.core.jax_releases import shards_by_device
+from pw.core.jax_private.arrays import devices_of, result_handlers
+from pw.core.jax_private.releases import shards_by_device
+from pw.core.messages import OFFER_TOKEN_BYTES
 
-TOKEN_BYTES = 16
 SHARDINGS_KEPT = 4096
 
 
@@ -40,8 +41,8 @@ def run_plugin(client: Any, name: str, args: Sequence[Any] = (), **asked: Any) -
         asked["devices"] = {"device_ids": [device.id for device in args[0].sharding.device_set]}
     program = ifrt_programs.make_plugin_program(json.dumps({name: asked}))
     options = ifrt_programs.make_plugin_compile_options()
-    made = client.compile_ifrt_program(program, options)
-    return made.execute_sharded(args, with_tokens=True)
+    executable = client.compile_ifrt_program(program, options)
+    return executable.execute_sharded(args, with_tokens=True)
 
 
 class Front:
@@ -72,17 +73,19 @@ class Front:
         self._slices: dict[int, Slice] = {}
         self._numbers: dict[int, int] = {}
         """The gateway's slices by those of this process."""
-        self._known: dict[Any, OwnSharding] = {}
+        self._shardings: dict[Any, OwnSharding] = {}
+        """The shardings of pw by those of JAX, with the shape of the array where it has a part in them."""
         self._originals: dict[OwnSharding, Any] = {}
+        """The shardings of JAX by those of pw."""
 
     def slice(self, number: int) -> Slice:
         """Return this process's slice on the devices of a slice of the gateway."""
-        found = self._slices.get(number)
-        if found is None:
+        own = self._slices.get(number)
+        if own is None:
             bound = self.session.allocate_slice(len(self._devices[number]), like=number)
-            found = self._slices[number] = Slice(self.session, bound)
-            self._numbers[found.id] = number
-        return found
+            own = self._slices[number] = Slice(self.session, bound)
+            self._numbers[own.id] = number
+        return own
 
     # --- shardings ------------------------------------------------------------------------------------
 
@@ -90,20 +93,19 @@ class Front:
         """Return the sharding of pw with the same shards. Raises ShardingError."""
         is_named = isinstance(sharding, jax.sharding.NamedSharding)
         key = sharding if is_named else (sharding, shape)
-        found = self._known.get(key)
-        if found is None:
+        own = self._shardings.get(key)
+        if own is None:
             if is_named:
-                found = OwnSharding(
-                    self.mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
-                )
+                mesh = self.mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+                own = OwnSharding(mesh, sharding.spec)
             else:
-                found = self._even(sharding, shape)
-            if len(self._known) >= SHARDINGS_KEPT:
-                self._known.clear()
+                own = self._even(sharding, shape)
+            if len(self._shardings) >= SHARDINGS_KEPT:
+                self._shardings.clear()
                 self._originals.clear()
-            self._known[key] = found
-            self._originals.setdefault(found, sharding)
-        return found
+            self._shardings[key] = own
+            self._originals.setdefault(own, sharding)
+        return own
 
     def mesh(self, devices: Any, names: Sequence[str]) -> OwnMesh:
         """Return the mesh of this process's slices on the same devices."""
@@ -133,51 +135,52 @@ class Front:
 
     def to_jax(self, sharding: OwnSharding) -> Any:
         """Return the sharding of JAX with the same shards. Raises PlacementError for other devices."""
-        found = self._originals.get(sharding)
-        if found is None:
-            grid = np.empty(sharding.mesh.devices.shape, object)
-            for place, device in np.ndenumerate(sharding.mesh.devices):
-                number = self._numbers.get(device.slice.id)
-                if number is None or device.slice is not self._slices[number]:
-                    raise PlacementError(
-                        f"an array on {sharding.mesh!r} lies on devices that JAX does not have; move it first, "
-                        "with pw.put(x, sharding=pw.jax.sharding_of(s)), where s is one over jax.devices()"
-                    )
-                grid[place] = self._devices[number][device.index]
-            mesh = jax.sharding.Mesh(grid, sharding.mesh.axis_names)
-            found = jax.sharding.NamedSharding(mesh, sharding.spec)
-        return found
+        original = self._originals.get(sharding)
+        if original is not None:
+            return original
+        grid = np.empty(sharding.mesh.devices.shape, object)
+        for place, device in np.ndenumerate(sharding.mesh.devices):
+            number = self._numbers.get(device.slice.id)
+            if number is None or device.slice is not self._slices[number]:
+                raise PlacementError(
+                    f"an array on {sharding.mesh!r} lies on devices that JAX does not have; move it first, "
+                    "with pw.put(x, sharding=pw.jax.sharding_of(s)), where s is one over jax.devices()"
+                )
+            grid[place] = self._devices[number][device.index]
+        mesh = jax.sharding.Mesh(grid, sharding.mesh.axis_names)
+        return jax.sharding.NamedSharding(mesh, sharding.spec)
 
     # --- arrays ---------------------------------------------------------------------------------------
 
-    def taken(self, arrays: Sequence[Any]) -> list[Array]:
+    def take(self, arrays: Sequence[Any]) -> list[Array]:
         """Return arrays of pw with the shards of arrays of JAX."""
         types = [self._type(array) for array in arrays]
         parts = [part for pair in zip(arrays, types, strict=True) for part in self._parts(*pair)]
-        made = iter(self._taken(parts, [part for one in types for part in one.parts or (one,)]))
+        views = iter(self._take(parts, [part for one in types for part in one.parts or (one,)]))
         return [
-            JoinedArray([next(made) for _ in one.parts], one) if one.parts else next(made)
+            JoinedArray([next(views) for _ in one.parts], one) if one.parts else next(views)
             for one in types
         ]
 
     def _parts(self, array: Any, type_: ArrayType) -> list[Any]:
         """Return the array of JAX of each island's shards, or the array if it is on one."""
-        base = _base(array)
+        base = array._base_array if is_key(array.dtype) else array  # of keys their integers
         if not type_.parts:
             return [base]
         shards = shards_by_device(base)
         return [_assembled(part, self.to_jax(part.sharding), shards) for part in type_.parts]
 
-    def _taken(self, arrays: Sequence[Any], types: Sequence[ArrayType]) -> list[Array]:
-        made: dict[int, Array] = {}
+    def _take(self, arrays: Sequence[Any], types: Sequence[ArrayType]) -> list[Array]:
+        """Return arrays of pw with the shards of arrays of JAX on one island each."""
+        views: dict[int, Array] = {}
         for places in _grouped(types):
-            token = secrets.token_bytes(TOKEN_BYTES)
+            token = secrets.token_bytes(OFFER_TOKEN_BYTES)
             run_plugin(self.client, "pw_offer", [arrays[at] for at in places], token=token.hex())
             specs = [types[at].spec for at in places]
             numbers = self.session.handovers.take(token, specs)
             for at, number in zip(places, numbers, strict=True):
-                made[at] = Array(self.session, number, types[at])
-        return [made[at] for at in range(len(arrays))]
+                views[at] = Array(self.session, number, types[at])
+        return [views[at] for at in range(len(arrays))]
 
     def _type(self, array: Any) -> ArrayType:
         if array.is_deleted():
@@ -193,34 +196,33 @@ class Front:
             )
         return ArrayType.of(array.aval, self.from_jax(array.sharding, array.shape))
 
-    def given(self, arrays: Sequence[Array]) -> list[Any]:
+    def offer(self, arrays: Sequence[Array]) -> list[Any]:
         """Return arrays of JAX with the shards of arrays of pw."""
         for array in arrays:
             array._check_usable()
             array._check_owner(self.session)
-        made = iter(self._given([member for array in arrays for member in array.members]))
-        found = []
-        for array in arrays:
-            type_ = array._type
+        views = iter(self._offer([member for array in arrays for member in array.members]))
+        results = []
+        for type_ in (array._type for array in arrays):
             if type_.parts:
                 shards: dict[Any, Any] = {}
                 for _ in type_.parts:
-                    shards |= shards_by_device(next(made))
-                whole = _assembled(type_, self.to_jax(type_.sharding), shards)
+                    shards |= shards_by_device(next(views))
+                view = _assembled(type_, self.to_jax(type_.sharding), shards)
             else:
-                whole = next(made)
-            found.append(_as_key(whole, type_))
-        return found
+                view = next(views)
+            if type_.key_impl is not None:
+                view = jax.random.wrap_key_data(view, impl=type_.key_impl)
+            results.append(view)
+        return results
 
-    def _given(self, arrays: Sequence[Array]) -> list[Any]:
+    def _offer(self, arrays: Sequence[Array]) -> list[Any]:
         """Return arrays of JAX with the shards of arrays on one island each; of keys, the integers."""
-        from jax._src.interpreters import pxla
-
         types = [array._type for array in arrays]
         shardings = [self.to_jax(type_.sharding) for type_ in types]
-        made: dict[int, Any] = {}
+        views: dict[int, Any] = {}
         for places in _grouped(types):
-            token = secrets.token_bytes(TOKEN_BYTES)
+            token = secrets.token_bytes(OFFER_TOKEN_BYTES)
             self.session.handovers.offer([(arrays[at]._id, types[at].spec) for at in places], token)
             described, avals = [], []
             for at in places:
@@ -230,7 +232,7 @@ class Front:
                         "dtype": spec.dtype,
                         "shape": spec.shape,
                         "shard": spec.sharding.shard_shape(spec.shape),
-                        "devices": [device.id for device in shardings[at]._device_assignment],
+                        "devices": [device.id for device in devices_of(shardings[at])],
                         "replicated": not any(spec.sharding.spec),
                     }
                 )
@@ -238,10 +240,9 @@ class Front:
                 avals.append(jax.core.ShapedArray(spec.shape, spec.dtype, weak_type=is_weak))
             results = run_plugin(self.client, "pw_take", token=token.hex(), arrays=described)
             own = [shardings[at] for at in places]
-            handlers = pxla.global_avals_to_results_handler(avals, own, True).handlers
-            for at, array in zip(places, results.consume_with_handlers(handlers), strict=True):
-                made[at] = array
-        return [made[at] for at in range(len(arrays))]
+            handlers = result_handlers(avals, own)
+            views.update(zip(places, results.consume_with_handlers(handlers), strict=True))
+        return [views[at] for at in range(len(arrays))]
 
     def checkpoint(self, arrays: Sequence[Any]) -> Future[None]:
         """Have the gateway's session make replicas of arrays of JAX; returns when they are safe."""
@@ -250,8 +251,8 @@ class Front:
             for part in self._parts(array, self._type(array)):
                 by_count.setdefault(part.sharding.num_devices, []).append(part)
         ends = [
-            run_plugin(self.client, "pw_checkpoint", given).consume_token()
-            for given in by_count.values()
+            run_plugin(self.client, "pw_checkpoint", parts).consume_token()
+            for parts in by_count.values()
         ]
         done: Future[None] = Future()
 
@@ -286,12 +287,11 @@ def front() -> Front:
         )
     session = current.runtime()
     with _making:
-        for other in [known for known in _fronts if not known.alive]:
-            del _fronts[other]
-        found = _fronts.get(session)
-        if found is None:
-            found = _fronts[session] = Front(client, session)
-        return found
+        for ended in [other for other in _fronts if not other.alive]:
+            del _fronts[ended]
+        if session not in _fronts:
+            _fronts[session] = Front(client, session)
+        return _fronts[session]
 
 
 def is_remote(leaf: Any) -> bool:
@@ -305,24 +305,21 @@ def is_remote(leaf: Any) -> bool:
     return next(iter(devices)).client is client
 
 
-def taken(leaves: Sequence[Any]) -> list[Any]:
+def from_jax(leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves with arrays of pw in the place of arrays of JAX on virtual devices."""
     places = [at for at, leaf in enumerate(leaves) if type(leaf) is not Array and is_remote(leaf)]
     changed = list(leaves)
     if places:
-        for at, array in zip(places, front().taken([leaves[at] for at in places]), strict=True):
-            changed[at] = array
+        for at, view in zip(places, front().take([leaves[at] for at in places]), strict=True):
+            changed[at] = view
     return changed
 
 
-def given(leaves: Sequence[Any]) -> list[Any]:
+def to_jax(leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves with arrays of JAX in the place of arrays of pw."""
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Array)]
-    changed = list(leaves)
-    if places:
-        for at, array in zip(places, front().given([leaves[at] for at in places]), strict=True):
-            changed[at] = array
-    return changed
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
+    views = iter(front().offer(arrays) if arrays else ())
+    return [next(views) if isinstance(leaf, Array) else leaf for leaf in leaves]
 
 
 def _grouped(types: Sequence[ArrayType]) -> list[list[int]]:
@@ -334,18 +331,7 @@ def _grouped(types: Sequence[ArrayType]) -> list[list[int]]:
     return list(places.values())
 
 
-def _base(array: Any) -> Any:
-    """Return the unsigned integers of typed keys, and any other array itself."""
-    return array._base_array if is_key(array.dtype) else array
-
-
 def _assembled(type_: ArrayType, sharding: Any, shards: Mapping[Any, Any]) -> Any:
     """Return the array of JAX of this type that has these shards on its devices."""
-    own = [shards[device] for device in sharding._device_assignment]
+    own = [shards[device] for device in devices_of(sharding)]
     return jax.make_array_from_single_device_arrays(type_.spec.shape, sharding, own)
-
-
-def _as_key(array: Any, type_: ArrayType) -> Any:
-    if type_.key_impl is None:
-        return array
-    return jax.random.wrap_key_data(array, impl=type_.key_impl)

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.arrays import jaxtype
 from pw.client.arrays.array import Array, refuse
 from pw.client.arrays.island_parts import put_together, sources
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection.waiting import Waiting
+from pw.core.jax_private import array_types
 
 
 class JoinedArray(Array):
@@ -74,23 +74,23 @@ def uploaded(session: Any, value: np.ndarray[Any, Any], type_: ArrayType, **how:
     """Upload a host value to its hosts, to each island its part.
 
     Args:
-        session: of the devices.
-        value: as `host_value` returns it.
-        type_: of the array.
-        how: see the `upload` of a session.
+        session: session of the devices.
+        value: numpy array, as `host_value` returns it.
+        type_: type of the array.
+        how: options of `upload` of a session.
     """
     if not type_.parts:
         return Array(session, session.upload(value, type_.spec, **how), type_)
-    made = []
+    parts = []
     for island, part in zip(type_.islands, type_.parts, strict=True):
         own = np.ascontiguousarray(island.of(value)).reshape(part.spec.shape)
-        made.append(Array(session, session.upload(own, part.spec, **how), part))
-    return JoinedArray(made, type_)
+        parts.append(Array(session, session.upload(own, part.spec, **how), part))
+    return JoinedArray(parts, type_)
 
 
 def _all_of(futures: Sequence[Waiting[Any]], combine: Any) -> Waiting[Any]:
     """Return the future of what `combine` makes of all results, or of the first error."""
-    whole: Waiting[Any] = Waiting(futures[0].explain)
+    combined: Waiting[Any] = Waiting(futures[0].explain)
     left = len(futures)
 
     def ended(_: Future[Any]) -> None:
@@ -99,13 +99,13 @@ def _all_of(futures: Sequence[Waiting[Any]], combine: Any) -> Waiting[Any]:
         if left:
             return
         try:
-            whole.set_result(combine([future.result() for future in futures]))
+            combined.set_result(combine([future.result() for future in futures]))
         except BaseException as error:  # noqa: BLE001 - a future holds it for its reader
-            whole.set_exception(error)
+            combined.set_exception(error)
 
     for future in futures:
         future.add_done_callback(ended)
-    return whole
+    return combined
 
 
-jaxtype.register(JoinedArray, lambda array: array._type.aval, refuse)
+array_types.register(JoinedArray, lambda array: array._type.aval, refuse)

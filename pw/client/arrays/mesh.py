@@ -1,7 +1,7 @@
 """`OwnMesh`: what pw knows of a `jax.sharding.Mesh` of virtual devices: its slices, islands and placement.
 
 The hosts of one slice are one gang, which launches a computation together. A mesh may join slices
-of several islands, in any order. `pw.client.trace.joined` cuts a function over such a mesh into
+of several islands, in any order. `pw.client.computations.joined` cuts a function over such a mesh into
 computations for each island.
 """
 
@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.arrays.factors import Factors, factors_of
 from pw.client.connection import current
+from pw.client.display.grid import Grid, of_mesh
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.ids import serial_of
 from pw.core.sharding import Placement
-from pw.display.grid import Grid, of_mesh
 
 
 class OwnMesh:
@@ -62,7 +62,7 @@ class OwnMesh:
         slices = {id(device.slice): device.slice for device in flat}
         self.slice = flat[0].slice if len(slices) == 1 else Slices.of(tuple(slices.values()))
         self.factors: Factors | None = None
-        """How the islands lie along the axes, if there are several and they lie so."""
+        """Factors of the axes along which the islands lie, if there are several and they have such factors."""
         self.parts: tuple[OwnMesh, ...] = ()
         """The mesh of each island, if there are several."""
         starts = dict.fromkeys(slices, 0)
@@ -182,27 +182,27 @@ def default_mesh(size: int = 1) -> OwnMesh:
     session = current.runtime()
     mesh = _defaults.get((session, size))
     if mesh is None:
-        for other in [known for known in list(_defaults) if not known[0].alive]:
-            _defaults.pop(other, None)
+        for key in [key for key in list(_defaults) if not key[0].alive]:
+            _defaults.pop(key, None)
         fresh = OwnMesh(VirtualDeviceSet(session).add_slice(devices=size).devices, ("devices",))
         mesh = _defaults.setdefault((session, size), fresh)
     return mesh
 
 
-def with_owner(given: Any) -> str:
-    """Return what a user gave in the place of something over virtual devices, in words."""
-    over = given
-    if isinstance(given, jax.sharding.Sharding):
-        over = list(given.device_set)
-    elif isinstance(given, jax.sharding.Mesh):
-        over = given.devices
-    if any(isinstance(device, jax.Device) for device in np.array(over, dtype=object).flat):
-        return f"{given!r}, whose devices are this process's own and not the cluster's,"
-    return repr(given)
+def with_owner(value: Any) -> str:
+    """Return a value in words that a user gave in the place of something over virtual devices."""
+    devices = value
+    if isinstance(value, jax.sharding.Sharding):
+        devices = list(value.device_set)
+    elif isinstance(value, jax.sharding.Mesh):
+        devices = value.devices
+    if any(isinstance(device, jax.Device) for device in np.array(devices, dtype=object).flat):
+        return f"{value!r}, whose devices are this process's own and not the cluster's,"
+    return repr(value)
 
 
-def told_apart(one: OwnMesh, other: OwnMesh) -> tuple[str, str]:
-    """Return two meshes in words that differ: with their slices and devices if they are alike."""
+def distinct_words(one: OwnMesh, other: OwnMesh) -> tuple[str, str]:
+    """Return two meshes in words that differ: with their slices and devices where needed."""
     if repr(one) != repr(other):
         return repr(one), repr(other)
     words = []
@@ -221,7 +221,7 @@ _NO_DEVICES: tuple[tuple[Any, str], ...] = (
     ),
     (PartitionSpec, "pass pw.NamedSharding(mesh, {0}), or sharding={0} beside devices="),
 )
-"""What is given in the place of devices, and what to give instead."""
+"""Types that users pass in the place of devices, each with the way out."""
 
 
 def mesh_of(devices: Any) -> OwnMesh:

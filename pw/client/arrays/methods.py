@@ -1,4 +1,4 @@
-"""Methods and properties of arrays and tracers: computed where the array lies, as JAX's are.
+"""Methods and properties of arrays: computed where the array lies, as JAX's are.
 
 Each is a compiled function of one node, like an operator. They have the parameters and the
 documentation of those of `jax.Array`: completion, `help` and type checkers know them.
@@ -14,16 +14,16 @@ import jax
 import numpy as np
 
 from pw.client.arrays.indexing import At
-from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.operators import Operators, apply_to
 from pw.core.errors import ArgumentError
+from pw.core.jax_private.tracing import outside_traces
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _Method(Generic[P]):
-    """A method of JAX's arrays for pw's arrays and tracers."""
+    """A method of JAX's arrays for pw's arrays."""
 
     def __init__(self, theirs: Callable[Concatenate[jax.Array, P], Any]) -> None:
         self._theirs = theirs
@@ -143,8 +143,8 @@ class Methods(Operators):
         """Return indices of nonzero elements of an array."""
         if size is None and outside_traces():
             raise _of_unknown_size("nonzero", "np.nonzero(np.asarray(x))")
-        found = _computed(self, "nonzero", size=size, fill_value=fill_value)
-        return cast(tuple[Self, ...], found)
+        indices = _computed(self, "nonzero", size=size, fill_value=fill_value)
+        return cast(tuple[Self, ...], indices)
 
     def __round__(self, ndigits: int | None = None) -> Self:
         return self.round(ndigits or 0)
@@ -207,7 +207,7 @@ _INSTEAD |= dict.fromkeys(
 
 
 def _no_attribute(handle: Any, name: str) -> str:
-    said = f"{type(handle).__name__!r} object has no attribute {name!r}"
+    message = f"{type(handle).__name__!r} object has no attribute {name!r}"
     if name.startswith("_") or not hasattr(jax.Array, name):
-        return said
-    return f"{said}: {_INSTEAD.get(name, 'np.asarray(x) brings its value here')}"
+        return message
+    return f"{message}: {_INSTEAD.get(name, 'np.asarray(x) brings its value here')}"

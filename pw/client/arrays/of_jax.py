@@ -32,9 +32,9 @@ def own_mesh(mesh: Any) -> OwnMesh | None:
         return mesh
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
         return None
-    known = _own.get(mesh)
-    if known is not None:
-        return known
+    own = _own.get(mesh)
+    if own is not None:
+        return own
     client = jax_backend.client()
     first = mesh.devices.flat[0]
     if any(isinstance(device, VirtualDevice) for device in mesh.devices.flat):
@@ -66,7 +66,7 @@ def own_sharding(sharding: Any) -> OwnSharding | None:
     if isinstance(sharding, jax.Device):
         sharding = jax.sharding.SingleDeviceSharding(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        (device,) = sharding._device_assignment
+        (device,) = sharding.device_set
         mesh, spec = own_mesh(jax.sharding.Mesh([device], ("devices",))), PartitionSpec()
     elif isinstance(sharding, jax.sharding.NamedSharding):
         mesh = own_mesh(sharding.mesh)

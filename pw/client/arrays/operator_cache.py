@@ -11,19 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 OPERATORS_KEPT = 512
-"""How many operators and moves, each for one kind of operands, a slice keeps compiled."""
+"""Number of operators and moves, each for one kind of operands, that a slice keeps compiled."""
 
 
 class Recent:
     """At most `kept` values by key, at least the half that was used last.
 
-    It has two generations. A value that is found in the old one moves to the young one, and a full young one
+    It has two generations. A lookup moves a value of the old one to the young one, and a full young one
     becomes the old one. So a lookup of a value in use reads one dictionary, without a lock.
     """
 
     def __init__(self, kept: int = OPERATORS_KEPT) -> None:
         self.lock = threading.RLock()
-        """Held by a thread that makes a value, so that others do not make it too."""
+        """Lock of a thread that makes a value, so that no other thread makes it too."""
         self._at_once = kept // 2
         self._young: dict[Any, Any] = {}
         self._old: dict[Any, Any] = {}
@@ -33,30 +33,30 @@ class Recent:
 
     def get(self, key: Any) -> Any:
         """The value of `key`, or None."""
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is not None:
-                found = self.add(key, found)
-        return found
+        value = self._young.get(key)
+        if value is None:
+            value = self._old.get(key)
+            if value is not None:
+                value = self.add(key, value)
+        return value
 
-    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value of `key`, which `make` makes if there is none; one thread makes it for all."""
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             with self.lock:
-                found = self.get(key)
-                if found is None:
-                    found = self.add(key, make())
-        return found
+                value = self.get(key)
+                if value is None:
+                    value = self.add(key, make())
+        return value
 
     def add(self, key: Any, value: Any) -> Any:
         """Keep `value`, unless `key` has one. Returns the kept value."""
         forgotten: dict[Any, Any] = {}
         with self.lock:
-            known = self._young.get(key)
-            if known is not None:
-                return known
+            earlier = self._young.get(key)
+            if earlier is not None:
+                return earlier
             value = self._old.get(key, value)
             if len(self._young) >= self._at_once:
                 forgotten = self._old

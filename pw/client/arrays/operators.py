@@ -1,4 +1,4 @@
-"""Python's operators, for arrays and for the tracers of programs.
+"""Python's operators for arrays.
 
 Each operator is a compiled function of one node on the mesh of its first array operand; the
 compiler chooses the sharding of the result. Operators that were not used for long are forgotten.
@@ -15,42 +15,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pw.client.arrays.operator_cache import Recent
 from pw.core.errors import ArgumentError
 
 POWERS = 64
-"""Exponents up to this one, either way, are computations of their own,"""
+"""Largest magnitude of an integer exponent that always is a computation of its own."""
 EXACT = 1 << 24
-"""and those beyond this one, which is the last that float32 holds with all before it."""
-
-_of_host_values = Recent()
+"""Largest magnitude of an exponent that is an operand: float32 holds all integers up to it."""
 
 _compile: Callable[[str | Callable[..., Any]], Callable[..., Any]]
 """Compiles a small function, or the one of jax.numpy with this name."""
 
 
 def compile_with(compiler: Callable[[str | Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Set the compiler of operators; `pw.client.trace.function` calls this."""
+    """Set the compiler of operators; `pw.client.functions.function` calls this."""
     global _compile
     _compile = compiler
 
 
 def apply(name: str, *operands: Any) -> Any:
-    """Run or record the operator called `name` (a function of jax.numpy)."""
+    """Run the operator called `name` (a function of jax.numpy)."""
     return apply_built(name, None, *operands)
 
 
 def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *operands: Any) -> Any:
-    """Run or record a small function on the mesh of its first array operand.
+    """Run a small function on the mesh of its first array operand.
 
     `build` makes the function when `key` is seen first; without it, `key` names one of jax.numpy.
     """
-    table = _of_host_values
-    for operand in operands:
-        if isinstance(operand, Operators):
-            own: Any = operand
-            table = own._type.sharding.mesh.slice.compiled
+    first: Any = None
+    for first in operands:
+        if isinstance(first, Operators):
             break
+    table = first._type.sharding.mesh.slice.compiled
     kinds = (key, *[_kind(operand) for operand in operands])
     function = table.get(kinds)
     if function is None:
@@ -65,7 +61,7 @@ def apply_to(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Run or record `function(x, *args, **kwargs)` on the array `x` behind `handle`.
+    """Run `function(x, *args, **kwargs)` on the array `x` behind `handle`.
 
     Arrays among the arguments, at any depth, are operands. All other arguments, and `name`, identify the
     function: equal calls share one compilation.
@@ -90,12 +86,12 @@ def apply_to(
     def build() -> Callable[..., Any]:
         def applied(x: Any, *operands: Any) -> Any:
             rest = iter(operands)
-            whole = [
+            leaves = [
                 next(rest) if is_operand else leaf
                 for leaf, is_operand in zip(fixed, are_operands, strict=True)
             ]
-            given, named = jax.tree_util.tree_unflatten(tree, whole)
-            return function(x, *given, **named)
+            args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+            return function(x, *args, **kwargs)
 
         applied.__name__ = name
         return applied
@@ -106,12 +102,12 @@ def apply_to(
 
 def _kind(operand: Any) -> Any:
     """Return an operand's part of the key; the function itself follows JAX's rules."""
-    kind = type(operand)
-    if issubclass(kind, Operators):
+    operand_type = type(operand)
+    if issubclass(operand_type, Operators):
         return operand._type
-    if kind is float or kind is int:
-        return kind
-    return kind, getattr(operand, "shape", None), getattr(operand, "dtype", None)
+    if operand_type is float or operand_type is int:
+        return operand_type
+    return operand_type, getattr(operand, "shape", None), getattr(operand, "dtype", None)
 
 
 def _unary(name: str) -> Callable[[Any], Any]:
@@ -142,10 +138,10 @@ def _power(self: Any, exponent: Any) -> Any:
     difference.
     """
     if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
-        known = index(exponent)
-        if POWERS < abs(known) <= EXACT and _holds_exactly(self.dtype):
-            return apply("power", self, known)
-        return apply_built(("power", known), partial(_to_the_power_of, known), self)
+        number = index(exponent)
+        if POWERS < abs(number) <= EXACT and _holds_exactly(self.dtype):
+            return apply("power", self, number)
+        return apply_built(("power", number), partial(_to_the_power_of, number), self)
     return apply("power", self, exponent) if _operand(exponent) else NotImplemented
 
 

@@ -65,17 +65,17 @@ def pairs_of(tree: Any) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=TREES_KEPT)
 def _pairs(tree: Any) -> tuple[tuple[int, int], ...]:
-    whole = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
-    leaves = jax.tree_util.tree_leaves(whole, is_leaf=is_ragged)
-    found = [leaf for leaf in leaves if isinstance(leaf, Ragged)]
-    for one in found:
+    numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    leaves = jax.tree_util.tree_leaves(numbers, is_leaf=is_ragged)
+    pairs = [leaf for leaf in leaves if isinstance(leaf, Ragged)]
+    for one in pairs:
         for part, name in ((one.rows, "rows"), (one.counts, "counts")):
             if isinstance(part, (list, tuple)):
                 raise ArgumentError(
                     f"a pw.Ragged has {name} in a {type(part).__name__} of {len(part)}; make one array of "
                     "them, as with np.array"
                 )
-    return tuple((one.rows, one.counts) for one in found if type(one.rows) is type(one.counts))
+    return tuple((one.rows, one.counts) for one in pairs if type(one.rows) is type(one.counts))
 
 
 def check_pairs(pairs: tuple[tuple[int, int], ...], avals: Any, name: str) -> None:
@@ -98,9 +98,9 @@ def check_counts(counts: Any, rows: Any, name: str) -> None:
     """Raise ArgumentError if counts that this process has are negative, or more than there are rows.
 
     Args:
-        counts: of any kind; those on devices of the cluster, and tracers, are not read.
+        counts: counts of any kind; those on devices of the cluster, and tracers, are not read.
         rows: an array, or its abstract value.
-        name: of what takes them, for the user.
+        name: name of the function that takes them, for the user.
     """
     is_here = isinstance(counts, (int, np.ndarray, np.generic, jax.Array))
     if not is_here or isinstance(counts, jax.core.Tracer):

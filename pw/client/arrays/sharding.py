@@ -9,9 +9,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import OwnMesh
+from pw.client.display.grid import Grid, of_shards
 from pw.core.errors import ShardingError
 from pw.core.sharding import Placement, Sharding
-from pw.display.grid import Grid, of_shards
 
 __all__ = ["OwnSharding", "PartitionSpec"]
 
@@ -44,10 +44,10 @@ class OwnSharding(jax.sharding.Sharding):
     @classmethod
     def over(cls, mesh: OwnMesh, spec: PartitionSpec) -> OwnSharding:
         """One object for a mesh and a spec."""
-        known: OwnSharding | None = mesh.shardings.get(spec)
-        if known is None:
-            known = mesh.shardings[spec] = cls(mesh, spec)
-        return known
+        sharding: OwnSharding | None = mesh.shardings.get(spec)
+        if sharding is None:
+            sharding = mesh.shardings[spec] = cls(mesh, spec)
+        return sharding
 
     @property
     def of_jax(self) -> jax.sharding.NamedSharding:
@@ -120,13 +120,13 @@ class OwnSharding(jax.sharding.Sharding):
 
     def _drawing(self, what: str = "an array", shape: tuple[int, ...] | None = None) -> Grid:
         """Return the shards by device, of an array of a shape or of the smallest one."""
-        whole = self.core.partitions(len(self.core.spec)) if shape is None else shape
-        count = math.prod(self.core.partitions(len(whole)))
         each = "" if shape is None else f" of shape {self.core.shard_shape(shape)}"
+        shape = self.core.partitions(len(self.core.spec)) if shape is None else shape
+        count = math.prod(self.core.partitions(len(shape)))
         copies = f", each on {self.mesh.size // count} devices" if self.mesh.size > count else ""
         shards = f"{count} shard{'' if count == 1 else 's'}{each}{copies}"
         head = f"{what} as {self._words}: {shards}; on {self.mesh._where}"
-        return of_shards(head, self.core, whole, self.mesh.named_devices)
+        return of_shards(head, self.core, shape, self.mesh.named_devices)
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config as jax_config  # jax has no public name for its tracing configuration
 
 from pw.client.arrays.island_parts import IslandPart, parts_of
 from pw.client.arrays.operators import Operators
 from pw.client.arrays.sharding import OwnSharding
 from pw.core.errors import ArgumentError
+from pw.core.jax_private.tracing import debug_nans, trace_context
 from pw.core.sharding import ArraySpec, dtype_of
-
-_trace_context: Callable[[], Hashable] = jax_config.trace_context
-_debug_nans: Any = jax_config.debug_nans
 
 
 def tracing_configuration() -> Hashable:
     """Return the part of JAX's configuration that traces depend on, with thread-local overrides."""
-    return (_trace_context(), True) if _debug_nans.value else _trace_context()
+    return (trace_context(), True) if debug_nans.value else trace_context()
 
 
 def checks_nans() -> bool:
     """Whether JAX's configuration asks for results without NaNs (`jax_debug_nans`)."""
-    return bool(_debug_nans.value)
+    return bool(debug_nans.value)
 
 
 AVALS_KEPT = 4096
@@ -57,9 +54,9 @@ class ArrayType:
     numpy_dtype: np.dtype[Any]
     size_bytes: int
     islands: tuple[IslandPart, ...] = ()
-    """What each island has of the array, if the mesh joins islands."""
+    """Part of the array on each island, if the mesh joins islands."""
     parts: tuple[ArrayType, ...] = ()
-    """The types of these parts."""
+    """Type of the part on each island, if the mesh joins islands."""
 
     @staticmethod
     def of(aval: Any, sharding: OwnSharding) -> ArrayType:
@@ -67,10 +64,10 @@ class ArrayType:
         key = (tuple(aval.shape), aval.dtype, bool(aval.weak_type), sharding)
         types = sharding.mesh.slice.types
         with _interning:
-            known: ArrayType | None = types.get(key)
-            if known is None:
-                known = types[key] = _new_type(aval, sharding)
-            return known
+            type_: ArrayType | None = types.get(key)
+            if type_ is None:
+                type_ = types[key] = _new_type(aval, sharding)
+            return type_
 
     def with_sharding(self, sharding: OwnSharding) -> ArrayType:
         """Return the type of the same values with `sharding`."""
@@ -86,7 +83,7 @@ _interning = threading.RLock()
 def _new_type(aval: Any, sharding: OwnSharding) -> ArrayType:
     shape = tuple(aval.shape)
     sharding.core.check(shape)
-    whole = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
+    aval = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
     key_impl = key_impl_of(aval.dtype)
     if key_impl is None:
         name = str(aval.dtype.name)
@@ -96,9 +93,9 @@ def _new_type(aval: Any, sharding: OwnSharding) -> ArrayType:
     spec = ArraySpec(shape, name, sharding.core, sharding.placement)
     numpy_dtype = dtype_of(name)
     size_bytes = math.prod(shape) * numpy_dtype.itemsize
-    islands = parts_of(sharding, whole.shape) if sharding.mesh.parts else ()
-    parts = tuple(ArrayType.of(whole.update(shape=one.shape), one.sharding) for one in islands)
-    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes, islands, parts)
+    islands = parts_of(sharding, aval.shape) if sharding.mesh.parts else ()
+    parts = tuple(ArrayType.of(aval.update(shape=one.shape), one.sharding) for one in islands)
+    return ArrayType(aval, sharding, spec, key_impl, numpy_dtype, size_bytes, islands, parts)
 
 
 def is_key(dtype: Any) -> bool:
@@ -197,14 +194,14 @@ class Statics:
 
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
         """Replace static arguments by None. Returns the other arguments, and the key of the static ones."""
         dynamic_nums = set(self.dynamic(len(args)))
-        taken: list[Any] = [
+        statics: list[Any] = [
             (num, value) for num, value in enumerate(args) if num not in dynamic_nums
         ]
-        taken += [(name, value) for name, value in sorted(kwargs.items()) if name in self.names]
-        for where, value in taken:
+        statics += [(name, value) for name, value in sorted(kwargs.items()) if name in self.names]
+        for where, value in statics:
             if any(isinstance(leaf, Operators) for leaf in jax.tree_util.tree_leaves(value)):
                 raise ArgumentError(
                     f"static argument {where!r} has an array in it; static arguments are part of what "
@@ -220,18 +217,17 @@ class Statics:
                 ) from None
         dynamic = tuple(value if num in dynamic_nums else None for num, value in enumerate(args))
         rest = {name: value for name, value in kwargs.items() if name not in self.names}
-        return dynamic, rest, tuple((where, type(value), value) for where, value in taken)
+        return (dynamic, rest), tuple((where, type(value), value) for where, value in statics)
 
     @staticmethod
     def restore(
-        args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[Any, ...]
+        arguments: tuple[tuple[Any, ...], dict[str, Any]], statics: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put static arguments back where `split` took them from."""
-        if not taken:
-            return args, kwargs
-        positional = list(args)
-        named = dict(kwargs)
-        for where, _, value in taken:
+        if not statics:
+            return arguments
+        positional, named = list(arguments[0]), dict(arguments[1])
+        for where, _, value in statics:
             if isinstance(where, int):
                 positional[where] = value
             else:
@@ -250,9 +246,9 @@ def both_ways(
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        given = set(positions)
+        numbers = set(positions)
         positions |= {index for index, p in enumerate(positional) if p.name in named}
-        for num in given:
+        for num in numbers:
             index = num if num >= 0 else num + len(positional)
             if 0 <= index < len(positional):
                 named.add(positional[index].name)

@@ -39,13 +39,15 @@ def traces_for_hosts() -> Any:
     return getattr(_thread, "mesh", None)
 
 
-def only_shapes(leaves: Sequence[Any], said: str) -> list[Any]:
-    """Return the leaves without elements: JAX sees shapes and dtypes, and reading elements raises `said`."""
+def only_shapes(leaves: Sequence[Any], message: str) -> list[Any]:
+    """Return the leaves without elements: JAX sees shapes and dtypes, and reading elements raises `message`."""
     kept = list(leaves)
     at = [index for index, leaf in enumerate(kept) if _is_value(leaf)]
     if not at:
-        raise TracingError(said)
-    for index, value in zip(at, _here.bind(*[kept[index] for index in at], said=said), strict=True):
+        raise TracingError(message)
+    for index, value in zip(
+        at, _here.bind(*[kept[index] for index in at], message=message), strict=True
+    ):
         kept[index] = value
     return kept
 
@@ -58,22 +60,22 @@ def _is_value(leaf: Any) -> bool:
     return True
 
 
-def _refuse(*values: Any, said: str) -> NoReturn:
-    raise TracingError(said)
+def _refuse(*values: Any, message: str) -> NoReturn:
+    raise TracingError(message)
 
 
-def _differentiate(primals: Any, tangents: Any, *, said: str) -> tuple[Any, Any]:
-    return _here.bind(*primals, said=said), list(tangents)
+def _differentiate(primals: Any, tangents: Any, *, message: str) -> tuple[Any, Any]:
+    return _here.bind(*primals, message=message), list(tangents)
 
 
-def _batch(values: Any, dimensions: Any, *, said: str) -> tuple[Any, Any]:
-    return _here.bind(*values, said=said), dimensions
+def _batch(values: Any, dimensions: Any, *, message: str) -> tuple[Any, Any]:
+    return _here.bind(*values, message=message), dimensions
 
 
 _here: Any = Primitive("pw_function")
 _here.multiple_results = True
 _here.def_impl(_refuse)
-_here.def_abstract_eval(lambda *avals, said: list(avals))
+_here.def_abstract_eval(lambda *avals, message: list(avals))
 ad.primitive_jvps[_here] = _differentiate
 batching.primitive_batchers[_here] = _batch
-mlir.register_lowering(_here, lambda ctx, *values, said: _refuse(said=said))
+mlir.register_lowering(_here, lambda ctx, *values, message: _refuse(message=message))

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from pw.client.connection import embedded, jax_backend, threads
-from pw.client.connection.runtime import RECONNECT_S, Runtime
+from pw.client.connection import jax_backend, threads
+from pw.client.connection.runtime import Runtime
+from pw.client.display.worker_output import is_wanted
 from pw.client.keywords import checks_keywords
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.core.variables import warn_of_misspelt
-from pw.display.worker_output import is_wanted
+from pw.core.waits import RECONNECT_S
 from pw.transport.access.credentials import CREDENTIALS
 from pw.transport.access.joined import default_address
 from pw.transport.access.security import Security, address_in
+
+EMBEDDED = "pw.cli.embedded"
+"""The module that starts a cluster beside a script; it is above the client, because it assembles actors."""
 
 _current: Runtime | None = None
 _guard = threading.RLock()
@@ -30,12 +35,12 @@ def runtime() -> Runtime:
     Raises:
         Error: the session has ended by itself, and its arrays with it.
     """
-    known = _current
-    if known is not None:
-        if known.alive:
-            return known
-        if known.forked or known.ended is not None:
-            known.check_alive()
+    session = _current
+    if session is not None:
+        if session.alive:
+            return session
+        if session.forked or session.ended is not None:
+            session.check_alive()
     return connect()
 
 
@@ -112,10 +117,13 @@ def connect(
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
         warn_of_misspelt(os.environ)
-        start = embedded.start if address is None else _remote(address, credentials)
+        if address is None:
+            start = importlib.import_module(EMBEDDED).start
+        else:
+            start = _remote(address, credentials)
         if _current is not None:
             _current.close()
-        made = Runtime(
+        session = Runtime(
             start,
             share,
             priority,
@@ -123,8 +131,8 @@ def connect(
             reconnect_s=reconnect_s,
             worker_output=is_wanted(worker_output),
         )
-        use(made)
-        return made
+        use(session)
+        return session
 
 
 def _check_meant(address: str | None, credentials: str | os.PathLike[str] | None) -> None:
@@ -144,8 +152,10 @@ def _remote(
     return threads.remote(address, security=Security.of(address, credentials, role=Role.CLIENT))
 
 
-def _keep_bytes(given: int | None) -> int:
-    text = os.environ.get("PW_KEEP_BYTES", str(KEEP_BYTES)) if given is None else str(given)
+def _keep_bytes(size_bytes: int | None) -> int:
+    text = (
+        os.environ.get("PW_KEEP_BYTES", str(KEEP_BYTES)) if size_bytes is None else str(size_bytes)
+    )
     if not text.isdecimal():
         raise ValueError(f"keep_bytes (PW_KEEP_BYTES) must be a number of bytes, not {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""Arrays that one session hands to another of the same cluster: no bytes move (`pw.sched.control.shares`)."""
+"""Arrays that one session hands to another of the same cluster, in place (`pw.sched.control.handovers`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import CreateArray, Offer, OfferSource
+from pw.core.messages import OFFER_TOKEN_BYTES, CreateArray, Offer, OfferSource
 from pw.core.sharding import ArraySpec
-
-TOKEN_BYTES = 16
 
 
 class Handovers:
@@ -38,7 +36,7 @@ class Handovers:
         They may be deleted and donated afterwards. An offer that no session takes ends after a minute; until
         then a call that donates one of the arrays waits.
         """
-        token = token or secrets.token_bytes(TOKEN_BYTES)
+        token = token or secrets.token_bytes(OFFER_TOKEN_BYTES)
         with self._lock:
             (number,) = self._ids(1)
             ids, specs = tuple([one for one, _ in arrays]), tuple([spec for _, spec in arrays])
@@ -55,7 +53,7 @@ class Handovers:
         """Take all arrays of an offer, before or after it is made; returns their ids here at once.
 
         Args:
-            token: of the offer; or 16 new random bytes, with which the other session then offers.
+            token: token of the offer; or 16 new random bytes, with which the other session then offers.
             specs: for each offered array its spec here: other meshes and shapes name the same shards, on the
                 same physical devices (see `allocate_slice(like=...)`).
 
@@ -63,7 +61,7 @@ class Handovers:
         ShardingError if a spec does not fit.
         """
         with self._lock:
-            made = list(self._ids(len(specs)))
-            for index, (number, spec) in enumerate(zip(made, specs, strict=True)):
+            ids = list(self._ids(len(specs)))
+            for index, (number, spec) in enumerate(zip(ids, specs, strict=True)):
                 self._tell(CreateArray(number, spec, source=OfferSource(token, index)))
-        return made
+        return ids

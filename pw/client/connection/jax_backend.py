@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+from pw.core.jax_private import loaded
+
 _NAMES = ("pw", "proxy")
 """The platforms as which JAX knows a gateway: `pw.jax`, and JAX_PLATFORMS=proxy."""
 _RUNTIME = "proxy/pw"
@@ -13,13 +15,11 @@ _RUNTIME = "proxy/pw"
 
 def client() -> Any:
     """Return JAX's client of a gateway of pw; None if JAX has none, or has not chosen its devices yet."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is None:
-        return None
+    clients = loaded.clients()
     for name in _NAMES:
-        found = bridge._backends.get(name)
-        if found is not None and found.runtime_type == _RUNTIME:
-            return found
+        backend = clients.get(name)
+        if backend is not None and backend.runtime_type == _RUNTIME:
+            return backend
     return None
 
 
@@ -34,5 +34,5 @@ def cluster() -> str | None:
         import jax as chosen
 
         chosen.devices()
-    found = client()
-    return None if found is None else found.devices()[0].pw_cluster or None
+    backend = client()
+    return None if backend is None else backend.devices()[0].pw_cluster or None

@@ -12,7 +12,7 @@ from pw.core.programs.program import Program
 from pw.transport.links import codec
 
 MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
-"""A call with no more arguments fits into a message, whatever their sizes."""
+"""Arguments of a call that fit into a message, whatever their sizes."""
 
 
 class Programs:
@@ -20,7 +20,7 @@ class Programs:
 
     def __init__(self) -> None:
         self.artifacts: Counter[bytes] = Counter()
-        """How many programs need each artifact; the controller keeps an artifact as long."""
+        """Number of programs that need each artifact; the controller keeps an artifact as long."""
         self._needs: dict[int, tuple[bytes, ...]] = {}
         self._bodies: dict[int, Compact[Program]] = {}
         self._with_effects: set[int] = set()
@@ -31,18 +31,14 @@ class Programs:
     def __len__(self) -> int:
         return len(self._needs)
 
-    def name(self, program: int) -> str:
-        """Return a program's name."""
+    def called(self, program: int) -> tuple[str, bool]:
+        """Return a program's name, and whether it calls Python functions on hosts."""
         body = self._bodies.get(program)
-        return "" if body is None else body.held.name
+        return "" if body is None else body.held.name, program in self._with_effects
 
     def of(self, number: int) -> Program:
         """Return a registered program."""
-        return self._bodies[number].whole()
-
-    def has_effects(self, program: int) -> bool:
-        """Whether a program calls Python functions on hosts."""
-        return program in self._with_effects
+        return self._bodies[number].value()
 
     def unsent(self, artifacts: Mapping[bytes, bytes]) -> tuple[Artifact, ...]:
         """Return the artifacts that the controller does not have."""
@@ -85,7 +81,7 @@ def check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None
         sizes = {artifact.digest: len(artifact.blob) for artifact in every}
         name, size_bytes = max(
             ((one.name, sizes.get(one.artifact, 0)) for one in program.computations),
-            key=lambda known: known[1],
+            key=lambda pair: pair[1],
             default=("", 0),
         )
         raise ArgumentError(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from pw.client.connection.waiting import Waiting
+from pw.client.connection.waiting import Waiting, time_left
+from pw.client.display.live import About, patiently
 from pw.client.session.thread_messages import (
     Ask,
     AskCompiler,
@@ -24,7 +24,6 @@ from pw.core import messages as msg
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.programs.stablehlo import Stablehlo, encode
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.display.live import About, patiently
 from pw.transport.links.codec import MAX_FRAME_BYTES
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ EXPLAIN_S = 10.0
 ARTIFACT_BYTES = MAX_FRAME_BYTES - (1 << 20)
 """The largest artifact that a message holds, beside what else is in it."""
 HURRIED_S = 1.5
-"""How long an explanation may take that belongs to an error."""
+"""Seconds that an explanation may take that belongs to an error."""
 
 
 class Questions:
@@ -43,13 +42,20 @@ class Questions:
     Args:
         post: hands a note to the session. Raises Error when the session has ended.
         address: the controller's address; None if it is in this process.
+        artifact_bytes: how large a compiled function may be.
     """
 
-    def __init__(self, post: Callable[[object], None], address: str | None) -> None:
+    def __init__(
+        self,
+        post: Callable[[object], None],
+        address: str | None,
+        artifact_bytes: int = ARTIFACT_BYTES,
+    ) -> None:
         self._post = post
+        self._artifact_bytes = artifact_bytes
         self._where = f"at {address}" if address else "in this process"
         self._timelines = count(1)
-        self._saving: set[Future[None]] = set()
+        self._saving: set[Waiting[Any]] = set()
         """Checkpoints that hosts are writing to disk."""
 
     def waiting(self, what: str, before: Callable[[], None] = lambda: None) -> Waiting[Any]:
@@ -142,15 +148,16 @@ class Questions:
         """Have hosts write arrays to disk, in order with the runs that make and donate them."""
         names, numbers = tuple(arrays), tuple(arrays.values())
         checkpoint = secrets.token_hex(8)
-        answer: Future[None] = self._ask(
+        answer = self.waiting(f"a checkpoint of {counted(len(arrays))} at {path}")
+        self._ask(
             lambda request: msg.SaveArrays(
                 request, checkpoint, path, overwrite, numbers, names, tree
             ),
-            self.waiting(f"a checkpoint of {counted(len(arrays))} at {path}"),
+            answer,
             numbers,
         )
         self._saving.add(answer)
-        answer.add_done_callback(self._saving.discard)
+        answer.add_done_callback(lambda _: self._saving.discard(answer))
         return answer
 
     def wait_until_saved(self) -> None:
@@ -158,7 +165,7 @@ class Questions:
         saving = set(self._saving)
         if saving:
             about = partial(About, "checkpoints to be written before the session ends")
-            patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
+            patiently(partial(_all_settle, saving), about)
 
     def look(self, path: str, placement: Placement) -> Future[msg.Described]:
         """Ask for the description of the checkpoint at `path`, as the hosts of this placement see it."""
@@ -178,10 +185,10 @@ class Questions:
         no message can hold.
         """
         artifact = encode(code)
-        if len(artifact) > ARTIFACT_BYTES:
+        if len(artifact) > self._artifact_bytes:
             raise ArgumentError(
-                f"a compiled function takes {len(artifact)} bytes, more than the {ARTIFACT_BYTES} that can be "
-                "sent to hosts; pass large constants to it as arguments"
+                f"a compiled function takes {len(artifact)} bytes, more than the {self._artifact_bytes} that "
+                "can be sent to hosts; pass large constants to it as arguments"
             )
         answer = self.waiting("the compilation of a function")
         anywhere = ArraySpec((), "bool", Sharding((), ()), placement)
@@ -195,6 +202,12 @@ class Questions:
         answer = self.waiting(f"host {host} to be left by all that runs and lies there")
         self._ask(lambda request: msg.DrainHost(request, host), answer)
         return answer
+
+
+def _all_settle(futures: Collection[Waiting[Any]], timeout_s: float | None) -> bool:
+    """Wait at most so long; return whether all have a result or an error."""
+    left = time_left(timeout_s)
+    return all(one.settles(left()) for one in futures)
 
 
 def counted(arrays: int) -> str:

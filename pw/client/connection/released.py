@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 KEPT = 64
 KEPT_BYTES = 16 << 20
-"""A call deletes more, or larger, released arrays before the next tick: hosts then reuse warm pages."""
+"""Bytes of released arrays, above which (or above `KEPT` arrays) a call deletes them before the next tick:
+hosts then reuse warm pages."""
 
 
 class Released:

@@ -1,7 +1,9 @@
 """What threads ask about arrays: whether they are ready, and their values.
 
-A thread that has waited for a result of a program's newest run will often wait for that of the next one. So the
-next run carries the question, and another run of the program ends that if no thread has waited.
+A thread that has waited for a result of a recent run of a program will often wait for that of the next one, at
+once or some runs later. So the next run carries the question, and another run of the program ends that if no
+thread has waited for such a result since.
+A thread that waits handles the answers of hosts itself, if it can (`SessionThread.drive`).
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.waiting import Fetching, Waiting
+from pw.client.display.advice import LARGE_BYTES, WAITS, Habits
+from pw.client.display.live import About
 from pw.client.session.thread_messages import Await, Get
 from pw.core.sharding import ArraySpec
-from pw.display.advice import LARGE_BYTES, WAITS, Habits
-from pw.display.live import About
 
 PROGRAMS = 1024
-"""So many programs have a result that is asked for ahead."""
+"""Programs, at most, of which a result is asked for ahead."""
+AHEAD = 128
+"""Results, at most, that are asked for ahead."""
 PARTS_COUNTED = 256
 """The line of a wait for more arrays does not count the ready ones."""
-DRIVEN_BYTES = 1 << 16
-"""Values up to this size come in a message; a thread that waits for one may do the session's work."""
 
 
 @dataclass(slots=True)
@@ -35,16 +37,18 @@ class _Awaited:
     position: int
     """Among the results of its program."""
     spec: ArraySpec
-    array: int = 0
-    """The result of the newest run, if it was asked for with the run."""
+    is_wanted: bool = True
+    """True if a thread has waited for such a result since the last run."""
+    open: int = 0
+    """Number of results that were asked for with their runs, and for which no thread has waited."""
 
 
 class Results:
     """Waits for a session's arrays, and fetches them.
 
     Args:
-        post: hands a note to the session. Raises Error when the session has ended.
-        thread: where the session lives.
+        check_alive: raises Error when the session has ended, or is that of another process.
+        thread: thread of the session.
         ask: tells why a wait is long.
         credits: the runs in flight.
         lock: the session's.
@@ -54,7 +58,7 @@ class Results:
 
     def __init__(
         self,
-        post: Callable[[object], None],
+        check_alive: Callable[[], None],
         thread: SessionThread,
         ask: Questions,
         credits: RunCredits,
@@ -62,32 +66,33 @@ class Results:
         habits: Habits,
         show_output: Callable[[], None],
     ) -> None:
-        self._post = post
+        self._check_alive = check_alive
         self._thread = thread
         self._ask = ask
         self._credits = credits
         self._lock = lock
         self._habits = habits
-        self._show_output = show_output
+        self.show_output = show_output
+        self.look, self.watch, self.wake = thread.look, thread.watch, thread.wake
         self._waits = 0
         self.awaited: dict[int, _Awaited] = {}
-        """By program, the result of its newest run that a thread has waited for."""
-        self._ahead: dict[int, Future[None]] = {}
+        """Result that threads wait for of the runs of each program."""
+        self._ahead: dict[int, tuple[Waiting[None], _Awaited]] = {}
         """The futures of results that were asked for with their runs, until a thread waits for them."""
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """Return the future of the whole value, which hosts send to this process."""
         about = partial(self._about, ((array, spec),))
-        drive = partial(self._drive, array) if spec.size_bytes <= DRIVEN_BYTES else None
         came = self._habits.fetched if spec.size_bytes >= LARGE_BYTES else None
-        future = Fetching(spec, self._ask.in_the_way, about, self._show_output, drive, came)
-        self._post(Get(array, spec, future))
+        future = Fetching(spec, self._ask.in_the_way, about, self.show_output, self, came)
+        future.array = array
+        self._ask_hosts(Get(array, spec, future))
         return future
 
     def fetch_shards(self, array: int, spec: ArraySpec, positions: tuple[int, ...]) -> Future[Any]:
         """Return the future of the shards at these mesh positions, as (box, value) in any order."""
         future: Future[Any] = Waiting(about=partial(self._about, ((array, spec),)))
-        self._post(Get(array, spec, future, positions))
+        self._ask_hosts(Get(array, spec, future, positions))
         return future
 
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
@@ -95,52 +100,78 @@ class Results:
         wanted = tuple(arrays)
         if len(wanted) == 1:
             array, spec = wanted[0]
-            ahead = self._ahead.pop(array, None)
-            if ahead is not None and not (ahead.done() and ahead.exception()):
-                return ahead
             with self._lock:
+                if (ahead := self._ahead.pop(array, None)) is not None:
+                    future, awaited = ahead
+                    awaited.is_wanted = True
+                    awaited.open -= 1
+                    if not (future.is_settled and future.exception()):
+                        return future
                 if (place := self._credits.place(array)) is not None:
-                    known = self.awaited.get(place[0])
-                    if known is None or known.array not in self._ahead:
+                    asked = self.awaited.get(place[0])
+                    if asked is None or not asked.open:
                         self.awaited[place[0]] = _Awaited(place[1], spec)
+                    elif asked.position == place[1]:
+                        asked.is_wanted = True
                     # Some were released before a thread waited.
                     if len(self.awaited) > PROGRAMS:
                         self.forget(next(iter(self.awaited)))
-        future = self._future_of(wanted)
-        self._post(Await(wanted, future))
+        future = self.make_future(wanted)
+        self._ask_hosts(Await(wanted, future))
         return future
 
-    def ask_ahead(self, program: int, made: Sequence[int]) -> Await | None:
-        """Ask for a result together with its run, as a thread has waited for that result of the last run.
+    def ask(self, array: tuple[int, ArraySpec]) -> Future[None]:
+        """Do as `wait` for one array, but do not take it for what a thread reads after each run."""
+        future = self.make_future((array,))
+        self._ask_hosts(Await((array,), future))
+        return future
+
+    def _ask_hosts(self, note: Await | Get) -> None:
+        with self._lock:
+            self._check_alive()
+            self._thread.ask(note)
+
+    def ask_ahead(self, program: int, results: Sequence[int]) -> Await | None:
+        """Ask for a result together with its run, if a thread has waited for such a result since the last one.
 
         Needs the session's lock, and that the program is one of `awaited`.
         """
-        known = self.awaited[program]
-        if self._ahead.pop(known.array, None) is not None:  # no thread has waited for it
+        awaited = self.awaited[program]
+        if not awaited.is_wanted:
             del self.awaited[program]
             return None
-        known.array = made[known.position]
-        wanted = ((known.array, known.spec),)
-        future = self._ahead[known.array] = self._future_of(wanted)
+        awaited.is_wanted = False
+        awaited.open += 1
+        array = results[awaited.position]
+        wanted = ((array, awaited.spec),)
+        future = self.make_future(wanted)
+        self._ahead[array] = future, awaited
+        if len(self._ahead) > AHEAD:
+            self._ahead.pop(next(iter(self._ahead)))[1].open -= 1
         return Await(wanted, future)
 
     def forget(self, program: int) -> None:
         """Forget a program that is released; needs the session's lock."""
-        if (known := self.awaited.pop(program, None)) is not None:
-            self._ahead.pop(known.array, None)
+        if (gone := self.awaited.pop(program, None)) is not None and gone.open:
+            for array in [array for array, (_, awaited) in self._ahead.items() if awaited is gone]:
+                del self._ahead[array]
 
-    def _future_of(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Future[None]:
+    def make_future(self, wanted: tuple[tuple[int, ArraySpec], ...]) -> Waiting[None]:
+        """Return a future for what is wanted, which asks nothing itself."""
         about = partial(self._about, wanted)
-        drive = partial(self._drive, wanted[-1][0]) if wanted else None
-        return Waiting(self._ask.in_the_way, about, self._show_output, drive)
+        answers = self if wanted else None
+        future: Waiting[None] = Waiting(self._ask.in_the_way, about, self.show_output, answers)
+        if wanted:
+            future.array = wanted[-1][0]
+        return future
 
-    def _drive(self, array: int, future: Future[Any]) -> None:
-        """A thread begins to wait for an array."""
+    def drive(self, future: Waiting[Any], timeout_s: float) -> None:
+        """A thread begins to wait for an array (`pw.client.connection.waiting.Answers`)."""
         self._waits += 1
         if not self._waits % WAITS:
-            is_newest = self._credits.is_newest(array) and not future.done()
+            is_newest = self._credits.is_newest(future.array) and not future.is_settled
             self._habits.waited(self._credits.sent, is_newest)
-        self._thread.drive(future)
+        self._thread.drive(future, timeout_s)
 
     def _about(self, arrays: tuple[tuple[int, ArraySpec], ...]) -> About:
         """Describe a wait for these arrays."""

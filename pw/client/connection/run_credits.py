@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Set
 from itertools import islice
 
+from pw.client.session.thread_messages import LOCKED_S
+
 AHEAD_BYTES = 1 << 30
 """Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
 It has room for some large batches, so that hosts receive the next one while they compute."""
-RECENT = 8
-"""How many of the newest runs are searched for the one that makes an array."""
-LOCKED_S = 5e-3
-"""How long the session waits for the lock. The handler of a signal may have come in the midst of a call that
-has it, and wait for the session."""
+RECENT = 64
+"""Newest runs that are searched for the one that makes an array."""
 CALLS_NAMED = 1024
-"""How many of the newest runs keep their names: more than may be in flight."""
+"""Newest runs that keep their names: more than may be in flight."""
 
 
 class RunCredits:
@@ -30,24 +29,24 @@ class RunCredits:
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._uncounted: deque[int] = deque()
-        """How many runs have ended, for each time that the session was told."""
+        """Counts of runs that have ended, one for each time that the session was told."""
         self.changed = threading.Condition(lock)
         """Notified when runs have ended, or the session."""
         self.granted = 0
-        """How many runs may be in flight."""
+        """Number of runs that may be in flight."""
         self.closed = False
         """The session has ended: waits are over."""
         self._waiting: list[Callable[[], object]] = []
         self.sent = 0
-        """How many runs were sent."""
+        """Number of runs that were sent."""
         self._ended = 0
         self._effects = 0
         """The newest run that calls Python functions, counted as `sent`."""
         self._inputs: deque[tuple[int, int]] = deque()
-        """For each upload, the number of the run that needs it, and its size in bytes."""
+        """Number of the run that needs each upload, and the upload's size in bytes."""
         self.inputs_bytes = 0
         self._calls: deque[tuple[int, int, int, str, bool]] = deque(maxlen=CALLS_NAMED)
-        """Of each of the newest runs: number, count of results, program, its name, whether it has effects."""
+        """Number, count of results, program, name of the program and effects of each of the newest runs."""
 
     def started(self, run: int, results: int, program: int, name: str, has_effects: bool) -> None:
         """Count a run that was sent."""
@@ -127,23 +126,21 @@ class RunCredits:
         return run - results <= array < run
 
     def place(self, array: int) -> tuple[int, int] | None:
-        """Return the program and the position of a result of its newest run; None for other arrays.
+        """Return the program that makes an array, and its position among the results; None for other arrays.
 
         One of the `RECENT` newest runs makes it, and calls no Python functions.
         """
-        newer = set()
         for run, results, program, _, has_effects in islice(reversed(self._calls), RECENT):
             position = array - (run - results)
             if 0 <= position < results:
-                return None if has_effects or program in newer else (program, position)
-            newer.add(program)
+                return None if has_effects else (program, position)
         return None
 
     def makers(self, arrays: Set[int]) -> list[str]:
         """Return the names of the programs that make these arrays, if they are among the newest runs."""
-        found = (
+        names = (
             name
             for run, results, _, name, _ in list(self._calls)
             if any(array in arrays for array in range(run - results, run))
         )
-        return list(dict.fromkeys(filter(None, found)))
+        return list(dict.fromkeys(filter(None, names)))

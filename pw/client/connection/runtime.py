@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,16 +31,12 @@ from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
 from pw.client.connection.waiting import Waiting
+from pw.client.display.advice import CALLS, LARGE_BYTES, Habits
+from pw.client.display.live import About, patiently
+from pw.client.display.tables import html, link_to
+from pw.client.display.worker_output import WorkerOutput, is_wanted
 from pw.client.session.session import with_advice
-from pw.client.session.thread_messages import (
-    Allocate,
-    Close,
-    Forget,
-    Listen,
-    Open,
-    Put,
-    Tell,
-)
+from pw.client.session.thread_messages import Allocate, Close, Forget, Listen, Open, Put, Tell
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core import messages as msg
 from pw.core.compact import Compact
@@ -51,22 +48,24 @@ from pw.core.errors import (
     ErrorReport,
     InsufficientDevices,
 )
-from pw.core.ids import NAME_CHARACTERS, client_id
+from pw.core.ids import NAME_CHARACTERS, arrays_in, client_id
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress
-from pw.display.advice import CALLS, LARGE_BYTES, Habits
-from pw.display.live import About, patiently
-from pw.display.tables import html, link_to
-from pw.display.worker_output import WorkerOutput, is_wanted
+from pw.core.waits import RECONNECT_S
 
 CONNECT_S = 30.0
 CLOSE_S = 30.0
-"""How long `close` waits: a busy machine may take a while to settle thousands of notes."""
-RECONNECT_S = 60.0
+"""Seconds that `close` waits: a busy machine may take a while to settle thousands of notes."""
 IN_A_CALL = (
     "the handler of a signal calls a function in the midst of another call. Let the handler set a flag, and "
     "look at it between two calls"
 )
+FORK_S = 1.0
+"""Seconds that a fork waits for the lock of a session."""
+FRESH = 64
+"""Uploads that are remembered at most."""
+FRESH_S = 0.05
+"""Seconds that a call waits for remembered uploads at most."""
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
@@ -90,27 +89,34 @@ class Runtime:
         self._serial = 0
         self._run_credits = RunCredits(self.lock)
         self.grant = self._run_credits.grant
+        self._fresh: dict[int, ArraySpec] = {}
+        """The newest uploads that no run has read."""
         self._is_calling = False
-        """A run gets its number, and is not posted yet."""
+        """True while a run has a number and is not posted."""
         self.programs = Programs()
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
         self.handovers = Handovers(self.lock, self._ids, self._tell)
         self.noted_in: tuple[dict[int, float], ...] = ()
-        """Each of them gets when a run is sent, in seconds of this process's clock (`pw.profile`)."""
+        """Dictionaries, each of which gets when a run is sent, in seconds of this process's clock
+        (`pw.profile`)."""
         self._habits = Habits()
         self._released = Released(self.delete)
         self.release = self._released.add
         self._closing: Error | None = None  # why no calls can be made any more
         self._ended: ErrorReport | None = None
         self._is_closed = False
-        self._process = _process
+        self.alive = True
+        """True while calls can be made."""
+        self.forked = False
+        """True if this is the copy of a session in a forked process."""
+        _runtimes.add(self)
         self.calls = Calls(self._post)
         self.thread = start(self)
-        """Where the session's actors live."""
+        """Thread in which the session's actors live."""
         self.ask = Questions(self._post, self.thread.address)
         self._results = Results(
-            self._post,
+            self.check_alive,
             self.thread,
             self.ask,
             self._run_credits,
@@ -145,6 +151,7 @@ class Runtime:
             self.thread.close()
             raise
         self.client = answer.client
+        self._first_id = client_id(answer.client, 0)
         self.islands = answer.islands
         self._run_credits.granted = answer.run_credits
 
@@ -169,22 +176,14 @@ class Runtime:
         return html(repr(self), ()) + link_to(self.dashboard)
 
     @property
-    def forked(self) -> bool:
-        """Whether this is the copy of a session in a forked process."""
-        return self._process is not _process
-
-    @property
-    def alive(self) -> bool:
-        """Whether calls can still be made."""
-        return self._closing is None and not self.forked
-
-    @property
     def ended(self) -> Error | None:
         """The error that ended the session, unless it was closed; a new exception each time."""
         return None if self._ended is None else self._ended.exception()
 
     def check_alive(self) -> None:
         """Raise Disconnected, or the error that ended the session, unless calls can still be made."""
+        if self.alive:
+            return
         if self.forked:
             raise Disconnected(
                 "this process was forked from one with a pw session; sessions do not survive a fork. "
@@ -212,6 +211,7 @@ class Runtime:
             if self._is_closed:
                 return
             self._is_closed = True
+            self.alive = False
             if self._closing is None:
                 self._closing = error or Disconnected(CLOSED)
             self._run_credits.close()
@@ -222,6 +222,7 @@ class Runtime:
             for run, name in self._run_credits.with_effects(failed).items():
                 words = str(failed[run].exception()).splitlines()[0]
                 print(f"the call of {name!r} failed: {words}", file=sys.stderr)
+        self.thread.look()  # there may be output
         self.thread.close()
         if self._output is not None:
             self._output.close()
@@ -250,6 +251,7 @@ class Runtime:
                 words = f"{error}. This session is over; pw.connect(){how} begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
+                self.alive = False
                 self._run_credits.close()
                 self._released.close()
 
@@ -266,8 +268,8 @@ class Runtime:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of every process: the controller, each host, and this client."""
-        told = self.ask.stats(self._patience_s)
-        return {node: one.counters for node, one in told.items()} | {
+        answers = self.ask.stats(self._patience_s)
+        return {node: one.counters for node, one in answers.items()} | {
             "client": self.thread.counters()
         }
 
@@ -277,9 +279,9 @@ class Runtime:
     def _ids(self, count: int) -> Sequence[int]:
         with self.lock:
             # A signal handler can run between two calls, but not between these lines.
-            given = self._serial
-            self._serial = given + count
-        first = client_id(self.client, given + 1)
+            serial = self._serial
+            self._serial = serial + count
+        first = client_id(self.client, serial + 1)
         return range(first, first + count)
 
     # --- slices --------------------------------------------------------------------------------------
@@ -335,13 +337,14 @@ class Runtime:
         if self.thread.has_frames:
             check_size(body, artifacts)
         number = self._id()
-        python = {each.placement.slice for each in program.computations if each.traits.is_python}
+        python = {each.placement.slice for each in program.computations if each.traits.runs_on_host}
         with self.lock:
             self.check_alive()
             new = self.programs.unsent(artifacts)
             self.thread.post(Tell(msg.RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self.thread.post(Listen(tuple(python)))
+                self._results.show_output = self._show_output
             self.programs.add(number, body, artifacts)
         return number
 
@@ -355,18 +358,50 @@ class Runtime:
         credits = self._run_credits
         if credits.sent % CALLS == CALLS - 1:
             self._habits.called()
-        while (made := self.try_run(program, args, results)) is None:
+        if self._fresh:
+            self._await_fresh(program, args)
+        while (ids := self.try_run(program, args, results)) is None:
             self._wait_until(credits.has_credit, f"one of {credits.granted} calls in flight to end")
-        return made
+        return ids
+
+    def _show_output(self) -> None:
+        """Show what hosts have sent over lines before a result that has come another way."""
+        self.thread.look()
+        if self._output is not None:
+            self._output.flush()
+
+    def _await_fresh(self, program: int, args: Sequence[int | bytes]) -> None:
+        """Wait shortly for uploads that a run reads, if it can be launched from here once they are there.
+
+        Who launches from here waits for results, so this wait is part of that one. The session's own thread
+        (of a gateway) would keep the values from arriving.
+        """
+        if self.thread.is_here():
+            return
+        until_s, leases = time.monotonic() + FRESH_S, self.thread.leases
+        with self.lock:
+            fresh = {
+                array: self._fresh.pop(array) for array in arrays_in(args) if array in self._fresh
+            }
+            unknown = leases.unknown(program, args)
+        for array in unknown:
+            left_s = until_s - time.monotonic()
+            if array in fresh and left_s > 0:
+                losses, ready = leases.losses, self._results.ask((array, fresh[array]))
+                with contextlib.suppress(TimeoutError, Error):
+                    ready.result(left_s)
+                    with self.lock:
+                        leases.arrived(array, losses)
 
     def try_run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int] | None:
         """Do as `run`, but return None instead of waiting; `when_credit` tells when to try again."""
-        self.check_alive()
+        if not self.alive:
+            self.check_alive()
         if len(args) > MANY_ARGUMENTS and self.thread.has_frames:
             check_arguments(args)
         self._released.make_room()
         with self.lock:
-            if self._closing is not None:
+            if not self.alive:
                 self.check_alive()
             if not self._run_credits.has_credit():
                 return None
@@ -374,20 +409,21 @@ class Runtime:
                 raise Error(IN_A_CALL)
             self._is_calling = True
             try:
-                programs = self.programs
-                name, has_effects = programs.name(program), programs.has_effects(program)
-                *made, run = self._ids(results + 1)
-                then = None
+                name, has_effects = self.programs.called(program)
+                first = self._first_id + self._serial + 1
+                self._serial += results + 1
+                run = first + results
+                ids = list(range(first, run))
+                wanted = None
                 if program in self._results.awaited:
-                    then = self._results.ask_ahead(program, made)
-                self.thread.put(Tell(msg.Run(run, program, tuple(args), tuple(made)), then))
+                    wanted = self._results.ask_ahead(program, ids)
+                self._run_credits.started(run, results, program, name, has_effects)
+                self.thread.call(run, program, tuple(args), tuple(ids), wanted)
             finally:
                 self._is_calling = False
-            self._run_credits.started(run, results, program, name, has_effects)
             for sent_s in self.noted_in:
                 sent_s[run] = time.monotonic()
-        self.thread.go()
-        return made
+        return ids
 
     def has_credit(self) -> bool:
         """Whether another run may be sent now."""
@@ -432,7 +468,11 @@ class Runtime:
             value = value.copy()
         with self.lock:  # so that what is posted first has the smaller number
             array = self._id()
-            self._post(Put(array, spec, value, keep))
+            self.check_alive()
+            self.thread.put(Put(array, spec, value, keep))
+            self._fresh[array] = spec
+            if len(self._fresh) > FRESH:
+                del self._fresh[next(iter(self._fresh))]
         return array
 
     def _count_upload(self, size_bytes: int) -> None:
@@ -475,13 +515,28 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
     return isinstance(array, (bytearray, memoryview)) and not memoryview(array).readonly
 
 
-_process = object()
-"""A forked child gets another one: a call is too short for os.getpid()."""
+_runtimes: WeakSet[Runtime] = WeakSet()
+
+
+_locked: list[Runtime] = []
+"""While this process forks: the sessions whose lock no other thread may have, or the child would not get it."""
+
+
+def _fork_begins() -> None:
+    _locked.extend(one for one in list(_runtimes) if one.lock.acquire(timeout=FORK_S))
+
+
+def _fork_ends() -> None:
+    while _locked:
+        _locked.pop().lock.release()
 
 
 def _forked() -> None:
-    global _process
-    _process = object()
+    _fork_ends()
+    for runtime in list(_runtimes):
+        runtime.alive, runtime.forked = False, True
+        if hasattr(runtime, "thread"):  # else it is being made
+            runtime.thread.forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_fork_begins, after_in_parent=_fork_ends, after_in_child=_forked)

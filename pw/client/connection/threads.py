@@ -14,16 +14,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from pw.client.connection.driving import BorrowedLoop, Driver
+import uvloop
+
+from pw.client.connection.wires import StreamWires, ThreadWires
+from pw.client.display.live import About, Count, patiently
+from pw.client.session.leases import Leases
+from pw.client.session.lines import Lines
 from pw.client.session.session import ClientSession
-from pw.client.session.thread_messages import AwaitHosts, Close
+from pw.client.session.thread_messages import Await, AwaitHosts, Close, Get, Put, Tell, TellLaunched
+from pw.client.session.uploads import LINE_BYTES
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
-from pw.core.messages import SliceBound
+from pw.core.messages import Run, SliceBound
 from pw.core.messages.roles import Role
-from pw.display.live import About, Count, patiently
 from pw.transport.access.private import beside as private_folder
 from pw.transport.access.security import Security
 from pw.transport.bulk.plane import BulkPlane
@@ -36,18 +41,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LAUNCHES = 64
+LAUNCHES_S = 10e-3
+"""The session wakes for so many launches, or one so long after it has woken for others, to tell of them."""
 TICK_S = 0.1
-"""How often to delete the arrays of released handles, if no call does it first."""
+"""Seconds after which the arrays of released handles are deleted, if no call does it first."""
 CALL_S = 30.0
 SWITCH_INTERVAL_S = 0.0005
 """The interpreter's switch interval during a session. A call needs the interpreter some four times in turn with
 other threads. Beside a thread that computes in Python it takes 31 ms with Python's default of 5 ms, and 3 ms
 with this; that thread is 10 % slower while the script waits for each call. Pipelined calls get 17 % faster."""
 ABSENT_S = 3.5
-"""How long a controller that is just starting is waited for; a network looks once a second, so 4 s."""
+"""Seconds that a starting controller is waited for; a network looks once a second, so 4 s."""
 HOSTS_S = 90.0
 CHILDREN_S = 0.2
-"""How often to look whether a child has ended while its host is awaited."""
+"""Seconds between two looks at whether a child has ended while its host is awaited."""
 
 
 class LoopThread:
@@ -56,15 +64,16 @@ class LoopThread:
     While there is one, the threads of this process switch more often (`SWITCH_INTERVAL_S`).
     """
 
-    _living: ClassVar[set[LoopThread]] = set()
+    living: ClassVar[set[LoopThread]] = set()
+    """The threads of this process that have not been stopped."""
     _usual_interval_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str) -> None:
-        if not self._living and sys.getswitchinterval() > SWITCH_INTERVAL_S:
+        if not self.living and sys.getswitchinterval() > SWITCH_INTERVAL_S:
             LoopThread._usual_interval_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._living.add(self)
-        self.loop = BorrowedLoop()
+        self.living.add(self)
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -92,8 +101,8 @@ class LoopThread:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CALL_S)
-        self._living.discard(self)
-        if not self._living and self._usual_interval_s:
+        self.living.discard(self)
+        if not self.living and self._usual_interval_s:
             if math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):  # no other code has set it
                 sys.setswitchinterval(self._usual_interval_s)
             LoopThread._usual_interval_s = 0.0
@@ -118,10 +127,10 @@ class SessionOnNode:
     _runtime: Runtime
     address: str | None
     _teardown: Callable[[], None]
+    make_wires: Callable[[Lines], ThreadWires]
+    """Begins the network of the client's lines."""
     has_frames: bool = True
     certificate: str = ""
-    driver: Driver | None = None
-    """Lets threads that wait do the session's work; None for none."""
     _closed: bool = False
     _expected: tuple[int, Sequence[Daemon]] = (0, ())
 
@@ -132,9 +141,22 @@ class SessionOnNode:
         self._session = node.add(
             "session",
             lambda env: ClientSession(
-                env, self._bulk, runtime.grant, runtime.session_ended, runtime.calls.arrived
+                env,
+                self._bulk,
+                runtime.grant,
+                runtime.session_ended,
+                runtime.calls.arrived,
+                partial(node.post_threadsafe, "session"),
             ),
         )
+        self._leases, self._lines = self._session.leases, self._session.lines
+        self._leases.lock = runtime.lock
+        self._wires = self.make_wires(self._lines)
+        self._work = self._wires.work
+        self.drive, self.wake = self._wires.wait, self._wires.wake
+        self.look, self.watch = self._wires.look, self._wires.watch
+        self._launches = 0
+        self._told_s = 0.0
         self._tick()
 
     @property
@@ -163,7 +185,7 @@ class SessionOnNode:
                 _check_running(children)
 
         def progress() -> Count:
-            return Count(self._session.hosts_ready, count)
+            return Count(len(self._session.hosts.names), count)
 
         ask = self._runtime.ask
         about = partial(About, "the hosts of the cluster", ask.ask_why, progress=progress)
@@ -188,6 +210,10 @@ class SessionOnNode:
     def _tick(self) -> None:
         if not self._closed:
             self._runtime.tick()
+            if self._launches:
+                self._launches = 0
+                self.node.post("session", TellLaunched())
+            self._wires.tick()
             self.node.look()
             self.node.loop.call_later(TICK_S, self._tick)
 
@@ -198,34 +224,85 @@ class SessionOnNode:
             self.post(Close(ErrorReport.of(error).exception(), Future()))
 
     def post(self, note: object) -> None:
-        """Deliver a note to the session; from any thread."""
-        self.put(note)
-        self.go()
+        """Deliver a note to the session; from any thread with the session's lock."""
+        self._leases.posting(note)
+        self._post(note)
 
-    def put(self, note: object) -> None:
-        """Keep a note for the session until a thread goes on with it."""
-        self.node.post_here("session", note)
-
-    def go(self) -> None:
-        """Have the session handle what was put."""
-        driver = self.driver
-        if driver is not None and driver.is_mine():
-            if not driver.turn():
-                self.node.wake()
-        elif self._thread.is_current():
-            self.node.collect()
-            self.node.request_turn()
+    def _post(self, note: object) -> None:
+        node = self.node
+        node.post_here("session", note)
+        if self._thread.is_current():
+            node.collect()
+            node.request_turn()
         else:
-            self.node.wake()
+            node.wake()
+
+    def call(
+        self,
+        run: int,
+        program: int,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        wanted: Await | None,
+    ) -> None:
+        """Have a program run, and wait for a result if that is `wanted`; from any thread with the lock."""
+        leases, work = self._leases, self._work
+        if program in leases.programs and not work.is_at_work:
+            work.is_at_work = True
+            launched = leases.launch(run, program, args, results, wanted)
+            work.is_at_work = False
+            if launched:
+                self._launches += 1
+                now_s = time.monotonic()
+                is_late = self._launches >= LAUNCHES or now_s > self._told_s + LAUNCHES_S
+                if is_late or leases.is_short:
+                    self._launches, self._told_s, leases.is_short = 0, now_s, False
+                    self._post(TellLaunched())
+                return
+        message = Run(run, program, args, results)
+        leases.ordinary(message)
+        self._post(Tell(message))
+        if wanted is not None:
+            self.ask(wanted)
+
+    def put(self, note: Put) -> None:
+        """Upload a value; from any thread with the lock."""
+        work = self._work
+        if note.value.nbytes <= LINE_BYTES and not self._closed and not work.is_at_work:
+            work.is_at_work = True
+            self._session.put(note, self.post)
+            work.is_at_work = False
+            self._launches += bool(note.bound)  # to be told of
+        else:
+            self.post(note)
+
+    @property
+    def leases(self) -> Leases:
+        """What this client may launch itself."""
+        return self._leases
+
+    def ask(self, note: Await | Get) -> None:
+        """Ask hosts for what an array is, or whether it is ready; from any thread with the lock."""
+        work = self._work
+        if not self._closed and not work.is_at_work:
+            work.is_at_work = True
+            is_asked = self._lines.ask(note)
+            work.is_at_work = False
+            if is_asked:
+                return
+        self._post(note)
+
+    def is_here(self) -> bool:
+        """Whether the caller is the thread of the session."""
+        return self._thread.is_current()
 
     def hurry(self) -> None:
         """Handle what was posted at once; on the session's own thread."""
         self.node.turn_now()
 
-    def drive(self, future: Future[Any]) -> None:
-        """Do the session's work in this thread while it waits for a future, if that is quicker."""
-        if self.driver is not None:
-            self.driver.wait(future)
+    def forked(self) -> None:
+        """This is the copy in a forked process: nothing comes here."""
+        self._wires.forked()
 
     def counters(self) -> dict[str, int]:
         """This process's counters. Raises Disconnected if the session ends."""
@@ -256,8 +333,7 @@ class SessionOnNode:
             self._teardown()
 
     def _close_on_loop(self) -> None:
-        if self.driver is not None:
-            self.driver.close()
+        self._wires.close()
         self.node.close()
         self._bulk.close()
 
@@ -271,12 +347,11 @@ def _check_running(children: Sequence[Daemon]) -> None:
             )
 
 
-def _leave_it() -> None:
-    """End nothing: the thread belongs to other sessions, too."""
-
-
 def remote(
-    address: str, beside: LoopThread | None = None, security: Security | None = None
+    address: str,
+    beside: LoopThread | None = None,
+    security: Security | None = None,
+    absent_s: float = ABSENT_S,
 ) -> Callable[[Runtime], SessionOnNode]:
     """Return a function that starts a session with the controller at `address`.
 
@@ -284,6 +359,7 @@ def remote(
         address: the controller's.
         beside: the thread that it lives in; None for one of its own.
         security: how it uses tcp; by default what the environment says.
+        absent_s: seconds that a controller which is just starting is waited for.
 
     Raises (when called with a runtime):
         ConnectionFailed: it is no address such as `tcp://127.0.0.1:7777`.
@@ -304,7 +380,7 @@ def remote(
             )
             warnings.warn(words, stacklevel=2)
         thread = beside or LoopThread("pw-session")
-        stop = thread.stop if beside is None else _leave_it
+        stop = thread.stop if beside is None else lambda: None  # other sessions use the thread
 
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
@@ -312,21 +388,16 @@ def remote(
                 thread.loop,
                 name,
                 incarnation(),
-                absent_s=ABSENT_S,
+                absent_s=absent_s,
                 credentials=credentials,
                 insecure=insecure,
             )
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
             bulk = BulkPlane(
-                thread.loop,
-                folder=folder,
-                credentials=credentials,
-                insecure=insecure,
-                endpoint="",
+                thread.loop, folder=folder, credentials=credentials, insecure=insecure, endpoint=""
             )
             certificate = "" if credentials is None else credentials.own.user
-            driver = Driver(thread.loop, node, network) if beside is None else None
             return SessionOnNode(
                 thread,
                 node,
@@ -335,7 +406,9 @@ def remote(
                 address,
                 stop,
                 certificate=certificate,
-                driver=driver,
+                make_wires=lambda lines: StreamWires(
+                    thread.loop, runtime.lock, lines, node.counters, credentials, insecure
+                ),
             )
 
         try:

@@ -18,12 +18,12 @@ _Key = tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...], tuple[tuple[tuple[int
 
 
 @dataclass(slots=True)
-class _Known:
+class _ViewProgram:
     """A registered program."""
 
     number: int
     users: int = 0
-    """Calls that are about to run it: it is not released before they have."""
+    """Number of calls that are about to run the program; it is not released before they have."""
 
 
 class Views:
@@ -45,13 +45,10 @@ class Views:
         self._run = run
         self._release = release
         self._lock = threading.Lock()
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()
+        self._programs: OrderedDict[_Key, _ViewProgram] = OrderedDict()
 
     def view(
-        self,
-        arrays: Sequence[tuple[int, ArraySpec]],
-        outputs: Sequence[ArraySpec],
-        shards: Shards,
+        self, arrays: Sequence[tuple[int, ArraySpec]], outputs: Sequence[ArraySpec], shards: Shards
     ) -> list[int]:
         """Make arrays of shards of other arrays, where they lie; returns their ids at once, as a run does.
 
@@ -68,27 +65,27 @@ class Views:
         """
         named = tuple([tuple([(source, at) for source, at in row]) for row in shards])
         key = (tuple([spec for _, spec in arrays]), tuple(outputs), named)
-        known = self._use(key)
+        program = self._use(key)
         try:
-            return self._run(known.number, [array for array, _ in arrays], len(outputs))
+            return self._run(program.number, [array for array, _ in arrays], len(outputs))
         finally:
             with self._lock:
-                known.users -= 1
+                program.users -= 1
                 self._evict()
 
-    def _use(self, key: _Key) -> _Known:
+    def _use(self, key: _Key) -> _ViewProgram:
         with self._lock:
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = _Known(self._register(view_program(*key), {}))
-            self._known.move_to_end(key)
-            known.users += 1
-            return known
+            program = self._programs.get(key)
+            if program is None:
+                program = self._programs[key] = _ViewProgram(self._register(view_program(*key), {}))
+            self._programs.move_to_end(key)
+            program.users += 1
+            return program
 
     def _evict(self) -> None:
         """Release the programs that were not used for longest."""
-        excess = len(self._known) - KEPT
+        excess = len(self._programs) - KEPT
         if excess > 0:
-            idle = [key for key, known in self._known.items() if not known.users]
+            idle = [key for key, program in self._programs.items() if not program.users]
             for key in idle[:excess]:
-                self._release(self._known.pop(key).number)
+                self._release(self._programs.pop(key).number)

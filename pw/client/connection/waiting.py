@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from pw.client.session.thread_messages import Part
+from pw.client.display.live import QUIET_S, About, patiently
+from pw.client.session.thread_messages import LOCKED_S, Part
 from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
-from pw.display.live import QUIET_S, About, patiently
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger(__name__)
+
 POLL_S = 0.5
-"""A timeout shorter than this is a poll: its error comes at once, without an explanation."""
-LOCKED_S = 5e-3
-"""How long the session waits for a future's lock. The handler of a signal may have come in the midst of a wait
-that has it, and wait for the session."""
+"""Seconds below which a timeout is a poll: its error comes at once, without an explanation."""
 
 
 def seconds(timeout_s: float | None) -> float | None:
@@ -49,10 +48,10 @@ def time_left(
 
     Raises ArgumentError if it is no number of seconds.
     """
-    whole_s = seconds(timeout_s)
-    if whole_s is None:
+    limit_s = seconds(timeout_s)
+    if limit_s is None:
         return lambda: None
-    end_s = clock() + whole_s
+    end_s = clock() + limit_s
     return lambda: max(0.0, end_s - clock())
 
 
@@ -67,51 +66,110 @@ class _Condition(threading.Condition):
     __exit__: Any = property(attrgetter("_lock.__exit__"))
 
 
+class Answers(Protocol):
+    """The answers of hosts, which a thread that waits for one may handle itself."""
+
+    def drive(self, future: Waiting[Any], timeout_s: float) -> None:
+        """Handle them in this thread until the future is settled, for at most so long, if it can."""
+
+    def wake(self) -> None:
+        """The future is settled, and a thread may be in `drive`."""
+
+    def look(self) -> None:
+        """Handle those that have come, if this thread can."""
+
+    def watch(self) -> None:
+        """Have another thread handle them."""
+
+
 class Waiting(Future[T]):
-    """A future whose long wait shows a line (see `pw.display.live`).
+    """A future whose long wait shows a line (see `pw.client.display.live`).
+
+    `concurrent.futures.wait` and `as_completed` do not know it: it is settled without their lock.
 
     Args:
         explain: returns in about a second why the cluster does not go on; empty if it cannot tell.
         about: describes the wait for the line.
         before: called in the waiting thread, before it gets the result.
-        drive: called in the waiting thread, to settle the future there if that is quicker.
+        answers: settle the future; None if a thread does that, whatever others do.
     """
+
+    array = 0
+    """The array that hosts answer for, or the last one."""
+
+    _lock_of_threads: _Condition | None = None
 
     def __init__(
         self,
         explain: Callable[[], str] | None = None,
         about: Callable[[], About] | None = None,
         before: Callable[[], None] = lambda: None,
-        drive: Callable[[Future[Any]], None] | None = None,
+        answers: Answers | None = None,
     ) -> None:
-        super().__init__()
-        self._condition.__class__ = _Condition  # cheaper than another condition
+        # All that a `Future` has but its lock, which most waits do not need.
+        self._state = "PENDING"
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
         self.explain = explain
         self.about = about
         self._before = before
-        self._drive = drive
+        self._answers = answers
+        self.is_settled = False
+        """True if there is a result or an error; `done` looks at what has come, too."""
 
-    def set_result(self, result: T) -> None:
-        """Settle the future with a result, soon if its lock is not free."""
-        self._settle(super().set_result, result)
+    @property
+    def _condition(self) -> Any:  # type: ignore[override]
+        """The lock of a `Future`, made for the first thread that needs it."""
+        lock = self._lock_of_threads
+        return lock or self.__dict__.setdefault("_lock_of_threads", _Condition())
+
+    def done(self) -> bool:
+        """Return whether there is a result or an error; looks at what has come."""
+        if self._state == "PENDING" and self._answers is not None:
+            self._answers.look()
+        return self._state != "PENDING"
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call `fn` with the future when it is settled."""
+        super().add_done_callback(fn)
+        if self._answers is not None:
+            self._answers.watch()
+
+    def set_result(self, result: T | None, exception: BaseException | None = None) -> None:
+        """Settle the future with a result; threads that wait hear of it soon if its lock is not free.
+
+        Raises InvalidStateError if it is settled, or was cancelled.
+        """
+        if self._state != "PENDING":
+            raise InvalidStateError(f"{self._state}: {self!r}")
+        self._result, self._exception = result, exception
+        self._state = "FINISHED"
+        self.is_settled = True
+        # A thread that makes the lock from now on sees the state.
+        if (lock := self._lock_of_threads) is not None:
+            if lock.acquire(timeout=LOCKED_S):
+                lock.release()
+                self._tell()
+            else:
+                threading.Thread(target=self._tell, name="pw-settle", daemon=True).start()
+        if self._answers is not None:
+            self._answers.wake()
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Settle the future with an error, soon if its lock is not free."""
-        self._settle(super().set_exception, exception)
+        """Settle the future with an error; see `set_result`."""
+        self.set_result(None, exception)
 
-    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
-        if self._condition.acquire(timeout=LOCKED_S):
+    def _tell(self) -> None:
+        """Wake the threads that wait, and make the calls that do."""
+        with self._condition:
+            self._condition.notify_all()
+        for call in self._done_callbacks:
             try:
-                settle(outcome)
-            finally:
-                self._condition.release()
-            return
-
-        def settle_later() -> None:
-            with suppress(InvalidStateError):
-                settle(outcome)
-
-        threading.Thread(target=settle_later, name="pw-settle", daemon=True).start()
+                call(self)
+            except Exception:  # noqa: BLE001 - as of `Future`
+                _LOG.exception("a call at the end of %r has failed", self)
 
     def result(self, timeout: float | None = None, asked_s: float | None = None) -> T:
         """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError.
@@ -119,23 +177,34 @@ class Waiting(Future[T]):
         The error says `asked_s` if that is given: several waits share what the user asked for.
         """
         try:
-            return self._outcome(timeout, timeout if asked_s is None else asked_s)
+            if not self.is_settled:
+                self._wait(timeout)
+            if self._state != "FINISHED":
+                return self._at_most(timeout if asked_s is None else asked_s)
+            if self._exception is None:
+                result: T = self._result
+                return result
+            return super().result(0)
         finally:
             self._before()
 
-    def _outcome(self, timeout: float | None, asked_s: float | None) -> T:
-        if self._drive is not None and (timeout is None or timeout > QUIET_S):
-            self._drive(self)
-            if self.done():
-                return self._at_most(0, asked_s)
-        if self.about is None or (timeout is not None and timeout <= QUIET_S):
-            return self._at_most(timeout, asked_s)
-        if not self.settles(QUIET_S):
-            patiently(self.settles, self.about, timeout, waited_s=QUIET_S)
-        return self._at_most(0, asked_s)
+    def _wait(self, timeout: float | None) -> None:
+        shortly_s = QUIET_S if timeout is None else min(timeout, QUIET_S)
+        until_s = time.monotonic() + shortly_s
+        if self._answers is not None:
+            self._answers.drive(self, shortly_s)
+            if self.is_settled:
+                return
+        if not self.settles(max(0.0, until_s - time.monotonic())):
+            if self.about is None:
+                self.settles(None if timeout is None else max(0.0, timeout - QUIET_S))
+            elif timeout is None or timeout > QUIET_S:
+                patiently(self.settles, self.about, timeout, waited_s=QUIET_S)
 
     def settles(self, timeout_s: float | None) -> bool:
         """Wait at most so long; return whether there is a result or an error."""
+        if self._answers is not None:
+            self._answers.watch()
         try:
             self.exception(timeout_s)
         except TimeoutError:
@@ -144,9 +213,9 @@ class Waiting(Future[T]):
             pass
         return True
 
-    def _at_most(self, timeout: float | None, asked_s: float | None) -> T:
+    def _at_most(self, asked_s: float | None) -> T:
         try:
-            return super().result(timeout)
+            return super().result(0)
         except TimeoutError:
             if self.done():  # the future failed with TimeoutError, or was settled just now
                 return super().result(0)
@@ -165,8 +234,8 @@ class Fetching(Waiting[Any]):
     """The future of a value; the first thread that asks for the result puts its parts together.
 
     Args:
-        spec: of the value.
-        explain, about, before, drive: see `Waiting`.
+        spec: spec of the value.
+        explain, about, before, answers: see `Waiting`.
         came: called with the value when it was put together.
     """
 
@@ -176,41 +245,40 @@ class Fetching(Waiting[Any]):
         explain: Callable[[], str] | None = None,
         about: Callable[[], About] | None = None,
         before: Callable[[], None] = lambda: None,
-        drive: Callable[[Future[Any]], None] | None = None,
+        answers: Answers | None = None,
         came: Callable[[np.ndarray[Any, Any]], None] | None = None,
     ) -> None:
-        super().__init__(explain, about, before, drive)
+        super().__init__(explain, about, before, answers)
         self._spec = spec
         self._came = came
-        self._whole: np.ndarray[Any, Any] | None = None
+        self._value: np.ndarray[Any, Any] | None = None
         self._parts: list[Part] = []
 
-    def set_result(self, result: list[Part]) -> None:
+    def set_result(self, result: Any, exception: BaseException | None = None) -> None:
         """Take the parts of the value."""
         self._parts = result
-        super().set_result(None)
+        super().set_result(None, exception)
 
     def result(
         self, timeout: float | None = None, asked_s: float | None = None
     ) -> np.ndarray[Any, Any]:
         """Return the whole value, read-only; see `Waiting.result`."""
         super().result(timeout, asked_s)
-        parts = self._parts  # read before `_whole`: another thread sets that first
-        if self._whole is None:
-            self._whole = _assembled(self._spec, parts)
+        parts = self._parts  # read before `_value`: another thread sets that first
+        if self._value is None:
+            self._value = _assembled(self._spec, parts)
             self._parts = []
             if self._came is not None:
-                self._came(self._whole)
-        return self._whole
+                self._came(self._value)
+        return self._value
 
 
 def _assembled(spec: ArraySpec, parts: list[Part]) -> np.ndarray[Any, Any]:
-    whole_box = tuple((0, size) for size in spec.shape)
-    if len(parts) == 1 and parts[0][0] == whole_box:
-        whole = parts[0][1]
+    if len(parts) == 1 and parts[0][0] == tuple((0, size) for size in spec.shape):
+        value = parts[0][1]
     else:
-        whole = np.empty(spec.shape, dtype_of(spec.dtype))
+        value = np.empty(spec.shape, dtype_of(spec.dtype))
         for box, part in parts:
-            whole[box_slices(box)] = part
-    whole.flags.writeable = False
-    return whole
+            value[box_slices(box)] = part
+    value.flags.writeable = False
+    return value

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import OwnMesh
+from pw.client.equations.calls import program_trace
+from pw.client.functions.jit import jit
+from pw.client.functions.program import program
+from pw.client.functions.transfer import put
 from pw.client.loops.carry import Carry, as_type
 from pw.client.loops.loop import Loop
 from pw.client.loops.native import iterated
-from pw.client.trace.equations import program_trace
-from pw.client.trace.jit import jit
-from pw.client.trace.program import program
-from pw.client.transfer import put
 
 State = list[Any]
 """The predicate, and the leaves of the carry."""
@@ -30,38 +30,37 @@ class Bursts:
 
     def __init__(self, loop: Loop, carry: Carry, signature: Sequence[Any]) -> None:
         self._loop, self._carry = loop, carry
-        self._taken = [at for at in sorted(carry.donated) if signature[at] is carry.types[at]]
-        """Leaves of a program that its first burst takes from the caller."""
+        self._from_caller = [at for at in sorted(carry.donated) if signature[at] is carry.types[at]]
+        """Positions of the leaves that the first burst of a program takes over from the caller."""
         mesh = carry.mesh
         self.sizes = (1, 4, 16) if mesh is None else ()
-        """The possible numbers of iterations in a burst; empty if there may be any number."""
+        """Possible numbers of iterations in a burst; empty if there may be any number."""
         self.iterations = 1
-        """How many iterations the next burst has."""
+        """Number of iterations in the next burst."""
         self._programs: dict[int, Callable[..., Any]] = {}
         self._start = self._start_of_program() if mesh is None else self._start_on(mesh)
-        self._burst = None if mesh is None else self._portion_on(mesh)
+        self._burst = None if mesh is None else self._burst_on(mesh)
 
     def start(self, leaves: Sequence[Any]) -> State:
         """Return arrays that are the loop's own, and the first predicate."""
         state: State = self._start(*leaves)
         if self._burst is None:
-            for at in self._taken:
+            for at in self._from_caller:
                 state.insert(1 + at, leaves[at])
         return state
 
     def burst(self, count: int, state: State) -> State:
         """Launch up to `count` iterations, which take over the carry."""
         if self._burst is not None:
-            made: State = self._burst(count, *state)
-            return made
-        run = self._programs.get(count)
-        if run is None:
-            run = self._programs[count] = self._program(count)
-        varying, whole = self._carry.varying, list(state)
-        whole[0], changed = run(state[0], *state[1:])
-        for at, leaf in zip(varying, changed, strict=True):
-            whole[1 + at] = leaf
-        return whole
+            after: State = self._burst(count, *state)
+            return after
+        if count not in self._programs:
+            self._programs[count] = self._program(count)
+        after = list(state)
+        after[0], varying = self._programs[count](*state)
+        for at, leaf in zip(self._carry.varying, varying, strict=True):
+            after[1 + at] = leaf
+        return after
 
     # --- on one mesh -----------------------------------------------------------------------------------
 
@@ -69,7 +68,7 @@ class Bursts:
         loop, types = self._loop, self._carry.types
 
         def start(*leaves: Any) -> State:
-            own = [as_type(leaf, type_) for leaf, type_ in zip(leaves, types, strict=True)]
+            own = list(map(as_type, leaves, types))
             return [jnp.asarray(loop.goes_on(own)), *own]
 
         start.__name__ = loop.name
@@ -82,7 +81,7 @@ class Bursts:
             donate_argnums=tuple(self._carry.donated),
         )
 
-    def _portion_on(self, mesh: OwnMesh) -> Callable[..., Any]:
+    def _burst_on(self, mesh: OwnMesh) -> Callable[..., Any]:
         loop, types = self._loop, self._carry.types
 
         def goes_on(state: Any) -> Any:
@@ -91,14 +90,13 @@ class Bursts:
 
         def step(state: Any) -> Any:
             left, _, leaves = state
-            pairs = zip(loop.step(leaves), types, strict=True)
-            made = [as_type(leaf, type_) for leaf, type_ in pairs]
-            return left - 1, jnp.asarray(loop.goes_on(made)), made
+            leaves = list(map(as_type, loop.step(leaves), types))
+            return left - 1, jnp.asarray(loop.goes_on(leaves)), leaves
 
         def burst(limit: Any, more: Any, *leaves: Any) -> State:
             first = jnp.asarray(limit, jnp.int32), more, list(leaves)
-            _, more, made = jax.lax.while_loop(goes_on, step, first)
-            return [more, *made]
+            _, more, last = jax.lax.while_loop(goes_on, step, first)
+            return [more, *last]
 
         burst.__name__ = loop.name
         shardings = [type_.sharding for type_ in types]
@@ -113,17 +111,17 @@ class Bursts:
     # --- on several ------------------------------------------------------------------------------------
 
     def _start_of_program(self) -> Callable[..., Any]:
-        loop, carry, taken = self._loop, self._carry, self._taken
+        loop, carry, from_caller = self._loop, self._carry, self._from_caller
 
         def start(*leaves: Any) -> State:
             own = [
                 put(leaf, type_.sharding) for leaf, type_ in zip(leaves, carry.types, strict=True)
             ]
             more = put(loop.goes_on(own), carry.predicate)
-            return [more, *[leaf for at, leaf in enumerate(own) if at not in taken]]
+            return [more, *[leaf for at, leaf in enumerate(own) if at not in from_caller]]
 
         start.__name__ = loop.name
-        return program(start, donate_argnums=tuple(carry.donated - set(taken)))
+        return program(start, donate_argnums=tuple(carry.donated - set(from_caller)))
 
     def _program(self, count: int) -> Callable[..., Any]:
         loop, carry = self._loop, self._carry

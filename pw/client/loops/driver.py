@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pw.client.arrays.array import Array
-from pw.client.checkpoint import checkpoint
+from pw.client.checkpoints.checkpoint import checkpoint
 from pw.client.connection.waiting import time_left
 from pw.client.loops.bursts import Bursts, State
 from pw.core.errors import ComputationTimeout
@@ -23,25 +23,25 @@ from pw.core.errors import ComputationTimeout
 AHEAD = 3
 """Bursts in flight: one that runs, one that waits, and one on its way."""
 
-PORTION_S = 0.050
-"""How long a burst should take. Other clients, `timeout=` and `pw.cancel` get their turn after it; a tenth
-of it is what a burst costs where client and hosts share two cores."""
+BURST_S = 0.050
+"""Seconds that a burst should take. Other clients, `timeout=` and `pw.cancel` get their turn after it. A burst
+costs a tenth of this time where client and hosts share two cores."""
 
 GROWTH = 4
-"""How much longer than an ended burst the next one may be."""
+"""Largest ratio of the lengths of a burst and the last one that ended."""
 
 MOST = 1 << 20
-"""Iterations in a burst."""
+"""Largest number of iterations in a burst."""
 
-REPLICATED_PORTIONS = 1024
-"""After so many bursts replicas of the carry are made; the controller keeps sixteen times as many runs."""
+REPLICATED_BURSTS = 1024
+"""Number of bursts between two replicas of the carry; the controller keeps sixteen times as many runs."""
 
 REPLICATED_VALUES = 1 << 18
-"""The same for arrays that bursts have read and made together."""
+"""Number of arrays that bursts read and make between two replicas of the carry."""
 
-PORTIONS_TIMED = 8
-"""The time of an iteration is that of the last so many bursts: one alone may seem long, and the next one
-short, because the client or a host had to wait for a processor."""
+TIMED_BURSTS = 8
+"""Number of bursts whose times are averaged: one alone may seem long, and the next one short, because the
+client or a host had to wait for a processor."""
 
 
 def drive(
@@ -56,12 +56,12 @@ def drive(
     """Return the last state of a loop, as soon as its arrays exist.
 
     Args:
-        bursts: of the loop.
-        state: the first one.
+        bursts: bursts of the loop.
+        state: the first predicate and carry.
         max_iterations: the bound on iterations; None for none.
         timeout_s: seconds from now on; 0 for no limit.
-        name: of the loop, for the user.
-        clock: seconds.
+        name: name of the loop, for the user.
+        clock: the time in seconds.
 
     Raises:
         ComputationTimeout: the loop did not end in time.
@@ -69,10 +69,10 @@ def drive(
     """
     rest_s = time_left(timeout_s or None, clock)
     ahead: deque[tuple[Array, int, float]] = deque()
-    timed: deque[tuple[int, float]] = deque(maxlen=PORTIONS_TIMED)
+    timed: deque[tuple[int, float]] = deque(maxlen=TIMED_BURSTS)
     left, done, ended_s = max_iterations, 0, None
     first, launched = state, 0
-    period = max(1, min(REPLICATED_PORTIONS, REPLICATED_VALUES // (2 * len(state) + 1)))
+    period = max(1, min(REPLICATED_BURSTS, REPLICATED_VALUES // (2 * len(state) + 1)))
 
     try:
         while True:
@@ -119,7 +119,7 @@ def drive(
 def _adapt(bursts: Bursts, timed: Sequence[tuple[int, float]]) -> None:
     """Choose the length of the next bursts by the lengths and the times, in seconds, of the last ones."""
     took_s = sum(seconds for _, seconds in timed)
-    wanted = PORTION_S * sum(count for count, _ in timed) / max(took_s, 1e-6)
+    wanted = BURST_S * sum(count for count, _ in timed) / max(took_s, 1e-6)
     bursts.iterations = int(max(1, min(wanted, timed[-1][0] * GROWTH, MOST)))
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from pw.client.arrays.signature import aval_of
-from pw.client.trace.argument_errors import in_words
-from pw.client.trace.function import signature_of_call
-from pw.client.trace.predicate import boolean
-from pw.client.trace.wrapped import name_of, tree_flatten, tree_unflatten
+from pw.client.functions.argument_errors import in_words, path_of_leaf
+from pw.client.functions.function import signature_of_call
+from pw.client.functions.predicate import boolean
+from pw.client.functions.wrapped import name_of, tree_flatten, tree_unflatten
 from pw.core.errors import ArgumentError, ShardingError
 
 
@@ -31,23 +29,24 @@ class Loop:
 
     def signature(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the types of the first carry. Raises ArgumentError."""
-        found: list[Any] = []
+        types: list[Any] = []
         for leaf in leaves:
             try:
-                found += signature_of_call([leaf])
+                types += signature_of_call([leaf])
             except ArgumentError:
                 raise ArgumentError(
                     f"pw.while_loop was given {leaf!r} of type {type(leaf).__name__} in its first carry, which "
                     "is a tree of arrays and numbers"
                 ) from None
-        return found
+        return types
 
     def goes_on(self, leaves: Sequence[Any]) -> Any:
         """Return the predicate for a carry. Raises ArgumentError if it is no scalar boolean."""
-        said = (
-            f"pw.while_loop: {name_of(self.cond_fun)!r} must return a scalar boolean, and returns"
+        name = name_of(self.cond_fun)
+        return boolean(
+            self.cond_fun(tree_unflatten(self.tree, leaves)),
+            f"pw.while_loop: {name!r} must return a scalar boolean, and returns",
         )
-        return boolean(self.cond_fun(tree_unflatten(self.tree, leaves)), said)
 
     def step(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of the carry after an iteration. Raises ArgumentError if they are unlike those."""
@@ -77,9 +76,7 @@ class Loop:
 
     def path(self, at: int) -> str:
         """Return the user's name of a leaf of the carry."""
-        whole = tree_unflatten(self.tree, range(self.tree.num_leaves))
-        path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
-        return f"carry{jax.tree_util.keystr(path)}"
+        return f"carry{path_of_leaf(self.tree, at)}"
 
     def moves(self, at: int, before: Any, after: Any) -> ShardingError:
         """Return the error of a leaf that the body leaves elsewhere each time."""

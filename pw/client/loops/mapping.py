@@ -21,16 +21,17 @@ from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.arrays.signature import aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
-from pw.client.trace.counted_rows import with_counts
-from pw.client.trace.equations import ProgramTrace, program_trace, tracing_program
-from pw.client.trace.function import signature_of_call
-from pw.client.trace.jax_calls import with_calls
-from pw.client.trace.jit import jit
-from pw.client.trace.passes.meshes import first_mesh, is_on_several, meshes_in
-from pw.client.trace.program import program
-from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.traced_errors import in_words_of
-from pw.client.trace.wrapped import name_of, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.equations.calls import ProgramTrace, program_trace, tracing_program
+from pw.client.equations.counted_rows import with_counts
+from pw.client.equations.jax_calls import with_calls
+from pw.client.equations.meshes import first_mesh, is_on_several, meshes_in
+from pw.client.functions.argument_errors import path_of_leaf
+from pw.client.functions.function import signature_of_call
+from pw.client.functions.jit import jit
+from pw.client.functions.program import program
+from pw.client.functions.tracebacks import leave_out_runtime
+from pw.client.functions.traced_errors import in_words_of
+from pw.client.functions.wrapped import name_of, tree_flatten, tree_unflatten, under_jax_trace
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32
@@ -67,27 +68,27 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
     try:
         if not callable(fun):
             raise TypeError(f"pw.map takes a function, and was given {fun!r}")
-        whole, counts = _taken_apart(fun, xs)
-        leaves, tree = tree_flatten(whole)
+        elements, counts = _rows_and_counts(fun, xs)
+        leaves, tree = tree_flatten(elements)
         trace = program_trace()
         if trace is not None:
-            return _together(_in_program(trace, fun, tree, leaves, counts), counts)
+            return _as_ragged(_in_program(trace, fun, tree, leaves, counts), counts)
         if under_jax_trace([*leaves, *counts]):
-            return _together(_in_jax(fun, whole, counts), counts)
+            return _as_ragged(_in_jax(fun, elements, counts), counts)
         _check_leaves(fun, tree, leaves, "xs")
         if jax_backend.client() is not None:
-            leaves, counts = jax_arrays.taken(leaves), jax_arrays.taken(counts)
+            leaves, counts = jax_arrays.from_jax(leaves), jax_arrays.from_jax(counts)
         try:
             alone = _kept(fun)
         except TypeError:  # it cannot be hashed
             alone = _Alone(fun)
-        return _together(alone(leaves, counts, tree), counts)
+        return _as_ragged(alone(leaves, counts, tree), counts)
     except Exception as error:
         leave_out_runtime(error)
         raise
 
 
-def _taken_apart(fun: Callable[[Any], Any], xs: Any) -> tuple[Any, list[Any]]:
+def _rows_and_counts(fun: Callable[[Any], Any], xs: Any) -> tuple[Any, list[Any]]:
     """Return a tree with rows in place of `Ragged`s of one cell, and their counts, if there are any."""
     counts: list[Any] = []
 
@@ -105,12 +106,14 @@ def _taken_apart(fun: Callable[[Any], Any], xs: Any) -> tuple[Any, list[Any]]:
     return jax.tree_util.tree_map(rows_of, xs, is_leaf=is_ragged), counts
 
 
-def _together(made: Any, counts: Sequence[Any]) -> Any:
+def _as_ragged(results: Any, counts: Sequence[Any]) -> Any:
     """Return results as `Ragged`s with these counts, if there are any."""
     if not counts:
-        return made
+        return results
     return jax.tree_util.tree_map(
-        lambda leaf: leaf if is_ragged(leaf) else Ragged(leaf, counts[0]), made, is_leaf=is_ragged
+        lambda leaf: leaf if is_ragged(leaf) else Ragged(leaf, counts[0]),
+        results,
+        is_leaf=is_ragged,
     )
 
 
@@ -158,12 +161,12 @@ def _in_program(
     def choose(numbered: Any) -> Any:
         is_counted, leaves = numbered
 
-        def taken() -> Any:
-            results, made_tree = tree_flatten(element.apply(*element.copied(leaves)))
-            return tree_unflatten(made_tree, with_counts(results, made_tree))
+        def compute() -> Any:
+            results, out_tree = tree_flatten(element.apply(*element.copied(leaves)))
+            return tree_unflatten(out_tree, with_counts(results, out_tree))
 
-        taken.__name__ = name_of(fun)
-        return jax.lax.cond(is_counted, taken, nothing)
+        compute.__name__ = name_of(fun)
+        return jax.lax.cond(is_counted, compute, nothing)
 
     are_counted = first + jnp.arange(size) < jnp.asarray(counts[0], jnp.int32)
     return _scanned(fun, choose, (are_counted, leaves))
@@ -187,8 +190,8 @@ class _Element:
     ) -> None:
         self._trace, self._fun, self._tree = trace, fun, tree
         self._meshes = [trace.mesh_of(leaf) for leaf in leaves]
-        whole = [aval_of(type_) for type_ in signature_of_call(leaves)]
-        avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in whole]
+        stacked = [aval_of(type_) for type_ in signature_of_call(leaves)]
+        avals = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in stacked]
         closed, self.result = jax.make_jaxpr(self.apply, return_shape=True)(*avals)
         self._jaxpr = with_calls(closed, trace.kinds).jaxpr
         self.is_on_several = is_on_several(self._jaxpr.eqns)
@@ -198,10 +201,10 @@ class _Element:
         for leaf, mesh in zip(leaves, self._meshes, strict=True):
             if mesh is not None:
                 self._trace.say(leaf, OwnSharding.replicated(mesh))
-        made = self._fun(tree_unflatten(self._tree, leaves))
-        results, tree = tree_flatten(made)
-        _check_leaves(self._fun, tree, results, "its result")
-        return made
+        result = self._fun(tree_unflatten(self._tree, leaves))
+        parts, tree = tree_flatten(result)
+        _check_leaves(self._fun, tree, parts, "its result")
+        return result
 
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
         """Return an element with copies of what it takes elsewhere.
@@ -209,12 +212,12 @@ class _Element:
         In a branch, these copies are sent, so that what does not count is not.
         """
         first = first_mesh(self._jaxpr.eqns)
-        found = []
+        element = []
         for leaf, variable, mesh in zip(leaves, self._jaxpr.invars, self._meshes, strict=True):
             users = [eqn for eqn in self._jaxpr.eqns if any(one is variable for one in eqn.invars)]
             is_moved = any(used != (mesh or first) for used, _ in meshes_in(users))
-            found.append(jnp.copy(leaf) if is_moved else leaf)
-        return found
+            element.append(jnp.copy(leaf) if is_moved else leaf)
+        return element
 
 
 def _size(
@@ -224,10 +227,10 @@ def _size(
     avals = [aval_of(type_) for type_ in signature]
     sizes = {aval.shape[0] if aval.shape else None for aval in avals}
     if len(sizes) != 1 or None in sizes:
-        name, words = (
-            name_of(fun),
-            [f"{_path(tree, at)} is {aval.str_short()}" for at, aval in enumerate(avals)],
-        )
+        name = name_of(fun)
+        words = [
+            f"xs{path_of_leaf(tree, at)} is {aval.str_short()}" for at, aval in enumerate(avals)
+        ]
         for at, aval in enumerate(avals):
             if not aval.shape:
                 raise ArgumentError(
@@ -245,31 +248,21 @@ def _size(
     return int(sizes.pop() or 0)
 
 
-def _path(tree: Any, at: int) -> str:
-    """Return the user's name of a leaf of `xs`."""
-    whole = tree_unflatten(tree, range(tree.num_leaves))
-    path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
-    return f"xs{jax.tree_util.keystr(path)}"
-
-
 def _check_leaves(fun: Callable[[Any], Any], tree: Any, leaves: Sequence[Any], what: str) -> None:
     """Raise ArgumentError if a leaf is no array."""
     for at, leaf in enumerate(leaves):
         try:
             signature_of_call([leaf])
         except ArgumentError:
-            where = what + _path(tree, at).removeprefix("xs")
             raise ArgumentError(
-                f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
-                f"{leaf!r} of type {type(leaf).__name__}"
+                f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but "
+                f"{what}{path_of_leaf(tree, at)} is {leaf!r} of type {type(leaf).__name__}"
             ) from None
 
 
-def _joined(*parts: Any) -> Any:
+@jit
+def _join(*parts: Any) -> Any:
     return jnp.concatenate(parts)
-
-
-_join = jit(_joined)
 
 
 class _Alone:
@@ -316,15 +309,15 @@ class _Alone:
 
     def _runs_on_several(self, leaves: Sequence[Any], signature: Any, tree: Any) -> bool:
         key = (tree, signature, current.runtime(), tracing_configuration())
-        found = self._is_on_several.get(key)
-        if found is None:
+        is_on_several = self._is_on_several.get(key)
+        if is_on_several is None:
             trace = ProgramTrace(self._name)
             with tracing_program(trace), in_words_of(self._name):
-                found = _Element(trace, self._fun, tree, leaves).is_on_several
-            for stale in [known for known in self._is_on_several if not known[2].alive]:
+                is_on_several = _Element(trace, self._fun, tree, leaves).is_on_several
+            for stale in [other for other in self._is_on_several if not other[2].alive]:
                 del self._is_on_several[stale]
-            self._is_on_several[key] = found
-        return found
+            self._is_on_several[key] = is_on_several
+        return is_on_several
 
 
 _kept = lru_cache(PROGRAMS_KEPT)(_Alone)

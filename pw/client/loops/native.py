@@ -1,7 +1,7 @@
 """A `pw.while_loop` that JAX traces.
 
 In a program, a loop with a bound is a `jax.lax.scan` of choices whether it goes on, which JAX can
-differentiate in reverse; `pw.client.trace.passes.place` makes guarded iterations of it, or one computation
+differentiate in reverse; `pw.client.programs.placing.place` makes guarded iterations of it, or one computation
 on one mesh. Without a bound, and in a `pw.jit` function, it is `jax.lax.while_loop`.
 """
 
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.signature import aval_of
+from pw.client.equations.calls import ProgramTrace
+from pw.client.equations.counted_rows import with_counts
+from pw.client.equations.jax_calls import with_calls
+from pw.client.equations.meshes import first_mesh, is_on_several
+from pw.client.functions.wrapped import name_of
 from pw.client.loops.loop import Loop
-from pw.client.trace.counted_rows import with_counts
-from pw.client.trace.equations import ProgramTrace
-from pw.client.trace.jax_calls import with_calls
-from pw.client.trace.passes.meshes import first_mesh, is_on_several
-from pw.client.trace.passes.unrolled import LOOP
-from pw.client.trace.wrapped import name_of
+from pw.client.programs.passes.unrolled import LOOP
 from pw.core.errors import ArgumentError
 
 
@@ -36,8 +36,8 @@ def in_function(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Sequenc
     def step(state: Any) -> Any:
         return state[0] + 1, loop.step(state[1])
 
-    made: Sequence[Any] = jax.lax.while_loop(goes_on, step, (0, list(leaves)))[1]
-    return made
+    last: Sequence[Any] = jax.lax.while_loop(goes_on, step, (0, list(leaves)))[1]
+    return last
 
 
 def in_program(
@@ -59,10 +59,10 @@ def in_program(
 
     step.__name__ = loop.name
     program.unbounded.append(name_of(loop.body_fun))
-    made: Sequence[Any] = jax.lax.while_loop(
+    last: Sequence[Any] = jax.lax.while_loop(
         lambda carry: loop.goes_on(_lying(program, carry, like)), step, list(leaves)
     )
-    return made
+    return last
 
 
 def iterated(
@@ -71,9 +71,9 @@ def iterated(
     """Return the predicate and the leaves of the carry after `count` iterations, or after the last one.
 
     Args:
-        program: which JAX traces.
-        loop: its functions.
-        count: of the iterations.
+        program: program that JAX traces.
+        loop: functions of the loop.
+        count: number of iterations.
         like: values that lie as the carry does.
         state: the first predicate, and the leaves of the first carry.
     """
@@ -83,8 +83,8 @@ def iterated(
         _lying(program, leaves, like)
 
         def step() -> Any:
-            made = with_counts(loop.step(leaves), loop.tree)
-            return loop.goes_on(made), made
+            after = with_counts(loop.step(leaves), loop.tree)
+            return loop.goes_on(after), after
 
         def stay() -> Any:
             return False, leaves
@@ -94,8 +94,8 @@ def iterated(
             return jax.lax.cond(more, step, stay), None
 
     with jax.named_scope(LOOP):
-        (more, made), _ = jax.lax.scan(iterate, (state[0], list(state[1:])), None, length=count)
-    return [more, *made]
+        (more, last), _ = jax.lax.scan(iterate, (state[0], list(state[1:])), None, length=count)
+    return [more, *last]
 
 
 def _settled(program: ProgramTrace, loop: Loop, leaves: Sequence[Any]) -> tuple[Sequence[Any], Any]:
@@ -124,9 +124,9 @@ def traced(
     """Return the jaxpr of a predicate and an iteration after it, and values that lie as this leaves the carry.
 
     Args:
-        program: which JAX traces.
-        loop: its functions.
-        avals: of the carry.
+        program: program that JAX traces.
+        loop: functions of the loop.
+        avals: abstract values of the leaves of the carry.
         like: values that lie as the carry does before the iteration.
     """
     after: Sequence[Any] = ()
@@ -134,10 +134,10 @@ def traced(
     def once(*leaves: Any) -> Any:
         nonlocal after
         _lying(program, leaves, like)
-        more, made = loop.goes_on(leaves), loop.step(leaves)
-        pairs = zip(made, like, strict=True)
+        more, results = loop.goes_on(leaves), loop.step(leaves)
+        pairs = zip(results, like, strict=True)
         after = [before if program.mesh_of(one) is None else one for one, before in pairs]
-        return more, *made
+        return more, *results
 
     closed = jax.make_jaxpr(once)(*avals)
     return with_calls(closed, program.kinds), after

@@ -15,21 +15,21 @@ from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.ragged import check_counts, pairs_of
 from pw.client.arrays.signature import ArrayType, tracing_configuration
 from pw.client.connection import jax_backend
-from pw.client.keywords import checks_keywords
-from pw.client.loops.bursts import Bursts
-from pw.client.loops.carry import learn
-from pw.client.loops.driver import drive
-from pw.client.loops.loop import Loop
-from pw.client.loops.native import in_function, in_program
-from pw.client.trace.equations import program_trace
-from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import (
+from pw.client.equations.calls import program_trace
+from pw.client.functions.tracebacks import leave_out_runtime
+from pw.client.functions.wrapped import (
     name_of,
     timeout_s_of,
     tree_flatten,
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.keywords import checks_keywords
+from pw.client.loops.bursts import Bursts
+from pw.client.loops.carry import learn
+from pw.client.loops.driver import drive
+from pw.client.loops.loop import Loop
+from pw.client.loops.native import in_function, in_program
 from pw.core.errors import ArgumentError
 
 
@@ -80,10 +80,10 @@ def while_loop(
         program = program_trace()
         is_in_jax = under_jax_trace(leaves)
         if timeout is not None and is_in_jax:
-            whole = "pw.jit" if program is None else "pw.program"
+            outer = "pw.jit" if program is None else "pw.program"
             raise ArgumentError(
-                f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {whole} function, "
-                f"where a loop has no timeout of its own; give it to the function, as in {whole}(f, "
+                f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {outer} function, "
+                f"where a loop has no timeout of its own; give it to the function, as in {outer}(f, "
                 f"timeout={timeout!r}), or call the loop outside of it"
             )
         if program is not None:
@@ -91,7 +91,7 @@ def while_loop(
         if is_in_jax:
             return tree_unflatten(tree, in_function(loop, limit, leaves))
         if jax_backend.client() is not None:
-            leaves = jax_arrays.taken(leaves)
+            leaves = jax_arrays.from_jax(leaves)
         return tree_unflatten(tree, _alone(loop, limit, timeout_s, leaves))
     except Exception as error:
         leave_out_runtime(error)

@@ -32,9 +32,9 @@ class Hosts(Part):
         self.names: tuple[str, ...] = ()
         """Hosts of formed islands."""
         self.bindings = 0
-        """Grows whenever a slice is bound: failed requests may succeed now."""
+        """Number of bindings so far; when it grows, failed requests may succeed."""
         self.bounds: Counter[int] = Counter()
-        """How often each slice was bound."""
+        """Number of bindings of each slice so far."""
         self.former: set[int] = set()
         """Slices that an earlier controller had bound."""
         self._wants_output = False
@@ -126,11 +126,6 @@ class Hosts(Part):
         if bound is None:
             return None
         return tuple(bound.devices[index] for index in spec.placement.devices)
-
-    def that_know_me(self, spec: ArraySpec) -> frozenset[str]:
-        """Return the hosts that have such an array, if they all know the client."""
-        hosts = frozenset(device.host for device in self.devices(spec) or ())
-        return hosts if hosts <= self._identified else frozenset()
 
     def binding(self, spec: ArraySpec) -> msg.SliceBound | None:
         """Return the binding of such an array's slice; None while it has none."""

@@ -38,9 +38,9 @@ class Journal(Part):
         """Programs that the client has released, and that runs in the journal still need."""
         self._runs_of: Counter[int] = Counter()
         self._effects: dict[int, tuple[tuple[int, ...], tuple[ArraySpec, ...]]] = {}
-        """Of each program, the positions of its donated arguments, and the specs of its results."""
+        """Positions of the donated arguments of each program, and the specs of its results."""
         self.artifacts = Artifacts()
-        """Of all programs in the journal: the client sends each artifact once."""
+        """Artifacts of all programs in the journal: the client sends each artifact once."""
         self.inputs: dict[int, msg.CreateArray] = {}
         self.runs: dict[int, msg.Run] = {}
         self.offers: dict[int, msg.Offer] = {}
@@ -69,7 +69,7 @@ class Journal(Part):
 
     # --- from the client -----------------------------------------------------------------------------
 
-    def told(self, message: object) -> None:
+    def record(self, message: object) -> None:
         """Write down a message that was sent to the controller."""
         note = self._noters.get(type(message))
         if note is not None:
@@ -78,7 +78,7 @@ class Journal(Part):
             self.requests[request] = message
 
     def _register(self, message: msg.RegisterProgram) -> None:
-        body = message.body.whole()
+        body = message.body.value()
         self._programs[message.program] = msgspec.structs.replace(
             message, artifacts=self.artifacts.of(body, message.artifacts)
         )
@@ -104,12 +104,12 @@ class Journal(Part):
         effects = self._effects.get(message.program)
         if effects is None:
             return
-        donated, made = effects
+        donated, specs = effects
         self.runs[message.run] = message
         self._runs_of[message.program] += 1
         if donated:
             self._let_go(arrays_in(message.args[index] for index in donated))
-        self.held.update(zip(message.results, made, strict=False))
+        self.held.update(zip(message.results, specs, strict=False))
 
     def _let_go(self, arrays: Sequence[int]) -> None:
         for array in arrays:
@@ -153,8 +153,8 @@ class Journal(Part):
         for array in message.results:
             if array in interest:
                 self._failed[array] = message.error
-        made = self.runs.get(message.run)
-        if made is not None and self._failed.keys() >= self.held.keys() & set(made.results):
+        run = self.runs.get(message.run)
+        if run is not None and self._failed.keys() >= self.held.keys() & set(run.results):
             self._forget_run(message.run)
 
     @handles(msg.ForgetRuns)
@@ -210,13 +210,13 @@ class Journal(Part):
             yield msgspec.structs.replace(created, bound=0)
         yield from self.runs.values()
         yield from self.offers.values()
-        made = self.inputs.keys() | {a for run in self.runs.values() for a in run.results}
+        lineage = self.inputs.keys() | {a for run in self.runs.values() for a in run.results}
         self._copied &= self._of_interest()
         self._prune_failed()
-        known = [msg.KnownArray(a, spec) for a, spec in self.held.items() if a not in made]
+        arrays = [msg.KnownArray(a, spec) for a, spec in self.held.items() if a not in lineage]
         yield msg.Resumed(
             tuple(self.held),
-            Compact.of(msg.KnownArrays(tuple(known))),
+            Compact.of(msg.KnownArrays(tuple(arrays))),
             tuple(msg.FailedArray(a, error) for a, error in self._failed.items()),
             tuple(sorted(self._copied)),
         )

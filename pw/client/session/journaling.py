@@ -7,11 +7,13 @@ The next controller gets the journal, and then the held messages.
     open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests and held messages
 
 Nothing waits for the controller to hear of a run that is launched under a lease, so it is told of
-several at once.
+several at once. Threads that launch note runs here (`launched`), and the session tells of them: soon,
+and before whatever else it tells.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -22,12 +24,6 @@ from pw.core.actors.actor import Env
 from pw.core.ids import CONTROL, Address
 from pw.core.messages.checks import beyond_bounds, has_bounds, refusal
 
-NOTICES = 16
-"""So many launched runs are told at once."""
-
-NOTICE_S = 2e-3
-"""How long fewer may wait for others."""
-
 KEEP_LEASES = (
     msg.Run,
     msg.Delete,
@@ -36,7 +32,7 @@ KEEP_LEASES = (
     msg.CreateArray,
     msg.Inquire,
 )
-"""What may be sent to the controller without an end of the leases: it has no place among launches."""
+"""Messages to the controller that end no lease: they have no place among launches."""
 
 _NOT_HELD = (msg.InputGone, msg.LinkLost)
 """Answers and news that only the lost controller can use."""
@@ -63,13 +59,17 @@ class JournalingEnv:
         self.audit = env.audit
         self.count = env.count
         self.keeps = False
-        """Keep a journal: the session will look for another controller."""
+        """True if the session keeps a journal, because it will look for another controller."""
         self.journal = Journal()
         self.on_order: Callable[[], None] = lambda: None
         """Called before a message is sent that has its place among the launches."""
+        self.on_launched: Callable[[msg.Run], None] = lambda run: None
+        """Called before the controller is told of a launched run."""
         self._held: list[object] | None = None
-        self._notices: list[msg.Run] = []
-        """Launched runs that the controller has not been told of; they are in the journal."""
+        self._launched: deque[msg.Run | msg.CreateArray] = deque()
+        """Launched runs, and uploads before them, that the controller has not been told of."""
+        self.launched = self._launched.append
+        """Notes a run or an upload that a thread sends, before any host hears of it; from any thread."""
 
     @property
     def is_open(self) -> bool:
@@ -88,35 +88,27 @@ class JournalingEnv:
         if to != CONTROL:
             self._env.send(to, message)
         elif self._held is None:
-            if isinstance(message, msg.Run) and message.lease:
-                self._notice(message)
-                return
             if not isinstance(message, KEEP_LEASES):
                 self.on_order()
-            if self._notices:
-                self._tell_notices()
+            if self._launched:
+                self.tell_launched()
             self._env.send(to, message)
-            if (
-                self.keeps
-            ):  # after sending: a message that cannot be sent must not be in the journal
-                self.journal.told(message)
+            if self.keeps:  # after sending: one that cannot be sent must not be in the journal
+                self.journal.record(message)
         elif not isinstance(message, _NOT_HELD):
             self._held.append(message)
 
-    def _notice(self, run: msg.Run) -> None:
-        """Tell of a launched run, together with others."""
-        if self.keeps:
-            self.journal.told(run)
-        self._notices.append(run)
-        if len(self._notices) >= NOTICES:
-            self._tell_notices()
-        elif len(self._notices) == 1:
-            self._env.call_later(NOTICE_S, self._tell_notices)
-
-    def _tell_notices(self) -> None:
-        notices, self._notices = self._notices, []
-        for run in notices:
-            self._env.send(CONTROL, run)
+    def tell_launched(self) -> None:
+        """Tell of the runs that were launched, or write them down for another controller."""
+        while self._launched:
+            message = self._launched.popleft()
+            if isinstance(message, msg.Run):
+                self.count("leased_launches")
+                self.on_launched(message)
+            if self.keeps:
+                self.journal.record(message)
+            if self._held is None:
+                self._env.send(CONTROL, message)
 
     def call(self, message: object) -> None:
         """Send to the process at the controller's address, although no controller is known there."""
@@ -135,12 +127,13 @@ class JournalingEnv:
     def lost(self, is_open: Callable[[int], bool]) -> None:
         """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""
         if self._held is None:
-            self._notices.clear()  # the journal has them
             self._held = self.journal.open_requests(is_open)
+            self.tell_launched()
 
     def resume(self) -> int:
         """Tell another controller everything. Returns how many runs were in flight."""
         assert self._held is not None, "the controller was not lost"
+        self.tell_launched()
         held, self._held = self._held, None
         in_flight, self.journal.in_flight = self.journal.in_flight, 0
         for message in self.journal.retold():

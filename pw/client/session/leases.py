@@ -1,31 +1,46 @@
 """The launch leases of a client: it launches on hosts itself where it is alone.
 
-The scheduler of an island lends hosts (`Lent`). From then on the session sends the runs of the lent programs to
-these hosts, and tells the controller a little later, several runs at once (`JournalingEnv`). A run whose
-arguments may not be on the hosts yet, or of another program, goes to the controller alone, which ends
-the lease. So does all that must have its place among the launches: checkpoints, arrays for
-other sessions, slices that are given back.
+The scheduler of an island lends hosts (`Lent`). From then on a call of a lent program sends its launch over the
+lines to these hosts, in the thread that calls, and the session tells the controller a little later, of several
+runs at once (`JournalingEnv.launched`). Small uploads go over the lines, too, before launches that read them.
+A run whose arguments may not be on the hosts yet, or of another program, goes to the controller alone, which
+ends the lease. So does all that must have its place among the launches: checkpoints, arrays for other
+sessions, slices that are given back.
 The scheduler may end a lease at any time: hosts then ignore launches of the client, and the controller has
 them launched, because it has been told of them.
+
+Threads call `launch`, `ordinary` and `posting`, one at a time, with the session's lock. A launch may be
+interrupted at any step, and is whole or not at all: its run is noted before the first host hears of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Protocol
 
 from pw.client.session.hosts import Hosts
-from pw.client.session.requests import Requests
-from pw.client.session.thread_messages import Await
+from pw.client.session.journaling import KEEP_LEASES, JournalingEnv
+from pw.client.session.lines import Lines
+from pw.client.session.thread_messages import LOCKED_S, Allocate, Ask, Await, Forget, Put, Tell
 from pw.core import messages as msg
-from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.actor import Part, handles
 from pw.core.ids import Address, arrays_in, executor_of
 from pw.core.sharding import ArraySpec
 
 RECENT = 64
-"""So many runs without a lease are remembered: their arrays are on the hosts when a lease begins."""
+"""Newest runs without a lease that are remembered: their arrays are on the hosts when a lease begins."""
+
+
+class Lock(Protocol):
+    """What the session asks of the lock of its threads."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it, and return whether it was free in time (seconds)."""
+
+    def release(self) -> None:
+        """Let go of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +48,24 @@ class _Lease:
     number: int
     epoch: int
     index: int
-    """Of the next launch."""
+    """Index of the next launch."""
     until: int
-    known: set[int]
-    """Arrays that launches before have read or made, so they are on the hosts."""
+    """Index of the first launch that the lease does not cover."""
+    on_hosts: set[int]
+    """Arrays that earlier launches have read or made, so they are on the hosts."""
+    room_bytes: int
+    """Bytes that all launches of the lease may take on each device."""
+    is_small: bool
+    """True if one host is lent."""
+    used_bytes: int = 0
+    """Bytes that the launches so far take on each device."""
+    reported_bytes: int = 0
+    """Value of `used_bytes` when the controller was last told of launches because memory is short."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether so much was used since then that the controller should be told again."""
+        return 2 * (self.used_bytes - self.reported_bytes) > self.room_bytes - self.reported_bytes
 
 
 @dataclass(slots=True)
@@ -45,142 +74,246 @@ class _Template:
 
     lease: _Lease
     install: int
-    sends: list[tuple[tuple[msg.Step, ...], list[Address]]]
-    """The hosts that do the same, and what they do."""
-    holders: tuple[ArraySpec | None, frozenset[str]] = (None, frozenset())
-    """The spec of the result that was waited for last, and the hosts that have it, if all know the client."""
+    sends: list[tuple[tuple[msg.LaunchStep, ...], list[Address]]]
+    """Steps of a launch, with the executors of the hosts that do them."""
+    hosts: frozenset[str]
+    room_bytes: int
+    """Bytes on each device that a run takes of the lease's memory."""
+    asks: tuple[ArraySpec | None, frozenset[str]] = (None, frozenset())
+    """The spec of the result that was waited for last, and the hosts that a launch asks for it."""
 
 
 @dataclass(eq=False, repr=False)
 class Leases(Part):
     """The leases of one session."""
 
-    _env: Env
+    _env: JournalingEnv
     _hosts: Hosts
-    _requests: Requests
-    _programs: dict[int, _Template] = field(default_factory=dict)
+    _lines: Lines
+    lock: Lock | None = None
+    """Lock of the session's threads; None where one thread does all."""
+    programs: dict[int, _Template] = field(default_factory=dict)
+    """Common parts of the launches of each lent program."""
+    is_short: bool = False
+    """True if memory is short, and the lease may get more when the controller hears of the launches."""
+    announced: int = 0
+    """The newest array that was announced to the controller in a note."""
+    losses: int = 0
+    """Number of times that hosts may have lost what was sent to them."""
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _recent: deque[msg.Run] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _arrived: set[int] = field(default_factory=set)
+    """Uploads whose values are on their hosts."""
+    _sent: set[int] = field(default_factory=set)
+    """Uploads that were sent over lines. A launch behind one finds it on that host; another host, whose line is
+    lost, might take the launch from the scheduler, and not have the value."""
     _last_run: int = 0
+    _donated: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Positions of donated arguments, of programs that have some."""
     _kept_out: set[int] = field(default_factory=set)
     """Arrays that other sessions may not have taken yet, or that do not exist."""
 
-    def launch(
-        self, run: msg.Run, donated: tuple[int, ...], wanted: Await | None
-    ) -> tuple[msg.Run, Await | None]:
-        """Launch a run if that is possible, and wait for a result if that is `wanted`.
+    # --- calls ---------------------------------------------------------------------------------------
 
-        `donated` are the arrays that the run takes. Returns what to tell the controller, and the wait if it
-        has not begun.
-        """
-        template = self._programs.get(run.program)
-        if template is None:
-            return self._ordinary(run), wanted
+    def launch(
+        self,
+        run: int,
+        program: int,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        wanted: Await | None,
+    ) -> bool:
+        """Launch a run, and wait for a result if that is `wanted`; False if nothing was done."""
+        template, wires = self.programs.get(program), self._lines.wires
+        if template is None or wires is None:
+            return False
         lease = template.lease
-        index = lease.index
-        arrays = arrays_in(run.args)
-        if index >= lease.until or not lease.known.issuperset(arrays):
-            return self._ordinary(run), wanted
-        lease.index = index + 1
-        requests: dict[str, int] = {}
-        awaited = 0
+        index, on_hosts = lease.index, lease.on_hosts
+        used_bytes = lease.used_bytes + template.room_bytes
+        if index >= lease.until or used_bytes > lease.room_bytes:
+            return False
+        for arg in args:
+            if type(arg) is int and arg not in on_hosts:
+                return False
+        request = awaited = 0
         if wanted is not None:
-            requests, awaited = self._asked(template, wanted), wanted.arrays[0][0]
+            ((awaited, spec),) = wanted.arrays
+            if template.asks[0] is not spec:
+                holders = self._lines.holders(spec)
+                template.asks = spec, holders if holders <= template.hosts else frozenset()
+            if template.asks[1]:
+                request = self._lines.begin(wanted, template.asks[1])
+        lease.index, lease.used_bytes = index + 1, used_bytes
+        self._env.launched(msg.Run(run, program, args, results, lease.number, index))
         for steps, executors in template.sends:
             launch = msg.LeasedLaunch(
                 lease.epoch,
                 lease.number,
                 index,
-                run.run,
-                run.program,
+                run,
+                program,
                 template.install,
                 steps,
-                run.args,
-                run.results,
+                args,
+                results,
+                request,
+                awaited if request else 0,
             )
-            for executor in executors:
-                self._hosts.identify(executor.node)
-                if (request := requests.get(executor.node)) is not None:
-                    asking = msgspec.structs.replace(launch, request=request, awaited=awaited)
-                    self._env.send(executor, asking)
-                else:
-                    self._env.send(executor, launch)
-        lease.known.update(run.results)
-        lease.known.difference_update(donated)
-        self._env.count("leased_launches")
-        noted = msgspec.structs.replace(run, lease=lease.number, index=index)
-        return noted, None if requests else wanted
+            wires.tell(executors, launch)
+        if wanted is not None and not request:
+            self._lines.ask_somehow(wanted)
+        on_hosts.update(results)
+        if program in self._donated:
+            on_hosts.difference_update(self._donate(program, args))
+        if template.room_bytes and lease.is_short:
+            lease.reported_bytes, self.is_short = used_bytes, True
+        return True
 
-    def _asked(self, template: _Template, wanted: Await) -> dict[str, int]:
-        """Begin to wait; returns the number of the request to each host that the launch asks."""
-        spec = wanted.arrays[0][1]
-        if template.holders[0] is not spec:
-            hosts = self._hosts.that_know_me(spec)
-            launched = {executor.node for _, executors in template.sends for executor in executors}
-            template.holders = (spec, hosts if hosts <= launched else frozenset())
-        hosts = template.holders[1]
-        return self._requests.wait_with_launch(wanted, hosts) if hosts else {}
+    def _donate(self, program: int, args: Sequence[int | bytes]) -> list[int]:
+        """Forget the uploads that are donated to a run, and return its donated arrays."""
+        donated = arrays_in(args[at] for at in self._donated.get(program, ()))
+        self._arrived.difference_update(donated)
+        self._sent.difference_update(donated)
+        return donated
 
-    def _ordinary(self, run: msg.Run) -> msg.Run:
+    def unknown(self, program: int, args: Sequence[int | bytes]) -> list[int]:
+        """Return the arguments that may not be on the hosts yet; none if the run cannot be launched anyway."""
+        template = self.programs.get(program)
+        if template is None:
+            return []
+        lease = template.lease
+        if lease.index >= lease.until or lease.used_bytes + template.room_bytes > lease.room_bytes:
+            return []
+        on_hosts = lease.on_hosts
+        return [arg for arg in arrays_in(args) if arg not in on_hosts and arg not in self._kept_out]
+
+    def ordinary(self, run: msg.Run) -> None:
+        """A run goes to the controller alone."""
         self.stop()
+        self._donate(run.program, run.args)
         self._recent.append(run)
         self._last_run = run.run
-        return run
 
-    def forget(self, arrays: tuple[int, ...]) -> None:
-        """The client has deleted arrays."""
+    def posting(self, note: object) -> None:
+        """A note goes to the session: it may end leases, or say what programs and arrays are."""
+        if isinstance(note, Put):
+            self.announced = self.announced if note.bound else note.array
+        elif isinstance(note, Tell):
+            message = note.message
+            if isinstance(message, msg.RegisterProgram):
+                if donated := message.body.held.donated:
+                    self._donated[message.program] = donated
+            elif isinstance(message, msg.ReleaseProgram):
+                self._donated.pop(message.program, None)
+            elif isinstance(message, msg.CreateArray):
+                self.announced = message.array
+            elif isinstance(message, msg.Offer):
+                self._kept_out.update(message.arrays)
+            if not isinstance(message, KEEP_LEASES):
+                self.stop()
+        elif isinstance(note, Forget):
+            self.forget(note.arrays)
+        elif isinstance(note, (Ask, Allocate)):
+            self.stop()
+
+    def forget(self, arrays: Sequence[int]) -> None:
+        """Launches may not read these arrays: the client has deleted them."""
         self._kept_out.difference_update(arrays)
-        for lease in self._leases.values():
-            lease.known.difference_update(arrays)
-
-    def offered(self, arrays: tuple[int, ...]) -> None:
-        """Other sessions are to get these arrays: their controller orders what takes them."""
-        self._kept_out.update(arrays)
+        self._arrived.difference_update(arrays)
+        self._sent.difference_update(arrays)
+        for lease in list(self._leases.values()):
+            lease.on_hosts.difference_update(arrays)
 
     def stop(self) -> None:
-        """Launch nothing more under the leases that there are, or that are on their way."""
+        """Launch nothing more under the leases that there are, or that are on their way; from any thread."""
         self._last_run = 0
         if self._leases:
-            self._leases.clear()
-            self._programs.clear()
+            self._leases, self.programs = {}, {}
+
+    def lost(self) -> None:
+        """Hosts may not have what was sent to them; from any thread."""
+        self.losses += 1
+        self._arrived, self._sent = set(), set()
+        self.stop()
+
+    def sent(self, array: int) -> None:
+        """An upload goes over lines now; from any thread with the lock."""
+        self._sent.add(array)
+        for lease in list(self._leases.values()):
+            if lease.is_small:
+                lease.on_hosts.add(array)
+
+    def arrived(self, array: int, losses: int) -> None:
+        """The value of an upload is on its hosts, unless there were more `losses` since.
+
+        From any thread with the lock.
+        """
+        if losses == self.losses and array not in self._kept_out:
+            self._arrived.add(array)
+            for lease in list(self._leases.values()):
+                lease.on_hosts.add(array)
+
+    def over(self, lease: int) -> None:
+        """A host takes no more launches of a lease; from any thread."""
+        if lease in self._leases:
+            self.stop()
+
+    # --- the scheduler -------------------------------------------------------------------------------
 
     @handles(msg.Lent)
     def _on_lent(self, sender: Address, message: msg.Lent) -> None:
-        if message.last_run != self._last_run:
+        if not self._lines.open.issuperset(message.hosts):
+            self._lines.meet(message.hosts)  # for the next lease
             return
-        known = {array for run in self._recent for array in (*arrays_in(run.args), *run.results)}
+        if self.lock is not None and not self.lock.acquire(timeout=LOCKED_S):
+            return  # the lease ends with the next run
+        try:
+            if message.last_run == self._last_run:
+                self._begin(message)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _begin(self, message: msg.Lent) -> None:
+        on_hosts = {array for run in self._recent for array in (*arrays_in(run.args), *run.results)}
+        on_hosts |= self._arrived
+        if len(message.hosts) == 1:
+            on_hosts |= self._sent
         lease = _Lease(
             message.lease,
             message.epoch,
             message.first,
             message.until,
-            known - self._kept_out,
+            on_hosts.difference(self._kept_out, message.shared),
+            message.room_bytes,
+            len(message.hosts) == 1,
         )
         self._leases[message.lease] = lease
         for program in message.programs:
-            alike: dict[tuple[msg.Step, ...], list[Address]] = {}
+            alike: dict[tuple[msg.LaunchStep, ...], list[Address]] = {}
+            hosts = set()
             for host, steps in zip(message.hosts, program.steps, strict=True):
                 alike.setdefault(steps, []).append(executor_of(host))
-            template = _Template(lease, program.install, list(alike.items()))
-            self._programs[program.program] = template
+                hosts.add(host)
+            self.programs[program.program] = _Template(
+                lease, program.install, list(alike.items()), frozenset(hosts), program.room_bytes
+            )
 
     @handles(msg.RunFailed)
     def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
         self._kept_out.update(message.results)
-        for lease in self._leases.values():
-            lease.known.difference_update(message.results)
+        self._arrived.difference_update(message.results)
+        self._sent.difference_update(message.results)
+        for lease in list(self._leases.values()):
+            lease.on_hosts.difference_update(message.results)
 
     @handles(msg.LeaseWindow)
     def _on_window(self, sender: Address, message: msg.LeaseWindow) -> None:
         lease = self._leases.get(message.lease)
         if lease is not None:
-            lease.until = message.until
+            lease.until, lease.room_bytes = message.until, message.room_bytes
 
-    @handles(msg.SliceLost)
-    def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
-        self.stop()
-
-    @handles(msg.SliceBound)
-    def _on_slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
+    @handles(msg.SliceLost, msg.SliceBound)
+    def _on_slice(self, sender: Address, message: msg.SliceLost | msg.SliceBound) -> None:
         """A slice may have other devices now."""
-        self.stop()
+        self.lost()

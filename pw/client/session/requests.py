@@ -1,7 +1,6 @@
 """Requests: what a client asks hosts and the controller, and asks again after a loss.
 
-The client asks the hosts of an array's slice for its value. When they cannot give it, because one
-of them
+The client asks the hosts of an array's slice for its value. When they cannot give it, because one of them
 was lost or does not have the array, the controller decides: it may be restoring the array. So the request
 stays open, and the controller says when to ask again.
 
@@ -20,7 +19,7 @@ client, so the client asks again after pauses that grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,14 +38,7 @@ from pw.client.session.thread_messages import (
 )
 from pw.core import messages as msg
 from pw.core.actors.actor import Part, handles
-from pw.core.errors import (
-    INFRASTRUCTURE,
-    ArrayDeleted,
-    Disconnected,
-    Error,
-    ErrorReport,
-    HostLost,
-)
+from pw.core.errors import INFRASTRUCTURE, ArrayDeleted, Disconnected, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.landing import Bulk, Bytes
 from pw.core.packing import unpack
@@ -66,29 +58,29 @@ _MAY_PASS = INFRASTRUCTURE | {ArrayDeleted.__name__, Disconnected.__name__}
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _Query:
     """A future of the API, and the requests that settle it."""
 
     future: Settle
     arrays: tuple[int, ...]
     specs: tuple[ArraySpec, ...] = ()
-    ask: Callable[[_Open, list[Devices]], None] | None = None
+    ask: Callable[[_Query, list[Devices]], None] | None = None
     """Sends requests to hosts; None if the request is sent once and fails with its receiver."""
     result: Any = None
     missing: set[int] = field(default_factory=set)
     given_up: bool = False
-    """This client has deleted or donated one of the arrays."""
+    """True if this client has deleted or donated one of the arrays."""
     retries: int = 0
     bindings: int = 0
     error: ErrorReport | None = None
-    """Why it is asked again."""
+    """Error for which it is asked again."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     """One message to a host or the controller, which answers it."""
 
-    of: _Open
+    query: _Query
     node: str
     boxes: list[Box] = field(default_factory=list)
     spec: ArraySpec | None = None
@@ -110,120 +102,116 @@ class Requests(Part):
         self._bulk = bulk
         self._hosts = hosts
         self._closed: Error | None = None
-        self._open: dict[_Open, None] = {}
+        self._queries: dict[_Query, None] = {}
         self._requests: dict[int, _Request] = {}
         self._next_request = 0
         self.failed: dict[int, ErrorReport] = {}
         """The errors of arrays that will never exist."""
         self.unraised: dict[int, msg.RunFailed] = {}
-        """By run: the newest errors that no call has raised."""
+        """Newest failures that no call has raised, by run."""
+        self.asked_hosts: Callable[[], set[str]] = set
+        """The hosts that threads have asked over their lines."""
+        self.withdraw_from_lines: Callable[[frozenset[int]], None] = lambda arrays: None
+        """Takes back what threads have asked over their lines about failed arrays."""
 
     # --- from the API --------------------------------------------------------------------------------
 
     @handles(Get)
-    def _on_get(self, sender: Address, note: Get) -> None:
-        opened = _Open(
+    def on_get(self, sender: Address, note: Get) -> None:
+        """Get the parts of an array, or fail the future if the session has ended."""
+        query = _Query(
             note.parts, (note.array,), (note.spec,), partial(self._fetch, note.positions)
         )
-        if self._begin(opened):
-            self._ask(opened)
+        if self._begin(query):
+            self._ask(query)
 
     @handles(Await)
-    def _on_await(self, sender: Address, note: Await) -> None:
-        self.wait(note)
-
-    def wait(self, note: Await) -> None:
+    def on_await(self, sender: Address, note: Await) -> None:
         """Wait for arrays, or fail the future if the session has ended."""
         arrays = tuple(array for array, _ in note.arrays)
-        opened = _Open(note.ready, arrays, tuple(spec for _, spec in note.arrays), self._wait)
-        if self._begin(opened):
-            self._ask(opened)
-
-    def wait_with_launch(self, note: Await, hosts: Iterable[str]) -> dict[str, int]:
-        """Wait for arrays whose launch asks the hosts for them; returns the number for each host."""
-        arrays, specs = zip(*note.arrays, strict=True)
-        opened = _Open(note.ready, arrays, specs, self._wait)
-        self._open[opened] = None
-        return {host: self._request(_Request(opened, host)) for host in sorted(hosts)}
+        query = _Query(note.ready, arrays, tuple(spec for _, spec in note.arrays), self._wait)
+        if self._begin(query):
+            self._ask(query)
 
     @handles(Ask)
     def _on_ask(self, sender: Address, note: Ask) -> None:
         """Ask the controller, and for counters also every host."""
         self._env.journal.prune_requests(self.is_open)
-        opened = _Open(note.answer, note.arrays)
-        if not self._begin(opened):
+        query = _Query(note.answer, note.arrays)
+        if not self._begin(query):
             return
-        message = note.what(self._request(_Request(opened, CONTROLLER)))
+        message = note.what(self._request(_Request(query, CONTROLLER)))
         if isinstance(message, msg.Explain):
             hosts = {request.node for request in self._requests.values()} - {CONTROLLER}
+            hosts |= self.asked_hosts()
             message = msg.Explain(message.request, tuple(sorted(hosts)))
         self._env.send(CONTROL, message)
         if note.what is msg.GetStats:
-            opened.result = {}
+            query.result = {}
             for host in self._hosts.names:
-                self._hosts.send(host, msg.GetStats(self._request(_Request(opened, host))))
-        self._check(opened)
+                self._hosts.send(host, msg.GetStats(self._request(_Request(query, host))))
+        self._check(query)
 
     @handles(DescribeCheckpoint)
     def _on_look(self, sender: Address, note: DescribeCheckpoint) -> None:
-        def describe(opened: _Open, located: list[Devices]) -> None:
+        def describe(query: _Query, located: list[Devices]) -> None:
             host = located[0][0].host
-            self._hosts.send(host, msg.Describe(self._request(_Request(opened, host)), note.path))
+            self._hosts.send(host, msg.Describe(self._request(_Request(query, host)), note.path))
 
-        opened = _Open(note.answer, (), (note.spec,), describe)
-        if self._begin(opened):
-            self._ask(opened)
+        query = _Query(note.answer, (), (note.spec,), describe)
+        if self._begin(query):
+            self._ask(query)
 
     @handles(AskCompiler)
     def _on_ask_compiler(self, sender: Address, note: AskCompiler) -> None:
-        def compile(opened: _Open, located: list[Devices]) -> None:
+        def compile(query: _Query, located: list[Devices]) -> None:
             bound = self._hosts.binding(note.spec)
             assert bound is not None, "the devices were found in it"
             (devices,) = located
             for host in dict.fromkeys(device.host for device in devices):
-                number = self._request(_Request(opened, host))
+                number = self._request(_Request(query, host))
                 where = (devices, bound.island, bound.epoch)
                 self._hosts.send(host, msg.Compile(number, note.artifact, *where, note.detail))
 
-        opened = _Open(note.answer, (), (note.spec,), compile)
-        if self._begin(opened):
-            self._ask(opened)
+        query = _Query(note.answer, (), (note.spec,), compile)
+        if self._begin(query):
+            self._ask(query)
 
-    def _begin(self, opened: _Open) -> bool:
+    def _begin(self, query: _Query) -> bool:
         if self._closed is not None:
-            reject(opened.future, self._closed)
+            reject(query.future, self._closed)
             return False
-        self._open[opened] = None
+        self._queries[query] = None
         return True
 
-    def _check(self, opened: _Open) -> bool:
+    def _check(self, query: _Query) -> bool:
         """Return whether no array has failed; otherwise fail."""
-        for array in opened.arrays:
+        for array in query.arrays:
             if (error := self.failed.get(array)) is not None:
-                self._fail(opened, error)
+                self._fail(query, error)
                 return False
         return True
 
-    def _ask(self, opened: _Open) -> None:
+    def _ask(self, query: _Query) -> None:
         """Send the requests to the hosts that have the arrays now."""
-        assert opened.ask is not None
-        if not self._check(opened):
+        assert query.ask is not None
+        if not self._check(query):
             return
-        located = [self._hosts.devices(spec) for spec in opened.specs]
+        located = [self._hosts.devices(spec) for spec in query.specs]
         bound = [devices for devices in located if devices is not None]
         if len(bound) < len(located):
-            self._inquire(opened, _unbound(opened))
+            self._inquire(query, _unbound(query))
         else:
-            opened.ask(opened, bound)
+            query.ask(query, bound)
 
-    def _fetch(self, wanted: tuple[int, ...], opened: _Open, located: list[Devices]) -> None:
-        (array,), (spec,), (devices,) = opened.arrays, opened.specs, located
-        opened.result = []
-        chosen = by_host(wanted, devices) if wanted else cover(spec, devices)
+    def _fetch(self, shards: tuple[int, ...], query: _Query, located: list[Devices]) -> None:
+        (array,), (spec,), (devices,) = query.arrays, query.specs, located
+        query.result = []
+        chosen = by_host(shards, devices) if shards else cover(spec, devices)
         for host, positions in chosen.items():
             boxes = [spec.box(position) for position in positions]
             _, total = packed_offsets([box_bytes(box, spec.dtype) for box in boxes])
-            request = _Request(opened, host, boxes, spec)
+            request = _Request(query, host, boxes, spec)
             number = self._request(request)
             landing = None
             if total > msg.INLINE_BYTES:
@@ -232,25 +220,25 @@ class Requests(Part):
                         total, partial(self._fetched, number), self._hosts.endpoint(host)
                     )
                 except Error as error:
-                    self._fail(opened, ErrorReport.of(error))
+                    self._fail(query, ErrorReport.of(error))
                     return
                 request.transfer = landing.transfer
             self._hosts.send(
                 host, msg.Fetch(number, array, spec, devices, tuple(positions), landing)
             )
 
-    def _wait(self, opened: _Open, located: list[Devices]) -> None:
+    def _wait(self, query: _Query, located: list[Devices]) -> None:
         by_host: dict[str, list[int]] = {}
-        for array, devices in zip(opened.arrays, located, strict=True):
+        for array, devices in zip(query.arrays, located, strict=True):
             for host in dict.fromkeys(device.host for device in devices):
                 by_host.setdefault(host, []).append(array)
         for host, arrays in by_host.items():
-            self._hosts.send(host, msg.Wait(self._request(_Request(opened, host)), tuple(arrays)))
-        self._settle(opened)
+            self._hosts.send(host, msg.Wait(self._request(_Request(query, host)), tuple(arrays)))
+        self._settle(query)
 
     def _request(self, request: _Request) -> int:
         self._next_request += 1
-        request.of.missing.add(self._next_request)
+        request.query.missing.add(self._next_request)
         self._requests[self._next_request] = request
         return self._next_request
 
@@ -261,25 +249,25 @@ class Requests(Part):
         self._fetched(message.request, message.data)
 
     def _fetched(self, number: int, buffer: bytes | Bytes) -> None:
-        request = self._taken(number)
+        request = self._pop(number)
         if request is None or request.spec is None:
             return
         sizes = [box_bytes(box, request.spec.dtype) for box in request.boxes]
         offsets, _ = packed_offsets(sizes)
         for box, offset in zip(request.boxes, offsets, strict=True):
-            request.of.result.append((box, unpack(buffer, offset, request.spec, box)))
-        self._settle(request.of)
+            request.query.result.append((box, unpack(buffer, offset, request.spec, box)))
+        self._settle(request.query)
 
     @handles(msg.Compiled)
     def _on_compiled(self, sender: Address, message: msg.Compiled) -> None:
         """Take the first answer. The other hosts go on, as a program will need their executables."""
-        request = self._taken(message.request)
+        request = self._pop(message.request)
         if request is not None:
-            for number in request.of.missing:
+            for number in request.query.missing:
                 del self._requests[number]
-            request.of.missing.clear()
-            request.of.result = message
-            self._settle(request.of)
+            request.query.missing.clear()
+            request.query.result = message
+            self._settle(request.query)
 
     @handles(
         msg.Ready,
@@ -291,37 +279,37 @@ class Requests(Part):
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:
-        request = self._taken(message.request)
+        request = self._pop(message.request)
         if request is None:
             return
         if isinstance(message, msg.Stats):
-            request.of.result[message.node] = message
+            request.query.result[message.node] = message
         elif not isinstance(message, msg.Ready):
-            request.of.result = message
-        self._settle(request.of)
+            request.query.result = message
+        self._settle(request.query)
 
     @handles(msg.Answered)
     def _on_answered(self, sender: Address, message: msg.Answered) -> None:
         """The controller has done what it was asked to, or knows when to ask a host again."""
         self._env.journal.prune_requests(self.is_open)
-        request = self._taken(message.request)
+        request = self._pop(message.request)
         if request is None:
             return
         if message.error is not None:
-            self._fail(request.of, message.error)
-        elif request.of.ask is None:
-            self._settle(request.of)
-        elif request.of.retries < 2:
-            self._ask(request.of)
+            self._fail(request.query, message.error)
+        elif request.query.ask is None:
+            self._settle(request.query)
+        elif request.query.retries < 2:
+            self._ask(request.query)
         else:
-            pause = self._request(_Request(request.of, CONTROLLER))
-            self._env.call_later(RETRY_S * 2 ** (request.of.retries - 2), AskAgain(pause))
+            pause = self._request(_Request(request.query, CONTROLLER))
+            self._env.call_later(RETRY_S * 2 ** (request.query.retries - 2), AskAgain(pause))
 
     @handles(AskAgain)
     def _on_ask_again(self, sender: Address, note: AskAgain) -> None:
-        request = self._taken(note.request)
+        request = self._pop(note.request)
         if request is not None:
-            self._ask(request.of)
+            self._ask(request.query)
 
     @handles(msg.RequestFailed)
     def _on_failed(self, sender: Address, message: msg.RequestFailed) -> None:
@@ -329,33 +317,31 @@ class Requests(Part):
 
     def _failed(self, number: int, error: ErrorReport) -> None:
         """Fail the API's future, or ask the controller whether that is final."""
-        request = self._taken(number)
+        request = self._pop(number)
         if request is None:
             return
         if request.transfer is not None:
             self._bulk.cancel(request.transfer)
         may_pass = request.node != CONTROLLER and error.kind in _MAY_PASS
-        if may_pass and isinstance(
-            request.of.result, dict
-        ):  # counters: the other hosts have theirs
-            request.of.result[request.node] = msg.Stats(number, request.node, {"lost": 1})
-            self._settle(request.of)
+        if may_pass and isinstance(request.query.result, dict):  # counters: other hosts have theirs
+            request.query.result[request.node] = msg.Stats(number, request.node, {"lost": 1})
+            self._settle(request.query)
             return
-        if request.of.ask is None or not may_pass:
-            self._fail(request.of, error)
+        if request.query.ask is None or not may_pass:
+            self._fail(request.query, error)
             return
         if error.kind == Disconnected.__name__:
             self._hosts.lost(request.node)  # it has lost its link to this client
-        self._inquire(request.of, error)
+        self._inquire(request.query, error)
 
     def is_open(self, number: int) -> bool:
         """Whether a future waits for the answer."""
         return number in self._requests
 
-    def _taken(self, number: int) -> _Request | None:
+    def _pop(self, number: int) -> _Request | None:
         request = self._requests.pop(number, None)
         if request is not None:
-            request.of.missing.discard(number)
+            request.query.missing.discard(number)
         return request
 
     # --- news ----------------------------------------------------------------------------------------
@@ -368,10 +354,10 @@ class Requests(Part):
 
     def slice_moved(self, slice: int) -> None:
         """Ask again for arrays of this slice: the hosts that were asked do not have them any more."""
-        for opened in list(self._open):
-            asked = any(self._requests[number].node != CONTROLLER for number in opened.missing)
-            if asked and any(spec.placement.slice == slice for spec in opened.specs):
-                self._inquire(opened, _unbound(opened))
+        for query in list(self._queries):
+            asked = any(self._requests[number].node != CONTROLLER for number in query.missing)
+            if asked and any(spec.placement.slice == slice for spec in query.specs):
+                self._inquire(query, _unbound(query))
 
     @handles(msg.SliceLost)
     def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
@@ -379,14 +365,15 @@ class Requests(Part):
 
     @handles(msg.RunFailed)
     def _on_run_failed(self, sender: Address, message: msg.RunFailed) -> None:
-        arrays = set(message.results)
+        arrays = frozenset(message.results)
         self.failed.update(dict.fromkeys(message.results, message.error))
         self.unraised[message.run] = message
         if len(self.unraised) > UNRAISED_KEPT:
             del self.unraised[next(iter(self.unraised))]
-        for opened in list(self._open):
-            if not arrays.isdisjoint(opened.arrays):
-                self._fail(opened, message.error)
+        self.withdraw_from_lines(arrays)
+        for query in list(self._queries):
+            if not arrays.isdisjoint(query.arrays):
+                self._fail(query, message.error)
         self.forget([array for array in message.results if not self._env.may_have(array)])
 
     def forget(self, arrays: Sequence[int]) -> None:
@@ -394,66 +381,66 @@ class Requests(Part):
         if self.failed:
             for array in arrays:
                 self.failed.pop(array, None)
-        gone = set(arrays) if self._open else set()
-        for opened in self._open:
-            opened.given_up = opened.given_up or not gone.isdisjoint(opened.arrays)
+        gone = set(arrays) if self._queries else set()
+        for query in self._queries:
+            query.given_up = query.given_up or not gone.isdisjoint(query.arrays)
 
     def close(self, error: Error) -> None:
         """Fail all that is open, and all that is asked later."""
         self._closed = error
-        for opened in self._open:
-            reject(opened.future, error)
+        for query in self._queries:
+            reject(query.future, error)
         for request in self._requests.values():
             if request.transfer is not None:
                 self._bulk.cancel(request.transfer)
-        self._open.clear()
+        self._queries.clear()
         self._requests.clear()
 
     # --- asking again, and ends --------------------------------------------------------------------------
 
-    def _inquire(self, opened: _Open, error: ErrorReport) -> None:
+    def _inquire(self, query: _Query, error: ErrorReport) -> None:
         """Ask the controller when to ask again, or fail."""
-        self._withdraw(opened)
-        if opened.bindings != self._hosts.bindings:
-            opened.bindings, opened.retries = self._hosts.bindings, 0
-        opened.retries += 1
-        if opened.error is None or error.kind != ArrayDeleted.__name__:
-            opened.error = error  # a host that lacks an array does not know why
-        if opened.given_up:
-            self._fail(opened, error)
+        self._withdraw(query)
+        if query.bindings != self._hosts.bindings:
+            query.bindings, query.retries = self._hosts.bindings, 0
+        query.retries += 1
+        if query.error is None or error.kind != ArrayDeleted.__name__:
+            query.error = error  # a host that lacks an array does not know why
+        if query.given_up:
+            self._fail(query, error)
             return
-        if opened.retries > RETRIES:
-            self._fail(opened, opened.error)
+        if query.retries > RETRIES:
+            self._fail(query, query.error)
             return
         self._env.count("inquiries")
-        number = self._request(_Request(opened, CONTROLLER))
-        self._env.send(CONTROL, msg.Inquire(number, opened.arrays))
+        number = self._request(_Request(query, CONTROLLER))
+        self._env.send(CONTROL, msg.Inquire(number, query.arrays))
 
-    def _settle(self, opened: _Open) -> None:
-        if not opened.missing:
-            del self._open[opened]
-            resolve(opened.future, opened.result)
+    def _settle(self, query: _Query) -> None:
+        if not query.missing:
+            del self._queries[query]
+            resolve(query.future, query.result)
 
-    def _fail(self, opened: _Open, error: ErrorReport) -> None:
+    def _fail(self, query: _Query, error: ErrorReport) -> None:
         for run in [run for run, one in self.unraised.items() if one.error is error]:
             del self.unraised[run]
-        self._withdraw(opened)
-        del self._open[opened]
-        reject(opened.future, error.exception())
+        self._withdraw(query)
+        del self._queries[query]
+        reject(query.future, error.exception())
 
-    def _withdraw(self, opened: _Open) -> None:
+    def _withdraw(self, query: _Query) -> None:
         """Cancel the requests that have not been answered."""
-        for number in opened.missing:
+        for number in query.missing:
             request = self._requests.pop(number)
             if request.transfer is not None:
                 self._bulk.cancel(request.transfer)
             if request.node != CONTROLLER:
                 self._hosts.send(request.node, msg.CancelRequest(number))
-        opened.missing.clear()
+        query.missing.clear()
 
 
-def _unbound(opened: _Open) -> ErrorReport:
-    what = ", ".join(spec.short for spec in opened.specs[:4]) or "what was asked for"
+def _unbound(query: _Query) -> ErrorReport:
+    what = ", ".join(spec.short for spec in query.specs[:4]) or "what was asked for"
     return ErrorReport.of(
         HostLost(
             f"the devices of {what} are away: a host of their island was lost. They come back when the island "

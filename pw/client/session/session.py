@@ -21,6 +21,7 @@ from pw.client.session.callbacks import Callbacks
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import JournalingEnv
 from pw.client.session.leases import Leases
+from pw.client.session.lines import Lines
 from pw.client.session.requests import Requests
 from pw.client.session.thread_messages import (
     Allocate,
@@ -29,9 +30,13 @@ from pw.client.session.thread_messages import (
     Called,
     Close,
     Forget,
+    Get,
+    LineLost,
     Open,
+    Put,
     Settle,
     Tell,
+    TellLaunched,
     reject,
     resolve,
 )
@@ -40,11 +45,9 @@ from pw.client.session.uploads import Uploads
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
-from pw.core.ids import CONTROL, CONTROLLER, Address, arrays_in
+from pw.core.ids import CONTROL, CONTROLLER, Address, arrays_in, store_of
 from pw.core.landing import Bulk
-
-REDIAL_S = 0.5
-"""How often to look for another controller."""
+from pw.core.waits import REDIAL_S
 
 
 def with_advice(trouble: str) -> str:
@@ -64,6 +67,7 @@ class ClientSession(Actor):
         on_credits: Callable[[int], None],
         on_end: Callable[[Error], None] = lambda error: None,
         on_call: Callable[[Called], None] = lambda call: None,
+        post: Callable[[object], None] | None = None,
     ) -> None:
         link = self.link = JournalingEnv(env)
         super().__init__(link)
@@ -73,7 +77,7 @@ class ClientSession(Actor):
         self._attaching: Settle | None = None
         self._attached = False
         self._attach = msg.Attach("", 1.0, 0)
-        self._output: Callable[[str, tuple[msg.Line, ...]], None] | None = None
+        self._output: Callable[[str, tuple[msg.OutputLine, ...]], None] | None = None
         self._reconnect_s = 0.0
         self._outages = 0
         self._is_calling = False
@@ -87,15 +91,46 @@ class ClientSession(Actor):
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
         self.timelines = Timelines(link, self.hosts)
-        self.leases = Leases(link, self.hosts, self.requests)
+        to_itself = partial(env.send, env.address)
+        failed = self.requests.failed.__contains__
+        self.lines = Lines(link, self.hosts, post or to_itself, failed)
+        self.lines.ask_at_once = self._ask_at_once
+        self.leases = Leases(link, self.hosts, self.lines)
         link.on_order = self.leases.stop
-        self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
-        self.compose(self.timelines, self.leases)
+        self.lines.on_loss = self.leases.lost
+        self.lines.on_over = self.leases.over
+        link.on_launched = self._launched
+        self.requests.asked_hosts = lambda: self.lines.asked_hosts
+        self.compose(link.journal, self.hosts, self.uploads, self.callbacks, self.timelines)
+        self.requests.withdraw_from_lines = self.lines.withdraw
+        self.compose(self.requests, self.lines, self.leases)
 
-    @property
-    def hosts_ready(self) -> int:
-        """The number of hosts in formed islands; any thread may read it."""
-        return len(self.hosts.names)
+    def put(self, note: Put, post: Callable[[object], None]) -> None:
+        """Post a note that uploads a value; a small one goes over lines, so launches may read it.
+
+        From any thread with the lock. An interrupt in the midst of it costs the lines, and thus another upload.
+        """
+        wires = self.lines.wires
+        # The controller hears of arrays in their order.
+        is_next = self.uploads.announced >= self.leases.announced
+        if wires is None or not is_next or not self.lines.holders(note.spec):
+            post(note)
+            return
+        self.leases.sent(note.array)  # first: a loss from now on takes it back
+        messages = self.uploads.over_lines(note)
+        post(note)
+        if messages:
+            self.link.launched(msg.CreateArray(note.array, note.spec, note.bound))
+        else:
+            self.leases.forget((note.array,))
+        for host, message in messages:
+            wires.tell((store_of(host),), message)
+
+    def _ask_at_once(self, note: Await | Get) -> None:
+        if isinstance(note, Await):
+            self.requests.on_await(self.env.address, note)
+        else:
+            self.requests.on_get(self.env.address, note)
 
     # --- the connection ------------------------------------------------------------------------------
 
@@ -103,9 +138,9 @@ class ClientSession(Actor):
     def _on_open(self, sender: Address, note: Open) -> None:
         self._attaching = note.attached
         self.uploads.keep_bytes = note.keep_bytes
-        self._attach = msg.Attach(note.name, note.share, note.priority)
+        self._attach = msg.Attach(note.name, note.share, note.priority, line=self.lines.name)
         self._reconnect_s = note.reconnect_s
-        self._output = note.output
+        self._output = self.lines.on_output = note.output
         self.link.keeps = note.reconnect_s > 0
         self.link.call(self._attach)
 
@@ -116,6 +151,7 @@ class ClientSession(Actor):
             self._attach, resume=message.client, claim=message.claim
         )
         self.hosts.attached(message, self._output is not None)
+        self.lines.attached(message)
         if not self.link.is_open:
             self.env.log("info", "attached to the controller again")
             self.hosts.forget_slices(self.link.journal.slices.keys())
@@ -166,7 +202,7 @@ class ClientSession(Actor):
         words = f"the controller was lost: {message.words}"
         if self.closed is not None:
             return
-        self.leases.stop()
+        self.leases.lost()
         if not self._attached:
             words = f"no controller answers: {with_advice(message.words)}"
         if not self._attached or not self.link.keeps:
@@ -199,12 +235,13 @@ class ClientSession(Actor):
             self._die(ConnectionFailed(words))
 
     def _host_lost(self, node: str, error: ErrorReport) -> None:
-        self.leases.stop()
+        self.leases.lost()
         if not self.link.is_open:
             self.hosts.unbind_from(node)
         if self._attached and self.closed is None:
             self.env.send(CONTROL, msg.LinkLost(node))
         self.hosts.lost(node)
+        self.lines.host_lost(node)
         self.uploads.host_lost(node)
         self.requests.host_lost(node, error)
         self.callbacks.host_lost(node)
@@ -231,6 +268,7 @@ class ClientSession(Actor):
         self._awaiting_hosts.clear()
         self.uploads.close()
         self.requests.close(error)
+        self.lines.close(error)
         self.callbacks.close()
         self.timelines.close(error)
         self._on_credits(1 << 30)
@@ -251,6 +289,7 @@ class ClientSession(Actor):
         if self.hosts.bind(message):
             self.uploads.slice_moved(message.slice)
             self.requests.slice_moved(message.slice)
+        self.lines.bound(message)
         future = self._allocating.pop(message.slice, None)
         if future is not None:
             resolve(future, message)
@@ -266,37 +305,41 @@ class ClientSession(Actor):
 
     @handles(Tell)
     def _on_tell(self, sender: Address, note: Tell) -> None:
-        then = note.then
-        if self.closed is None:
-            then = self._tell(note.message, then)
-        if then is not None:
-            self.requests.wait(then)
-
-    def _tell(self, message: object, then: Await | None) -> Await | None:
-        """Send a message; returns what is still to be waited for."""
+        if self.closed is not None:
+            return
+        message = note.message
         if isinstance(message, msg.Run):
-            donated = self._donating.get(message.program, ())
-            if donated:
-                args = message.args
-                donated = tuple(arrays_in(args[position] for position in donated))
-                self.requests.forget(donated)
-            if self.link.is_open:
-                message, then = self.leases.launch(message, donated, then)
-        elif isinstance(message, msg.Offer):
-            self.leases.offered(message.arrays)
+            self._launched(message)
         elif isinstance(message, msg.RegisterProgram):
             if donated := message.body.held.donated:
                 self._donating[message.program] = donated
         elif isinstance(message, msg.ReleaseProgram):
             self._donating.pop(message.program, None)
+        elif isinstance(message, msg.CreateArray):
+            self.uploads.announced = message.array
         self.env.send(CONTROL, message)
-        return then
+
+    def _launched(self, run: msg.Run) -> None:
+        """A run takes the arguments that are donated to it."""
+        donated = self._donating.get(run.program, ())
+        if donated:
+            self.requests.forget(arrays_in(run.args[position] for position in donated))
+
+    @handles(TellLaunched)
+    def _on_tell_launched(self, sender: Address, note: TellLaunched) -> None:
+        if self.closed is None:
+            self.link.tell_launched()
+
+    @handles(LineLost)
+    def _on_line_lost(self, sender: Address, note: LineLost) -> None:
+        """Launches may be lost, and the host may not know that there was a line."""
+        if self._attached and self.closed is None:
+            self.env.send(CONTROL, msg.LinkLost(note.host))
 
     @handles(Forget)
     def _on_forget(self, sender: Address, note: Forget) -> None:
         if self.closed is None:
             self.requests.forget(note.arrays)
-            self.leases.forget(note.arrays)
             self.env.send(CONTROL, msg.Delete(note.arrays))
 
     @handles(msg.RunsSettled)

@@ -8,14 +8,18 @@ from concurrent.futures import InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from pw.core.errors import Error
-from pw.core.messages import AllocateSlice, Detail, Line
+from pw.core.messages import AllocateSlice, Detail, OutputLine
 from pw.core.sharding import ArraySpec, Box
 
 Part = tuple[Box, np.ndarray[Any, Any]]
-"""A box of an array, and its value."""
+"""Box of an array, and its value."""
+LOCKED_S = 5e-3
+"""Seconds that the session waits for a lock of its threads. The handler of a signal may have come in the midst
+of a call or a wait that has it, and wait for the session."""
 
 
 class Settle(Protocol):
@@ -53,18 +57,34 @@ class Open:
     """Budget for the values of uploads that are kept after they were sent."""
     attached: Settle
     reconnect_s: float = 0.0
-    """How long to look for a lost controller."""
-    output: Callable[[str, tuple[Line, ...]], None] | None = None
+    """Seconds in which the session looks for a lost controller."""
+    output: Callable[[str, tuple[OutputLine, ...]], None] | None = None
     """Takes the output of host functions; None if hosts shall not send it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """Send this to the controller."""
 
     message: object
-    then: Await | None = None
-    """What to do right behind it, in the same frame to a host."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellLaunched:
+    """Tell the controller of the runs that were launched under leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Begin lines to these hosts: a thread waits for what they have."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineLost:
+    """The line to this host is lost."""
+
+    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,7 @@ class Allocate:
     bound: Settle
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Put:
     """Upload a host value."""
 
@@ -100,11 +120,12 @@ class Put:
     value: np.ndarray[Any, Any]
     """No other code writes to it."""
     keep: bool
-    """Keep it outside of the budget, as long as the controller may ask for it."""
+    """True to keep the value outside of the budget, as long as the controller may ask for it."""
+    bound: int = 0
+    """Number of bindings of the slice when the value was sent over lines; 0 if it was not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(msgspec.Struct, frozen=True):
     """Fetch an array; settled with the list of (box, ndarray) that cover it."""
 
     array: int
@@ -114,8 +135,7 @@ class Get:
     """Fetch only the shards at these mesh positions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Await:
+class Await(msgspec.Struct, frozen=True):
     """Wait for arrays; settled with None when all are ready."""
 
     arrays: tuple[tuple[int, ArraySpec], ...]
@@ -196,7 +216,7 @@ class Called:
     artifact: bytes
     """The SHA-256 of the computation's code."""
     index: int
-    """Of the function among the callbacks of the artifact."""
+    """Index of the function among the callbacks of the artifact."""
     operands: list[np.ndarray[Any, Any]]
 
 

@@ -21,13 +21,7 @@ from typing import NamedTuple
 
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import JournalingEnv
-from pw.client.session.thread_messages import (
-    Settle,
-    StartTimeline,
-    StopTimeline,
-    reject,
-    resolve,
-)
+from pw.client.session.thread_messages import Settle, StartTimeline, StopTimeline, reject, resolve
 from pw.core.actors.actor import Part, handles
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import Error
@@ -38,10 +32,10 @@ PINGS = 8
 """Rounds of the clocks before a timeline is ready."""
 
 READ_S = 0.25
-"""How often to read what was recorded."""
+"""Seconds between two questions for new records."""
 
 PATIENCE_S = 3.0
-"""How long the start and the end of a timeline wait for a process that does not answer."""
+"""Seconds that the start and the end of a timeline wait for a process that does not answer."""
 
 KEPT_BYTES = 256 << 20
 """Records of a timeline that a client keeps, as bytes; later ones are dropped and counted."""
@@ -53,20 +47,20 @@ class RecordedProcess:
 
     node: str
     offset_s: float = 0.0
-    """How far its clock is ahead of this process's clock."""
+    """Seconds by which its clock is ahead of this process's clock."""
     error_s: float = math.inf
-    """How wrong the offset may be."""
+    """Largest error of the offset, in seconds."""
     parts: list[bytes] = field(default_factory=list)
     """The records; each part is a msgpack array of the values of some."""
     names: dict[int, str] = field(default_factory=dict)
     since_s: float = 0.0
-    """When it began to record, on its own clock."""
+    """Time of its own clock, in seconds, at which it began to record."""
     count: int = 0
     """Records that it has sent."""
     dropped: int = 0
     """Records that found no room, there or here."""
     lost: str = ""
-    """Why it has sent no more; empty if it has sent everything."""
+    """Reason why it has sent no more; empty if it has sent everything."""
 
     def ping(self, sent_s: float, there_s: float, received_s: float) -> None:
         """Learn from one round of the clocks: asked and answered on this clock, and the time there."""
@@ -75,10 +69,10 @@ class RecordedProcess:
             self.error_s, self.offset_s = error_s, there_s - (sent_s + received_s) / 2
 
 
-class _Asked(NamedTuple):
+class _OpenQuestion(NamedTuple):
     """A question that is not answered."""
 
-    question: int
+    number: int
     sent_s: float
     stop: bool
 
@@ -93,10 +87,10 @@ class _Timeline:
     sources: list[RecordedProcess] = field(default_factory=list)
     current: dict[str, RecordedProcess] = field(default_factory=dict)
     """The source of each process that lives."""
-    asked: dict[str, _Asked] = field(default_factory=dict)
+    questions: dict[str, _OpenQuestion] = field(default_factory=dict)
     """The open question to each process."""
     rounds: dict[str, int] = field(default_factory=dict)
-    """How many rounds of the clocks each process still needs."""
+    """Rounds of the clocks that each process still needs."""
     done: set[str] = field(default_factory=set)
     """Processes that have nothing left to send."""
     bytes: int = 0
@@ -147,13 +141,13 @@ class Timelines(Part):
 
     def _ask(self, timeline: _Timeline, node: str) -> None:
         """Ask a process for its next records, unless it has not answered yet or has sent everything."""
-        if node in timeline.asked or node in timeline.done:
+        if node in timeline.questions or node in timeline.done:
             return
         if node == CONTROLLER and not self._env.is_open:
             return
         self._questions += 1
         stop = timeline.collected is not None
-        timeline.asked[node] = _Asked(self._questions, self._env.now_s(), stop)
+        timeline.questions[node] = _OpenQuestion(self._questions, self._env.now_s(), stop)
         message = ReadRecords(timeline.number, self._questions, stop)
         if node == CONTROLLER:
             self._env.send(CONTROL, message)
@@ -163,10 +157,10 @@ class Timelines(Part):
     @handles(Records)
     def _on_records(self, sender: Address, message: Records) -> None:
         node, timeline = sender.node, self._open.get(message.timeline)
-        asked = None if timeline is None else timeline.asked.get(node)
-        if timeline is None or asked is None or asked.question != message.question:
+        question = None if timeline is None else timeline.questions.get(node)
+        if timeline is None or question is None or question.number != message.question:
             return  # it has come too late
-        del timeline.asked[node]
+        del timeline.questions[node]
         if message.error is not None:
             self._fail(timeline, message.error.exception())
             return
@@ -175,10 +169,12 @@ class Timelines(Part):
             if timeline.collected is not None:
                 self._end(timeline, node, "it did not know this client")
         else:
-            self._take(timeline, node, asked, message)
+            self._take(timeline, node, question, message)
         self._settle(timeline)
 
-    def _take(self, timeline: _Timeline, node: str, asked: _Asked, message: Records) -> None:
+    def _take(
+        self, timeline: _Timeline, node: str, question: _OpenQuestion, message: Records
+    ) -> None:
         source = timeline.current.get(node)
         if source is not None and (source.since_s, source.count) != (
             message.since_s,
@@ -189,7 +185,7 @@ class Timelines(Part):
         if source is None:
             source = timeline.current[node] = RecordedProcess(node, since_s=message.since_s)
             timeline.sources.append(source)
-        source.ping(asked.sent_s, message.now_s, self._env.now_s())
+        source.ping(question.sent_s, message.now_s, self._env.now_s())
         source.names.update(message.names)
         source.dropped += message.dropped
         source.count = message.first + message.count
@@ -199,7 +195,7 @@ class Timelines(Part):
             source.parts.append(message.data)
             timeline.bytes += len(message.data)
         rounds = timeline.rounds[node] = max(0, timeline.rounds.get(node, 0) - 1)
-        if asked.stop and not message.left:
+        if question.stop and not message.left:
             timeline.done.add(node)
         elif rounds or message.left or timeline.collected is not None:
             self._ask(timeline, node)
@@ -213,7 +209,7 @@ class Timelines(Part):
     def _end(self, timeline: _Timeline, node: str, why: str) -> None:
         """Expect nothing more from a process; the next one of its name is another source."""
         source = timeline.current.pop(node, None)
-        was_asked = timeline.asked.pop(node, None) is not None
+        was_asked = timeline.questions.pop(node, None) is not None
         timeline.rounds.pop(node, None)
         if source is None and was_asked:
             source = RecordedProcess(node)
@@ -237,7 +233,7 @@ class Timelines(Part):
         if timeline.ready is not None:
             timeline.rounds.clear()
         elif timeline.collected is not None:
-            for node in list(timeline.asked):
+            for node in list(timeline.questions):
                 self._end(timeline, node, f"it has not answered within {PATIENCE_S:g} s")
         self._settle(timeline)
 
@@ -246,7 +242,7 @@ class Timelines(Part):
         if timeline.ready is not None and not any(timeline.rounds.values()):
             resolve(timeline.ready, None)
             timeline.ready = None
-        is_over = timeline.collected is not None and not timeline.asked
+        is_over = timeline.collected is not None and not timeline.questions
         if is_over and self._open.pop(timeline.number, None) is not None:
             assert timeline.collected is not None
             for node in timeline.current.keys() - timeline.done:

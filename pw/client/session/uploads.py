@@ -31,6 +31,8 @@ from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, box_bytes, box_slices, host_boxes, packed_offsets
 
+LINE_BYTES = 64 << 10
+"""Bytes of a value that goes over lines, at most: no host asks for it, and what follows may read it."""
 KEEP_BYTES = 256 << 20
 """Default budget for values that are kept after they were sent."""
 
@@ -40,14 +42,14 @@ class _Input:
     spec: ArraySpec
     value: np.ndarray[Any, Any]
     keep: bool
-    """Does not count for the budget."""
+    """True if the value does not count for the budget."""
     attempt: int = 0
     bound: msg.SliceBound | None = None
-    """How its slice is bound; the user may give the slice back while the value is under way."""
+    """Binding of its slice; the user may give the slice back while the value is under way."""
     missing: set[str] = field(default_factory=set)
     """Hosts that have not received it in this attempt."""
     interrupted: bool = False
-    """This attempt fails: the value stays until the controller asks for it again."""
+    """True if this attempt fails: the value stays until the controller asks for it again."""
     forgotten: bool = False
     """The controller will not ask for it again."""
 
@@ -68,6 +70,8 @@ class Uploads(Part):
     """The sizes of inputs that count for the budget, the oldest first."""
     _kept_bytes: int = 0
     keep_bytes: int = KEEP_BYTES
+    announced: int = 0
+    """The newest array of the notes that were handled."""
     _attempts: int = 0
     _closed: bool = False
 
@@ -76,10 +80,31 @@ class Uploads(Part):
         """Announce an array, and send its value if its slice is bound."""
         if self._closed:
             return
+        upload = self.inputs[note.array] = _Input(note.spec, note.value, note.keep)
+        if note.bound:
+            self._settle(note.array, upload)
+            return
+        self.announced = note.array
         bound = self._hosts.bound(note.spec)
         self._env.send(CONTROL, msg.CreateArray(note.array, note.spec, bound))
-        self.inputs[note.array] = _Input(note.spec, note.value, note.keep)
         self._send(note.array)
+
+    def over_lines(self, note: Put) -> list[tuple[str, msg.Upload]]:
+        """Return what hosts get of a small value if it goes over their lines; from any thread.
+
+        None of them waits for the bytes then, and what follows on the line may read the array.
+        """
+        spec, bound = note.spec, self._hosts.bound(note.spec)
+        binding, devices = self._hosts.slices.get(spec.placement.slice), self._hosts.devices(spec)
+        if note.value.nbytes > LINE_BYTES or not bound or binding is None or devices is None:
+            return []
+        note.bound = bound
+        messages = []
+        for host in dict.fromkeys(device.host for device in devices):
+            data = pack([note.value[box_slices(box)] for box, _ in host_boxes(spec, devices, host)])
+            place = binding.island, binding.epoch
+            messages.append((host, msg.Upload(note.array, spec, devices, data, *place, 0)))
+        return messages
 
     @handles(msg.UploadAgain)
     def _on_again(self, sender: Address, message: msg.UploadAgain) -> None:

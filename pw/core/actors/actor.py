@@ -34,7 +34,7 @@ class Alarm:
 
     note: object
     planned: Timer | None = None
-    """What puts it into the mailbox."""
+    """Timer that puts the message into the mailbox."""
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -45,7 +45,7 @@ class Alarm:
 
 
 class Env(Protocol):
-    """All that an actor can do besides computing."""
+    """Clock, timers, messages and log of an actor: its only way to the world."""
 
     @property
     def address(self) -> Address:
@@ -53,7 +53,7 @@ class Env(Protocol):
 
     @property
     def recorder(self) -> Recorder:
-        """What this node records for timelines (see `pw.trace`)."""
+        """Recorder of this node for timelines (see `pw.trace`)."""
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`: FIFO for each pair of nodes, at most once. Local when `to` is this node."""
@@ -100,7 +100,7 @@ def handles(*kinds: type) -> Callable[[Handler], Handler]:
 
 
 Receiver = Callable[[Address, Any], None]
-"""A bound handler: takes the sender and the message."""
+"""Bound handler: takes the sender and the message."""
 
 
 def _both(first: Receiver, second: Receiver) -> Receiver:

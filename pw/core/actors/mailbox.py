@@ -23,24 +23,24 @@ from pw.core.ids import Address
 from pw.core.messages.roles import Role, role_of
 
 CREDIT_S = 200e-6
-"""How long the messages of a group are handled before those of the next."""
+"""Seconds for which the messages of a group are handled before those of the next."""
 WORKERS_CREDIT_S = 1e-3
-"""The same for a host and for the controller: the work of all clients depends on them."""
+"""Seconds of credit for a host and for the controller: the work of all clients depends on them."""
 TURN_S = 0.5e-3
-"""A turn of a node that has taken so long takes no more messages of peers."""
+"""Seconds after which a turn of a node takes no more messages of peers."""
 HELD_MESSAGES = 256
-"""A peer of which more messages wait is held: nothing more is read from it."""
+"""Waiting messages of one peer at which reading from it stops."""
 FEW = 2
-"""So many messages of peers, if no others wait, are put among a node's own at once."""
+"""Number of messages of peers, if no others wait, that are put among a node's own at once."""
 _QUOTA = 8
 QUEUES_KEPT = 1024
-"""When there are more queues, those without messages are dropped."""
+"""Number of queues above which those without messages are dropped."""
 
 Entry = tuple[str, Address | None, object]
-"""An actor, the sender if it is not the actor, and a message."""
+"""Name of an actor, the sender if it is not the actor, and a message."""
 
 EVERY = ""
-"""Instead of an actor's name: the message is for all of them."""
+"""Name in the place of an actor's: the message is for all of them."""
 
 
 def group_of(node: str) -> str:
@@ -59,13 +59,13 @@ class _Group:
     __slots__ = ("credit_s", "is_listed", "most_s", "queues")
 
     def __init__(self, most_s: float) -> None:
-        self.queues: deque[_Queue] = deque()
+        self.queues: deque[_PeerQueue] = deque()
         self.most_s = most_s
         self.credit_s = most_s
         self.is_listed = False
 
 
-class _Queue(deque[Entry]):
+class _PeerQueue(deque[Entry]):
     """The messages of one peer."""
 
     __slots__ = ("group", "node", "room")
@@ -75,7 +75,7 @@ class _Queue(deque[Entry]):
         self.node = node
         self.group = group
         self.room = -1
-        """The length at which the peer is read again; -1 while it is read."""
+        """Length at which the peer is read again; -1 while it is read."""
 
 
 class Mailbox:
@@ -87,18 +87,20 @@ class Mailbox:
 
     def __init__(self, group_of: Callable[[str], str] = group_of) -> None:
         self.own: deque[Entry] = deque()
-        """The node's own messages, timers among them; those that are there go before `take`."""
+        """Messages of the node itself, timers among them; those that are there go before `take`."""
         self.waiting = 0
-        """Messages of peers."""
+        """Number of waiting messages of peers."""
         self.to_resume: list[str] = []
-        """Peers that were held and have room again; the node tells its network."""
+        """Peers whose reading had stopped and who have room again; the node tells its network."""
         self._group_of = group_of
-        self._queues: dict[str, _Queue] = {}
-        self._groups: dict[str, _Group] = {}
+        self.queues: dict[str, _PeerQueue] = {}
+        """Messages of each peer; the empty ones are dropped when there are many (`QUEUES_KEPT`)."""
+        self.groups: dict[str, _Group] = {}
+        """Groups of these peers."""
         self._fresh: deque[_Group] = deque()
         self._old: deque[_Group] = deque()
         self.at_work: _Group | None = None
-        """The group of the last message of `take`, until `end`."""
+        """Group of the last message of `take`, until `end`."""
         self._since_s = 0.0
         self._quota = 1
         self._kept = QUEUES_KEPT
@@ -108,7 +110,7 @@ class Mailbox:
 
     def deliver(self, node: str, entry: Entry) -> None:
         """Put a message of a peer behind its others (see `FEW`)."""
-        queue = self._queues.get(node)
+        queue = self.queues.get(node)
         if queue is None:
             queue = self._open(node)
         self.waiting += 1
@@ -159,14 +161,16 @@ class Mailbox:
         return entry
 
     def end(self, now_s: float) -> None:
-        """Charge the peer of the last message; what is done from now on is for none of them."""
+        """Charge the peer of the last message; later work of this turn is charged to no peer."""
         if self.at_work is not None:
             self.at_work.credit_s -= now_s - self._since_s
             self.at_work = None
 
     def holds(self, node: str, most: int) -> bool:
-        """Whether more than `most` messages of a peer wait; then it is to be held, until `to_resume`."""
-        queue = self._queues.get(node)
+        """Return whether more than `most` messages of a peer wait; then reading stops until `to_resume` has the
+        peer.
+        """
+        queue = self.queues.get(node)
         if queue is None or len(queue) <= most:
             return False
         queue.room = most // 2
@@ -177,7 +181,7 @@ class Mailbox:
         self.own.clear()
         self.waiting = 0
         self.at_work = None
-        for held in (self._queues, self._groups, self._fresh, self._old, self.to_resume):
+        for held in (self.queues, self.groups, self._fresh, self._old, self.to_resume):
             held.clear()
 
     def _next(self) -> _Group:
@@ -200,14 +204,14 @@ class Mailbox:
                 group.credit_s = max(group.credit_s, -16 * group.most_s) + group.most_s
                 self._old.append(groups.popleft())
 
-    def _open(self, node: str) -> _Queue:
-        if len(self._queues) >= self._kept:
-            self._queues = {name: queue for name, queue in self._queues.items() if queue}
-            self._groups = {self._group_of(name): q.group for name, q in self._queues.items()}
-            self._kept = max(QUEUES_KEPT, 2 * len(self._queues))
+    def _open(self, node: str) -> _PeerQueue:
+        if len(self.queues) >= self._kept:
+            self.queues = {name: queue for name, queue in self.queues.items() if queue}
+            self.groups = {self._group_of(name): q.group for name, q in self.queues.items()}
+            self._kept = max(QUEUES_KEPT, 2 * len(self.queues))
         name = self._group_of(node)
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(credit_of(node))
-        queue = self._queues[node] = _Queue(node, group)
+            group = self.groups[name] = _Group(credit_of(node))
+        queue = self.queues[node] = _PeerQueue(node, group)
         return queue

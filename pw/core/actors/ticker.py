@@ -26,17 +26,18 @@ class Ticker:
         self._env = env
         self._period_s = period_s
         self._act = act
-        self._running = False
+        self.is_running = False
+        """True while the timer is set."""
 
     def start(self, delay_s: float | None = None) -> None:
         """Set the timer unless it is set, for a period or once for `delay_s`."""
-        if not self._running:
-            self._running = True
+        if not self.is_running:
+            self.is_running = True
             self._env.call_later(self._period_s if delay_s is None else delay_s, self)
 
     def __call__(self) -> None:
         """The timer has ended: call the method, and set the timer again if it says so."""
-        self._running = False
+        self.is_running = False
         if self._act():
             self.start()
 

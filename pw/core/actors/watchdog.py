@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the command line needs the constant, and nothing heavy
     from pw.core.actors.actor import Env
 
 STALL_S = 30.0
-"""How long there is no progress before a stall is reported."""
+"""Seconds without progress after which a stall is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Watchdog:
         self._stall_s = stall_s
         self._is_set = False
         self.progress_s = env.now_s()
-        """When there was progress last."""
+        """Time of the last progress, in seconds."""
         self._told_s = -1.0
 
     def went_on(self) -> None:

@@ -27,7 +27,7 @@ _NOTE = struct.Struct("<qqqq")
 _REQUEST = struct.Struct("<qq")
 
 NOTE_BYTES = _NOTE.size
-"""A note without a state."""
+"""Bytes of a note without a state."""
 
 REQUEST_BYTES = _REQUEST.size
 
@@ -40,14 +40,14 @@ STATE_METHODS = (
 
 
 class Note(NamedTuple):
-    """What a part of a stream says with an element."""
+    """Note of a part of a stream about an element."""
 
     ended: bool
-    """There is no such element."""
+    """True if there is no such element."""
     state: bytes | None
-    """The state after the element, pickled; None if the iterator has none."""
+    """State of the iterator after the element, pickled; None if the iterator has none."""
     part: int
-    """The number of the part, and of how many."""
+    """Number of the part; `parts` is the number of parts."""
     parts: int
 
     def row(self, room: int) -> np.ndarray[Any, Any]:
@@ -104,9 +104,9 @@ class Feeder:
         elements = msgspec.structs.replace(
             share, boxes=share.boxes[:-1], shapes=share.shapes[:-1], dtypes=share.dtypes[:-1]
         )
-        leaves, told = self.element(elements, number, base, note)
+        leaves, answer = self.element(elements, number, base, note)
         (start, stop), _ = share.boxes[-1]
-        return [*leaves, np.tile(told.row(self._room), (stop - start, 1))]
+        return [*leaves, np.tile(answer.row(self._room), (stop - start, 1))]
 
     def element(
         self, share: HostPart, number: int, base: int = 0, note: Note | None = None
@@ -137,7 +137,7 @@ class Feeder:
             self._iterator = None  # it ends after an error; another try begins anew
             raise
         try:
-            leaves = share.taken(self._results.leaves_of(value), whole=not self._makes_part)
+            leaves = share.cut(self._results.leaves_of(value), is_part=self._makes_part)
             self._position += 1
             return leaves, Note(False, self._saved(share), share.index, share.count)
         except BaseException:

@@ -33,7 +33,7 @@ class ResultPart:
 
 
 class HostPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one host makes of the results of a function; all fields but the first three by result."""
+    """Part of the results of a function that one host makes; all fields but the first three by result."""
 
     name: str
     index: int
@@ -47,8 +47,8 @@ class HostPart(msgspec.Struct, frozen=True, array_like=True):
         """The index of the part in each whole result."""
         return [box_slices(box) for box in self.boxes]
 
-    def taken(self, results: Sequence[Any], *, whole: bool) -> list[np.ndarray[Any, Any]]:
-        """Return the part of these results; they are the part already unless `whole`.
+    def cut(self, results: Sequence[Any], *, is_part: bool) -> list[np.ndarray[Any, Any]]:
+        """Return the part of these results; `is_part` if they are the part already.
 
         Raises:
             ResultMismatch: a result has another shape or dtype than declared, or one is missing.
@@ -57,20 +57,20 @@ class HostPart(msgspec.Struct, frozen=True, array_like=True):
             raise ResultMismatch(
                 f"{self.name!r} returned {len(results)} results, and {len(self.boxes)} are declared"
             )
-        taken = []
+        arrays = []
         for index, (result, box, shape, dtype) in enumerate(
             zip(results, self.boxes, self.shapes, self.dtypes, strict=True)
         ):
             array = np.asarray(result)
-            wanted = shape if whole else box_shape(box)
-            if array.shape != wanted or array.dtype != dtype_of(dtype):
-                part = f", of which part {self.index} of {self.count} is {_short(dtype, wanted)}"
+            expected = box_shape(box) if is_part else shape
+            if array.shape != expected or array.dtype != dtype_of(dtype):
+                part = f", of which part {self.index} of {self.count} is {_short(dtype, expected)}"
                 raise ResultMismatch(
                     f"result {index} of {self.name!r} is {_short(array.dtype, array.shape)}, but it is "
-                    f"declared as {_short(dtype, shape)}{'' if wanted == shape else part}"
+                    f"declared as {_short(dtype, shape)}{'' if expected == shape else part}"
                 )
-            taken.append(array[box_slices(box)] if whole else array)
-        return taken
+            arrays.append(array if is_part else array[box_slices(box)])
+        return arrays
 
 
 def share_of(

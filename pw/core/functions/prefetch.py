@@ -13,9 +13,9 @@ class Due(NamedTuple):
 
     number: int
     base: int
-    """The states to send with the request come after so many elements."""
+    """Number of elements behind which the states of the request come."""
     states: Any
-    """None if the parts have no states."""
+    """States to send with the request; None if the parts have none."""
 
 
 class Ahead(Generic[Element]):

@@ -39,7 +39,7 @@ REMOTE: tuple[type[Base], ...] = tuple(
         if isinstance(kind.__struct_config__.tag, int)
     ]
 )
-"""All messages that may arrive from another process: the bases of routes have no number as their tag."""
+"""Messages that may arrive from another process: the bases of routes have no number as their tag."""
 
 if TYPE_CHECKING:
     Message = Base

@@ -16,5 +16,5 @@ class Artifacts(WeakValueDictionary[bytes, Artifact]):
         """Return the artifacts of a program, which were sent with it or before; equal ones are one object."""
         new = {artifact.digest: self.setdefault(artifact.digest, artifact) for artifact in sent}
         needed = sorted(set(body.artifacts()))
-        found = [new.get(digest) or self.get(digest) for digest in needed]
-        return tuple(artifact for artifact in found if artifact is not None)
+        artifacts = [new.get(digest) or self.get(digest) for digest in needed]
+        return tuple(artifact for artifact in artifacts if artifact is not None)

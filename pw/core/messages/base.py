@@ -16,7 +16,7 @@ import msgspec
 from pw.core.messages.roles import Role
 
 INLINE_BYTES = 8192
-"""Host values up to this size travel inside a control message; larger ones take the bulk plane."""
+"""Bytes of the largest host value that travels inside a control message; larger ones take the bulk plane."""
 
 _CLIENT: tuple[Role, ...] = (Role.CLIENT, Role.CONTROLLER)
 _CONTROLLER: tuple[Role, ...] = (Role.CONTROLLER,)
@@ -27,9 +27,9 @@ class Base(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
 
     senders: ClassVar[tuple[Role, ...]] = ()
-    """Roles of the processes that may send it to an actor of another process."""
+    """Roles of the processes that may send the message to an actor of another process."""
     receiver: ClassVar[str] = ""
-    """Name of that actor."""
+    """Name of the actor that receives the message."""
 
 
 class Local(Base, frozen=True):

@@ -17,31 +17,31 @@ from pw.core.programs.spec_checks import DEVICES, DIMENSIONS, VALUES
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 TREE_BYTES = 32 << 20
-"""The most that a client may describe of a checkpoint: the answer to `Describe` has room for it."""
+"""Bytes that a client may describe of a checkpoint: the answer to `Describe` has room for them."""
 
 _HOSTS = 1 << 14
-"""The most hosts that one message names."""
+"""Number of hosts that one message names, at most."""
 
 _ARRAYS = Meta(max_length=1 << 16)
-"""The most arrays in one checkpoint, offer, wait or inquiry."""
+"""Number of arrays in one checkpoint, offer, wait or inquiry, at most."""
 
 Name = Annotated[str, Meta(max_length=NAME_CHARACTERS)]
-"""A name of a node, or of anything that a user names."""
+"""Name of a node, or of anything that a user names."""
 
 Path = Annotated[str, Meta(max_length=4096)]
-"""The path of a file, or the JAX path of an array in a tree."""
+"""Path of a file, or JAX path of an array in a tree."""
 
 Names = Annotated[tuple[Path, ...], _ARRAYS]
 """JAX paths of the arrays of a checkpoint."""
 
 Tree = Annotated[bytes, Meta(max_length=TREE_BYTES)]
-"""What a client describes of a checkpoint."""
+"""Description of a checkpoint by a client."""
 
 Hosts = Annotated[tuple[Name, ...], Meta(max_length=_HOSTS)]
 """Names of hosts."""
 
 HostCount = Annotated[int, Meta(ge=0, le=_HOSTS)]
-"""A number of hosts."""
+"""Number of hosts."""
 
 Arrays = Annotated[tuple[int, ...], _ARRAYS]
 """Numbers of arrays, or of slices."""
@@ -58,10 +58,10 @@ Specs = Annotated[tuple[ArraySpec, ...], _ARRAYS]
 """Specs of such arrays."""
 
 Count = Annotated[int, Meta(ge=0)]
-"""A number of anything."""
+"""Number of anything."""
 
 DeviceCount = Annotated[int, Meta(le=DEVICES)]
-"""A number of devices of a slice, or of a host."""
+"""Number of devices of a slice, or of a host."""
 
 Topology = Annotated[tuple[DeviceCount, ...], Meta(max_length=DIMENSIONS)]
 """Numbers of devices of a slice in each dimension."""
@@ -70,4 +70,4 @@ Devices = Annotated[tuple[DeviceAddress, ...], Meta(max_length=DEVICES)]
 """Devices of a slice."""
 
 Share = Annotated[float, Meta(ge=1e-6, le=1e6)]
-"""The weight of a client."""
+"""Weight of a client."""

@@ -21,7 +21,7 @@ from pw.core.landing import Landing
 from pw.core.programs.spec_checks import shortened
 
 ERROR_CHARACTERS = 1 << 20
-"""The longest error of a client, its traceback included."""
+"""Characters of the longest error of a client, its traceback included."""
 
 
 def check_path(path: str) -> None:
@@ -63,7 +63,8 @@ _FOLDER = r"(/(?!\.{1,2}/)[^/\0]+)+"
 _SOCKET = re.compile(rf"pw-bulk-\d+-[0-9a-f]+|{_FOLDER}/bulk-[0-9a-f]+")
 _ENDPOINT = re.compile(rf"ipc://(@pw-chunks-\d+-[0-9a-f]+|{_FOLDER}/chunks-[0-9a-f]+)")
 _PLANE = re.compile(r"[0-9a-f]{32}")
-"""Where the plane of a client listens, and its number if it listens nowhere (`pw.transport.bulk.plane`)."""
+"""Patterns of where the plane of a client listens, and of its number if it listens nowhere
+(`pw.transport.bulk.plane`)."""
 
 
 def check_landing(landing: Landing) -> None:
@@ -95,7 +96,7 @@ CHECKS: Mapping[type, Callable[[Any], None]] = {
     msg.Compile: _compile,
     msg.RegisterHost: _register_host,
 }
-"""The check of each type of message that has one: it raises an `Error`."""
+"""Check of each type of message that has one: it raises an `Error`."""
 
 
 def objection(message: object) -> ErrorReport | None:

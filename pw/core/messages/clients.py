@@ -31,9 +31,11 @@ class Attach(ClientToController, frozen=True, tag=30):
     share: Share
     priority: int
     resume: int = 0
-    """The client's number with an earlier controller; its journal follows, and then `Resumed`."""
+    """Number of the client with an earlier controller; its journal follows, and then `Resumed`."""
     claim: bytes = b""
-    """The claim to that number (see `Attached`)."""
+    """Claim to that number (see `Attached`)."""
+    line: Name = ""
+    """Node of the client's lines (`pw.client.session.lines`); empty if it has none."""
 
 
 class Attached(ControllerToSession, frozen=True, tag=31):
@@ -44,7 +46,9 @@ class Attached(ControllerToSession, frozen=True, tag=31):
     run_credits: int
     islands: tuple[str, ...]
     claim: bytes = b""
-    """With it the client gets its number back from a later controller (`pw.core.tenants`)."""
+    """Claim with which the client gets its number back from a later controller (`pw.core.tenants`)."""
+    line_ticket: bytes = b""
+    """Ticket of the node of the client's lines; empty if it has none."""
 
 
 class Identify(ClientToStore, frozen=True, tag=32):
@@ -53,7 +57,9 @@ class Identify(ClientToStore, frozen=True, tag=32):
     client: int
     ticket: bytes
     output: bool = False
-    """Send the output of host functions to this client."""
+    """True to send the output of host functions to this client."""
+    is_line: bool = False
+    """True if the message comes over the client's line to this host; its session is another node."""
 
 
 class Evicted(ControllerToSession, frozen=True, tag=33):
@@ -61,9 +67,9 @@ class Evicted(ControllerToSession, frozen=True, tag=33):
 
     reason: str
     may_attach: bool = False
-    """A message came before any `Attach`; the controller answers an `Attach` that is on its way."""
+    """True if a message came before any `Attach`; the controller answers an `Attach` that is on its way."""
     error: ErrorReport | None = None
-    """What the client may not ask for, if that is why."""
+    """Error that says what the client may not ask for, if that is why."""
 
 
 class AllocateSlice(ClientToController, frozen=True, tag=34):
@@ -75,19 +81,19 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     island: Name | None
     topology: Topology | None
     resumed: bool = False
-    """An earlier controller may have bound the slice: wait until its hosts have registered."""
+    """True if an earlier controller may have bound the slice: wait until its hosts have registered."""
     formerly: Name = ""
-    """The slice's island under the earlier controller."""
+    """Name of the slice's island under the earlier controller."""
     former_hosts: Hosts = ()
-    """The slice's hosts under the earlier controller: they may have its arrays."""
+    """Names of the slice's hosts under the earlier controller: they may have its arrays."""
     like: int = 0
-    """Another client's slice: bind this one to the same devices in the same order."""
+    """Number of another client's slice: bind this one to the same devices in the same order."""
     apart: Arrays = ()
-    """Slices of the same client: bind this one to another island than theirs."""
+    """Numbers of slices of the same client: bind this one to another island than theirs."""
     hosts: Hosts = ()
-    """Bind it to as many devices of each of these hosts, in this order, and to no others."""
+    """Names of hosts: bind the slice to as many devices of each, in this order, and to no others."""
     python: bool = False
-    """Bind it to hosts that run clients' Python functions."""
+    """True to bind the slice to hosts that run clients' Python functions."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
@@ -99,9 +105,9 @@ class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
     kind: str
     devices: tuple[DeviceAddress, ...]
     epoch: int
-    """The island's; hosts fence uploads for another epoch."""
+    """Epoch of the island; hosts fence uploads for another epoch."""
     machine: str = ""
-    """That of all hosts of the island; empty if they are on several."""
+    """Machine of all hosts of the island; empty if they are on several."""
 
 
 class SliceRefused(ControllerToSession, frozen=True, tag=36):
@@ -141,7 +147,7 @@ class RegisterProgram(ClientToController, frozen=True, tag=40):
     body: Compact[Program]
     artifacts: tuple[Artifact, ...]
     released: bool = False
-    """The client does not run it any more, but has arrays that it made (see `Resumed`)."""
+    """True if the client does not run the program any more, but has arrays that it made (see `Resumed`)."""
 
 
 class ReleaseProgram(ClientToController, frozen=True, tag=41):
@@ -162,7 +168,7 @@ class Run(ClientToController, frozen=True, tag=42):
     results: ManyArrays
     lease: int = 0
     index: Count = 0
-    """Its place among the launches of the lease."""
+    """Index of the run among the launches of the lease."""
 
 
 class RunFailed(ControllerToSession, frozen=True, tag=43):
@@ -185,9 +191,9 @@ class CreateArray(ClientToController, frozen=True, tag=45):
     array: int
     spec: ArraySpec
     bound: int = 1
-    """How many bindings of its slice the client has seen: 0 if it could not send anything yet."""
+    """Number of bindings of its slice that the client has seen: 0 if it could not send anything yet."""
     source: FileSource | OfferSource | None = None
-    """The array comes from there; the client uploads nothing."""
+    """Source of the array, if the client uploads nothing."""
 
 
 class Offer(ClientToController, frozen=True, tag=59):
@@ -198,14 +204,14 @@ class Offer(ClientToController, frozen=True, tag=59):
     """
 
     run: int
-    """A number like that of a run, under which the controller says that no later one needs it."""
+    """Number like that of a run, under which the controller says that no later run needs the offer."""
     token: bytes
-    """16 random bytes."""
+    """`OFFER_TOKEN_BYTES` random bytes."""
     arrays: Arrays
-    """All on one slice."""
+    """Numbers of the arrays, all on one slice."""
     specs: Specs
     error: ErrorReport | None = None
-    """Why there are none."""
+    """Error that says why there are no arrays."""
 
 
 class Delete(ClientToController, frozen=True, tag=46):
@@ -299,7 +305,7 @@ class Resumed(ClientToController, frozen=True, tag=58):
     """The arrays in `held` that no input and no run of the journal makes."""
     failed: tuple[FailedArray, ...]
     copied: tuple[int, ...]
-    """Arrays that were checkpointed."""
+    """Numbers of arrays that were checkpointed."""
 
 
 class LinkLost(ClientToController, frozen=True, tag=111):

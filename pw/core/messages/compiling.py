@@ -15,7 +15,7 @@ from pw.core.programs.stablehlo import Facts
 
 
 class Detail(StrEnum):
-    """What a client wants to know of an executable."""
+    """Amount of detail that a client wants about an executable."""
 
     FACTS = "facts"
     TEXT = "text"
@@ -32,7 +32,7 @@ class Compile(ClientToStore, frozen=True, tag=150):
 
     request: int
     artifact: bytes
-    """A `Stablehlo`, encoded."""
+    """Encoded `Stablehlo`."""
     devices: Devices
     island: str
     epoch: int
@@ -56,12 +56,12 @@ class CallClient(HostToSession, frozen=True, tag=152):
 
     call: int
     artifact: bytes
-    """The SHA-256 of the code of the computation."""
+    """SHA-256 of the code of the computation."""
     index: int
-    """Of the function among the callbacks of the artifact."""
+    """Index of the function among the callbacks of the artifact."""
     operands: tuple[ArrayType, ...]
     data: bytes | None
-    """The packed operands; None if they come over the bulk plane, to the landing of a `CallLanding`."""
+    """Packed operands; None if they come over the bulk plane, to the landing of a `CallLanding`."""
 
 
 class CallReturned(ClientToStore, frozen=True, tag=153):
@@ -70,9 +70,9 @@ class CallReturned(ClientToStore, frozen=True, tag=153):
     call: int
     results: tuple[ArrayType, ...] = ()
     data: bytes | None = b""
-    """The packed results; None if they come over the bulk plane, to the landing of a `CallLanding`."""
+    """Packed results; None if they come over the bulk plane, to the landing of a `CallLanding`."""
     error: str = ""
-    """What it raised, with its traceback."""
+    """Error that the function raised, with its traceback."""
 
 
 class CallLanding(ClientToStore, HostToSession, frozen=True, tag=154):

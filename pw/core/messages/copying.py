@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from pw.core.messages import Copy, CopyFile, Place, Replicate
+from pw.core.messages import ArrayCopy, BoundPlacement, CopyFile, Replicate
 from pw.core.sharding import Placement
 
 OBJECTS = 1 << 19
-"""The most objects in one message: half of what a frame may hold."""
+"""Number of objects in one message, at most: half of what a frame may hold."""
 
 _NO_PLACEMENT = Placement(0, ())
 
 
-def weight_of(copies: Iterable[Copy]) -> int:
+def weight_of(copies: Iterable[ArrayCopy]) -> int:
     """Return the number of objects that copies take in a message, without their places."""
     total = 0
     for copy in copies:
@@ -30,16 +30,16 @@ def weight_of(copies: Iterable[Copy]) -> int:
     return total
 
 
-class _Order:
+class _CopyMessage:
     """A message that is being filled."""
 
     def __init__(self) -> None:
-        self.copies: list[Copy] = []
+        self.copies: list[ArrayCopy] = []
         self.files: list[CopyFile] = []
-        self.places: dict[Placement, tuple[int, Place]] = {}
+        self.places: dict[Placement, tuple[int, BoundPlacement]] = {}
         self.weight = 0
 
-    def takes(self, copies: Sequence[Copy]) -> bool:
+    def takes(self, copies: Sequence[ArrayCopy]) -> bool:
         """Make room for all of these. Returns whether they fit; into an empty message they always do."""
         new = {copy.spec.placement for copy in copies} - self.places.keys()
         more = weight_of(copies) + sum(8 + 4 * len(placement.devices) for placement in new)
@@ -48,21 +48,21 @@ class _Order:
         self.weight += more
         return True
 
-    def packed(self, copy: Copy) -> Copy:
+    def packed(self, copy: ArrayCopy) -> ArrayCopy:
         placement = copy.spec.placement
         if placement not in self.places:
-            self.places[placement] = len(self.places), Place(placement, copy.devices)
+            self.places[placement] = len(self.places), BoundPlacement(placement, copy.devices)
         number, _ = self.places[placement]
         spec = msgspec.structs.replace(copy.spec, placement=_NO_PLACEMENT)
         return msgspec.structs.replace(copy, spec=spec, devices=(), place=number)
 
-    def made(self, epoch: int, sequence: int) -> Replicate:
+    def message(self, epoch: int, sequence: int) -> Replicate:
         places = tuple([place for _, place in self.places.values()])
         return Replicate(epoch, sequence, tuple(self.copies), tuple(self.files), places)
 
 
 def orders(
-    epoch: int, sequence: Callable[[], int], copies: Sequence[Copy], files: Sequence[CopyFile]
+    epoch: int, sequence: Callable[[], int], copies: Sequence[ArrayCopy], files: Sequence[CopyFile]
 ) -> Iterator[Replicate]:
     """Yield messages that order a host to make these copies and write these files.
 
@@ -72,26 +72,26 @@ def orders(
         copies: of arrays; equal placements mean equal devices.
         files: with copies of such arrays.
     """
-    order = _Order()
-    items: tuple[Copy | CopyFile, ...] = (*copies, *files)
+    order = _CopyMessage()
+    items: tuple[ArrayCopy | CopyFile, ...] = (*copies, *files)
     for item in items:
         theirs = item.copies if isinstance(item, CopyFile) else (item,)
         if not order.takes(theirs):
-            yield order.made(epoch, sequence())
-            order = _Order()
+            yield order.message(epoch, sequence())
+            order = _CopyMessage()
             order.takes(theirs)
         packed = tuple([order.packed(copy) for copy in theirs])
         if isinstance(item, CopyFile):
             order.files.append(msgspec.structs.replace(item, copies=packed))
         else:
             order.copies += packed
-    yield order.made(epoch, sequence())
+    yield order.message(epoch, sequence())
 
 
 def unpacked(order: Replicate) -> Replicate:
     """Return the order with a place in each copy again."""
 
-    def whole(copy: Copy) -> Copy:
+    def with_place(copy: ArrayCopy) -> ArrayCopy:
         if copy.place is None:
             return copy
         place = order.places[copy.place]
@@ -100,9 +100,9 @@ def unpacked(order: Replicate) -> Replicate:
 
     files = tuple(
         [
-            msgspec.structs.replace(file, copies=tuple([whole(copy) for copy in file.copies]))
+            msgspec.structs.replace(file, copies=tuple([with_place(copy) for copy in file.copies]))
             for file in order.files
         ]
     )
-    copies = tuple([whole(copy) for copy in order.copies])
+    copies = tuple([with_place(copy) for copy in order.copies])
     return Replicate(order.epoch, order.sequence, copies, files)

@@ -33,7 +33,7 @@ class EdgeFailed(HostToCoordinator, frozen=True, tag=92):
     edge: int
     error: ErrorReport
     alone: bool = False
-    """The value exists, but cannot be sent to this host; other hosts may receive theirs."""
+    """True if the value exists, but cannot be sent to this host; other hosts may receive theirs."""
 
 
 class EdgeProbe(HostToCoordinator, frozen=True, tag=113):

@@ -21,8 +21,12 @@ class FileSource(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     path: Path
     checkpoint: Name
-    """Its random name: another checkpoint may replace it at the path."""
+    """Random name of the checkpoint: another checkpoint may replace it at the path."""
     name: Path
+
+
+OFFER_TOKEN_BYTES = 16
+"""Random bytes in the token of an offer."""
 
 
 class OfferSource(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -30,7 +34,7 @@ class OfferSource(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     token: bytes
     index: int
-    """Its place in the offer."""
+    """Index of the array in the offer."""
 
 
 class SaveArrays(ClientToController, frozen=True, tag=140):
@@ -43,7 +47,7 @@ class SaveArrays(ClientToController, frozen=True, tag=140):
     arrays: Arrays
     names: Names
     tree: Tree
-    """The client's own part of the manifest."""
+    """Part of the manifest that the client writes."""
 
 
 class FileWritten(HostToController, frozen=True, tag=141):
@@ -79,7 +83,7 @@ class AbandonFiles(ControllerToStore, frozen=True, tag=144):
     checkpoint: str
     path: str
     unless: ErrorReport | None = None
-    """The checkpoint may be at its path already: answer with `FilesCommitted`, with this error if it is not."""
+    """Error to answer with if the checkpoint is not at its path; if it is, answer with `FilesCommitted`."""
 
 
 class Describe(ClientToStore, frozen=True, tag=145):

@@ -24,7 +24,9 @@ class AddClient(Local, frozen=True, tag=60):
     tenant: str = OPERATOR
     tenant_share: float = 1.0
     node: str = ""
-    """Where its session is."""
+    """Node of the client's session."""
+    line: str = ""
+    """Node of the client's lines to hosts; empty if it has none."""
 
 
 class Submit(Local, frozen=True, tag=61):
@@ -38,20 +40,20 @@ class Submit(Local, frozen=True, tag=61):
     segments: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
     reporters: tuple[int, ...]
-    """How many hosts of each segment, the first ones, report its end."""
+    """Number of hosts of each segment, the first ones, that report its end."""
     depends: tuple[tuple[tuple[str, int], ...], ...]
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
     notify: tuple[tuple[str, ...], ...]
-    """For each segment the other islands that wait for it."""
+    """Names of the other islands that wait for each segment."""
     awaits: tuple[int, ...]
     """Arguments whose upload has not ended."""
     islands: tuple[str, ...] = ()
-    """All islands of a run that needs memory on several; each must admit it before it starts."""
+    """Names of all islands of a run that needs memory on several; each must admit it before it starts."""
     is_timed: bool = False
-    """Tell the controller when the run is launched."""
+    """True to tell the controller when the run is launched."""
     is_whole: bool = False
-    """The run has no segments on other islands."""
+    """True if the run has no segments on other islands."""
 
 
 class SegmentLaunched(Local, frozen=True, tag=62):
@@ -68,7 +70,7 @@ class SegmentDone(Local, frozen=True, tag=63):
     segment: int
     device_time_us: int
     lost: ErrorReport | None = None
-    """The loss of a host has made it fail, not the program."""
+    """Error of a lost host, if its loss and not the program has made the launch fail."""
 
 
 class UploadEnded(Local, frozen=True, tag=64):
@@ -83,9 +85,10 @@ class Release(Local, frozen=True, tag=65):
     client: int
     arrays: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
-    """The hosts of each array."""
+    """Hosts of each array."""
     late: bool = False
-    """The client deleted them before their upload ended: only earlier work that names them can need them."""
+    """True if the client deleted the arrays before their upload ended: only earlier work that names them can
+    need them."""
 
 
 class RemoveClient(Local, frozen=True, tag=66):
@@ -99,9 +102,9 @@ class CancelRun(Local, frozen=True, tag=67):
 
     run: int
     reason: str = ""
-    """Why launched segments must end too: if they have not after `grace_s`, the epoch ends."""
+    """Reason for which launched segments must end too: if they have not after `grace_s`, the epoch ends."""
     grace_s: float = 0.0
-    """How long launched segments may take to end."""
+    """Seconds that launched segments may take to end."""
 
 
 class InstallProgram(Local, frozen=True, tag=68):
@@ -112,13 +115,13 @@ class InstallProgram(Local, frozen=True, tag=68):
     plans: tuple[HostPlan, ...]
     artifacts: tuple[Artifact, ...]
     memory: IslandMemory | None = None
-    """The memory of a run on this island; None where memory is not limited."""
+    """Memory of a run on this island; None where memory is not limited."""
     install: int = 0
-    """The number of this installation: a program that is lowered again is installed again."""
+    """Number of this installation: a program that is lowered again is installed again."""
     tenant: str = ""
-    """Of the client."""
+    """Tenant of the client."""
     again: bool = False
-    """All but `install` is as in the installation before."""
+    """True if all but `install` is as in the installation before."""
 
 
 class ProgramInstalled(Local, frozen=True, tag=69):
@@ -148,7 +151,7 @@ class Install(ControllerToExecutor, frozen=True, tag=71):
     artifacts: tuple[Artifact, ...]
     install: int = 0
     tenant: str = ""
-    """Of the client; a host may run Python functions of some only."""
+    """Tenant of the client; a host may run Python functions of some only."""
 
 
 class Installed(HostToScheduler, frozen=True, tag=72):
@@ -158,7 +161,7 @@ class Installed(HostToScheduler, frozen=True, tag=72):
     program: int
     error: ErrorReport | None
     temporary_bytes: tuple[int, ...] = ()
-    """Device memory that each computation takes while it runs, besides arguments and results."""
+    """Bytes of device memory that each computation takes while it runs, besides arguments and results."""
     install: int = 0
 
 
@@ -182,9 +185,9 @@ class Launch(ControllerToExecutor, frozen=True, tag=73):
     program: int
     segment: int
     arguments: Arguments | None
-    """Of its first launch on a host; later ones may have them, too."""
+    """Arguments of the first launch of a run on a host; later ones may have them, too."""
     report: bool
-    """This host reports the end of the segment."""
+    """True if this host reports the end of the segment."""
 
 
 class Discard(ControllerToExecutor, frozen=True, tag=74):
@@ -196,7 +199,7 @@ class Discard(ControllerToExecutor, frozen=True, tag=74):
     programs: tuple[int, ...]
     clients: tuple[int, ...]
     after: int = 0
-    """The leased launches before this index come first."""
+    """Number of launches of the lease that come first: those with a lower index."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -205,7 +208,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     device_time_us: int
     lost: ErrorReport | None = None
-    """The loss of a host has made it fail, not the program."""
+    """Error of a lost host, if its loss and not the program has made the launch fail."""
 
 
 class Progress(HostToScheduler, frozen=True, tag=75):
@@ -235,22 +238,22 @@ class GangBroken(HostToScheduler, frozen=True, tag=77):
     run: int = 0
     error: ErrorReport | None = None
     results: tuple[int, ...] = ()
-    """The run's results."""
+    """Numbers of the run's results."""
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True):
+class ArrayCopy(msgspec.Struct, frozen=True, array_like=True):
     """Boxes of an array on one host."""
 
     array: int
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     positions: tuple[int, ...]
-    """The mesh positions of the shards."""
+    """Mesh positions of the shards."""
     place: int | None = None
-    """In a message (`pw.core.messages.copying`): the index of the place with the placement and the devices."""
+    """Index of the place with the placement and the devices, in a message (`pw.core.messages.copying`)."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class BoundPlacement(msgspec.Struct, frozen=True, array_like=True):
     """A placement, and the physical device at each of its positions."""
 
     placement: Placement
@@ -261,23 +264,23 @@ class CopyFile(msgspec.Struct, frozen=True, array_like=True):
     """One host's file of a checkpoint on disk, and the boxes in it."""
 
     checkpoint: str
-    """Its random name, which no other checkpoint has."""
+    """Random name of the checkpoint, which no other one has."""
     path: str
     overwrite: bool
     file: str
     names: tuple[str, ...]
-    """The names of the copied arrays in the checkpoint."""
-    copies: tuple[Copy, ...]
+    """Names of the copied arrays in the checkpoint."""
+    copies: tuple[ArrayCopy, ...]
 
 
 class CopyArrays(Local, frozen=True, tag=78):
     """Controller to IslandScheduler (local): have hosts copy these arrays after the client's earlier work."""
 
     client: int
-    copies: tuple[tuple[str, Copy], ...]
-    """For each host the boxes that it copies."""
+    copies: tuple[tuple[str, ArrayCopy], ...]
+    """Boxes that each host copies."""
     files: tuple[tuple[str, CopyFile], ...] = ()
-    """For each host the file that it writes."""
+    """File that each host writes."""
 
 
 class Replicate(ControllerToExecutor, frozen=True, tag=79):
@@ -285,10 +288,10 @@ class Replicate(ControllerToExecutor, frozen=True, tag=79):
 
     epoch: int
     sequence: int
-    copies: tuple[Copy, ...]
+    copies: tuple[ArrayCopy, ...]
     files: tuple[CopyFile, ...] = ()
-    places: tuple[Place, ...] = ()
-    """The places of the arrays in both."""
+    places: tuple[BoundPlacement, ...] = ()
+    """Places of the arrays in copies and files."""
 
 
 class RunRefused(Local, frozen=True, tag=80):
@@ -302,7 +305,7 @@ class RunRefused(Local, frozen=True, tag=80):
     error: ErrorReport
     results: tuple[int, ...] = ()
     holders: tuple[tuple[int, int], ...] = ()
-    """The largest arrays where there is no room, and the bytes that they have there."""
+    """Largest arrays where there is no room, with their bytes there."""
 
 
 class ArrayPlaced(Local, frozen=True, tag=81):
@@ -313,7 +316,7 @@ class ArrayPlaced(Local, frozen=True, tag=81):
 
     array: int
     devices: tuple[DeviceAddress, ...]
-    """The physical device at every position of its mesh."""
+    """Physical device at every position of the slice's mesh."""
     shard_bytes: int
 
 
@@ -355,7 +358,7 @@ class CallEnded(ControllerToExecutor, HostToScheduler, frozen=True, tag=130):
     epoch: int
     run: int
     slot: int
-    """The slot of the call's first result."""
+    """Slot of the call's first result."""
     host: str
     gang: tuple[str, ...]
     error: ErrorReport | None

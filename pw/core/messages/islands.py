@@ -22,22 +22,22 @@ class RegisterHost(HostToResources, frozen=True, tag=10):
 
     island: Name
     island_hosts: HostCount
-    """0 for a spare, which does not know."""
+    """Number of hosts of the island; 0 for a spare, which does not know."""
     local_devices: Annotated[DeviceCount, msgspec.Meta(ge=1)]
     platform: Name
     endpoint: Name
     process: int
-    """The process id, for people."""
+    """Process id of the host's runtime, for people."""
     spare: bool = False
-    """Take a free place in `island` (in any if that is empty), or wait for one."""
+    """True to take a free place in `island` (in any if that is empty), or wait for one."""
     epoch: Count = 0
-    """The epoch that this host is in, with `members`; it has lost the controller."""
+    """Epoch that this host is in, with `members`; it has lost the controller."""
     members: Hosts = ()
-    """All hosts of that epoch, in the order of their ranks."""
+    """Names of all hosts of that epoch, in the order of their ranks."""
     python: bool = False
-    """It runs clients' Python functions."""
+    """True if the host runs clients' Python functions."""
     python_tenants: tuple[str, ...] = ()
-    """The only tenants whose functions it runs; empty for all."""
+    """Names of the only tenants whose functions the host runs; empty for all."""
 
 
 class HostRejected(ControllerToExecutor, frozen=True, tag=11):
@@ -50,7 +50,7 @@ class HostRegistered(ControllerToExecutor, frozen=True, tag=201):
     """ResourceManager to HostExecutor: this controller knows the host, which waits for its place."""
 
     key: bytes
-    """The host's own, with which it checks the permits of others (`pw.core.permits`)."""
+    """The host's own, with which it checks the permits of others (`pw.core.tenants`)."""
 
 
 class FormIsland(ControllerToExecutor, frozen=True, tag=12):
@@ -62,7 +62,7 @@ class FormIsland(ControllerToExecutor, frozen=True, tag=12):
     rank: int
     group_address: str
     tickets: bytes
-    """The public key with which hosts check the tickets of clients."""
+    """Public key with which hosts check the tickets of clients."""
 
 
 class IslandJoined(HostToResources, frozen=True, tag=13):
@@ -73,7 +73,7 @@ class IslandJoined(HostToResources, frozen=True, tag=13):
     kind: Name
     devices: int
     memory_bytes: Count | None
-    """Memory of one device, None where nothing limits it."""
+    """Bytes of memory of one device; None where nothing limits it."""
 
 
 class IslandJoinFailed(HostToResources, frozen=True, tag=14):
@@ -98,7 +98,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     node: str
     endpoint: str
     member: bool = True
-    """Its island is ready; other hosts may still have replicas."""
+    """True if the host's island is ready; other hosts may still have replicas."""
 
 
 class Directory(ControllerToSession, ControllerToExecutor, frozen=True, tag=16):
@@ -114,9 +114,9 @@ class IslandFormed(Local, frozen=True, tag=17):
     epoch: int
     hosts: tuple[str, ...]
     device_memory_bytes: int | None = None
-    """Memory of each device; None where nothing limits it."""
+    """Bytes of memory of each device; None where nothing limits it."""
     compiles_apart: bool = False
-    """Its hosts have other processes compile, so what crashes a compiler does not crash a host."""
+    """True if other processes compile for the hosts, so that a crash of a compiler does not crash a host."""
 
 
 class IslandLost(Local, frozen=True, tag=18):
@@ -126,7 +126,7 @@ class IslandLost(Local, frozen=True, tag=18):
     epoch: int
     error: ErrorReport
     host: str = ""
-    """The lost host, if that is the reason."""
+    """Name of the lost host, if that is the reason."""
 
 
 class CoordinationStarted(Local, frozen=True, tag=19):
@@ -167,7 +167,7 @@ class DrainHost(ClientToController, frozen=True, tag=24):
     request: int
     node: Name
     client: str = ""
-    """The client's node, which gets the answer; the controller fills it in."""
+    """Node of the client, which gets the answer; the controller fills it in."""
 
 
 class AskToLeave(HostToResources, frozen=True, tag=23):

@@ -17,21 +17,22 @@ from pw.core.messages.base import (
     ControllerToExecutor,
     ControllerToSession,
     HostToScheduler,
+    HostToSession,
     Local,
 )
 from pw.core.messages.bounds import Count, ManyArrays, RunArguments
 from pw.core.messages.gangs import Submit
 
 STEPS = 256
-"""The most steps of a leased launch on one host."""
+"""Number of steps of a leased launch on one host, at most."""
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class LaunchStep(msgspec.Struct, frozen=True, array_like=True):
     """A segment that a host launches in a run."""
 
     segment: int
     report: bool
-    """The host reports its end."""
+    """True if the host reports the end of the step."""
 
 
 class LentProgram(msgspec.Struct, frozen=True, array_like=True):
@@ -39,13 +40,15 @@ class LentProgram(msgspec.Struct, frozen=True, array_like=True):
 
     program: int
     install: int
-    """The installation that hosts must have."""
-    steps: tuple[tuple[Step, ...], ...]
-    """What each host of the lease launches."""
+    """Number of the installation that hosts must have."""
+    steps: tuple[tuple[LaunchStep, ...], ...]
+    """Steps that each host of the lease launches."""
+    room_bytes: int = 0
+    """Bytes of the lease's memory that a run takes; 0 where nothing limits it."""
 
     def on(self, at: int) -> LentProgram:
         """Return the program with the steps of the host at this place only."""
-        return LentProgram(self.program, self.install, (self.steps[at],))
+        return LentProgram(self.program, self.install, (self.steps[at],), self.room_bytes)
 
 
 class Lent(ControllerToSession, frozen=True, tag=190):
@@ -59,10 +62,14 @@ class Lent(ControllerToSession, frozen=True, tag=190):
     hosts: tuple[str, ...]
     programs: tuple[LentProgram, ...]
     first: int
-    """The index of the next launch."""
+    """Index of the next launch."""
     until: int
-    """The first index that the client may not use yet."""
+    """First index that the client may not use yet."""
     last_run: int
+    room_bytes: int = 0
+    """Bytes that all launches of the lease may take, on each device."""
+    shared: ManyArrays = ()
+    """Numbers of arrays that launches of the lease may not read: one that is donated would be copied."""
 
 
 class LeaseWindow(ControllerToSession, frozen=True, tag=191):
@@ -70,6 +77,8 @@ class LeaseWindow(ControllerToSession, frozen=True, tag=191):
 
     lease: int
     until: int
+    room_bytes: int = 0
+    """Bytes as in `Lent`; launches that need more than the room before wait for `WidenLease` at the hosts."""
 
 
 class Lend(ControllerToExecutor, frozen=True, tag=192):
@@ -80,10 +89,12 @@ class Lend(ControllerToExecutor, frozen=True, tag=192):
     lease: int
     client: int
     node: str
-    """The node of the client."""
+    """Node of the client's lines: launches come from there."""
     programs: tuple[LentProgram, ...]
-    """With the steps of this host only."""
+    """Programs with the steps of this host only."""
     first: int
+    room_bytes: int = 0
+    """Bytes that the launches of the lease may take, on each device."""
 
 
 class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
@@ -95,12 +106,24 @@ class LeasedLaunch(ClientToExecutor, frozen=True, tag=193):
     run: int
     program: int
     install: int
-    steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS)]
+    steps: Annotated[tuple[LaunchStep, ...], Meta(max_length=STEPS)]
     args: RunArguments
     results: ManyArrays
     request: Count = 0
-    """The client waits for `awaited`, as with a `Wait` of this number; 0 if it does not."""
+    """Number of the `Wait` by which the client waits for `awaited`; 0 if it does not."""
     awaited: int = 0
+
+
+class WidenLease(ControllerToExecutor, frozen=True, tag=199):
+    """IslandScheduler to HostExecutor, in launch order: all launches of a lease may take so much memory.
+
+    What has freed it comes before, so launches that need it come behind.
+    """
+
+    epoch: int
+    sequence: int
+    lease: int
+    room_bytes: Count
 
 
 class CloseLease(ControllerToExecutor, frozen=True, tag=194):
@@ -109,7 +132,7 @@ class CloseLease(ControllerToExecutor, frozen=True, tag=194):
     epoch: int
     lease: int
     noticed: Count
-    """The scheduler knows the launches before this index."""
+    """Index before which the scheduler knows all launches."""
 
 
 class LeaseClosed(HostToScheduler, frozen=True, tag=195):
@@ -121,9 +144,15 @@ class LeaseClosed(HostToScheduler, frozen=True, tag=195):
     epoch: int
     lease: int
     taken: int
-    """The index of the first launch that has not been taken."""
+    """Index of the first launch that has not been taken."""
     launches: tuple[LeasedLaunch, ...]
-    """The taken ones that the scheduler does not know."""
+    """Launches that were taken and that the scheduler does not know."""
+
+
+class LeaseOver(HostToSession, frozen=True, tag=202):
+    """HostExecutor to the holder's node of lines: no more launches of this lease are taken here."""
+
+    lease: int
 
 
 class EndLease(ControllerToExecutor, frozen=True, tag=196):
@@ -150,10 +179,10 @@ class HolderCutOff(Local, frozen=True, tag=198):
     host: str
 
 
-def steps_of(submit: Submit, host: str) -> tuple[Step, ...]:
+def steps_of(submit: Submit, host: str) -> tuple[LaunchStep, ...]:
     """Return what a host launches in a run."""
     return tuple(
-        Step(segment, hosts.index(host) < reporters)
+        LaunchStep(segment, hosts.index(host) < reporters)
         for segment, hosts, reporters in zip(
             submit.segments, submit.hosts, submit.reporters, strict=True
         )
@@ -162,7 +191,7 @@ def steps_of(submit: Submit, host: str) -> tuple[Step, ...]:
 
 
 def number_of(index: int, step: int) -> int:
-    """Return the number of a step of a leased launch: below zero, where the scheduler's own are not."""
+    """Return the launch number of a step; negative, so that it cannot equal one of the scheduler's."""
     return -1 - index * STEPS - step
 
 

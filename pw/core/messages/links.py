@@ -6,7 +6,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages.base import Local, OnLink
 from pw.core.messages.bounds import Name
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Hello(OnLink, frozen=True, tag=1):
@@ -18,7 +18,8 @@ class Hello(OnLink, frozen=True, tag=1):
     node: Name
     incarnation: int
     silence_s: float = 0.0
-    """After so long a silence this end counts as lost though its machine answers; 0: the other end decides."""
+    """Seconds of silence after which this end counts as lost though its machine answers; 0: the other end
+    decides."""
 
 
 class Refused(OnLink, frozen=True, tag=2):

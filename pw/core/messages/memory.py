@@ -22,7 +22,7 @@ class GetMemory(ClientToController, frozen=True, tag=180):
 
 
 class MeasureIsland(Local, frozen=True, tag=181):
-    """Controller to IslandScheduler (local): report what is reserved on each device."""
+    """Controller to IslandScheduler (local): report the bytes that are reserved on each device."""
 
     request: int
 
@@ -33,17 +33,17 @@ class CountedMemory(msgspec.Struct, frozen=True, array_like=True):
     device: DeviceAddress
     arrays_bytes: int
     reserved: tuple[tuple[int, int], ...]
-    """Clients, and the bytes that their admitted runs have reserved."""
+    """Bytes that the admitted runs of each client have reserved."""
     temporary_bytes: int
 
 
 class IslandMeasured(Local, frozen=True, tag=182):
-    """IslandScheduler to Controller (local): what is reserved on each device of the island."""
+    """IslandScheduler to Controller (local): the bytes that are reserved on each device of the island."""
 
     request: int
     island: str
     limit_bytes: int | None
-    """Of each device; None where nothing limits it, and nothing is counted."""
+    """Bytes of each device; None where nothing limits it, and nothing is counted."""
     devices: tuple[CountedMemory, ...]
 
 
@@ -53,7 +53,7 @@ class MeasureHost(ControllerToStore, frozen=True, tag=183):
     request: int
     devices: int
     largest: int
-    """How many arrays of each device to name."""
+    """Number of arrays of each device to name."""
 
 
 class ArrayMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -61,24 +61,24 @@ class ArrayMemory(msgspec.Struct, frozen=True, array_like=True):
 
     client: ClientNumber
     array: int
-    """Its number among those of the client."""
+    """Number of the array among those of the client."""
     type: str
     program: str
-    """The program that made it; empty if it was uploaded, or that is not known (here)."""
+    """Name of the program that made the array; empty if it was uploaded, or that is not known (here)."""
     size_bytes: int
-    """Of the shard on the device."""
+    """Bytes of the shard on the device."""
 
 
 class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """One device as its host counts it. A shard that several arrays name counts once."""
 
     clients: tuple[tuple[int, int, int], ...]
-    """Clients, their arrays here, and the bytes of these."""
+    """Number of each client, of its arrays here, and of their bytes."""
     largest: tuple[ArrayMemory, ...]
     in_use_bytes: int | None
-    """As the device's allocator counts; None if it does not."""
+    """Bytes in use as the device's allocator counts; None if it does not."""
     peak_bytes: int | None
-    """The most that was in use; None if the allocator does not count it."""
+    """Bytes that were in use, at most; None if the allocator does not count them."""
 
 
 class HostMeasured(HostToController, frozen=True, tag=184):
@@ -89,10 +89,10 @@ class HostMeasured(HostToController, frozen=True, tag=184):
 
 
 class OwnerMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What one client has on a device."""
+    """Memory of one client on a device."""
 
     client: int
-    """Its number; 0 for all clients together that the asker may not see."""
+    """Number of the client; 0 for all clients together that the asker may not see."""
     name: str
     arrays: int
     arrays_bytes: int
@@ -106,19 +106,20 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     host: str
     device: int
     limit_bytes: int | None
-    """None where nothing limits it; then nothing is reserved either."""
+    """Bytes of the device; None where nothing limits it; then nothing is reserved either."""
     free_bytes: int | None
-    """What the scheduler can still give to runs; None without a limit."""
+    """Bytes that the scheduler can still give to runs; None without a limit."""
     arrays_bytes: int | None
-    """Of all arrays there, also those that runs in flight are to make; None if the host did not answer."""
+    """Bytes of all arrays there, also those that runs in flight are to make; None if the host did not
+    answer."""
     reserved_bytes: int
-    """For runs in flight, their results included."""
+    """Bytes that are reserved for runs in flight, their results included."""
     temporary_bytes: int
-    """Reserved for the temporaries of all computations."""
+    """Bytes that are reserved for the temporaries of all computations."""
     in_use_bytes: int | None
-    """As the device's allocator counts; None if it does not."""
+    """Bytes in use as the device's allocator counts; None if it does not."""
     peak_bytes: int | None
-    """The most that was in use; None if the allocator does not count it."""
+    """Bytes that were in use, at most; None if the allocator does not count them."""
     owners: tuple[OwnerMemory, ...]
     largest: tuple[ArrayMemory, ...]
 
@@ -129,4 +130,4 @@ class Memory(ControllerToSession, frozen=True, tag=185):
     request: int
     devices: tuple[DeviceUse, ...]
     silent: tuple[str, ...]
-    """Hosts that have not answered in time."""
+    """Names of hosts that have not answered in time."""

@@ -19,10 +19,10 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True):
     run: int
     edge: int
     sources: tuple[str, ...]
-    """The hosts that sent its parts."""
+    """Names of the hosts that sent the parts of the transfer."""
     size_bytes: int
     seconds: float
-    """From the launch until all parts were there."""
+    """Seconds from the launch until all parts were there."""
     failed: bool
 
 
@@ -31,5 +31,5 @@ class Observed(HostToController, frozen=True, tag=187):
 
     transfers: tuple[Transferred, ...]
     skipped: int
-    """Transfers that there was no room for."""
+    """Number of transfers that there was no room for."""
     counters: dict[str, int]

@@ -18,31 +18,32 @@ import msgspec
 from pw.core.ids import client_of
 
 Sees = Callable[[int], bool]
-"""Whether the asker may see what belongs to the client with a number; with 0, whether it is an operator."""
+"""Function that returns whether the asker may see what belongs to the client with a number; with 0, whether it
+is an operator."""
 
 Report = TypeVar("Report", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class OwnerMark:
     """Marks the field of a part that names its client."""
 
     client: Callable[[Any], int]
-    """Returns the client's number for a value of the field."""
+    """Function that returns the client's number for a value of the field."""
 
 
-ClientNumber = Annotated[int, Owner(int)]
-"""The number of the client that a part belongs to."""
-ClientId = Annotated[int, Owner(client_of)]
-"""A run or a program of the client that a part belongs to."""
+ClientNumber = Annotated[int, OwnerMark(int)]
+"""Number of the client that a part belongs to."""
+ClientId = Annotated[int, OwnerMark(client_of)]
+"""Run or program of the client that a part belongs to."""
 
 
 @cache
-def _marks(kind: type) -> tuple[tuple[tuple[str, Owner], ...], tuple[str, ...]]:
+def _marks(kind: type) -> tuple[tuple[tuple[str, OwnerMark], ...], tuple[str, ...]]:
     """Return the fields of a struct that name its client, and those whose parts belong to clients."""
     owners, parts = [], []
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        owners += [(name, mark) for mark in get_args(hint) if isinstance(mark, Owner)]
+        owners += [(name, mark) for mark in get_args(hint) if isinstance(mark, OwnerMark)]
         inner = (one for one in get_args(hint) if isinstance(one, type))
         parts += [name for one in inner if issubclass(one, msgspec.Struct) and any(_marks(one))]
     return tuple(owners), tuple(parts)

@@ -13,19 +13,19 @@ class GetPlan(ClientToController, frozen=True, tag=188):
 
     request: int
     name: Name
-    """A program's name, or that of a run in flight (client.number); the newest program of a name counts."""
+    """Name of a program, or of a run in flight (client.number); the newest program of a name counts."""
     program: int = 0
-    """Its number instead, if it is the asker's own."""
+    """Number of the program instead, if it is the asker's own."""
 
 
 class PlannedSegment(msgspec.Struct, frozen=True, array_like=True):
-    """What one island runs as a unit; its number is its position in the plan."""
+    """Segment that one island runs as a unit; its number is its position in the plan."""
 
     island: str
     hosts: tuple[str, ...]
     depends: tuple[int, ...]
     computations: tuple[tuple[str, int], ...]
-    """Names, and how often each is called."""
+    """Names of computations, with the number of calls of each."""
 
 
 class PlannedEdge(msgspec.Struct, frozen=True, array_like=True):
@@ -36,27 +36,27 @@ class PlannedEdge(msgspec.Struct, frozen=True, array_like=True):
     source: str
     destination: str
     type: str
-    """The dtype and shape."""
+    """Dtype and shape of the array."""
     size_bytes: int
-    """Of the array."""
+    """Bytes of the array."""
     count: int
-    """How many edges are alike."""
+    """Number of edges that are alike."""
     way: str
     estimates_s: tuple[tuple[str, float], ...]
-    """Of each possible way, for one run, the chosen one first."""
+    """Seconds of each possible way for one run, the chosen one first."""
 
 
 class PlannedBranch(msgspec.Struct, frozen=True, array_like=True):
     """Computations that run only if a predicate says so; its number is its position in the plan."""
 
     predicate: str
-    """What makes the predicate."""
+    """Name of the computation or argument that makes the predicate."""
     unless: bool
-    """They run if the predicate is false."""
+    """True if the computations run when the predicate is false."""
     outer: int
-    """The number of the branch that makes the predicate, so that it is skipped with that one; -1 for none."""
+    """Number of the branch that makes the predicate, so that this one is skipped with that one; -1 for none."""
     computations: tuple[tuple[str, int], ...]
-    """Names, and how often each is called."""
+    """Names of computations, with the number of calls of each."""
 
 
 class ProgramPlan(ControllerToSession, frozen=True, tag=189):
@@ -65,7 +65,7 @@ class ProgramPlan(ControllerToSession, frozen=True, tag=189):
     request: int
     name: str
     program: str
-    """Its client's number, a dot, and its own."""
+    """Client's number, a dot, and the program's number."""
     segments: tuple[PlannedSegment, ...]
     edges: tuple[PlannedEdge, ...]
     branches: tuple[PlannedBranch, ...] = ()

@@ -25,12 +25,12 @@ class WorkReport(msgspec.Struct, frozen=True, array_like=True):
     computations: tuple[str, ...]
     hosts: tuple[str, ...]
     shards: tuple[tuple[int, ...], ...]
-    """The mesh positions of each host in the last computation; empty without a computation."""
+    """Mesh positions of each host in the last computation; empty without a computation."""
     launched_s: float
-    """How long ago the scheduler launched it; negative while it is queued."""
+    """Seconds since the scheduler launched the work; negative while it is queued."""
     waits_for: tuple[str, ...] = ()
     uploads: tuple[int, ...] = ()
-    """Arrays whose upload it waits for."""
+    """Arrays whose upload the work waits for."""
 
 
 class InstallReport(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +55,7 @@ class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     computations: tuple[str, ...]
     state: str
     waits_for: tuple[tuple[int, int], ...] = ()
-    """Runs and edges of the missing values that it needs next."""
+    """Runs and edges of the missing values that the launch needs next."""
     unsettled: tuple[str, ...] = ()
     """Host functions whose gang has not agreed on their outcome yet, and whose values it needs next."""
 
@@ -74,11 +74,11 @@ class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
     incoming: bool
     state: str
     shards: tuple[int, ...] = ()
-    """The shards' mesh positions, in the mesh of the sender."""
+    """Mesh positions of the shards, in the mesh of the sender."""
     size_bytes: int = 0
     received_bytes: int = 0
     open_s: float = 0.0
-    """How long ago it began."""
+    """Seconds since the transfer began."""
 
 
 class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -88,13 +88,13 @@ class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
     doing: str
     busy_s: float
     stack: tuple[str, ...]
-    """The innermost call last."""
+    """Calls on the stack, the innermost one last."""
     client: ClientNumber = 0
-    """The client that it works for; 0 for none, or if the host does not say so."""
+    """Number of the client that the thread works for; 0 for none, or if the host does not say so."""
 
 
 class ClientReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a client waits for at the controller."""
+    """Reasons for which a client waits at the controller."""
 
     client: ClientNumber
     name: str
@@ -103,7 +103,7 @@ class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     """Messages of the client that the controller has not handled yet."""
     waits_for: tuple[str, ...]
     silent_s: float = 0.0
-    """How long nothing has come from it, in seconds; 0 unless that is long."""
+    """Seconds for which nothing has come from the client; 0 unless that is long."""
 
 
 class Stalled(Local, frozen=True, tag=120):
@@ -120,21 +120,21 @@ class Explain(ClientToController, frozen=True, tag=121):
 
 
 class ExplainIsland(Local, frozen=True, tag=122):
-    """Controller to IslandScheduler (local): report the oldest launches, and what is next."""
+    """Controller to IslandScheduler (local): report the oldest launches, and those that are next."""
 
     request: int
     run: int
-    """Report the launches of this run in any case."""
+    """Number of a run whose launches are reported in any case."""
 
 
 class IslandReport(Local, frozen=True, tag=123):
-    """IslandScheduler to Controller (local): the oldest launches, and what is next."""
+    """IslandScheduler to Controller (local): the oldest launches, and those that are next."""
 
     request: int
     island: str
     hosts: tuple[str, ...]
     quiet_s: float
-    """How long ago the last launch began or ended."""
+    """Seconds since the last launch began or ended."""
     launched: int
     queued: int
     oldest: tuple[WorkReport, ...]
@@ -150,20 +150,20 @@ class ExplainHost(ControllerToExecutor, frozen=True, tag=124):
 
 
 class HostReport(HostToController, frozen=True, tag=125):
-    """HostExecutor to Controller: how far this host is, and what it waits for."""
+    """HostExecutor to Controller: the launches, transfers and threads of this host."""
 
     request: int
     host: str
     state: str
-    """Empty if the host is in its island and can work."""
+    """State of the host; empty if it is in its island and can work."""
     quiet_s: float
-    """How long ago the last launch arrived here or ended."""
+    """Seconds since the last launch arrived here or ended."""
     queued: int
     launches: tuple[LaunchReport, ...]
     edges: tuple[EdgeReport, ...]
     threads: tuple[ThreadReport, ...]
     calls: tuple[tuple[int, float], ...] = ()
-    """The clients whose functions computations wait for, and how long ago the oldest was called, in seconds."""
+    """Clients whose functions computations wait for, with the seconds since the oldest was called."""
 
 
 class HostSilence(msgspec.Struct, frozen=True, array_like=True):
@@ -171,7 +171,7 @@ class HostSilence(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     silent_s: float
-    """How long ago its last message came; negative if that is not known."""
+    """Seconds since the last message of the host came; negative if that is not known."""
 
 
 class Explanation(ControllerToSession, frozen=True, tag=126):
@@ -185,4 +185,4 @@ class Explanation(ControllerToSession, frozen=True, tag=126):
     silent: tuple[HostSilence, ...]
     clients: tuple[ClientReport, ...]
     left: tuple[tuple[str, int], ...] = ()
-    """What the client's long work still has to do: words such as "replicas are made", and how many are not."""
+    """Steps of the client's long work that are left: words such as "replicas are made", and a number."""

@@ -14,7 +14,7 @@ CLIENT_PREFIX = "client-"
 
 
 class Role(StrEnum):
-    """What a process is in its cluster."""
+    """Role of a process in its cluster."""
 
     CONTROLLER = "controller"
     WORKER = "worker"

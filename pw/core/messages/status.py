@@ -23,15 +23,16 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     island: str
-    """Its island; of a spare, the island that it waits for, empty for any."""
+    """Name of the host's island; of a spare, the island that it waits for, empty for any."""
     state: str
-    """`ready`, `joining` its island, `spare` (takes the place of a lost host) or `draining`."""
+    """State of the host: `ready`, `joining` its island, `spare` (takes the place of a lost host) or
+    `draining`."""
     pid: int
-    """Of its runtime, on its machine."""
+    """Process id of the host's runtime."""
     devices: int
     endpoint: str
     python: bool
-    """It runs clients' Python functions (`pw-worker --allow-python`)."""
+    """True if the host runs clients' Python functions (`pw-worker --allow-python`)."""
 
 
 class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -39,24 +40,24 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     state: str
-    """`ready`, `forming`, or `waiting` for hosts."""
+    """State of the island: `ready`, `forming`, or `waiting` for hosts."""
     platform: str
     kind: str
     hosts: tuple[HostInfo, ...]
     expected_hosts: int
     missing: tuple[str, ...]
-    """Hosts with a place in it that are not connected."""
+    """Names of hosts with a place in the island that are not connected."""
     formed: int
-    """How often it was formed: once, and after each loss or change of hosts."""
+    """Number of times that the island was formed: once, and after each loss or change of hosts."""
     slices: int
     queued: int
-    """Segments that wait for their launch."""
+    """Number of segments that wait for their launch."""
     launched: int
-    """Launches in flight."""
+    """Number of launches in flight."""
     device_s: float = 0.0
-    """The device time of all launches that have ended: that of each device, in all."""
+    """Device time of all launches that have ended, in seconds: of each device, in all."""
     is_late: bool = False
-    """It has been away so long that its slices move to any island that has room."""
+    """True if the island has been away so long that its slices move to any island that has room."""
 
     @property
     def devices(self) -> int:
@@ -65,18 +66,18 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClientUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a client waits for, and what it has had since it came."""
+    """Waiting launches of a client, and the time that it has had since it came."""
 
     queued: int = 0
-    """Segments that wait for their launch."""
+    """Number of segments that wait for their launch."""
     waiting_s: float = 0.0
-    """How long none of them could go."""
+    """Seconds for which none of them could go."""
     launches: int = 0
-    """Launches that have ended."""
+    """Number of launches that have ended."""
     waited_s: float = 0.0
-    """How long these were queued, in all."""
+    """Seconds for which these launches were queued, in all."""
     device_s: float = 0.0
-    """Their device time: that of each device, in all."""
+    """Device time of these launches, in seconds: of each device, in all."""
 
     def __add__(self, other: ClientUse) -> ClientUse:
         return ClientUse(
@@ -94,37 +95,37 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     number: int
     name: str
     share: float
-    """Its weight, where the policy is `share`."""
+    """Weight of the client, where the policy is `share`."""
     priority: int
-    """Its importance, where the policy is `priority`."""
+    """Importance of the client, where the policy is `priority`."""
     arrays: int
     programs: int
     slices: int
     runs: int
-    """Calls in flight."""
+    """Number of calls in flight."""
     is_me: bool
-    """It is the session that has asked."""
+    """True for the session that has asked."""
     awaited_hosts: tuple[str, ...]
-    """Hosts that its slices name, and wait for."""
+    """Names of hosts that the client's slices name, and wait for."""
     tenant: str = ""
     tenant_share: float = 1.0
-    """The weight of its tenant among tenants, where the policy is `share`."""
+    """Weight of the client's tenant among tenants, where the policy is `share`."""
     use: ClientUse = ClientUse()
     silent_s: float = 0.0
-    """How long nothing has come from it, in seconds; 0 unless that is long."""
+    """Seconds for which nothing has come from the client; 0 unless that is long."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):
     """A call in flight, one of the oldest of its client."""
 
     run: str
-    """Its name, for `pw cancel`; also of a replay."""
+    """Name of the run, for `pw cancel`; also of a replay."""
     client: int
     function: str
     islands: tuple[str, ...]
     age_s: float
     segments_left: int
-    """Parts of it that have not ended."""
+    """Number of segments of the run that have not ended."""
 
 
 class Status(ControllerToSession, frozen=True, tag=48):
@@ -139,15 +140,15 @@ class Status(ControllerToSession, frozen=True, tag=48):
     """Hosts that have no place in an island: spare and draining ones."""
     clients: tuple[ClientInfo, ...]
     runs: tuple[RunInfo, ...]
-    """The oldest runs of each client."""
+    """Oldest runs of each client."""
     events: str = ""
-    """Where the controller publishes events; empty if it does not."""
+    """Address at which the controller publishes events; empty if it does not."""
     hidden_clients: int = 0
-    """Clients of other tenants, which the asker may not see."""
+    """Number of clients of other tenants, which the asker may not see."""
     hidden_runs: int = 0
-    """Calls in flight of those clients."""
+    """Number of calls in flight of those clients."""
     awaited_islands: int = 0
-    """How many islands a cluster that starts still waits for."""
+    """Number of islands that a cluster that starts still waits for."""
 
 
 class GetStats(ClientToController, ClientToStore, frozen=True, tag=49):
@@ -160,7 +161,7 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True):
     """A warning or an error that a process has logged."""
 
     time_s: float
-    """When, in seconds since 1970 on its machine's clock."""
+    """Time of the line, in seconds since 1970 on its machine's clock."""
     level: str
     text: str
 
@@ -172,4 +173,4 @@ class Stats(ControllerToSession, HostToSession, frozen=True, tag=50):
     node: str
     counters: dict[str, int]
     lines: tuple[LogLine, ...] = ()
-    """Its newest warnings and errors; only for operators, because they name what others have."""
+    """Newest warnings and errors; only for operators, because they name what others have."""

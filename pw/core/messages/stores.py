@@ -27,9 +27,9 @@ class Upload(ClientToStore, frozen=True, tag=93):
     data: bytes | None
     island: str
     epoch: int
-    """The epoch of `devices`: in another epoch the shards may belong to another host."""
+    """Epoch of `devices`: in another epoch the shards may belong to another host."""
     attempt: int = 0
-    """Unique for each upload of the client."""
+    """Number of the attempt, unique for each upload of the client."""
 
 
 class UploadLanding(HostToSession, frozen=True, tag=94):
@@ -38,7 +38,7 @@ class UploadLanding(HostToSession, frozen=True, tag=94):
     array: int
     landing: Landing
     attempt: int
-    """The upload's."""
+    """Number of the upload's attempt."""
 
 
 class Uploaded(HostToController, frozen=True, tag=95):
@@ -47,9 +47,9 @@ class Uploaded(HostToController, frozen=True, tag=95):
     array: int
     error: ErrorReport | None
     again: bool = False
-    """The host had them before, and drops the new ones."""
+    """True if the host had the shards before, and drops the new ones."""
     layout: bytes = b""
-    """The digest of the array as the host has it (`pw.core.programs.spec_checks.layout_of`); empty if it has
+    """Digest of the array as the host has it (`pw.core.programs.spec_checks.layout_of`); empty if it has
     none."""
 
 
@@ -96,7 +96,7 @@ class UploadAborted(ClientToStore, frozen=True, tag=102):
 
     array: int
     transfer: int
-    """The landing's transfer: bytes for another landing may be on their way."""
+    """Number of the landing's transfer: bytes for another landing may be on their way."""
     error: ErrorReport
 
 
@@ -106,18 +106,18 @@ class CancelRequest(ClientToStore, frozen=True, tag=101):
     request: int
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True):
+class OutputLine(msgspec.Struct, frozen=True, array_like=True):
     """A line that a host function has written."""
 
     is_error: bool
-    """Written to standard error, or logged; else to standard output."""
+    """True if the line was written to standard error, or logged; else it was written to standard output."""
     text: str
 
 
 class Printed(HostToSession, frozen=True, tag=149):
     """ObjectStore to ClientSession: the output of host functions; lost lines are not sent again."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[OutputLine, ...]
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
@@ -126,9 +126,9 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     array: int
     boxes: tuple[Box, ...]
     error: ErrorReport | None = None
-    """Why there are no boxes."""
+    """Error that says why there are no boxes."""
     proof: bytes = b""
-    """The proof of the offer; empty for what lay on the host's devices."""
+    """Proof of the offer; empty for what lay on the host's devices."""
 
 
 class Holdings(HostToController, frozen=True, tag=103):
@@ -144,7 +144,7 @@ class HoldsNoMore(HostToController, frozen=True, tag=148):
     """ObjectStore to Controller: all replicas that this incarnation began with have been reported."""
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class BoxSource(msgspec.Struct, frozen=True, array_like=True):
     """A box of an array, and a host with a replica of it."""
 
     box: Box
@@ -156,12 +156,12 @@ class Restore(ControllerToStore, frozen=True, tag=104):
 
     array: int
     copied: int
-    """The array of the replicas."""
+    """Number of the array that the replicas are of."""
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[BoxSource, ...]
     permits: dict[str, bytes]
-    """What the hosts in `sources` want to see (`pw.core.permits`)."""
+    """What the hosts in `sources` want to see (`pw.core.tenants`)."""
 
 
 class DropUploads(ControllerToStore, frozen=True, tag=115):
@@ -179,7 +179,7 @@ class FetchReplica(HostToStore, frozen=True, tag=105):
     boxes: tuple[Box, ...]
     landing: Landing | None
     permit: bytes
-    """The controller's word that the sender may have replicas of the array."""
+    """Permit of the controller, by which the sender may have replicas of the array."""
 
 
 class ReplicaData(HostToStore, frozen=True, tag=106):
@@ -204,9 +204,9 @@ class OfferReplica(ControllerToStore, frozen=True, tag=108):
     boxes: tuple[Box, ...]
     host: str
     permit: bytes
-    """What `host` wants to see."""
+    """Permit that `host` wants to see."""
     proof: bytes
-    """What the controller, or a later one, wants to see in `Holdings`."""
+    """Proof that the controller, or a later one, wants to see in `Holdings`."""
 
 
 class Copied(HostToController, frozen=True, tag=112):

@@ -15,14 +15,14 @@ class ReadRecords(ClientToController, ClientToStore, frozen=True, tag=170):
     """ClientSession to ObjectStore or Controller: send what this process has recorded since the last one.
 
     The first one for a timeline begins the recording. It ends with `stop`, when the client is lost, or when
-    no other one comes for `pw.core.timeline.LEASE_S`.
+    no other one comes for `pw.core.timeline.READER_TIMEOUT_S`.
     """
 
     timeline: int
-    """The client's number for it."""
+    """Number of the timeline at the client."""
     question: int
     stop: bool = False
-    """Record no more; what is left is sent in answers to further messages like this one."""
+    """True to record no more; what is left is sent in answers to further messages like this one."""
 
 
 class Records(ControllerToSession, HostToSession, frozen=True, tag=171):
@@ -31,23 +31,24 @@ class Records(ControllerToSession, HostToSession, frozen=True, tag=171):
     timeline: int
     question: int
     now_s: float
-    """The time on this process's clock."""
+    """Time on this process's clock, in seconds."""
     since_s: float = 0.0
-    """When this process began to record for this timeline; later if that was interrupted."""
+    """Time at which this process began to record for this timeline, in seconds; later if that was
+    interrupted."""
     first: int = 0
-    """Records of this timeline that were sent before."""
+    """Number of records of this timeline that were sent before."""
     count: int = 0
-    """Records in this message."""
+    """Number of records in this message."""
     data: bytes = b""
-    """The values of all records in one msgpack array (`pw.core.recorder.WIDTH` for each)."""
+    """Values of all records in one msgpack array (`pw.core.recorder.WIDTH` for each)."""
     names: tuple[tuple[int, str], ...] = ()
     """Names that the records refer to by number, without those that were sent before; blank for what is
     of other tenants."""
     dropped: int = 0
-    """Records that found no room since the last answer."""
+    """Number of records that found no room since the last answer."""
     left: int = 0
-    """Records that are left to be sent."""
+    """Number of records that are left to be sent."""
     refused: bool = False
-    """The process does not know the client (yet)."""
+    """True if the process does not know the client (yet)."""
     error: ErrorReport | None = None
-    """Why the client may not begin another timeline."""
+    """Error that says why the client may not begin another timeline."""

@@ -21,9 +21,9 @@ class Trees(NamedTuple):
     """Which gangs have trees, and of which form."""
 
     over: int = 64
-    """Orders to gangs of more hosts go down a tree."""
+    """Number of hosts of a gang above which its orders go down a tree."""
     fan: int = 8
-    """The scheduler sends an order to so many hosts, and each host passes it on to as many."""
+    """Number of hosts to which the scheduler sends an order, and to which each host passes it on."""
 
 
 TREES = Trees()
@@ -33,10 +33,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Hosts that follow each other in a gang and in their island, and have the same next number."""
 
     rank: Count
-    """Of the first one in the island."""
+    """Rank of the first host in the island."""
     count: Annotated[int, msgspec.Meta(ge=1)]
     sequence: Count
-    """The number of the order on each of them."""
+    """Number of the order on each of the hosts."""
 
 
 class GangOrder(ControllerToExecutor, HostToExecutor, frozen=True, tag=200):
@@ -49,9 +49,9 @@ class GangOrder(ControllerToExecutor, HostToExecutor, frozen=True, tag=200):
     spans: tuple[Span, ...]
     fan: Annotated[int, msgspec.Meta(ge=1)]
     reporters: Count
-    """How many hosts of the gang, the first ones, report the end of a launch."""
+    """Number of hosts of the gang, the first ones, that report the end of a launch."""
     order: Launch | Discard
-    """Its number, and whether the host reports, is for each host to fill in."""
+    """Order; its number, and whether the host reports, is for each host to fill in."""
 
 
 def size_of(spans: Sequence[Span]) -> int:

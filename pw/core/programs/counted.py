@@ -31,7 +31,7 @@ from pw.core.programs.reshard import LAYOUTS_KEPT, route_layout
 from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, dtype_of
 
 NUMBER = np.dtype(np.int32)
-"""How counts travel."""
+"""Dtype of counts that travel."""
 
 Array = np.ndarray[Any, Any]
 
@@ -40,10 +40,10 @@ class Filled(NamedTuple):
     """The rows of one cell of a piece that count."""
 
     cell: tuple[int, ...]
-    """The cell's place in the piece."""
+    """Place of the cell in the piece."""
     rows: int
     box: Box
-    """Where they go, in the destination shard."""
+    """Box of the rows in the destination shard."""
 
 
 def check_counts(rows: ArraySpec, counts: ArraySpec) -> None:
@@ -95,7 +95,7 @@ def numbers_of(route: Route, source: ArraySpec, counts: Array) -> list[Array]:
         source: the spec of the rows at the sender.
         counts: all counts.
     """
-    lead, found = counts.ndim, []
+    lead, numbers = counts.ndim, []
     for piece in route.pieces:
         shard = source.box(piece.source_device)
         cells = tuple(
@@ -104,8 +104,8 @@ def numbers_of(route: Route, source: ArraySpec, counts: Array) -> list[Array]:
         )
         (first, _), (start, stop) = shard[lead], piece.source_box[lead]
         beyond = counts[cells].astype(np.int64) - (first + start)
-        found.append(np.clip(beyond, 0, stop - start).astype(NUMBER))
-    return found
+        numbers.append(np.clip(beyond, 0, stop - start).astype(NUMBER))
+    return numbers
 
 
 def filled(piece: BoxCopy, numbers: Array) -> Iterator[Filled]:
@@ -133,11 +133,11 @@ def packed(
         views: the pieces of the route, with their padding.
     """
     numbers = numbers_of(route, source, counts)
-    said = np.concatenate([one.reshape(-1) for one in numbers])
-    begin = _aligned(said.nbytes)
-    close: list[tuple[int, Array]] = [(0, said)]
-    spread: list[tuple[int, Array]] = [(0, said)]
-    size_bytes = begin if said.any() else said.nbytes
+    flat = np.concatenate([one.reshape(-1) for one in numbers])
+    begin = _aligned(flat.nbytes)
+    close: list[tuple[int, Array]] = [(0, flat)]
+    spread: list[tuple[int, Array]] = [(0, flat)]
+    size_bytes = begin if flat.any() else flat.nbytes
     offsets = route_layout(route, source)[0]
     for piece, each, view, offset in zip(route.pieces, numbers, views, offsets, strict=True):
         cell_bytes = view.nbytes // max(each.size, 1)
@@ -174,14 +174,14 @@ def unpacked(
     Raises:
         ValueError: the buffer is not what a sender packs.
     """
-    dtype, found = dtype_of(source.dtype), []
+    dtype, pieces = dtype_of(source.dtype), []
     is_spread = not isinstance(buffer, bytes)
-    said = np.frombuffer(buffer, NUMBER, sum(_cells(piece, lead) for piece in route.pieces))
-    begin = _aligned(said.nbytes)
-    size_bytes = begin if said.any() else said.nbytes
+    rest = np.frombuffer(buffer, NUMBER, sum(_cells(piece, lead) for piece in route.pieces))
+    begin = _aligned(rest.nbytes)
+    size_bytes = begin if rest.any() else rest.nbytes
     for piece, offset in zip(route.pieces, route_layout(route, source)[0], strict=True):
         shape = box_shape(piece.source_box)
-        own, said = np.split(said, [_cells(piece, lead)])
+        own, rest = np.split(rest, [_cells(piece, lead)])
         if own.size and not 0 <= own.min() <= own.max() <= shape[lead]:
             raise ValueError(f"it says {own.tolist()} of {shape[lead]} rows")
         numbers, rows = own.reshape(shape[:lead]), []
@@ -193,8 +193,8 @@ def unpacked(
             flat = np.frombuffer(buffer, np.uint8, count * row_bytes, at)
             rows.append(flat.view(dtype).reshape(count, *shape[lead + 1 :]))
             size_bytes += flat.nbytes
-        found.append((piece, numbers, rows))
-    return found, size_bytes
+        pieces.append((piece, numbers, rows))
+    return pieces, size_bytes
 
 
 def whole_piece(buffer: Bytes, route: Route, source: ArraySpec, lead: int, index: int) -> Array:

@@ -54,7 +54,7 @@ def hold(spec: ArraySpec) -> Computation:
 
 def is_hold(node: Node, computation: Computation) -> bool:
     """Whether a node holds a value back (`hold`)."""
-    if not computation.is_merge or node.guard is None or len(node.args) != 3:
+    if not computation.traits.predicates or node.guard is None or len(node.args) != 3:
         return False
     return node.args[1] == node.args[2]
 

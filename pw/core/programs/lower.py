@@ -144,15 +144,15 @@ def _write(program: Program, schedule: SegmentSchedule) -> tuple[BoundProgram, d
     results = frozenset(schedule.output_slots)
     for draft, hosts in zip(schedule.segments, members, strict=True):
         reporters = _reporters(program, schedule, draft, hosts[0], results)
-        others = (host for host in hosts if host not in reporters)
+        silent = (host for host in hosts if host not in reporters)
         depends = tuple(sorted(draft.depends))
-        segments.append(Segment(draft.island, (*reporters, *others), depends, len(reporters)))
+        segments.append(Segment(draft.island, (*reporters, *silent), depends, len(reporters)))
     return BoundProgram(tuple(segments), tuple(plans)), executes
 
 
 def _hosts(physical: Physical, computation: Computation) -> tuple[str, ...]:
-    """Return the hosts that take part in a computation; in a view, those of its results."""
-    if not computation.is_view:
+    """Return the hosts that take part in a computation: if it spans devices, those of its results."""
+    if not computation.traits.spans_devices:
         return physical.hosts(computation.placement)
     specs = dict.fromkeys(spec.placement for spec in computation.outputs)
     return tuple(dict.fromkeys(host for place in specs for host in physical.hosts(place)))
@@ -174,7 +174,7 @@ def _reporters(
             computation = program.computations[node.computation]
             team = _hosts(physical, computation)
             # Each host makes its part of a view or a merge, and skips a computation, without the others.
-            is_alone = not computation.traits.is_compiled or node.guard is not None
+            is_alone = not computation.traits.is_installed or node.guard is not None
             teams |= dict.fromkeys([(host,) for host in team] if is_alone else [team])
         elif step.slot in results:
             teams[physical.hosts(step.destination.placement)] = None

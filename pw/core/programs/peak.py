@@ -37,9 +37,9 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
     shard_bytes: int
     same_as_input: int = -1
     same_as_output: int = -1
-    """An earlier output; -1 when none has this buffer."""
+    """Number of an earlier output with the same buffer; -1 for none."""
     shards: tuple[int, ...] = ()
-    """Of a view: the input that has the shard on each of the devices."""
+    """Number of the input that has the shard on each of the devices, if the output is a view."""
 
 
 class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +49,7 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[tuple[DeviceAddress, ...], ...]
     """The devices of the run; those of one group hold shards of the same values."""
     peak_bytes: tuple[int, ...]
-    """For each group, the most that a device holds while nothing is computed."""
+    """Bytes that a device of each group holds while nothing is computed, at most."""
     executes: tuple[tuple[int, int, int], ...]
     """(computation, group, bytes that a device holds while it runs)."""
     inputs: tuple[int, ...]
@@ -183,19 +183,17 @@ class _Walk:
         self._peaks = list(map(max, self._peaks, self._live))
 
     def _execute(self, execute: Execute) -> None:
-        if self._program.computations[execute.computation].is_view:
-            return  # its results are shards of its arguments
         if not self._schedule.holds.keys().isdisjoint(execute.results):
             return  # a hold: its result is its argument
         for slot in execute.results:
             self._add(self._specs[slot])
-        if self._program.computations[execute.computation].is_merge:
+        computation = self._program.computations[execute.computation]
+        if not computation.traits.allocates:
             return  # its results are its arguments, which are freed right behind it if nothing else needs them
-        taken = self._taken_over(execute)
-        placement = self._program.computations[execute.computation].placement
-        for group in self._groups_of[placement]:
+        donated_bytes = self._taken_over(execute)
+        for group in self._groups_of[computation.placement]:
             where = execute.computation, group
-            size_bytes = self._live[group] - taken
+            size_bytes = self._live[group] - donated_bytes
             self._at_execute[where] = max(self._at_execute.get(where, 0), size_bytes)
 
     def _taken_over(self, execute: Execute) -> int:

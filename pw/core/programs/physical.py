@@ -49,8 +49,8 @@ class Physical:
     def hosts(self, placement: Placement) -> tuple[str, ...]:
         """The hosts of `placement`, in binding order."""
         if placement not in self._hosts:
-            found = dict.fromkeys(device.host for device in self.devices(placement))
-            self._hosts[placement] = tuple(sorted(found, key=self.rank.__getitem__))
+            hosts = dict.fromkeys(device.host for device in self.devices(placement))
+            self._hosts[placement] = tuple(sorted(hosts, key=self.rank.__getitem__))
         return self._hosts[placement]
 
     def routes(
@@ -103,20 +103,20 @@ class Physical:
             own = set(self.devices(placement))
         except PlacementError as error:
             raise PlacementError(f"{computation.name!r} cannot run: {error}") from error
-        for kind, specs in (("input", computation.inputs), ("output", computation.outputs)):
+        for what, specs in (("input", computation.inputs), ("output", computation.outputs)):
             for number, spec in enumerate(specs):
                 devices = self.devices(spec.placement)
-                if computation.is_view:
+                if computation.traits.spans_devices:
                     continue
                 if self.island(spec.placement) != self.island(placement):
                     raise PlacementError(
-                        f"{computation.name!r} runs on island {self.island(placement)}, but its {kind} "
+                        f"{computation.name!r} runs on island {self.island(placement)}, but its {what} "
                         f"{number}, {spec.short}, lies on island {self.island(spec.placement)}; a computation "
                         "runs on one island. Move it first, with pw.put(x, sharding=...)"
                     )
                 if set(devices) != own:
                     raise PlacementError(
-                        f"{computation.name!r} runs on {len(own)} devices, but its {kind} {number}, "
+                        f"{computation.name!r} runs on {len(own)} devices, but its {what} {number}, "
                         f"{spec.short}, lies on other ones; all inputs and outputs lie on exactly the devices "
                         "that run it. Move it first, with pw.put(x, sharding=...)"
                     )

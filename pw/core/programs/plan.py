@@ -46,9 +46,9 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag=0):
     args: tuple[int, ...]
     results: tuple[int, ...]
     donated: tuple[int, ...]
-    """Argument positions whose buffers may be taken over."""
+    """Positions of arguments whose buffers may be taken over."""
     guard: int = -1
-    """The slot of a boolean that must be true (with `unless`, false), or nothing is enqueued; -1 for none."""
+    """Slot of a boolean that must be true (with `unless`, false), or nothing is enqueued; -1 for none."""
     unless: bool = False
 
     @property
@@ -58,12 +58,12 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """How many rows of the value of a counted edge count, at its source (`pw.core.programs.counted`)."""
+    """Counts of the rows of a counted edge's value, at its source (`pw.core.programs.counted`)."""
 
     slot: int
     spec: ArraySpec
     maker: str
-    """What made them, for an error."""
+    """Name of the computation that made the values, for an error."""
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -94,7 +94,7 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=2):
     source_slot: int
     source: ArraySpec
     counts: Counts | None = None
-    """If only the rows that count arrive; the others are zeros."""
+    """Counts of the rows that arrive, if only rows that count do; the others are zeros."""
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -119,7 +119,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     hosts: tuple[str, ...]
     depends: tuple[int, ...]
     reporters: int = 1
-    """The first so many hosts report its end: one for each computation and each received output."""
+    """Number of hosts, the first ones, that report the segment's end: one for each computation and received
+    output."""
 
 
 class HostSegment(msgspec.Struct, frozen=True, array_like=True):

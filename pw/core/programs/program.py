@@ -39,27 +39,34 @@ class Kind(StrEnum):
 class Traits(NamedTuple):
     """How a kind of computation differs from the others."""
 
-    is_compiled: bool = True
-    """Hosts install something for it."""
+    is_installed: bool = True
+    """Hosts install something for it, and run that; the hosts of a gang run it together."""
     has_artifact: bool = True
     """Its client has sent code for it."""
-    is_python: bool = False
-    """Its code is pickled Python."""
+    runs_on_host: bool = False
+    """Its code is pickled Python: a process of each host runs it, not the devices."""
+    keeps_state: bool = False
+    """A Python process of its own keeps its state between calls. Its last result is that state."""
     is_repeatable: bool = True
     """It makes the same results again of the same arguments."""
-    is_traceable: bool = False
-    """JAX can trace its function into another one."""
+    allocates: bool = True
+    """Its results need device memory of their own."""
+    spans_devices: bool = False
+    """Its placement spans the devices of all its arguments and results; each may lie on fewer."""
+    predicates: int = 0
+    """How many of its first arguments are predicates. Hosts read them, and need an argument behind them only
+    if it is chosen."""
     from_clients: bool = True
     """Clients may send it; the others are made by the controller."""
 
 
 TRAITS = {
-    Kind.STABLEHLO: Traits(is_traceable=True),
-    Kind.PYTHON: Traits(is_python=True, is_repeatable=False),
-    Kind.STREAM: Traits(is_python=True),
+    Kind.STABLEHLO: Traits(),
+    Kind.PYTHON: Traits(runs_on_host=True, is_repeatable=False),
+    Kind.STREAM: Traits(runs_on_host=True, keeps_state=True),
     Kind.RESHARD: Traits(has_artifact=False, from_clients=False),
-    Kind.VIEW: Traits(is_compiled=False, has_artifact=False),
-    Kind.MERGE: Traits(is_compiled=False, has_artifact=False, is_traceable=True),
+    Kind.VIEW: Traits(is_installed=False, has_artifact=False, allocates=False, spans_devices=True),
+    Kind.MERGE: Traits(is_installed=False, has_artifact=False, allocates=False, predicates=1),
 }
 
 
@@ -90,16 +97,6 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     def traits(self) -> Traits:
         """How its kind differs from the others."""
         return TRAITS[self.kind]
-
-    @property
-    def is_merge(self) -> bool:
-        """Whether its results are one or the other half of its arguments (`pw.core.programs.guards`)."""
-        return self.kind is Kind.MERGE
-
-    @property
-    def is_view(self) -> bool:
-        """Whether its results consist of shards of its arguments (`pw.core.programs.views`)."""
-        return self.kind is Kind.VIEW
 
     def slices(self) -> set[int]:
         """Return the slices of the computation."""
@@ -152,7 +149,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[Output, ...]
     donated: tuple[int, ...] = ()
     timeout_s: float = 0.0
-    """How long a run may take from its first launch; 0 for no limit."""
+    """Seconds that a run may take from its first launch; 0 for no limit."""
 
     def spec_of(self, value: ValueRef) -> ArraySpec:
         """Return the spec of `value` as its producer makes it."""
@@ -163,7 +160,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     @property
     def makes_views(self) -> bool:
         """Whether its results are views; it does nothing else then."""
-        return any(computation.is_view for computation in self.computations)
+        return any(computation.kind is Kind.VIEW for computation in self.computations)
 
     def artifacts(self) -> tuple[bytes, ...]:
         """Return the artifact of each computation that has one."""
@@ -172,8 +169,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     def slices(self) -> set[int]:
         """Return the slices of the program."""
         specs = (*self.inputs, *(output.spec for output in self.outputs))
-        found = {spec.placement.slice for spec in specs}
-        return found.union(*(computation.slices() for computation in self.computations))
+        slices = {spec.placement.slice for spec in specs}
+        return slices.union(*(computation.slices() for computation in self.computations))
 
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> Program:
         """Return a copy with other specs, and another placement for each computation."""

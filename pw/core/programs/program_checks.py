@@ -12,18 +12,21 @@ from collections.abc import Callable
 from pw.core.errors import ArgumentError, Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.programs.guards import check_merge
-from pw.core.programs.program import Computation, Program, ValueRef
+from pw.core.programs.program import Computation, Kind, Program, ValueRef
 from pw.core.programs.spec_checks import VALUES, check_spec, shortened
 from pw.core.programs.views import check_view, check_view_program
 from pw.core.sharding import ArraySpec
 
 CALLS = 1 << 14
-"""The most calls in one program: each takes some 50 µs to plan, while other clients wait."""
+"""Number of calls in one program, at most: each takes some 50 µs to plan, while other clients wait."""
 
 STEPS = 1 << 22
-"""The most devices in all calls and different specs of one program: each takes less than 1 µs."""
+"""Number of devices in all calls and different specs of one program, at most: each takes less than 1 µs."""
 
 TIMEOUT_S = 1e9
+
+_CHECKS = {Kind.VIEW: check_view, Kind.MERGE: check_merge}
+"""What else has to be true of a computation of a kind."""
 
 
 def check_program(body: Program, devices: Callable[[int], int | None] = lambda slice: None) -> None:
@@ -104,10 +107,8 @@ def _check_computation(computation: Computation) -> None:
     name = computation.name
     if not computation.traits.from_clients:
         raise ArgumentError(f"{name!r} is a {computation.kind}, which only the controller makes")
-    if computation.is_view:
-        check_view(computation)
-    if computation.is_merge:
-        check_merge(computation)
+    if check := _CHECKS.get(computation.kind):
+        check(computation)
     if not computation.checks:
         return
     flags = computation.outputs[-1] if computation.outputs else None

@@ -20,10 +20,10 @@ from pw.core.programs.plan import BoxCopy, Route
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_bytes, packed_offsets
 
 LAYOUTS_KEPT = 1024
-"""How many layouts are cached: both ends of an edge need theirs at every run."""
+"""Number of layouts that are cached: both ends of an edge need theirs at every run."""
 
 _Cell = tuple[int, ...]
-"""The part numbers, one a dimension, of a box in the grid that a sharding cuts an array into."""
+"""Part numbers, one a dimension, of a box in the grid that a sharding cuts an array into."""
 
 
 def plan_routes(

@@ -48,7 +48,7 @@ class Edge:
         return (r for r in self.routes if r.source_host != r.destination_host)
 
     def receives(self) -> dict[str, list[Route]]:
-        """All routes, by destination host."""
+        """Return all routes, by destination host."""
         incoming: dict[str, list[Route]] = {}
         for route in self.routes:
             incoming.setdefault(route.destination_host, []).append(route)
@@ -74,13 +74,13 @@ class SegmentSchedule:
         self.segments: list[Draft] = []
         self.args: list[tuple[int, ...]] = []
         self.guards: list[int] = []
-        """The slot of each node's guard; -1 for none."""
+        """Slot of each node's guard; -1 for none."""
         self.results: list[tuple[int, ...]] = []
         self.sends_after: defaultdict[int, list[Edge]] = defaultdict(list)
         self.last_node: dict[int, int | None] = {}
-        """The last node that uses a slot, or a hold of it, or None if a receive on the same host does."""
+        """Last node that uses a slot, or a hold of it; None if a receive on the same host does."""
         self.holds: dict[int, int] = {}
-        """The slot of the value of each hold, by the hold's own slot (`pw.core.programs.guards.hold`)."""
+        """Slot of the value of each hold, by the hold's own slot (`pw.core.programs.guards.hold`)."""
         self._program = program
         self._first: dict[str, Draft] = {}
         self._open: dict[str, Draft] = {}
@@ -94,7 +94,7 @@ class SegmentSchedule:
         for number in range(len(program.nodes)):
             self._place_node(number)
         self.output_slots = self._place_outputs()
-        """The slot of each program output."""
+        """Slot of each program output."""
 
     def first_segment(self, island: str) -> Draft:
         """The first segment of `island`; made if there is none."""

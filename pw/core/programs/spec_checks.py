@@ -19,16 +19,16 @@ from pw.core.ids import NAME_CHARACTERS
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, dtype_of
 
 DIMENSIONS = 64
-"""The most dimensions of an array, and axes of a mesh: numpy has no more."""
+"""Number of dimensions of an array, and of axes of a mesh, at most: numpy has no more."""
 
 DEVICES = 1 << 16
-"""The most devices of a slice, or of a host."""
+"""Number of devices of a slice, or of a host, at most."""
 
 VALUES = 1 << 18
-"""The most arrays that one message names: arguments and results of a run, inputs of a program."""
+"""Number of arrays that one message names, at most: arguments and results of a run, inputs of a program."""
 
 ARRAY_BYTES = 1 << 56
-"""The largest array; sizes of many arrays together fit into 63 bits."""
+"""Bytes of the largest array; sizes of many arrays together fit into 63 bits."""
 
 
 def shortened(text: str, characters: int = NAME_CHARACTERS) -> str:
@@ -120,8 +120,8 @@ def layout_of(spec: ArraySpec, devices: Sequence[DeviceAddress]) -> bytes:
     A client tells the controller and each host of its array. If they are not told the same, the hosts of a gang
     could not run what takes the array.
     """
-    told = (spec.shape, spec.dtype, spec.sharding, spec.memory, devices)
-    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
+    layout = (spec.shape, spec.dtype, spec.sharding, spec.memory, devices)
+    return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).digest()
 
 
 def _check_names(names: Iterable[str]) -> None:

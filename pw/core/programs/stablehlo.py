@@ -31,7 +31,7 @@ class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
     """The artifact of a computation of kind STABLEHLO; it takes and gives shards."""
 
     module: bytes
-    """A portable artifact."""
+    """Portable artifact of the module."""
     options: bytes = b""
     """A serialized `xla.CompileOptionsProto` without a device assignment: the devices of the computation, in
     their order, are those of replica 0, then of replica 1, and so on. Empty for what JAX chooses on the host,
@@ -41,28 +41,28 @@ class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What the compiler says of an argument or result."""
+    """Facts of the compiler about an argument or result."""
 
     dtype: str
-    """Of a token "token": it lies in an array of booleans."""
+    """Dtype of the array; of a token "token": it lies in an array of booleans."""
     shape: tuple[int, ...]
-    """Of one shard; (0,) of a token."""
+    """Shape of one shard; (0,) of a token."""
     sharding: bytes
     """A serialized `xla.OpSharding` over the devices in their order; empty if the compiler does not say."""
     minor_to_major: tuple[int, ...]
     element_bits: int
-    """Of dtypes with less than a byte, else 0."""
+    """Bits of an element of dtypes with less than a byte, else 0."""
     memory_kind: str
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What the compiler says of a computation; sizes in bytes on one device."""
+    """Facts of the compiler about a computation; sizes in bytes on one device."""
 
     name: str
     inputs: tuple[ShardFacts, ...]
     outputs: tuple[ShardFacts, ...]
     donated: tuple[int, ...]
-    """Positions of the arguments whose buffers it takes over."""
+    """Positions of the arguments whose buffers the computation takes over."""
     code_bytes: int
     argument_bytes: int
     output_bytes: int

@@ -33,12 +33,12 @@ def _lines(program: Program) -> Iterator[str]:
     def name(value: ValueRef) -> str:
         if value.node < 0:
             return f"in{value.index}"
-        made = program.computations[program.nodes[value.node].computation].outputs
-        return f"%{value.node}" + (f".{value.index}" if len(made) > 1 else "")
+        outputs = program.computations[program.nodes[value.node].computation].outputs
+        return f"%{value.node}" + (f".{value.index}" if len(outputs) > 1 else "")
 
     def moved(value: ValueRef, wanted: ArraySpec, counts: ValueRef | None = None) -> str:
-        made = program.spec_of(value)
-        if made == wanted:
+        own = program.spec_of(value)
+        if own == wanted:
             return name(value)
         rows = "" if counts is None else f", of which {name(counts)} rows count"
         return f"{name(value)} as {lies(wanted)}{rows}"
@@ -53,10 +53,12 @@ def _lines(program: Program) -> Iterator[str]:
         computation = program.computations[node.computation]
         counts = dict(node.counted)
         pairs = enumerate(zip(node.args, computation.inputs, strict=True))
-        given = ", ".join(moved(value, spec, counts.get(place)) for place, (value, spec) in pairs)
+        arguments = ", ".join(
+            moved(value, spec, counts.get(place)) for place, (value, spec) in pairs
+        )
         guard = ""
         if node.guard is not None:
             guard = f" {'unless' if node.unless else 'if'} {name(node.guard)}"
-        yield f"  %{at} = {computation.name}({given}) -> {results(computation.outputs)}{guard}"
+        yield f"  %{at} = {computation.name}({arguments}) -> {results(computation.outputs)}{guard}"
     for output in program.outputs:
         yield f"  return {moved(output.value, output.spec, output.counts)}"

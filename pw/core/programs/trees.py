@@ -40,12 +40,12 @@ class PlainTree:
 
     def leaves_of(self, value: Any) -> list[Any]:
         """Return the leaves of a value with this structure. Raises ResultMismatch."""
-        found: dict[int, Any] = {}
-        if not _match(self._skeleton, value, found):
+        leaves: dict[int, Any] = {}
+        if not _match(self._skeleton, value, leaves):
             raise ResultMismatch(
                 f"it returned {_shown(value)}, but {_shown(self._skeleton)} is declared"
             )
-        return [found[number] for number in range(len(found))]
+        return [leaves[number] for number in range(len(leaves))]
 
 
 def _filled(skeleton: Any, leaves: Sequence[Any]) -> Any:
@@ -58,9 +58,9 @@ def _filled(skeleton: Any, leaves: Sequence[Any]) -> Any:
     return type(skeleton)(_filled(below, leaves) for below in skeleton)
 
 
-def _match(skeleton: Any, value: Any, found: dict[int, Any]) -> bool:
+def _match(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
     if isinstance(skeleton, int):
-        found[skeleton] = value
+        leaves[skeleton] = value
         return type(skeleton) is AnyLeaf or not isinstance(value, _NODES)
     if type(value) is not type(skeleton):
         return False
@@ -69,8 +69,8 @@ def _match(skeleton: Any, value: Any, found: dict[int, Any]) -> bool:
     if len(value) != len(skeleton):
         return False
     if type(skeleton) is dict:
-        return all(key in value and _match(skeleton[key], value[key], found) for key in skeleton)
-    return all(_match(below, given, found) for below, given in zip(skeleton, value, strict=True))
+        return all(key in value and _match(skeleton[key], value[key], leaves) for key in skeleton)
+    return all(_match(below, item, leaves) for below, item in zip(skeleton, value, strict=True))
 
 
 def _shown(tree: Any) -> str:

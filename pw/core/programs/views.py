@@ -15,7 +15,7 @@ from pw.core.programs.program import Computation, Kind, Node, Output, Program, V
 from pw.core.sharding import ArraySpec, Placement
 
 Shards = Sequence[Sequence[tuple[int, int]]]
-"""For each output, the (input, mesh position there) of its shard at each mesh position."""
+"""Shards of each output: the (input, mesh position there) of the shard at each mesh position."""
 
 NAME = "view"
 
@@ -51,8 +51,8 @@ def view_program(
     )
     check_view(computation)
     node = Node(0, tuple([ValueRef(-1, number) for number in range(len(inputs))]))
-    made = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(outputs)])
-    return Program(NAME, (computation,), (node,), tuple(inputs), made)
+    results = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(outputs)])
+    return Program(NAME, (computation,), (node,), tuple(inputs), results)
 
 
 def check_view(view: Computation) -> None:
@@ -91,22 +91,22 @@ def _check_output(
     for position, (source, at) in enumerate(row):
         if not 0 <= source < len(view.inputs):
             raise ShardingError(f"{what} names input {source}; there are {len(view.inputs)} inputs")
-        given = view.inputs[source]
-        there = given.placement.devices
+        origin = view.inputs[source]
+        there = origin.placement.devices
         if not 0 <= at < len(there):
             raise ShardingError(
-                f"{what} names shard {at} of input {source}, {given.short}, which has {len(there)} shards"
+                f"{what} names shard {at} of input {source}, {origin.short}, which has {len(there)} shards"
             )
         if there[at] != devices[position]:
             raise PlacementError(
                 f"{what} has its shard {position} on device {devices[position]} of its slice, and shard {at} "
-                f"of input {source}, {given.short}, lies on device {there[at]}; a view moves nothing. Move "
+                f"of input {source}, {origin.short}, lies on device {there[at]}; a view moves nothing. Move "
                 "the array first, with pw.put(x, sharding=...)"
             )
-        if given.dtype != spec.dtype or given.sharding.shard_shape(given.shape) != shape:
+        if origin.dtype != spec.dtype or origin.sharding.shard_shape(origin.shape) != shape:
             raise ShardingError(
-                f"{what} has shards of {spec.dtype}{list(shape)}, and those of input {source}, {given.short}, "
-                f"are {given.dtype}{list(given.sharding.shard_shape(given.shape))}"
+                f"{what} has shards of {spec.dtype}{list(shape)}, and those of input {source}, {origin.short}, "
+                f"are {origin.dtype}{list(origin.sharding.shard_shape(origin.shape))}"
             )
 
 
@@ -116,10 +116,10 @@ def check_view_program(program: Program) -> None:
         return
     view = program.computations[0]
     nodes = (Node(0, tuple([ValueRef(-1, number) for number in range(len(program.inputs))])),)
-    made = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(view.outputs)])
+    results = tuple([Output(ValueRef(0, number), spec) for number, spec in enumerate(view.outputs)])
     if (
         len(program.computations) > 1
-        or (program.nodes, program.outputs) != (nodes, made)
+        or (program.nodes, program.outputs) != (nodes, results)
         or (program.inputs, program.donated, view.donated) != (view.inputs, (), ())
     ):
         raise ArgumentError(

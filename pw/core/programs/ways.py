@@ -35,20 +35,20 @@ from pw.core.sharding import ArraySpec, Box, Sharding, box_bytes
 
 
 class Way(StrEnum):
-    """How an edge gets from its source to its destination."""
+    """Way of an edge from its source to its destination."""
 
     TRANSFERS = "transfers"
-    """From host to host."""
+    """Transfers from host to host."""
     ROWS = "rows that count"
-    """From host to host, without the padding (`pw.core.programs.counted`)."""
+    """Transfers from host to host, without the padding (`pw.core.programs.counted`)."""
     SLICES = "slices"
     """XLA, without communication: each device has what it wants."""
     COLLECTIVE = "collective"
     """XLA, with communication between the devices."""
     SPREAD = "spread"
-    """In parts to all hosts of the destination, and then a collective."""
+    """Transfers of parts to all hosts of the destination, and then a collective."""
     RELAY = "relay"
-    """From an island that has it to the next."""
+    """Transfer from an island that has the value to the next one."""
 
 
 @dataclass(slots=True)
@@ -88,18 +88,18 @@ def edges_of(
         physical: the devices of its specs.
         only_transfers: choose no other way.
     """
-    found: dict[tuple[ValueRef, ArraySpec, ValueRef | None], EdgeWay] = {}
+    ways: dict[tuple[ValueRef, ArraySpec, ValueRef | None], EdgeWay] = {}
 
     def want(
         value: ValueRef, wanted: ArraySpec, consumer: int | None, counts: ValueRef | None = None
     ) -> None:
         own, key = program.spec_of(value), (value, wanted, counts)
-        if key in found or own == wanted:
+        if key in ways or own == wanted:
             return
         if counts is not None:
-            found[key] = EdgeWay(value, consumer, own, wanted, way=Way.ROWS)
+            ways[key] = EdgeWay(value, consumer, own, wanted, way=Way.ROWS)
         elif not physical.is_there(own, wanted):
-            found[key] = EdgeWay(value, consumer, own, wanted)
+            ways[key] = EdgeWay(value, consumer, own, wanted)
 
     for number, node in enumerate(program.nodes):
         counted = dict(node.counted)
@@ -108,13 +108,13 @@ def edges_of(
             want(value, wanted, number, counted.get(at))
     for output in program.outputs:
         want(output.value, output.spec, None, output.counts)
-    whole = [edge for edge in found.values() if edge.way is not Way.ROWS]
-    if whole and not only_transfers and not program.makes_views:
+    edges = [edge for edge in ways.values() if edge.way is not Way.ROWS]
+    if edges and not only_transfers and not program.makes_views:
         estimating = _Estimating(physical, RUNS if program.nodes else MOVES)
-        for edge in whole:
+        for edge in edges:
             estimating.compare(edge)
-        estimating.relay(whole)
-    return list(found.values())
+        estimating.relay(edges)
+    return list(ways.values())
 
 
 def written(program: Program, edges: list[EdgeWay]) -> Program:
@@ -133,16 +133,16 @@ class _Estimating:
     def __init__(self, physical: Physical, runs: int) -> None:
         self._physical = physical
         self._runs = runs
-        self._known: dict[tuple[ArraySpec, ArraySpec], EdgeWay] = {}
+        self._first: dict[tuple[ArraySpec, ArraySpec], EdgeWay] = {}
 
     def compare(self, edge: EdgeWay) -> None:
         """Estimate the ways of one edge, without the others, and choose the fastest one."""
         pair = (edge.source, edge.destination)
-        known = self._known.get(pair)
-        if known is None:
-            known = self._known[pair] = edge
+        first = self._first.get(pair)
+        if first is None:
+            first = self._first[pair] = edge
             self._estimate(edge)
-        edge.estimates, edge.way, edge.between = dict(known.estimates), known.way, known.between
+        edge.estimates, edge.way, edge.between = dict(first.estimates), first.way, first.between
 
     def _estimate(self, edge: EdgeWay) -> None:
         source, destination = edge.source, edge.destination
@@ -347,7 +347,7 @@ class _Writing:
         self._index: dict[tuple[ArraySpec, ArraySpec], int] = {}
         self._nodes: list[Node] = []
         self._number: list[int] = []
-        """The new number of each node."""
+        """New number of each node."""
         self._arrived: dict[tuple[ValueRef, ArraySpec], ValueRef] = {}
 
     def result(self) -> Program:

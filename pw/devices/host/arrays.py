@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.ids import client_of, serial_of
@@ -26,8 +27,7 @@ DROPPED_KEPT = 8192
 reason."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """An array's part on this host."""
 
     array: int
@@ -37,7 +37,7 @@ class Entry:
     submitted: bool = False
     """The op that makes the value has been submitted, so that it can be watched."""
     arrived: bool = False
-    """It was uploaded or restored, and all of it is here."""
+    """True if the array was uploaded or restored, and all of its part is here."""
     is_reported: bool = False
     """The controller knows that the value was lost."""
     landing: int | None = None
@@ -49,13 +49,17 @@ class Entry:
 class Arrays(dict[int, Entry]):
     """The entries of a host by their arrays."""
 
-    def __init__(self, host: str, bulk: Bulk, replicas: Replicas) -> None:
+    def __init__(
+        self, host: str, bulk: Bulk, replicas: Replicas, dropped_kept: int = DROPPED_KEPT
+    ) -> None:
         super().__init__()
+        self.dropped_kept = dropped_kept
+        """Of how many dropped arrays the reasons are remembered."""
         self._host = host
         self._bulk = bulk
         self._replicas = replicas
         self._dropped: OrderedDict[int, tuple[str, ArraySpec | None]] = OrderedDict()
-        """Why arrays were dropped, and their types."""
+        """Reason and spec of each dropped array; no spec if the array had none here."""
 
     def expect(
         self, array: int, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
@@ -70,7 +74,7 @@ class Arrays(dict[int, Entry]):
         """Remove an array, and remember why."""
         entry = self.pop(array, None)
         self._dropped[array] = (why, None if entry is None else entry.spec)
-        if len(self._dropped) > DROPPED_KEPT:
+        if len(self._dropped) > self.dropped_kept:
             self._dropped.popitem(last=False)
         if entry is not None:
             self._abandon(entry)
@@ -103,13 +107,13 @@ class Arrays(dict[int, Entry]):
 
     def on_devices(self) -> dict[int, list[ArrayMemory]]:
         """Return the arrays on each device of this host; a shard that several name counts for the first."""
-        found: defaultdict[int, list[ArrayMemory]] = defaultdict(list)
+        memory: defaultdict[int, list[ArrayMemory]] = defaultdict(list)
         for entry, ordinal in self._shards():
             spec = entry.spec
             if not spec.memory:
                 whose = client_of(entry.array), serial_of(entry.array)
-                found[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
-        return found
+                memory[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
+        return memory
 
     def _shards(self) -> Iterator[tuple[Entry, int]]:
         """Return each shard on this host: the array that names it, and its device."""

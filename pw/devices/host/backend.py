@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport
@@ -50,8 +51,7 @@ def relative(box: Box) -> Box:
     return tuple((0, stop - start) for start, stop in box)
 
 
-@dataclass(slots=True)
-class Execute:
+class Execute(msgspec.Struct, eq=False):
     """Enqueue an installed computation, which fills `results`.
 
     `copied` are donated positions whose argument is still needed: a copy is donated instead. So is
@@ -150,7 +150,7 @@ class Watch:
     values: tuple[Value, ...]
     done: Done
     hurried: bool = True
-    """If false, a `done` without error may wait a little for others."""
+    """False if a `done` without error may wait a little for others."""
 
 
 @dataclass(slots=True)
@@ -184,14 +184,14 @@ class ClientCall:
     index: int
     operands: Sequence[np.ndarray[Any, Any]]
     results: tuple[ArrayType, ...]
-    """What the function must return."""
+    """Types of the results that the function must return."""
     returned: Callable[[Sequence[np.ndarray[Any, Any]]], None]
     raised: Callable[[str], None]
 
 
 @dataclass(slots=True)
 class RunFunction:
-    """RunFunction a function on the execute thread, in its turn."""
+    """Run a function on the execute thread, in its turn."""
 
     function: Callable[[], None]
 

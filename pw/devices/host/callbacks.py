@@ -30,7 +30,7 @@ _GONE = "the client of this computation, in whose process the function is, was l
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenCall:
     node: str
     call: ClientCall
     called_s: float
@@ -38,7 +38,7 @@ class _Open:
 
 
 @dataclass(eq=False, repr=False)
-class Callbacks(Part):
+class HostCallbacks(Part):
     """The calls that clients have not answered."""
 
     env: Env
@@ -46,7 +46,7 @@ class Callbacks(Part):
     bulk: Bulk
     clients: Clients
     _serial: int = 0
-    _open: dict[int, _Open] = field(default_factory=dict)
+    _open: dict[int, _OpenCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend.take_calls(self._called)
@@ -61,31 +61,31 @@ class Callbacks(Part):
         return tuple(ages.items())
 
     def _called(self, call: ClientCall) -> None:
-        nodes = self.clients.nodes_of(call.client)
-        if not nodes:
+        node = self.clients.session_node(call.client)
+        if node is None:
             call.raised(_GONE)
             return
         self._serial += 1
-        self._open[self._serial] = _Open(nodes[-1], call, self.env.now_s())
+        self._open[self._serial] = _OpenCall(node, call, self.env.now_s())
         data = pack(call.operands) if packed_bytes(call.operands) <= msg.INLINE_BYTES else None
         types = tuple((array.dtype.name, array.shape) for array in call.operands)
         message = msg.CallClient(self._serial, call.artifact, call.index, types, data)
-        self.env.send(session_of(nodes[-1]), message)
+        self.env.send(session_of(node), message)
 
-    def _of(self, sender: Address, number: int) -> _Open | None:
-        opened = self._open.get(number)
-        if opened is None or opened.node != sender.node:
+    def _of(self, sender: Address, number: int) -> _OpenCall | None:
+        open_call = self._open.get(number)
+        if open_call is None or open_call.node != sender.node:
             self.env.count("calls_unknown")
             return None
-        return opened
+        return open_call
 
     @handles(msg.CallLanding)
     def _on_landing(self, sender: Address, message: msg.CallLanding) -> None:
         """Push the operands to the client."""
-        opened = self._of(sender, message.call)
-        if opened is None:
+        open_call = self._of(sender, message.call)
+        if open_call is None:
             return
-        operands = opened.call.operands
+        operands = open_call.call.operands
         offsets, total = packed_offsets([array.nbytes for array in operands])
         if total > message.landing.size_bytes:
             self._fail(message.call, f"the client made no room for {total} bytes of its operands")
@@ -104,10 +104,10 @@ class Callbacks(Part):
 
     @handles(msg.CallReturned)
     def _on_returned(self, sender: Address, message: msg.CallReturned) -> None:
-        opened = self._of(sender, message.call)
-        if opened is None:
+        open_call = self._of(sender, message.call)
+        if open_call is None:
             return
-        call = opened.call
+        call = open_call.call
         if message.error:
             self._fail(message.call, shortened(message.error, ERROR_CHARACTERS))
         elif message.results != call.results:
@@ -118,33 +118,33 @@ class Callbacks(Part):
             )
         elif message.data is not None:
             self._take(message.call, message.data)
-        elif opened.landing is None:
+        elif open_call.landing is None:
             _, total = packed_offsets(sizes_of(call.results))
             try:
                 landing = self.bulk.land(total, lambda buffer: self._take(message.call, buffer))
             except Error as refused:
                 self._fail(message.call, str(refused))
                 return
-            opened.landing = landing.transfer
+            open_call.landing = landing.transfer
             self.env.send(sender, msg.CallLanding(message.call, landing))
 
     def _take(self, number: int, buffer: bytes | Bytes) -> None:
-        opened = self._open.pop(number, None)
-        if opened is None:
+        open_call = self._open.pop(number, None)
+        if open_call is None:
             return
         try:
-            results = unpack_arrays(buffer, opened.call.results)
+            results = unpack_arrays(buffer, open_call.call.results)
         except ValueError as error:
-            opened.call.raised(f"the results of the function are damaged: {error}")
+            open_call.call.raised(f"the results of the function are damaged: {error}")
         else:
-            opened.call.returned(results)
+            open_call.call.returned(results)
 
     def _fail(self, number: int, words: str) -> None:
-        opened = self._open.pop(number, None)
-        if opened is not None:
-            if opened.landing is not None:
-                self.bulk.cancel(opened.landing)
-            opened.call.raised(words)
+        open_call = self._open.pop(number, None)
+        if open_call is not None:
+            if open_call.landing is not None:
+                self.bulk.cancel(open_call.landing)
+            open_call.call.raised(words)
 
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
@@ -152,5 +152,7 @@ class Callbacks(Part):
 
     def forget_node(self, node: str) -> None:
         """End all calls of a lost client."""
-        for number in [number for number, opened in self._open.items() if opened.node == node]:
+        for number in [
+            number for number, open_call in self._open.items() if open_call.node == node
+        ]:
             self._fail(number, _GONE)

@@ -26,7 +26,7 @@ from pw.devices.host.backend import Read, relative
 from pw.devices.host.clients import Clients
 from pw.devices.host.value import Value
 
-Found = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+DoneReading = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
 """Called with the boxes, or with the error of one of them."""
 
 READERS = 4
@@ -41,13 +41,13 @@ class BlockingCalls(Protocol):
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _FileRead:
     """Boxes that are to be read."""
 
     source: msg.FileSource
     spec: ArraySpec
     boxes: Sequence[Box]
-    found: Found
+    done: DoneReading
 
 
 class Files(Part):
@@ -68,7 +68,7 @@ class Files(Part):
         self._aside = aside
         self._clients = clients
         self._host = env.address.node
-        self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
+        self._reads: dict[tuple[str, str], list[_FileRead]] = {}
         """The reads of this turn, by path and checkpoint."""
 
     def _call(self, work: Callable[[], Any], done: Callable[[Any | ErrorReport], None]) -> None:
@@ -119,15 +119,9 @@ class Files(Part):
             self._env.send(CONTROL, msg.FileWritten(job.checkpoint, job.path, result))
 
         if None in values:
-            fail(
-                ErrorReport.of(
-                    ArrayLost(
-                        f"an array of the checkpoint {job.path!r} is not on this host any more; it has "
-                        f"{', '.join(job.names[:8])}"
-                    ),
-                    self._host,
-                )
-            )
+            names = ", ".join(job.names[:8])
+            words = f"an array of the checkpoint {job.path!r} is not on this host any more; it has {names}"
+            fail(ErrorReport.of(ArrayLost(words), self._host))
             return []
         reads = []
         for index, (copy, value) in enumerate(zip(job.copies, values, strict=True)):
@@ -181,39 +175,43 @@ class Files(Part):
         self._call(partial(checkpoint_format.describe, message.path, self._root), described)
 
     def read(
-        self, source: msg.FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found
+        self, source: msg.FileSource, spec: ArraySpec, boxes: Sequence[Box], done: DoneReading
     ) -> None:
-        """Read boxes of an array at the end of this turn; `found` is called later."""
-        wanted = _Wanted(source, spec, boxes, found)
-        self._wanted.setdefault((source.path, source.checkpoint), []).append(wanted)
+        """Read boxes of an array at the end of this turn; `done` is called later."""
+        read = _FileRead(source, spec, boxes, done)
+        self._reads.setdefault((source.path, source.checkpoint), []).append(read)
 
     def read_all(self) -> None:
         """Begin the reads of this turn, those of one checkpoint together: each file is opened once."""
-        everything, self._wanted = self._wanted, {}
-        for (path, checkpoint), wanted in everything.items():
-            for index in range(min(READERS, len(wanted))):
-                self._read_next(path, checkpoint, None, wanted[index::READERS])
+        everything, self._reads = self._reads, {}
+        for (path, checkpoint), reads in everything.items():
+            for index in range(min(READERS, len(reads))):
+                self._read_next(path, checkpoint, None, reads[index::READERS])
 
     def _read_next(
-        self, path: str, checkpoint: str, reader: disk_reader.Reader | None, wanted: list[_Wanted]
+        self,
+        path: str,
+        checkpoint: str,
+        reader: disk_reader.CheckpointReader | None,
+        reads: list[_FileRead],
     ) -> None:
         """Read one array; read the next when this one is on its way to the devices."""
-        head, *rest = wanted
+        head, *rest = reads
 
-        def work() -> tuple[disk_reader.Reader, list[np.ndarray[Any, Any]]]:
-            opened = reader or disk_reader.Reader(path, checkpoint, self._root)
+        def work() -> tuple[disk_reader.CheckpointReader, list[np.ndarray[Any, Any]]]:
+            opened = reader or disk_reader.CheckpointReader(path, checkpoint, self._root)
             return opened, opened.read(head.source, head.spec, head.boxes)
 
         def done(
-            result: tuple[disk_reader.Reader, list[np.ndarray[Any, Any]]] | ErrorReport,
+            result: tuple[disk_reader.CheckpointReader, list[np.ndarray[Any, Any]]] | ErrorReport,
         ) -> None:
             opened = reader
             if isinstance(result, ErrorReport):
-                head.found(result)
+                head.done(result)
             else:
                 opened, boxes = result
                 self._env.count("arrays_read_from_files")
-                head.found(boxes)
+                head.done(boxes)
             if rest:
                 self._read_next(path, checkpoint, opened, rest)
 

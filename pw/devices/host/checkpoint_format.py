@@ -44,13 +44,7 @@ from pw.core.landing import Bytes
 from pw.core.messages import CommitFiles, CopyFile
 from pw.core.messages.bounds import TREE_BYTES
 from pw.core.sharding import ArraySpec, Box, box_shape, dtype_of
-from pw.devices.host.checkpoint_paths import (
-    INDEX_BYTES,
-    opened,
-    read_exactly,
-    read_whole,
-    resolved,
-)
+from pw.devices.host.checkpoint_paths import INDEX_BYTES, opened, read_exactly, read_whole, resolved
 from pw.devices.host.replica_memory import flat_bytes
 
 FORMAT = "pw checkpoint"
@@ -74,7 +68,7 @@ class SavedBox(msgspec.Struct, frozen=True, array_like=True):
     """A box of an array in a file."""
 
     tensor: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     box: Box
     crc32: int
 
@@ -117,7 +111,7 @@ _decode_manifest = msgspec.json.Decoder(_Manifest).decode
 _UNREADABLE = (
     OSError, SafetensorError, msgspec.MsgspecError, LookupError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-"""What files raise that are damaged, or cannot be read or written."""
+"""Exceptions of files that are damaged, or cannot be read or written."""
 
 
 @contextlib.contextmanager
@@ -148,7 +142,7 @@ def write(job: CopyFile, shards: Sequence[Shard], root: str = "") -> None:
 
     Args:
         job: the file.
-        shards: what to write.
+        shards: boxes to write.
         root: see `pw.devices.host.checkpoint_paths.resolved`, as in the other functions here.
 
     Raises:
@@ -181,8 +175,8 @@ def write(job: CopyFile, shards: Sequence[Shard], root: str = "") -> None:
             saved.boxes.append(SavedBox(tensor, box, zlib.crc32(flat.data)))
         path = os.path.join(staging, job.file)
         index = msgspec.json.encode(arrays).decode()
-        with open(path, "wb") as made:
-            mode = os.fstat(made.fileno()).st_mode
+        with open(path, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
         serialize_file(tensors, path, metadata={"pw": index})
         os.chmod(path, mode)  # safetensors has made another file, for this user only
         _sync(path)
@@ -271,7 +265,7 @@ def _publish(staging: str, path: str, message: CommitFiles) -> None:
     _sync(path)
 
 
-def _tidy(path: str, others: tuple[str, ...]) -> None:
+def _tidy(path: str, checkpoints: tuple[str, ...]) -> None:
     """Remove the files of the checkpoint before, and those that crashes have left."""
     with contextlib.suppress(OSError, CheckpointFailed):
         files = manifest_at(path).files
@@ -279,7 +273,7 @@ def _tidy(path: str, others: tuple[str, ...]) -> None:
             if _OURS.fullmatch(entry) and entry not in files:
                 os.remove(os.path.join(path, entry))
     parent, base = os.path.split(path)
-    kept = {os.path.basename(_staging(path, other)) for other in others}
+    kept = {os.path.basename(_staging(path, other)) for other in checkpoints}
     with contextlib.suppress(OSError):
         for entry in os.listdir(parent):
             if entry.startswith(f".{base}.pw-") and entry not in kept:
@@ -308,7 +302,8 @@ def _id_at(path: str) -> str | None:
 
 def _index_of(path: str) -> _SavedFile:
     try:
-        entries, _ = header_of(path)
+        with opened(path) as file:
+            entries, _ = header_in(file, os.path.basename(path))
     except FileNotFoundError:
         raise CheckpointFailed(
             f"a host has written {path}, and another one does not see it: the path must be on a file system "
@@ -316,12 +311,6 @@ def _index_of(path: str) -> _SavedFile:
         ) from None
     arrays = _decode_arrays(entries["__metadata__"].pw)
     return _SavedFile(os.path.getsize(path), arrays)
-
-
-def header_of(path: str) -> tuple[dict[str, _Entry], int]:
-    """Return the header of a safetensors file, and where its data begins."""
-    with opened(path) as file:
-        return header_in(file, os.path.basename(path))
 
 
 def header_in(file: BinaryIO, name: str) -> tuple[dict[str, _Entry], int]:

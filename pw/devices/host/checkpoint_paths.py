@@ -35,15 +35,15 @@ def resolved(path: str, root: str) -> str:
     """
     check_path(path)
     try:
-        found = os.path.realpath(path)
+        real = os.path.realpath(path)
     except (OSError, ValueError) as error:
         raise CheckpointFailed(f"{path!r} is no path for a checkpoint: {error}") from error
-    if root and not found.startswith(root.rstrip("/") + "/"):
+    if root and not real.startswith(root.rstrip("/") + "/"):
         raise CheckpointFailed(
             f"{path} is outside of {root}, where this host writes and reads checkpoints; choose a path in "
             "there, or ask its owner to start it with another --checkpoint-root"
         )
-    return found
+    return real
 
 
 def opened(path: str) -> BinaryIO:

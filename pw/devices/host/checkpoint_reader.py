@@ -23,18 +23,27 @@ from pw.devices.host.checkpoint_paths import opened, resolved
 from pw.devices.host.replica_memory import flat_bytes
 
 BLOCK_BYTES = 4 << 20
-"""What is read at once where only parts of it are wanted."""
+"""Bytes of one read of a file of which only parts are wanted."""
 
 
-class Reader:
+class CheckpointReader:
     """Reads arrays from one checkpoint; each file is opened when it is first needed.
+
+    Args:
+        path: of the checkpoint.
+        checkpoint: its id.
+        root: the folder in which it lies; empty for any.
+        block_bytes: how much is read at once where only parts of it are wanted.
 
     Raises:
         CheckpointNotFound: it is not at the path any more.
         CheckpointFailed: it cannot be read.
     """
 
-    def __init__(self, path: str, checkpoint: str, root: str = "") -> None:
+    def __init__(
+        self, path: str, checkpoint: str, root: str = "", block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self._block_bytes = block_bytes
         self._path = path = resolved(path, root)
         self._manifest = manifest_at(path)
         if self._manifest.id != checkpoint:
@@ -91,7 +100,8 @@ class Reader:
         opened = self._opened.get(file)
         if opened is None:
             path = os.path.join(self._path, file)
-            opened = self._opened[file] = _File(path, self._manifest.files[file].size_bytes)
+            size_bytes = self._manifest.files[file].size_bytes
+            opened = self._opened[file] = _File(path, size_bytes, self._block_bytes)
         return opened
 
 
@@ -102,7 +112,8 @@ class _File:
     otherwise end the process.
     """
 
-    def __init__(self, path: str, size_bytes: int) -> None:
+    def __init__(self, path: str, size_bytes: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._name = os.path.basename(path)
         self._file = opened(path)
         self._size_bytes = os.fstat(self._file.fileno()).st_size
@@ -125,11 +136,11 @@ class _File:
         (start, stop), row = box[0], math.prod(shape[1:])
         if all(part == (0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
             self._read(offset + start * row, out)
-        elif row > BLOCK_BYTES:
+        elif row > self._block_bytes:
             for index in range(start, stop):
                 self._fill(offset + index * row, shape[1:], box[1:], out[index - start])
         else:
-            rows = max(1, BLOCK_BYTES // max(row, 1))
+            rows = max(1, self._block_bytes // max(row, 1))
             for first in range(start, stop, rows):
                 last = min(first + rows, stop)
                 block = np.empty((last - first, *shape[1:]), np.uint8)

@@ -22,34 +22,51 @@ class Clients(Part):
     """Clients that have left for good."""
     tickets: bytes = b""
     """The public key of the tickets in this epoch; empty outside of one."""
-    _nodes: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    """The client at each node, of a session or of lines."""
+    _lines: set[str] = field(default_factory=set)
+    """The nodes that are those of lines."""
 
     @handles(Identify)
     def _identify(self, sender: Address, message: Identify) -> None:
         valid = is_valid(message.ticket, self.tickets, message.client, sender.node)
         if valid and message.client not in self.gone_clients:
-            self._nodes[sender.node] = message.client
-            self._printing.met(message.client, sender, message.output)
+            self.nodes[sender.node] = message.client
+            if message.is_line:
+                self._lines.add(sender.node)
+                self._printing.met_line(message.client, sender)
+            else:
+                self._printing.met(message.client, sender, message.output)
         else:
             self._env.count("tickets_refused")
             self._env.log("warning", "ticket refused", node=sender.node, client=message.client)
 
     def at(self, node: str) -> int | None:
         """Return the client at a node, None if there is none."""
-        return self._nodes.get(node)
+        return self.nodes.get(node)
 
     def nodes_of(self, client: int) -> list[str]:
-        """Return the nodes of a client."""
-        return [node for node, number in self._nodes.items() if number == client]
+        """Return the nodes of a client: its sessions', and those of its lines."""
+        return [node for node, number in self.nodes.items() if number == client]
+
+    def session_node(self, client: int) -> str | None:
+        """Return the node of a client's newest session; None if none has met this host."""
+        nodes = [node for node in self.nodes_of(client) if node not in self._lines]
+        return nodes[-1] if nodes else None
 
     def owns(self, sender: Address, array: int) -> bool:
         """Whether an array belongs to the client that has sent a message."""
-        return self._nodes.get(sender.node) == client_of(array)
+        return self.nodes.get(sender.node) == client_of(array)
 
     def forget(self, node: str) -> None:
         """Forget a node whose link is lost; its client may come back."""
-        client = self._nodes.pop(node, None)
-        if client is not None:
+        client = self.nodes.pop(node, None)
+        if client is None:
+            return
+        if node in self._lines:
+            self._lines.discard(node)
+            self._printing.lost_line(client)
+        else:
             self._printing.lost(client)
 
     def refusal(self) -> ErrorReport:

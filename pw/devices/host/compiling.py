@@ -20,10 +20,10 @@ from pw.devices.host.backend import Backend
 from pw.devices.host.clients import Clients
 
 KEPT_S = 60.0
-"""How long an executable stays without a program."""
+"""Seconds that an executable stays without a program."""
 
 KEPT = 256
-"""How many executables stay for one client; one more drops the oldest."""
+"""Executables that stay for one client; one more drops the oldest."""
 
 WAITING = 1024
 """Compilations that one client may wait for; the host refuses more."""
@@ -44,16 +44,21 @@ class Compilations(Part):
         env: the store's.
         backend: compiles.
         clients: the clients that this host knows.
+        waiting: compilations that one client may wait for.
+        kept: executables that are kept for one client.
     """
 
-    def __init__(self, env: Env, backend: Backend, clients: Clients) -> None:
+    def __init__(
+        self, env: Env, backend: Backend, clients: Clients, waiting: int = WAITING, kept: int = KEPT
+    ) -> None:
+        self.most_waiting, self.most_kept = waiting, kept
         self._env = env
         self._backend = backend
         self._clients = clients
         self.place: tuple[str, int] = ("", 0)
         """The island and the epoch of this host."""
         self.devices: tuple[int, int] = (0, 0)
-        """How many devices the island has, and how many of them this host has."""
+        """Number of devices of the island, and of this host."""
         self._serial = 0
         self._waiting: dict[tuple[str, int], bytes] = {}
         """The keys of the compilations that clients wait for, by node and request."""
@@ -69,38 +74,40 @@ class Compilations(Part):
         if client is None:
             self._env.send(sender, msg.RequestFailed(message.request, self._clients.refusal()))
             return
-        refused: Exception | None = None
+        refusal: Exception | None = None
         if (message.island, message.epoch) != self.place:
             # The client hears of the new binding, and asks its hosts.
-            refused = HostLost("a function was to be compiled for an island that was formed again")
-        elif sum(node == sender.node for node, _ in self._waiting) >= WAITING:
-            refused = ProtocolError(
-                f"more than {WAITING} functions are being compiled for one client; wait for some"
+            refusal = HostLost("a function was to be compiled for an island that was formed again")
+        elif sum(node == sender.node for node, _ in self._waiting) >= self.most_waiting:
+            refusal = ProtocolError(
+                f"more than {self.most_waiting} functions are being compiled for one client; wait for some"
             )
         else:
             try:
                 check_devices(message.devices, self._env.address.node, *self.devices)
             except Error as error:
-                refused = error
-        if refused is not None:
-            report = ErrorReport.of(refused, self._env.address.node)
+                refusal = error
+        if refusal is not None:
+            report = ErrorReport.of(refusal, self._env.address.node)
             self._env.send(sender, msg.RequestFailed(message.request, report))
             return
         self._serial += 1
         key = f"{client_id(client, 0)}/compile/{self._serial}".encode()
-        asked = (sender.node, message.request)
-        self._waiting[asked] = key
+        request = (sender.node, message.request)
+        self._waiting[request] = key
 
-        def compiled(told: Facts | str | dict[str, float] | ErrorReport) -> None:
-            if self._waiting.get(asked) != key:  # the client is lost, or does not want it any more
+        def compiled(answer: Facts | str | dict[str, float] | ErrorReport) -> None:
+            if (
+                self._waiting.get(request) != key
+            ):  # the client is lost, or does not want it any more
                 self._backend.forget(key)  # also if it was made just before it was released
                 return
-            del self._waiting[asked]
-            if isinstance(told, ErrorReport):
-                self._env.send(sender, msg.RequestFailed(message.request, told))
+            del self._waiting[request]
+            if isinstance(answer, ErrorReport):
+                self._env.send(sender, msg.RequestFailed(message.request, answer))
                 return
             self._keep(sender.node, key)
-            self._env.send(sender, _answer(message.request, told))
+            self._env.send(sender, _answer(message.request, answer))
 
         self._backend.compile(key, message.artifact, message.devices, message.detail, compiled)
 
@@ -108,7 +115,7 @@ class Compilations(Part):
         kept = self._kept.setdefault(node, {})
         kept[key] = None
         self._env.call_later(KEPT_S, _Expired(node, key))
-        if len(kept) > KEPT:
+        if len(kept) > self.most_kept:
             self._drop(node, next(iter(kept)))
 
     @handles(_Expired)
@@ -127,9 +134,9 @@ class Compilations(Part):
     def _cancel(self, sender: Address, message: msg.CancelRequest) -> None:
         self._release((sender.node, message.request))
 
-    def _release(self, asked: tuple[str, int]) -> None:
+    def _release(self, request: tuple[str, int]) -> None:
         """Stop a compilation, which may take long or never end."""
-        key = self._waiting.pop(asked, None)
+        key = self._waiting.pop(request, None)
         if key is not None:
             self._backend.forget(key)
 
@@ -139,15 +146,15 @@ class Compilations(Part):
 
     def forget_node(self, node: str) -> None:
         """Drop all that is kept for a lost client."""
-        for asked in [asked for asked in self._waiting if asked[0] == node]:
-            self._release(asked)
+        for request in [request for request in self._waiting if request[0] == node]:
+            self._release(request)
         for key in list(self._kept.get(node, ())):
             self._drop(node, key)
 
 
-def _answer(request: int, told: Facts | str | dict[str, float]) -> msg.Compiled:
-    if isinstance(told, Facts):
-        return msg.Compiled(request, facts=told)
-    if isinstance(told, str):
-        return msg.Compiled(request, text=told)
-    return msg.Compiled(request, costs=told)
+def _answer(request: int, detail: Facts | str | dict[str, float]) -> msg.Compiled:
+    if isinstance(detail, Facts):
+        return msg.Compiled(request, facts=detail)
+    if isinstance(detail, str):
+        return msg.Compiled(request, text=detail)
+    return msg.Compiled(request, costs=detail)

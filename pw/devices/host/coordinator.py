@@ -21,7 +21,7 @@ from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
 
 ORPHAN_S = 30.0
-"""How long the edges of a client that has left may stay without a receiver."""
+"""Seconds that edges of a client that has left stay without a receiver."""
 
 EDGES_TOLD = 64
 """Open edges in one report."""
@@ -31,11 +31,7 @@ class ShardCoordinator(Actor):
     """Moves the pieces of edges between this host and others."""
 
     def __init__(
-        self,
-        env: Env,
-        backend: Backend,
-        bulk: Bulk,
-        counters: Callable[[], dict[str, int]] = dict,
+        self, env: Env, backend: Backend, bulk: Bulk, counters: Callable[[], dict[str, int]] = dict
     ) -> None:
         super().__init__(env)
         observing = Observing(env, counters)
@@ -84,10 +80,10 @@ class ShardCoordinator(Actor):
 
     def edges(self) -> tuple[EdgeReport, ...]:
         """Describe the edges that are open here, the oldest first."""
-        found = [*self.receiving.reports(), *self.sending.reports()]
-        found.sort(key=lambda report: -report.open_s)
-        found += [EdgeReport(*key, False, "credit early") for key in self.early.credits()]
-        return tuple(found[:EDGES_TOLD])
+        reports = [*self.receiving.reports(), *self.sending.reports()]
+        reports.sort(key=lambda report: -report.open_s)
+        reports += [EdgeReport(*key, False, "credit early") for key in self.early.credits()]
+        return tuple(reports[:EDGES_TOLD])
 
     def census(self) -> dict[str, int]:
         """Count the edges under way on this host."""

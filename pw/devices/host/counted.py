@@ -91,7 +91,7 @@ class ArrivedRows(NamedTuple):
     size_bytes: int
 
 
-def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> ArrivedRows:
+def arrived_rows(receive: Receive, route: Route, buffer: bytes | Bytes) -> ArrivedRows:
     """Return the parts of the destination's shards that came along a route.
 
     A piece that is a whole shard is used where it landed, if a quarter of its rows count: to clear its
@@ -103,17 +103,17 @@ def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> ArrivedRows:
     if is_without_rows(buffer, route, lead):
         return ArrivedRows([], [], len(buffer))
     shard = tuple((0, size) for size in receive.spec.sharding.shard_shape(receive.spec.shape))
-    found, size_bytes = unpacked(buffer, route, spec, lead)
+    pieces, size_bytes = unpacked(buffer, route, spec, lead)
     parts: list[Part] = []
     padding: list[Array] = []
-    for index, (piece, numbers, rows) in enumerate(found):
+    for index, (piece, numbers, rows) in enumerate(pieces):
         most = numbers.size * box_shape(piece.source_box)[lead]
         lands = not isinstance(buffer, bytes) and buffer.flags.writeable
         if lands and piece.destination_box == shard and 4 * int(numbers.sum()) >= most:
             assert isinstance(buffer, np.ndarray)
-            whole = whole_piece(buffer, route, spec, lead, index)
-            parts.append((piece.destination_devices, shard, whole))
-            padding += [whole[cell][numbers[cell] :] for cell in np.ndindex(numbers.shape)]
+            array = whole_piece(buffer, route, spec, lead, index)
+            parts.append((piece.destination_devices, shard, array))
+            padding += [array[cell][numbers[cell] :] for cell in np.ndindex(numbers.shape)]
             continue
         for (_, _, box), own in zip(filled(piece, numbers), rows, strict=True):
             parts.append((piece.destination_devices, box, own.reshape(box_shape(box))))

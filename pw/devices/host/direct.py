@@ -34,57 +34,60 @@ class Direct:
     backend: Backend
     inline: Callable[[bytes, Inline], Value]
     """Makes the value of an argument that came with the launch."""
-    may: Callable[[], bool] = lambda: True
-    """Whether this launch may go this way: tests compare both ways."""
+    may: Callable[[], bool] | None = None
+    """Test of whether this launch may go the direct way: tests compare both ways."""
 
-    def launch(self, message: Launch, program: HostProgram) -> bool:
-        """Do a launch; return False if it has to go the ordinary way. Then nothing has happened."""
-        single, given, interpreter = program.single, message.arguments, self.interpreter
+    def launch(self, message: Launch, program: HostProgram) -> bool | None:
+        """Do a launch, and return whether its results are there; None if it has to go the ordinary way.
+
+        Then nothing has happened.
+        """
+        single, arguments, interpreter = program.single, message.arguments, self.interpreter
         if (
             single is None
-            or given is None
+            or arguments is None
             or single.segment != message.segment
-            or interpreter.lanes
+            or interpreter.lanes.of_clients
             or message.run in interpreter.runs
-            or not self.may()
+            or not (self.may is None or self.may())
         ):
-            return False
+            return None
         arrays, arriving = self.store.arrays, interpreter.arriving
         values: dict[int, Value] = {}
         for index in program.plan.inputs:
-            arg = given.args[index]
+            arg = arguments.args[index]
             if isinstance(arg, int):
                 entry = arrays.get(arg)
                 if entry is None or entry.value.error is not None or entry.value in arriving:
-                    return False
+                    return None
                 values[index] = entry.value
         for index in program.plan.inputs:
-            arg = given.args[index]
+            arg = arguments.args[index]
             if isinstance(arg, bytes):
                 values[index] = self.inline(arg, program.inline(index))
         self.coordinator.runs.passes(message.run)
-        self.store.drop_donated(program.body, given.args)
-        made = []
+        if program.body.donated:
+            self.store.drop_donated(program.body, arguments.args)
+        outputs = []
         results = []
         for result in single.results:
             value = Value()
             results.append(value)
             if result is not None:
-                array = given.results[result.output]
+                array = arguments.results[result.output]
                 arrays.expect(array, value, result.spec, result.devices)
-                made.append((array, value))
-        run = HostRun(message.run, program, {}, given.results, 0)
+                outputs.append((array, value))
+        run = HostRun(message.run, program, {}, arguments.results, 0)
         steps = program.segments[single.segment]
         last = (ref(value),)
         interpreter.recent.append((message.run, message.segment, program, last))
         launch = HostLaunch(message, run, steps, last=last)
         op = Execute(
             single.key,
-            tuple([values[index] for index in single.args]),
+            tuple(map(values.__getitem__, single.args)),
             tuple(results),
             single.kept,
             partial(self.order.break_gang, run) if steps.together else None,
             not message.report and single.position in steps.unread,
         )
-        interpreter.do(launch, op, single.computation, made)
-        return True
+        return interpreter.do(launch, op, single.computation, outputs)

@@ -22,7 +22,7 @@ EARLY_BYTES = 256 << 20
 """Bytes of edges that are kept at most."""
 
 EARLY_S = 600.0
-"""How long a message is kept."""
+"""Seconds that bytes wait for their launch."""
 
 EXPIRY_S = 1.0
 """Shortest time between two looks at the age of the messages."""
@@ -42,7 +42,9 @@ class _Kept:
 class EarlyMessages(Part):
     """Keeps messages for edges that this host does not know yet."""
 
-    def __init__(self, env: Env, runs: RunTable) -> None:
+    def __init__(self, env: Env, runs: RunTable, most_bytes: int = EARLY_BYTES) -> None:
+        self.most_bytes = most_bytes
+        """How many bytes are kept; an edge beyond them fails."""
         self._env = env
         self._runs = runs
         self._early: dict[_Slot, _Kept] = {}
@@ -58,12 +60,12 @@ class EarlyMessages(Part):
         if client_of(run) in self._runs.gone_clients and not isinstance(message, EdgeCredit):
             self._env.count("edges_stale")
             return
-        if self.size_bytes + size_bytes > EARLY_BYTES:
+        if self.size_bytes + size_bytes > self.most_bytes:
             self._env.count("edges_dropped")
             self._env.log("error", "too many early edges", run=run, edge=edge, sender=peer)
             host = self._env.address.node
             error = TransferFailed(
-                f"host {host} got more than {EARLY_BYTES} bytes from other hosts for runs that "
+                f"host {host} got more than {self.most_bytes} bytes from other hosts for runs that "
                 "had not begun there"
             )
             message, size_bytes = EdgeFailed(run, edge, ErrorReport.of(error, host)), 0

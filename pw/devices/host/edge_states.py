@@ -40,7 +40,7 @@ from pw.devices.host.backend import Build, Part
 from pw.devices.host.value import Value
 
 EdgeKey = tuple[int, int, str]
-"""A run, one of its edges, and the host at the other end."""
+"""Run, number of the edge in its program, and host at the other end."""
 
 Arrived = Callable[[Build | None], None]
 """Called when later ops may use the value of an edge, after the given op if there is one."""
@@ -114,10 +114,7 @@ SENDER = Lifecycle(
             SendEvent.DECLINED: Sending.ENDED,
             SendEvent.DROPPED: Sending.ENDED,
         },
-        Sending.TRANSFER: {
-            SendEvent.SENT: Sending.ENDED,
-            SendEvent.DROPPED: Sending.ENDED,
-        },
+        Sending.TRANSFER: {SendEvent.SENT: Sending.ENDED, SendEvent.DROPPED: Sending.ENDED},
         Sending.ENDED: {},
     },
 )
@@ -158,7 +155,7 @@ class Outgoing:
         self.send = send
         self.since_s = since_s
         self.total_bytes = route_bytes(send.route, send.spec, send.counts)
-        """What travels; of a counted edge, at most, until its value is read."""
+        """Bytes that travel; of a counted edge the most, until its value is read."""
         self.state = Sending.GRANTED if self.is_small else Sending.WAITING
         self.parts: list[tuple[int, np.ndarray[Any, Any]]] = []
         """The value with its offsets, once the backend has read it."""
@@ -186,7 +183,7 @@ class Incoming:
     arrived: Arrived
     since_s: float
     probe_s: float
-    """When to ask the senders whether the edge is still to come."""
+    """Time of the clock, in seconds, at which the senders are asked whether the edge still comes."""
     missing: set[str]
     """The hosts that have neither delivered nor failed."""
     state: Receiving = Receiving.ARRIVING
@@ -196,7 +193,7 @@ class Incoming:
     transfers: dict[str, int] = field(default_factory=dict)
     """The landing of each sender that was given one."""
     padding: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    """What of the parts is to be filled with zeros."""
+    """Views of the parts that are filled with zeros."""
 
     def happens(self, event: ReceiveEvent) -> Receiving:
         """Change the state, and return the new one."""

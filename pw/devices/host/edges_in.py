@@ -27,22 +27,16 @@ from pw.core.recorder import RECEIVED
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.backend import Backend, Build, Op, Read
 from pw.devices.host.backend import Part as ShardPart
-from pw.devices.host.counted import Slots, parts_of, reads, taken
+from pw.devices.host.counted import Slots, arrived_rows, parts_of, reads
 from pw.devices.host.early_edges import EarlyMessages
-from pw.devices.host.edge_states import (
-    Arrived,
-    Incoming,
-    ReceiveEvent,
-    Receiving,
-    route_bytes,
-)
+from pw.devices.host.edge_states import Arrived, Incoming, ReceiveEvent, Receiving, route_bytes
 from pw.devices.host.edges_out import shards_of, source_boxes
 from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
 from pw.devices.host.value import Value
 
 PROBE_S = 2.0
-"""How long an edge may take before its senders are asked for the first time."""
+"""Seconds after which the senders of an edge are asked for the first time."""
 
 
 @dataclass(eq=False, repr=False)
@@ -88,9 +82,7 @@ class EdgesIn(Part):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
             early = self.early.take((run, receive.edge, source))
-            if total > msg.INLINE_BYTES and isinstance(
-                early, msg.EdgeData
-            ):  # fewer rows than could be
+            if total > msg.INLINE_BYTES and isinstance(early, msg.EdgeData):  # few rows count
                 self.env.send(coordinator_of(source), msg.EdgeCredit(run, receive.edge, None))
             elif total > msg.INLINE_BYTES and not self._grant(incoming, route, total):
                 continue
@@ -187,7 +179,7 @@ class EdgesIn(Part):
                 ]
                 parts = _parts(route, views)
             else:
-                parts, padding, total = taken(incoming.receive, route, buffer)
+                parts, padding, total = arrived_rows(incoming.receive, route, buffer)
                 incoming.padding += padding
         except ValueError as error:
             edge = incoming.receive.edge

@@ -55,12 +55,7 @@ class EdgesOut(Part):
         return len(self._outgoing)
 
     def send_op(
-        self,
-        run: int,
-        began: int,
-        send: Send,
-        value: Value,
-        devices: tuple[DeviceAddress, ...],
+        self, run: int, began: int, send: Send, value: Value, devices: tuple[DeviceAddress, ...]
     ) -> Op:
         """Return the op that reads and sends one route.
 

@@ -30,7 +30,7 @@ from pw.devices.host.direct import Direct
 from pw.devices.host.installs import Installs
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
-from pw.devices.host.leases import Leases
+from pw.devices.host.leases import HostLeases
 from pw.devices.host.membership import HostProcess, Membership
 from pw.devices.host.passing import Passing
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
@@ -75,13 +75,14 @@ class HostExecutor(Actor):
         self.explanations = Explanations(
             env, self.order, self.interpreter, coordinator, backend, self._watchdog, store.callbacks
         )
-        self.leases = Leases(
+        self.leases = HostLeases(
             env,
             self.order,
             self.programs,
             store.clients,
             self._do,
             store.requests.wait_with_launch,
+            store.requests.send,
             self.receive,
         )
         self.direct = Direct(
@@ -131,27 +132,28 @@ class HostExecutor(Actor):
         if self.leases.takes(sender, message):
             self._do(message)
 
-    def _do(self, message: msg.Launch) -> None:
-        """Do a launch that has been taken."""
+    def _do(self, message: msg.Launch) -> bool:
+        """Do a launch that has been taken; return whether its results are there."""
         self.env.count("launches")
         interpreter = self.interpreter
         if message.arguments is not None:
             if message.run in interpreter.runs:
                 message = replace(message, arguments=None)
             elif (program := self.programs.get(message.program)) is not None:
-                if self.direct.launch(message, program):
-                    return
+                is_there = self.direct.launch(message, program)
+                if is_there is not None:
+                    return is_there
                 self._begin(message, program)
         run = interpreter.runs.get(message.run)
         if message.segment == msg.CANCELLED:
             self._decline(message, run)
             self._coordinator.drop_run(message.run)
             if run is None:
-                return
+                return False
         if run is None:
             self.env.log("error", "launch of an unknown run", program=message.program)
             self.order.stop_at_gap(message.sequence, message.sequence)
-            return
+            return False
         segment = run.program.segments.get(message.segment, NO_SEGMENT)
         if not interpreter.lanes:
             self._watchdog.went_on()
@@ -161,6 +163,7 @@ class HostExecutor(Actor):
         run.launched = message.segment
         launch = HostLaunch(message, run, segment)
         interpreter.put(client_of(message.run), launch, segment.together)
+        return False
 
     def _begin(self, message: msg.Launch, program: HostProgram) -> None:
         """Bind the arguments of a run at its first launch here, and announce its results."""
@@ -212,7 +215,7 @@ class HostExecutor(Actor):
         def arrived(build: Build | None) -> None:
             if build is not None:
                 interpreter.arrived(run, receive.slot, value, build)
-            interpreter.made(run, receive.slot)
+            interpreter.note_result(run, receive.slot)
             interpreter.arriving.arrive(value)
             interpreter.advance_soon()
 

@@ -40,29 +40,29 @@ class Guards:
     ends: LaunchEnds
     execute: Callable[[HostLaunch, Execute], bool]
     """Enqueues a computation; returns False if a value that it reads has not arrived."""
-    made: Callable[[HostRun, int], None]
-    """Notes that the value of a slot is in the queue, or has an error."""
+    note_result: Callable[[HostRun, int], None]
+    """Notes that the op of a slot is in the queue, or that its value has an error."""
     break_gang: Callable[[HostRun, ErrorReport], bool]
     """Stops the host, and returns True, unless all hosts of a gang have the error."""
     advance: Callable[[], None]
-    """Goes on with the work that waits."""
+    """Call that goes on with the work that waits."""
 
     def go(self, launch: HostLaunch, instruction: Execute) -> bool:
         """Do an instruction of a segment with guards or merges; return False if it must wait."""
         run = launch.run
-        if launch.taken is None:
-            launch.taken = GuardedResults()
+        if launch.guarded_results is None:
+            launch.guarded_results = GuardedResults()
         computation = run.program.body.computations[instruction.computation]
         if instruction.guard >= 0:
-            taken = self.decision(run, instruction.guard, computation)
-            if taken is None:
+            predicate = self.decision(run, instruction.guard, computation)
+            if predicate is None:
                 return False
-            if isinstance(taken, ErrorReport):
+            if isinstance(predicate, ErrorReport):
                 alone = run.slots[instruction.guard].may_be_elsewhere
-                return self.poison(launch, instruction, taken, alone=alone)
-            if taken is instruction.unless:
+                return self.poison(launch, instruction, predicate, alone=alone)
+            if predicate is instruction.unless:
                 return self.poison(launch, instruction, NOT_TAKEN)
-        if computation.is_merge:
+        if computation.traits.predicates:
             return self._merge(launch, instruction, computation)
         if run.held:
             self._make_held(run, instruction.args)
@@ -72,9 +72,9 @@ class Guards:
             last = run.slots[instruction.results[-1]]
             if last.error is None:
                 devices = launch.segment.skips[launch.position]
-                latest = launch.taken.latest
-                for known in [known for known in latest if known < devices]:
-                    del latest[known]
+                latest = launch.guarded_results.latest
+                for subset in [subset for subset in latest if subset < devices]:
+                    del latest[subset]
                 latest[devices] = last
         return True
 
@@ -96,8 +96,8 @@ class Guards:
 
     def end(self, launch: HostLaunch) -> list[Value]:
         """Watch the last results of a launch on each device; return those that merges have made."""
-        taken, launch.taken = launch.taken or GuardedResults(), None
-        latest, merged = tuple(taken.latest.values()), taken.merged
+        results, launch.guarded_results = launch.guarded_results or GuardedResults(), None
+        latest, merged = tuple(results.latest.values()), results.merged
         launch.last = tuple([ref(value) for value in (*latest, *merged)])
         if launch.message.report and latest:
             launch.to_watch = latest
@@ -123,7 +123,7 @@ class Guards:
             if value is None:
                 value = run.slots[slot] = Value()
             value.fail(error, alone=alone)
-            self.made(run, slot)
+            self.note_result(run, slot)
         return True
 
     def decision(
@@ -132,9 +132,9 @@ class Guards:
         """Return the predicate in a slot, or its error; None if it must be waited for."""
         if run.decisions is None:
             run.decisions = {}
-        known, value = run.decisions, run.slots[slot]
-        if value in known:
-            return known[value]
+        decisions, value = run.decisions, run.slots[slot]
+        if value in decisions:
+            return decisions[value]
         if value in self.arriving:
             return None
         if value.error is not None:
@@ -143,12 +143,12 @@ class Guards:
         spec, devices = predicate_spec(placement), run.program.at(placement)
         ready = self.backend.snapshot(value, spec, devices)
         if ready:
-            known[value] = bool(ready[0][1])
-            return known[value]
-        known[value] = None
+            decisions[value] = bool(ready[0][1])
+            return decisions[value]
+        decisions[value] = None
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
-            known[value] = views if isinstance(views, ErrorReport) else bool(views[0])
+            decisions[value] = views if isinstance(views, ErrorReport) else bool(views[0])
             self.advance()
 
         here = next(at for at, device in enumerate(devices) if device.host == self.host)
@@ -191,6 +191,6 @@ class Guards:
             result.fail(source.error, alone=source.alone)
             if source.error.kind in INFRASTRUCTURE:
                 launch.lost = source.error
-        assert launch.taken is not None
-        launch.taken.merged.append(result)
-        self.made(run, slot)
+        assert launch.guarded_results is not None
+        launch.guarded_results.merged.append(result)
+        self.note_result(run, slot)

@@ -17,11 +17,7 @@ class Installs(dict[int, HostProgram]):
     """Has the backend compile programs, and keeps them by their numbers."""
 
     def __init__(
-        self,
-        env: Env,
-        backend: Backend,
-        order: LaunchOrder,
-        python_tenants: tuple[str, ...] = (),
+        self, env: Env, backend: Backend, order: LaunchOrder, python_tenants: tuple[str, ...] = ()
     ) -> None:
         super().__init__()
         self._env = env
@@ -31,7 +27,7 @@ class Installs(dict[int, HostProgram]):
 
     def install(self, sender: Address, message: Install) -> None:
         """Compile a program, and answer when all its computations are compiled or one has failed."""
-        body, plan = message.body.whole(), message.plan.whole()
+        body, plan = message.body.value(), message.plan.value()
         program = HostProgram.of(message.program, message.install, body, plan)
         program.tenant = message.tenant
         earlier = self.get(message.program)
@@ -65,7 +61,7 @@ class Installs(dict[int, HostProgram]):
             if key is None:
                 continue
             tenants = self._python_tenants
-            if computation.traits.is_python and tenants and message.tenant not in tenants:
+            if computation.traits.runs_on_host and tenants and message.tenant not in tenants:
                 refused = PythonRefused(
                     f"{computation.name!r} is a Python function of tenant {message.tenant!r}, and this host "
                     f"runs those of {', '.join(tenants)} only; its owner can change that with pw-worker "

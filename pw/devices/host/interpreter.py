@@ -72,7 +72,7 @@ class Interpreter(Part):
     _news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(
         default_factory=lambda: ([], []), init=False
     )
-    """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
+    """News for the scheduler: launches that were passed, and passed ones that are enqueued now."""
 
     _is_advancing: bool = field(default=False, init=False)
     """An `_Advance` is on its way."""
@@ -84,7 +84,7 @@ class Interpreter(Part):
             HostLost("another island that the run needed was lost"), host
         )
         self._elsewhere = Value()
-        """In the place of arguments of which this host has nothing."""
+        """Stand-in for arguments of which this host has no shard."""
         self.runs: dict[int, HostRun] = {}
         self.lanes: Lanes[Work] = Lanes(self._go, self._on_pass)
         self.arriving = Arriving()
@@ -99,7 +99,7 @@ class Interpreter(Part):
             self.arriving,
             self.ends,
             lambda launch, instruction: self._execute(launch, instruction),
-            self.made,
+            self.note_result,
             self._break_gang,
             self.advance,
         )
@@ -271,34 +271,42 @@ class Interpreter(Part):
             self._await_outcome(launch, computation, instruction.results, gang)
         else:
             for slot in instruction.results:
-                self.made(run, slot)
+                self.note_result(run, slot)
         if watched:
             # All results of a computation are ready at once; the last is least often donated.
             launch.to_watch = results[-1:]
         return True
 
     def do(
-        self, launch: HostLaunch, op: ops.Execute, index: int, made: Sequence[tuple[int, Value]]
-    ) -> None:
+        self, launch: HostLaunch, op: ops.Execute, index: int, arrays: Sequence[tuple[int, Value]]
+    ) -> bool:
         """Do a launch that is one computation, before which nothing waits (`pw.devices.host.direct`).
+
+        Returns whether its results are there.
 
         Args:
             launch: the launch.
             op: its computation.
-            index: of the computation in the program.
-            made: the arrays among its results.
+            index: index of the computation in the program.
+            arrays: ids and values of the arrays among its results.
         """
-        self._watchdog.went_on()
+        self._watchdog.progress_s = self._env.now_s()
         if self._recorder.on:
             op.origin = self._origin(launch, index)
         queue, result = self.queue, op.results[-1]
         is_here = not queue.ops and self._backend.run_now(op)
         if not is_here:
             queue.ops.append(op)
-        queue.made += made
+        is_there = is_here and self._backend.is_there(result)
         if launch.message.report:
-            self.ends.follow(launch, result, is_here and self._backend.is_there(result))
-        queue.flush()
+            self.ends.follow(launch, result, is_there)
+        if queue.ops or queue.arrays:
+            queue.arrays += arrays
+            queue.flush()
+        else:
+            for array, value in arrays:
+                self._store.requests.submitted(array, value)
+        return is_there
 
     def _origin(self, launch: HostLaunch, index: int) -> tuple[int, ...]:
         """Return what a record says of computation `index` of a launch (`pw.core.recorder`)."""
@@ -333,7 +341,7 @@ class Interpreter(Part):
                 computation = run.program.body.computations[view.computation]
                 self._await_outcome(launch, computation, (slot,), part.gang)
             else:
-                self.made(run, slot)
+                self.note_result(run, slot)
             results.append(result)
         launch.last += (ref(results[-1]),)
         if launch.message.report:
@@ -370,14 +378,14 @@ class Interpreter(Part):
         if launch.began_s is None:
             launch.began_s = self._env.now_s()
 
-        def known(error: ErrorReport | None) -> None:
+        def settle(error: ErrorReport | None) -> None:
             if error is not None:
                 for value in results:
                     value.fail(error)
                 if error.kind in INFRASTRUCTURE:
                     launch.lost = error
             for slot in slots:
-                self.made(run, slot)
+                self.note_result(run, slot)
             for value in results:
                 del self.arriving.unsettled[value]
                 self.arriving.arrive(value)
@@ -386,14 +394,14 @@ class Interpreter(Part):
         op: Op
         if computation.checks:
             devices = run.program.devices(computation.outputs[-1])
-            op = self._outcomes.of_check(computation, devices, results, known)
+            op = self._outcomes.of_check(computation, devices, results, settle)
         elif len(gang) > 1:
             call = (run.run, slots[0])
             op = self._outcomes.of_call(
-                self._order.epoch, self._order.scheduler, call, gang, results, known
+                self._order.epoch, self._order.scheduler, call, gang, results, settle
             )
         else:
-            op = ops.Watch(results, known)
+            op = ops.Watch(results, settle)
         self.queue.ops.append(op)
 
     @handles(CallEnded)
@@ -428,22 +436,22 @@ class Interpreter(Part):
             self.queue.ops.append(move)
             if source.error is not None and source.error.kind in INFRASTRUCTURE:
                 self._lose(launch, source.error, (result,))
-            self.made(run, receive.slot)
+            self.note_result(run, receive.slot)
 
     def arrived(self, run: HostRun, slot: int, value: Value, build: ops.Build) -> None:
         """Have a received value made; one that only branches read may not be needed."""
-        if slot in run.program.told or slot in run.program.held:
+        if slot in run.program.predicates or slot in run.program.held:
             self.guards.arrived(run, slot, value, build)
         else:
             self.queue.ops.append(build)
 
-    def made(self, run: HostRun, slot: int) -> None:
+    def note_result(self, run: HostRun, slot: int) -> None:
         """Note that the op that makes the value of a slot is in the queue."""
         outputs = run.program.outputs_of_slot.get(slot)
         if outputs is not None:
-            run.made.add(slot)
+            run.slots_with_op.add(slot)
             value = run.slots[slot]
-            self.queue.made += [(run.results[output], value) for output in outputs]
+            self.queue.arrays += [(run.results[output], value) for output in outputs]
 
     def _end(self, launch: HostLaunch) -> None:
         """All instructions of a launch have become ops."""
@@ -453,7 +461,7 @@ class Interpreter(Part):
         if message.arguments is not None:
             for slot in run.program.passed_on:
                 awaited.append(run.slots[slot])
-                self.arriving.when_here(awaited[-1:], partial(self.made, run, slot))
+                self.arriving.when_here(awaited[-1:], partial(self.note_result, run, slot))
         if message.report:
             awaited += [
                 run.slots[receive.slot]
@@ -471,6 +479,6 @@ class Interpreter(Part):
         """Fail the results that a cancelled run has not made here."""
         for slot in run.program.outputs_of_slot:
             value = run.slots[slot]
-            if slot not in run.made and value not in self.arriving:
+            if slot not in run.slots_with_op and value not in self.arriving:
                 value.fail(self._cut_short)
-                self.made(run, slot)
+                self.note_result(run, slot)

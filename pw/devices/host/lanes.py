@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class _Entry(NamedTuple, Generic[T]):
+class _LaneEntry(NamedTuple, Generic[T]):
     number: int
     work: T
     together: bool
@@ -33,9 +33,9 @@ class _Entry(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class _Lane(Generic[T]):
-    entries: deque[_Entry[T]] = field(default_factory=deque)
+    entries: deque[_LaneEntry[T]] = field(default_factory=deque)
     passed: int = 0
-    """How many of the first entries have been passed by later work."""
+    """Number of the first entries that later work has passed."""
 
 
 class Lanes(Generic[T]):
@@ -51,13 +51,13 @@ class Lanes(Generic[T]):
         self._go = go
         self._on_pass = on_pass
         self._numbers = count()
-        self._lanes: dict[int, _Lane[T]] = {}
+        self.of_clients: dict[int, _Lane[T]] = {}
 
     def __len__(self) -> int:
-        return sum(len(lane.entries) for lane in self._lanes.values())
+        return sum(len(lane.entries) for lane in self.of_clients.values())
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self.of_clients)
 
     def put(self, client: int, work: T, together: bool = False) -> bool:
         """Add a piece of work, and do it if it is next and can be done.
@@ -65,14 +65,14 @@ class Lanes(Generic[T]):
         Returns whether the oldest work has gone on, as `go_on` does. `together`: it is a gang's.
         """
         number = next(self._numbers)
-        lane = self._lanes.get(client)
+        lane = self.of_clients.get(client)
         if lane is None:
-            is_next = not (together and self._lanes)
+            is_next = not (together and self.of_clients)
             if is_next and self._go(work):
                 self._pass(number)
-                return not self._lanes
-            lane = self._lanes[client] = _Lane()
-        lane.entries.append(_Entry(number, work, together))
+                return not self.of_clients
+            lane = self.of_clients[client] = _Lane()
+        lane.entries.append(_LaneEntry(number, work, together))
         return False
 
     def go_on(self) -> bool:
@@ -81,34 +81,33 @@ class Lanes(Generic[T]):
         again = True
         while again:
             again = False
-            for client in list(self._lanes):
+            for client in list(self.of_clients):
                 again = self._clear(client) or again
         return self._oldest != oldest
 
     @property
     def _oldest(self) -> int:
-        return min((lane.entries[0].number for lane in self._lanes.values()), default=-1)
+        return min((lane.entries[0].number for lane in self.of_clients.values()), default=-1)
 
     def _clear(self, client: int) -> bool:
         """Do the work of one lane that can be done; return whether there was any."""
-        lane = self._lanes[client]
+        lane = self.of_clients[client]
         entries, done = lane.entries, -1
-        while entries and self._is_next(entries[0]) and self._go(entries[0].work):
+        while entries:
+            head = entries[0]
+            if (head.together and head.number != self._oldest) or not self._go(head.work):
+                break
             done = entries.popleft().number
             lane.passed = max(lane.passed - 1, 0)
         if not entries:
-            del self._lanes[client]
+            del self.of_clients[client]
         if done >= 0:
             self._pass(done)
         return done >= 0
 
-    def _is_next(self, entry: _Entry[T]) -> bool:
-        """Whether the first entry of a lane need not wait for other lanes."""
-        return not entry.together or entry.number == self._oldest
-
     def _pass(self, number: int) -> None:
         """Report the waiting work that this work has passed."""
-        for lane in self._lanes.values():
+        for lane in self.of_clients.values():
             entries = lane.entries
             while lane.passed < len(entries) and entries[lane.passed].number < number:
                 self._on_pass(entries[lane.passed].work)
@@ -116,10 +115,10 @@ class Lanes(Generic[T]):
 
     def heads(self) -> Iterator[T]:
         """Return the next work of each client, the oldest first."""
-        heads = [lane.entries[0] for lane in self._lanes.values()]
+        heads = [lane.entries[0] for lane in self.of_clients.values()]
         return (entry.work for entry in sorted(heads, key=lambda entry: entry.number))
 
-    def others(self) -> Iterator[T]:
+    def rest(self) -> Iterator[T]:
         """Return all other work."""
-        lanes = self._lanes.values()
+        lanes = self.of_clients.values()
         return (entry.work for lane in lanes for entry in islice(lane.entries, 1, None))

@@ -30,7 +30,7 @@ from pw.devices.host.value import Value
 from pw.devices.host.work import Arriving, HostLaunch, OpQueue
 
 PROGRESS_S = 0.005
-"""How long a report may wait for others."""
+"""Seconds that a report may wait for others."""
 
 PROGRESS_SHARE = 4
 """Reports go at once if one in so many of the launches in flight has ended."""
@@ -54,7 +54,7 @@ class LaunchEnds(Part):
     _on_device: dict[int, dict[int, HostLaunch]] = field(default_factory=dict)
     """Launches on each device by their numbers, in the order in which they were enqueued."""
     _busy_until_s: dict[int, float] = field(default_factory=dict)
-    """Until when the time of each device has been charged."""
+    """Time up to which launches are charged with each device, in seconds of the clock."""
     _finished: list[Finished] = field(default_factory=list)
     _is_sending: bool = False
 
@@ -77,6 +77,11 @@ class LaunchEnds(Part):
 
     def follow(self, launch: HostLaunch, result: Value, is_ready: bool) -> None:
         """Watch a launch that is one computation, which is an op now; its last result may be ready."""
+        devices = launch.segment.devices
+        if is_ready and self._on_device.keys().isdisjoint(devices):  # they were idle
+            self._busy_until_s.update(dict.fromkeys(devices, self.env.now_s()))
+            self._report(Finished(launch.message.sequence, 0, None))
+            return
         if not is_ready:
             self._watch(launch, (result,), True)
         self._begin(launch)
@@ -90,9 +95,8 @@ class LaunchEnds(Part):
             self._on_device.setdefault(device, {})[launch.message.sequence] = launch
 
     def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
-        has_watches = (
-            not awaited and launch.pending > 1
-        )  # one of `pending` is the enqueueing itself
+        # One of `pending` is the enqueueing itself.
+        has_watches = not awaited and launch.pending > 1
         if not has_watches:  # a watch without values waits for all that was submitted
             self._watch(launch, awaited, False)
         self._begin(launch)
@@ -111,8 +115,7 @@ class LaunchEnds(Part):
 
         is_leased = launch.message.sequence < 0  # then nothing waits for the report
         hurried = self._in_flight < PROGRESS_SHARE and not is_leased
-        watch = Watch(values, done, hurried)
-        self.queue.ops.append(watch)
+        self.queue.ops.append(Watch(values, done, hurried))
 
     def _watched_ended(self, launch: HostLaunch) -> None:
         launch.pending -= 1
@@ -129,6 +132,7 @@ class LaunchEnds(Part):
             if not launches:
                 del self._on_device[device]
         self._charge(launch, now_s)
+        self._in_flight -= 1
         self._report(Finished(launch.message.sequence, int(launch.busy_s * 1e6), launch.lost))
 
     def _charge(self, launch: HostLaunch, now_s: float) -> None:
@@ -141,11 +145,11 @@ class LaunchEnds(Part):
         launch.busy_s += now_s - started_s
 
     def _report(self, finished: Finished) -> None:
-        self._in_flight -= 1
         self._finished.append(finished)
         may_wait = finished.sequence < 0 or len(self._finished) * PROGRESS_SHARE < self._in_flight
         if may_wait and finished.lost is None:
-            self._late.start()
+            if not self._late.is_running:
+                self._late.start()
         elif not self._is_sending:  # together with the launches that end in this turn
             self._is_sending = True
             self.env.send(self.env.address, _SendProgress())

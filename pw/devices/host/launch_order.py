@@ -19,7 +19,7 @@ from pw.core.messages import TREES, FormIsland, GangBroken, LaunchGap
 from pw.devices.host.work import HostRun
 
 MISSING_S = 20.0
-"""How long an order may be missing: longer than a host on its way may be silent before it is lost."""
+"""Seconds that an order may be missing; more than a silent host on its way takes to be lost."""
 
 
 class LaunchOrder:
@@ -39,7 +39,7 @@ class LaunchOrder:
         self.hosts: tuple[str, ...] = ()
         """The hosts of the island, by rank."""
         self.rank = 0
-        """This host's own."""
+        """Rank of this host."""
         self.early: dict[int, tuple[Address, Any]] = {}
         """Orders that have overtaken others, by their numbers, with their senders."""
         self._is_waiting = False

@@ -4,7 +4,8 @@ Two senders then decide what the host does, over two links: the client with its 
 all else. The order of the scheduler holds. `Lend` begins a lease and `EndLease` ends it; what the scheduler
 sends in between says which leased launches come before it, and is held until they have come. A leased
 launch that comes before its `Lend` waits for it, within bounds for each client. If one is refused, the
-lease is closed as soon as it has begun: so the scheduler hears of it.
+lease is closed as soon as it has begun: so the scheduler hears of it. A launch that comes before its
+`WidenLease` waits, too: it needs the memory of arrays that are dropped before that.
 
 A lease is closed when the scheduler says so, when the link to its holder is lost, and when the holder sends
 what may not be. From then on only the scheduler adds launches, which other hosts have taken. What another
@@ -23,7 +24,6 @@ from msgspec.structs import replace
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, are_of, arrays_in, session_of
-from pw.core.programs.program import Program
 from pw.devices.host.clients import Clients
 from pw.devices.host.installs import Installs
 from pw.devices.host.launch_order import LaunchOrder
@@ -33,7 +33,7 @@ KEPT = 256
 EARLY_BYTES = 4 << 20
 """The room that one client has for launches that come before their `Lend`."""
 VALUE_BYTES = 64
-"""What each value of a launch takes beside the bytes that came with it."""
+"""Bytes that each value of a launch takes beside the bytes that came with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,15 @@ class HostLease:
     node: str
     """The node of the client: launches come from there."""
     programs: dict[int, msg.LentProgram]
-    """By number, with the steps of this host."""
-    taken: int
-    """The index of the next launch."""
+    """Programs of the lease by number, each with the steps of this host."""
+    next_index: int
+    """Index of the next launch under the lease."""
+    room_bytes: int = 0
+    """Bytes of memory that the launches may take; more after the next `WidenLease`."""
+    used_bytes: int = 0
     is_open: bool = True
+    behind: deque[tuple[Address, msg.LeasedLaunch]] = field(default_factory=deque)
+    """Launches that need more."""
     recent: deque[msg.LeasedLaunch] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
@@ -60,21 +65,23 @@ class _Early:
     launches: list[msg.LeasedLaunch] = field(default_factory=list)
     size_bytes: int = 0
     is_cut: bool = False
-    """A launch was refused, so no later one is kept."""
+    """True if a launch was refused, so that no later one is kept."""
 
 
 @dataclass(eq=False, repr=False)
-class Leases(Part):
+class HostLeases(Part):
     """The lease of one host, and what waits for leased launches."""
 
     env: Env
     order: LaunchOrder
     programs: Installs
     clients: Clients
-    launch: Callable[[msg.Launch], None]
-    """Does a launch that has been taken."""
+    launch: Callable[[msg.Launch], bool]
+    """Does a launch whose turn it is; returns whether its results are there."""
     wait: Callable[[Address, int, int], None]
     """Answers a request of the client when an array is ready."""
+    answer: Callable[[Address, msg.Ready], None]
+    """Answers it now."""
     receive: Callable[[Address, Any], None]
     """Handles a message of the scheduler that was held."""
     room_bytes: int = EARLY_BYTES
@@ -83,9 +90,9 @@ class Leases(Part):
     newest: int = 0
     """The number of the newest lease."""
     _held: deque[tuple[Address, Any]] = field(default_factory=deque)
-    """What the scheduler has sent, and comes after launches that have not been taken."""
+    """Messages of the scheduler that come after leased launches which are missing, with their senders."""
     _early: dict[str, _Early] = field(default_factory=dict)
-    """By the node of a client, what it has launched before its `Lend` has come."""
+    """Launches that came before their `Lend`, by the node of their client."""
     _early_close: tuple[Address, msg.CloseLease] | None = None
     """The end of the next lease: a host is lent again only after it has answered the last one."""
 
@@ -97,7 +104,7 @@ class Leases(Part):
         It is held if leased launches before index `after` are missing.
         """
         lease = self.current
-        if self._held or (lease is not None and after > lease.taken):
+        if self._held or (lease is not None and after > lease.next_index):
             self._held.append((sender, message))
             return False
         return self.order.take(message, sender)
@@ -116,7 +123,9 @@ class Leases(Part):
         if not self.takes(sender, message):
             return
         self.newest, programs = message.lease, {one.program: one for one in message.programs}
-        lease = HostLease(message.lease, message.client, message.node, programs, message.first)
+        lease = HostLease(
+            message.lease, message.client, message.node, programs, message.first, message.room_bytes
+        )
         self.current = lease
         mine = self._early.pop(lease.node, None)
         self._early = {at: one for at, one in self._early.items() if one.lease > lease.number}
@@ -124,7 +133,7 @@ class Leases(Part):
             for launch in mine.launches:
                 self.receive(session_of(lease.node), launch)
             if mine.is_cut and lease.is_open:
-                self.close(lease, lease.taken)
+                self.close(lease, lease.next_index)
         if self._early_close is not None:
             close, self._early_close = self._early_close, None
             self.receive(*close)
@@ -142,7 +151,7 @@ class Leases(Part):
         early.is_cut = (
             early.is_cut
             or client is None
-            or not _is_of(client, message)
+            or not are_of(client, (message.run, *arrays_in(message.args), *message.results))
             or len(early.launches) == KEPT
             or early.size_bytes > self.room_bytes
         )
@@ -155,6 +164,17 @@ class Leases(Part):
         """Return the launches that wait for their `Lend`."""
         return [launch for early in self._early.values() for launch in early.launches]
 
+    @handles(msg.WidenLease)
+    def _widened(self, sender: Address, message: msg.WidenLease) -> None:
+        if not self.takes(sender, message):
+            return
+        lease = self.current
+        if lease is not None and lease.number == message.lease:
+            lease.room_bytes = message.room_bytes
+            behind, lease.behind = lease.behind, deque()
+            for node, launch in behind:
+                self.take(node, launch)
+
     @handles(msg.EndLease)
     def _ended(self, sender: Address, message: msg.EndLease) -> None:
         if self.takes(sender, message, message.taken):
@@ -164,63 +184,87 @@ class Leases(Part):
 
     @handles(msg.LeasedLaunch)
     def _launched(self, sender: Address, message: msg.LeasedLaunch) -> None:
-        self._take(sender, message)
+        is_there = self.take(sender, message)
         if message.request and sender != self.order.scheduler:
-            self.wait(sender, message.request, message.awaited)
+            if is_there and message.awaited in message.results:
+                self.answer(sender, msg.Ready(message.request))
+            else:
+                self.wait(sender, message.request, message.awaited)
 
-    def _take(self, sender: Address, message: msg.LeasedLaunch) -> None:
+    def take(self, sender: Address, message: msg.LeasedLaunch) -> bool:
+        """Take a launch of the client, or of the scheduler in its place.
+
+        Returns whether its results are there.
+        """
         if message.epoch != self.order.epoch or self.order.is_broken:
             self.env.count("messages_stale")
-            return
+            return False
         lease, is_clients = self.current, sender != self.order.scheduler
         if message.lease > self.newest:
             self.keep_early(sender.node, replace(message, request=0))
-            return
+            return False
         if lease is None or lease.number != message.lease or (is_clients and not lease.is_open):
             self.env.count("messages_stale")
-            return
+            return False
+        if is_clients and sender.node != lease.node:
+            self.env.count("leased_launches_refused")
+            return False
+        lent = lease.programs.get(message.program)
+        used_bytes = lease.used_bytes + (0 if lent is None else lent.room_bytes)
+        if (lease.behind or used_bytes > lease.room_bytes) and len(lease.behind) < KEPT:
+            lease.behind.append((sender, message))
+            return False
         if not is_clients:
-            if message.index != lease.taken:
-                return  # it came from the client before the lease was closed
-        elif sender.node != lease.node:
+            if message.index != lease.next_index:
+                return False  # it came from the client before the lease was closed
+        elif lent is None or not self.may_launch(lease, lent, message):
             self.env.count("leased_launches_refused")
-            return
-        elif not self.may_launch(lease, message):
-            self.env.count("leased_launches_refused")
-            self.close(lease, lease.taken)
-            return
-        lease.taken += 1
+            self.close(lease, lease.next_index)
+            return False
+        lease.next_index += 1
+        lease.used_bytes = used_bytes
         lease.recent.append(message)
-        given = msg.Arguments(message.args, message.results)
+        arguments = msg.Arguments(message.args, message.results)
+        number, is_there = msg.number_of(message.index, 0), True
         for at, step in enumerate(message.steps):
-            number = msg.number_of(message.index, at)
-            self.launch(
+            is_there &= self.launch(
                 msg.Launch(
                     message.epoch,
-                    number,
+                    number - at,
                     message.run,
                     message.program,
                     step.segment,
-                    None if at else given,
+                    None if at else arguments,
                     step.report,
                 )
             )
         if self._held:
             self._go_on()
+        return is_there
 
-    def may_launch(self, lease: HostLease, message: msg.LeasedLaunch) -> bool:
+    def may_launch(
+        self, lease: HostLease, lent: msg.LentProgram, message: msg.LeasedLaunch
+    ) -> bool:
         """Whether the holder may send a launch: the next one of its lease, of its own program and arrays."""
-        program, lent = self.programs.get(message.program), lease.programs.get(message.program)
-        return (
-            message.index == lease.taken
-            and self.clients.at(lease.node) == lease.client
-            and program is not None
-            and lent is not None
-            and program.install == message.install == lent.install
-            and (message.steps,) == lent.steps
-            and _fits(program.body, message)
-            and _is_of(lease.client, message)
-        )
+        program, args, results = self.programs.get(message.program), message.args, message.results
+        if (
+            message.index != lease.next_index
+            or program is None
+            or not program.install == message.install == lent.install
+            or message.steps != lent.steps[0]
+            or len(args) != len(program.body.inputs)
+            or len(results) != len(program.body.outputs)
+            or len(set(results)) != len(results)
+            or self.clients.nodes.get(lease.node) != lease.client
+        ):
+            return False
+        named = [message.run, *results]
+        for arg, spec in zip(args, program.body.inputs, strict=True):
+            if isinstance(arg, int):
+                named.append(arg)
+            elif len(arg) != spec.size_bytes:
+                return False
+        return are_of(lease.client, named)
 
     # --- closing -------------------------------------------------------------------------------------
 
@@ -236,10 +280,13 @@ class Leases(Part):
 
     def close(self, lease: HostLease, noticed: int) -> None:
         """Take no more launches of the client; tell the scheduler which those from `noticed` on were."""
+        if lease.is_open:
+            self.env.send(session_of(lease.node), msg.LeaseOver(lease.number))
         lease.is_open = False
+        lease.behind.clear()
         unknown = tuple(launch for launch in lease.recent if launch.index >= noticed)
         if self.order.scheduler is not None:
-            closed = msg.LeaseClosed(self.order.epoch, lease.number, lease.taken, unknown)
+            closed = msg.LeaseClosed(self.order.epoch, lease.number, lease.next_index, unknown)
             self.env.send(self.order.scheduler, closed)
 
     @handles(msg.PeerLost)
@@ -248,23 +295,7 @@ class Leases(Part):
         self._early.pop(message.node, None)
         lease = self.current
         if lease is not None and lease.is_open and message.node == lease.node:
-            self.close(lease, lease.taken)
-
-
-def _is_of(client: int, launch: msg.LeasedLaunch) -> bool:
-    """Whether a client has made the run of a launch, what it reads, and the numbers of its results."""
-    return are_of(client, (launch.run, *arrays_in(launch.args), *launch.results))
-
-
-def _fits(body: Program, launch: msg.LeasedLaunch) -> bool:
-    """Whether a launch has the arguments and results of a program."""
-    args, results = launch.args, launch.results
-    if len(args) != len(body.inputs) or len(results) != len(body.outputs):
-        return False
-    for arg, spec in zip(args, body.inputs, strict=True):
-        if isinstance(arg, bytes) and len(arg) != spec.size_bytes:
-            return False
-    return len(set(results)) == len(results)
+            self.close(lease, lease.next_index)
 
 
 def _size_bytes(launch: msg.LeasedLaunch) -> int:

@@ -24,16 +24,15 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ConnectionFailed, ErrorReport
 from pw.core.ids import RESOURCES, Address
 from pw.core.messages.checks import beyond_bounds
+from pw.core.waits import REDIAL_S
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 
-REDIAL_S = 0.5
-"""Time between two attempts."""
 ENDING_S = 2.0
-"""How long launches may take to end when another controller has come."""
+"""Seconds that launches may take to end when another controller has come."""
 LOOK_S = 0.02
 """Time between two looks whether all launches are enqueued."""
 
@@ -81,13 +80,13 @@ class Membership(Part):
     _place: msg.FormIsland | None = None
     _leaving: bool = False
     _is_to_end: bool = False
-    """This host has asked to be emptied."""
+    """True if this host has asked to be emptied."""
     _is_known: bool = False
-    """A controller has spoken to this host."""
+    """True if a controller has spoken to this host."""
     _lost_s: float | None = None
-    """When the controller was lost; None while there is one."""
+    """Time of the clock, in seconds, at which the controller was lost; None while there is one."""
     _is_calling: bool = False
-    """This host has called a controller, and the call is not lost."""
+    """True if this host has called a controller, and the call is not lost."""
 
     def register(self) -> None:
         """Announce the replicas that are kept here, and ask for a place in the island."""

@@ -28,7 +28,7 @@ from pw.core.sharding import DeviceAddress
 from pw.devices.host.backend import Op, Read, Watch, relative
 from pw.devices.host.value import Value
 
-Known = Callable[[ErrorReport | None], None]
+TakeOutcome = Callable[[ErrorReport | None], None]
 """Called with the error of a computation, None if its results are valid."""
 
 
@@ -38,8 +38,8 @@ class _Call:
 
     errors: dict[str, ErrorReport | None] = field(default_factory=dict)
     """The error of each host that has returned, None for success."""
-    known: Known | None = None
-    """None until the function is called here."""
+    settle: TakeOutcome | None = None
+    """Call that takes the outcome; None until the function is called here."""
 
 
 class Outcomes:
@@ -55,7 +55,7 @@ class Outcomes:
         computation: Computation,
         devices: tuple[DeviceAddress, ...],
         results: tuple[Value, ...],
-        known: Known,
+        settle: TakeOutcome,
     ) -> Op:
         """Return the op, right after the computation, that reads its flags."""
         spec = computation.outputs[-1]
@@ -63,7 +63,7 @@ class Outcomes:
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                known(views)
+                settle(views)
             elif views[0].any():
                 names = [
                     name for name, bad in zip(computation.checks, views[0], strict=True) if bad
@@ -71,9 +71,9 @@ class Outcomes:
                 error = NaNFound(
                     f"the computation {computation.name!r} made NaNs in {', '.join(names)}"
                 )
-                known(ErrorReport.of(error, self._host))
+                settle(ErrorReport.of(error, self._host))
             else:
-                known(None)
+                settle(None)
 
         return Read(results[-1], [(here, relative(spec.box(here)))], spec, devices, read)
 
@@ -84,13 +84,13 @@ class Outcomes:
         call: tuple[int, int],
         gang: tuple[str, ...],
         results: tuple[Value, ...],
-        known: Known,
+        settle: TakeOutcome,
     ) -> Op:
         """Return the op, right after the call of a Python function or a view, that tells the gang.
 
         `call` is the run and the slot of the first result, which are the same on all hosts.
         """
-        self._calls.setdefault(call, _Call()).known = known
+        self._calls.setdefault(call, _Call()).settle = settle
 
         def returned(error: ErrorReport | None) -> None:
             ended = CallEnded(epoch, *call, self._host, gang, error)
@@ -104,7 +104,7 @@ class Outcomes:
         key = (message.run, message.slot)
         call = self._calls.setdefault(key, _Call())
         call.errors[message.host] = message.error
-        if call.known is not None and len(call.errors) == len(message.gang):
+        if call.settle is not None and len(call.errors) == len(message.gang):
             del self._calls[key]
             errors = (call.errors[host] for host in message.gang)
-            call.known(next((error for error in errors if error is not None), None))
+            call.settle(next((error for error in errors if error is not None), None))

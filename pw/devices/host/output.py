@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pw.core.messages import Line
+from pw.core.messages import OutputLine
 
 LINES = 1000
 """Lines that are taken of a client in a second."""
@@ -23,7 +23,7 @@ LINES_BYTES = 64 << 10
 """Bytes that are taken of a client in a second."""
 
 LINE_CHARACTERS = 4096
-"""A longer line becomes several."""
+"""Characters of a line at most; a longer line becomes several."""
 
 SECOND_S = 1.0
 
@@ -33,12 +33,15 @@ class _Client:
     """The lines of one client."""
 
     since_s: float
-    """When the current second began."""
-    lines: int = 0
+    """Time of the clock, in seconds, at which the client's current second began."""
+    count: int = 0
+    """Lines of the current second."""
     size_bytes: int = 0
+    """Bytes of the lines of the current second."""
     left_out: int = 0
-    """Lines that were too many and are not reported yet."""
-    taken: list[Line] = field(default_factory=list)
+    """Lines above the bound that no line reports yet."""
+    lines: list[OutputLine] = field(default_factory=list)
+    """Lines until the loop fetches them."""
 
 
 class _Thread(threading.local):
@@ -65,10 +68,11 @@ class Output:
     ) -> None:
         self.written = written
         self.is_pending = False
-        """There may be lines to fetch."""
+        """True if there may be lines to fetch."""
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._clients: dict[int, _Client] = {}
+        self.clients: dict[int, _Client] = {}
+        """Clients whose lines were taken, until `fetch` finds that no more have come."""
         self._thread = _Thread()
 
     @property
@@ -91,12 +95,12 @@ class Output:
 
     def write(self, is_error: bool, text: str) -> None:
         """Take text that this thread writes to standard output or standard error."""
-        *whole, begun = (self._thread.begun[is_error] + text).split("\n")
+        *lines, begun = (self._thread.begun[is_error] + text).split("\n")
         while len(begun) > LINE_CHARACTERS:
-            whole.append(begun[:LINE_CHARACTERS])
+            lines.append(begun[:LINE_CHARACTERS])
             begun = begun[LINE_CHARACTERS:]
         self._thread.begun[is_error] = _shown(begun)
-        for line in whole:
+        for line in lines:
             for start in range(0, len(line) or 1, LINE_CHARACTERS):
                 self._take(self._thread.client, is_error, line[start : start + LINE_CHARACTERS])
 
@@ -104,15 +108,15 @@ class Output:
         data = _shown(text).rstrip("\r").encode("utf-8", "backslashreplace")
         with self._lock:
             now_s = self._now_s()
-            of = self._clients.get(client)
+            of = self.clients.get(client)
             if of is None:
-                of = self._clients[client] = _Client(now_s)
+                of = self.clients[client] = _Client(now_s)
             self._renew(of, now_s)
-            is_room = of.lines < LINES and of.size_bytes + len(data) <= LINES_BYTES
-            if is_room and len(of.taken) < LINES:
-                of.lines += 1
+            is_room = of.count < LINES and of.size_bytes + len(data) <= LINES_BYTES
+            if is_room and len(of.lines) < LINES:
+                of.count += 1
                 of.size_bytes += len(data)
-                of.taken.append(Line(is_error, data.decode()))
+                of.lines.append(OutputLine(is_error, data.decode()))
             else:
                 of.left_out += 1
             was_pending, self.is_pending = self.is_pending, True
@@ -123,27 +127,27 @@ class Output:
         """Begin a new second if the last one has passed."""
         if now_s - of.since_s < SECOND_S:
             return
-        of.since_s, of.lines, of.size_bytes = now_s, 0, 0
+        of.since_s, of.count, of.size_bytes = now_s, 0, 0
         if of.left_out:
             most = f"{LINES:,} lines or {LINES_BYTES >> 10} KiB"
-            of.taken.append(
-                Line(True, f"… {of.left_out:,} lines left out (beyond {most} a second)")
+            of.lines.append(
+                OutputLine(True, f"… {of.left_out:,} lines left out (beyond {most} a second)")
             )
             of.left_out = 0
 
-    def fetch(self) -> dict[int, tuple[Line, ...]]:
+    def fetch(self) -> dict[int, tuple[OutputLine, ...]]:
         """Remove and return the lines of each client."""
         with self._lock:
             now_s = self._now_s()
-            found = {}
-            for client, of in list(self._clients.items()):
+            by_client = {}
+            for client, of in list(self.clients.items()):
                 self._renew(of, now_s)
-                if of.taken:
-                    found[client], of.taken = tuple(of.taken), []
-                elif not of.lines and not of.left_out:
-                    del self._clients[client]
-            self.is_pending = any(of.left_out for of in self._clients.values())
-            return found
+                if of.lines:
+                    by_client[client], of.lines = tuple(of.lines), []
+                elif not of.count and not of.left_out:
+                    del self.clients[client]
+            self.is_pending = any(of.left_out for of in self.clients.values())
+            return by_client
 
 
 def _shown(text: str) -> str:

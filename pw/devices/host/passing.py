@@ -20,7 +20,7 @@ from pw.core.ids import CONTROLLER, Address, executor_of
 from pw.devices.host.launch_order import LaunchOrder
 
 LINK_S = 3.0
-"""How long the scheduler has to notice that the other host is lost, and not only the link."""
+"""Seconds in which the scheduler may notice that the other host is lost, and not only the link."""
 
 
 @dataclass(eq=False, repr=False)

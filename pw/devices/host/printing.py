@@ -13,22 +13,22 @@ from typing import Protocol
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.ticker import Ticker
 from pw.core.ids import Address
-from pw.core.messages import Line, Printed
+from pw.core.messages import OutputLine, Printed
 
 TOGETHER_S = 0.02
-"""How long a line may wait for others."""
+"""Seconds that a line may wait for others."""
 
 EARLY_LINES = 200
 """Lines that are kept for a client that has not met this host."""
 
 
-class Lines(Protocol):
+class OutputLines(Protocol):
     """Lines that were written, by client (see `pw.devices.host.output.Output`)."""
 
     is_pending: bool
-    """There may be lines, or a note about lines that were left out."""
+    """True if there may be lines, or a note about lines that were left out."""
 
-    def fetch(self) -> dict[int, tuple[Line, ...]]:
+    def fetch(self) -> dict[int, tuple[OutputLine, ...]]:
         """Take them."""
 
 
@@ -42,18 +42,20 @@ class Printing(Part):
 
     Args:
         env: the store's.
-        output: where the lines are; None if this host takes none.
+        output: lines of this host; None if it takes none.
         gone_clients: clients that have left; their lines are dropped.
     """
 
-    def __init__(self, env: Env, output: Lines | None, gone_clients: set[int]) -> None:
+    def __init__(self, env: Env, output: OutputLines | None, gone_clients: set[int]) -> None:
         self._env = env
         self._output = output
         self._gone_clients = gone_clients
         self._sends = Ticker(env, TOGETHER_S, self._send_written)
         self._listeners: dict[int, Address | None] = {}
-        """Where the clients are that have met this host; None if they want no output."""
-        self._early: dict[int, deque[Line]] = {}
+        """Address of each client that has met this host; None for a client that wants no output."""
+        self._lines: dict[int, Address] = {}
+        """Address of the line of each client that has one: output belongs before the answers on it."""
+        self._early: dict[int, deque[OutputLine]] = {}
         """Lines of the other clients."""
 
     def met(self, client: int, at: Address, wants: bool) -> None:
@@ -63,6 +65,14 @@ class Printing(Part):
         if early and wants:
             self._env.send(at, Printed(tuple(early)))
 
+    def met_line(self, client: int, at: Address) -> None:
+        """Add the line of a client."""
+        self._lines[client] = at
+
+    def lost_line(self, client: int) -> None:
+        """Remove the line of a client."""
+        self._lines.pop(client, None)
+
     def lost(self, client: int) -> None:
         """Remove a client that may come back."""
         self._listeners.pop(client, None)
@@ -70,6 +80,7 @@ class Printing(Part):
     def gone(self, client: int) -> None:
         """Remove a client for good."""
         self._listeners.pop(client, None)
+        self._lines.pop(client, None)
         self._early.pop(client, None)
 
     @property
@@ -95,4 +106,4 @@ class Printing(Part):
             if client not in self._listeners:
                 self._early.setdefault(client, deque(maxlen=EARLY_LINES)).extend(lines)
             elif (at := self._listeners[client]) is not None:
-                self._env.send(at, Printed(lines))
+                self._env.send(self._lines.get(client, at), Printed(lines))

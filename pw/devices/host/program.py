@@ -40,11 +40,11 @@ class SegmentSteps:
     """Positions of gang computations whose results no later gang computation reads. If any other
     gang computation fails, one of these fails as well."""
     together: bool = False
-    """A gang of several hosts computes some of it."""
+    """True if a gang of several hosts computes some of it."""
     devices: frozenset[int] = frozenset()
     """Ordinals of this host's devices that compute some of it."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For the position of a computation, the donated arguments that the plan still needs."""
+    """Donated arguments that the plan still needs, by the position of their computation."""
     skips: dict[int, frozenset[int]] = field(default_factory=dict)
     """If there are guards or merges, the devices of each computation by its position: which of them is the last
     that is not skipped is not known before the run, nor whether another gang computation reads a result."""
@@ -60,7 +60,7 @@ class SegmentSteps:
         """Index the instructions of one segment of a program.
 
         Args:
-            instructions: of the segment, on this host.
+            instructions: instructions of the segment on this host.
             body: the program.
             gangs: computations that run on several hosts.
             own: returns the devices of this host that a computation runs on.
@@ -75,11 +75,10 @@ class SegmentSteps:
                 if instruction.results:
                     devices = own(computation)
                     segment.devices |= devices
-                    last = [known for known in last if not known[0] <= devices]
+                    last = [entry for entry in last if not entry[0] <= devices]
                     last.append((devices, position))
-                donated = computation.donated
-                taken = set(instruction.donated)
-                kept = tuple(index for index in donated if index not in taken)
+                donated = instruction.donated
+                kept = tuple(at for at in computation.donated if at not in donated)
                 if kept:
                     segment.kept[position] = kept
         if _may_skip(instructions, body):
@@ -98,7 +97,8 @@ class SegmentSteps:
 def _may_skip(instructions: tuple[Instruction, ...], body: Program) -> bool:
     """Whether some instructions have a guard, or are merges."""
     return any(
-        isinstance(one, Execute) and (one.guard >= 0 or body.computations[one.computation].is_merge)
+        isinstance(one, Execute)
+        and (one.guard >= 0 or body.computations[one.computation].traits.predicates)
         for one in instructions
     )
 
@@ -127,7 +127,7 @@ def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset
 
 _PYTHON = frozenset((-1,))
 NO_SEGMENT = SegmentSteps()
-"""A segment without work for this host."""
+"""Segment without work for this host."""
 
 
 class Inline(NamedTuple):
@@ -154,7 +154,7 @@ class SingleStep(NamedTuple):
 
     segment: int
     position: int
-    """Of the computation among the instructions."""
+    """Position of the computation among the instructions."""
     computation: int
     key: bytes
     args: tuple[int, ...]
@@ -184,26 +184,22 @@ def _is_local(receive: Receive, devices: tuple[DeviceAddress, ...], host: str) -
 def _of_branches(
     instructions: list[Instruction], body: Program, outputs: set[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return `HostProgram.told` and `held`."""
+    """Return `HostProgram.predicates` and `held`."""
     received = {i.slot for i in instructions if isinstance(i, Receive)} - outputs
-    told, held = set(received), set(received)
+    predicates, held = set(received), set(received)
     for instruction in instructions:
         if isinstance(instruction, Execute):
-            is_merge = body.computations[instruction.computation].is_merge
-            told.difference_update(instruction.args[is_merge:])
+            count = body.computations[instruction.computation].traits.predicates
+            predicates.difference_update(instruction.args[count:])
             held.discard(instruction.guard)
-            if is_merge or instruction.guard >= 0:
-                held.difference_update(instruction.args[:is_merge])
+            if count or instruction.guard >= 0:
+                held.difference_update(instruction.args[:count])
             else:
                 held.difference_update(instruction.args)
         elif not isinstance(instruction, Free):
-            told.difference_update(instruction.reads)
+            predicates.difference_update(instruction.reads)
             held.difference_update(instruction.reads)
-    return frozenset(told - held), frozenset(held)
-
-
-def _key(program: int, install: int, index: int) -> bytes:
-    return f"{program}/{install}/{index}".encode()
+    return frozenset(predicates - held), frozenset(held)
 
 
 def owner_of(key: bytes) -> int:
@@ -245,14 +241,14 @@ class HostProgram:
     """The tenant of its client."""
     recorded: dict[int, int] = field(default_factory=dict)
     """The recorder's number of each computation that was recorded."""
-    told: frozenset[int] = frozenset()
-    """Slots of received values that hosts read only as predicates: they need not be on the devices."""
+    predicates: frozenset[int] = frozenset()
+    """Slots of received values that hosts read only as predicates; they need not be on the devices."""
     held: frozenset[int] = frozenset()
     """Slots of received values that are needed only if a branch is taken."""
     views: tuple[ViewPart, ...] = ()
-    """This host's part of each result, if the program makes views; it does nothing else then."""
+    """Parts of the results on this host, if the program makes views and does nothing else."""
     single: SingleStep | None = None
-    """What it does, if that is one computation whose results can be used at once."""
+    """The only step of the program, if it is one computation whose results can be used at once."""
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
@@ -263,8 +259,8 @@ class HostProgram:
             body,
             plan,
             tuple(
-                _key(number, install, index)
-                if index in used and computation.traits.is_compiled
+                f"{number}/{install}/{index}".encode()
+                if index in used and computation.traits.is_installed
                 else None
                 for index, computation in enumerate(body.computations)
             ),
@@ -279,7 +275,9 @@ class HostProgram:
             HostResult(output, slot, specs[output], program.devices(specs[output]))
             for output, slot in plan.outputs
         )
-        program.told, program.held = _of_branches(instructions, body, set(program.outputs_of_slot))
+        program.predicates, program.held = _of_branches(
+            instructions, body, set(program.outputs_of_slot)
+        )
         inputs = len(body.inputs)
         program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
         for receive in instructions:
@@ -291,14 +289,14 @@ class HostProgram:
                 program.local_edges.add(receive.edge)
         for index in used:
             computation = body.computations[index]
-            if computation.is_view:
+            if body.makes_views:
                 located = {at: program.at(at) for at in (s.placement for s in computation.outputs)}
                 program.views = tuple(view_parts(computation, located, plan.host))
-            if not computation.traits.is_compiled:
+            if not computation.traits.is_installed:
                 continue
             if any(device.host != plan.host for device in program.at(computation.placement)):
                 program.gangs.add(index)
-            may_differ = computation.traits.is_python and index in program.gangs
+            may_differ = computation.traits.runs_on_host and index in program.gangs
             if computation.checks or computation.calls_back or may_differ:
                 program.unsettled.add(index)
         program.segments = {
@@ -314,9 +312,9 @@ class HostProgram:
             return None
         (part,) = self.plan.segments
         steps = self.segments[part.segment]
-        others = [one for one in part.instructions if not isinstance(one, Execute | Free)]
+        rest = [one for one in part.instructions if not isinstance(one, Execute | Free)]
         positions = [at for at, one in enumerate(part.instructions) if isinstance(one, Execute)]
-        if len(positions) != 1 or others or steps.skips:
+        if len(positions) != 1 or rest or steps.skips:
             return None
         (position,) = positions
         step = part.instructions[position]
@@ -343,7 +341,7 @@ class HostProgram:
 
     def _own(self, computation: Computation) -> frozenset[int]:
         """Return the devices of this host that a computation runs on, or its Python thread."""
-        if computation.traits.is_python:
+        if computation.traits.runs_on_host:
             return _PYTHON
         here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
         return frozenset(device.ordinal for device in here)
@@ -351,7 +349,7 @@ class HostProgram:
     def place(self, index: int) -> str:
         """Return the ordinals of this host's devices that computation `index` runs on, as in "0,1"."""
         computation = self.body.computations[index]
-        if computation.traits.is_python:
+        if computation.traits.runs_on_host:
             return "python"
         return ",".join(map(str, sorted(self._own(computation))))
 

@@ -28,19 +28,19 @@ class Replica(NamedTuple):
     array: int
     box: Box
     data: np.ndarray[Any, Any]
-    """Of any dtype and shape."""
+    """Value of the box, of any dtype and shape."""
     proof: bytes = b""
-    """Shows the controller that a controller has offered it (`OfferReplica`)."""
+    """Proof for the controller that a controller has offered the replica (`OfferReplica`)."""
 
 
 Keeping = Callable[[Sequence[Replica], Callable[[ErrorReport | None], None]], None]
 """See `pw.devices.host.membership.HostProcess.keep`."""
 
 KEEP_S = 0.05
-"""How long a replica waits for others, so that they are kept together."""
+"""Seconds that a replica waits for others, so that they are kept together."""
 
 KEPT_WITHIN_S = 10.0
-"""How long a replica may wait to be kept; the checkpoint that asked for it waits as well."""
+"""Seconds that a replica, and the checkpoint that asked for it, wait until it is kept."""
 
 LEAST_BYTES_PER_S = 100 << 20
 """The least speed of keeping: many bytes may take longer."""
@@ -62,24 +62,37 @@ class ReplicaMemory(Part):
         env: the store's.
         inherited: the replicas that the last incarnation of this host left.
         keep: puts replicas where the next incarnation finds them; None if there is no such place.
+        least_bytes_per_s: the speed at which they are kept at least.
+        kept_bytes: more bytes are not kept if other hosts have replicas as well.
+        told_at_once: arrays in one message to the controller.
     """
 
-    def __init__(self, env: Env, inherited: Iterable[Replica], keep: Keeping | None) -> None:
+    def __init__(
+        self,
+        env: Env,
+        inherited: Iterable[Replica],
+        keep: Keeping | None,
+        least_bytes_per_s: int = LEAST_BYTES_PER_S,
+        kept_bytes: int = KEPT_BYTES,
+        told_at_once: int = TOLD_AT_ONCE,
+    ) -> None:
+        self.least_bytes_per_s, self.kept_bytes = least_bytes_per_s, kept_bytes
+        self.told_at_once = told_at_once
         self._env = env
         self._keep = keep
         self.has_others = False
         """Other hosts are known, which may have replicas as well."""
         self._boxes: dict[int, dict[Box, Bytes]] = {}
         self._proofs: dict[int, bytes] = {}
-        """Of the arrays that other hosts gave."""
+        """Proofs of the arrays that other hosts gave."""
         self._keeps = Ticker(env, KEEP_S, self._keep_all)
         self._looks = Ticker(env, LOOK_S, self._drop_overdue)
         self._unkept: dict[tuple[int, Box], float] = {}
         """Replicas that are not safe, and since when; the controller does not know them."""
         self._keeping: frozenset[tuple[int, Box]] | None = None
-        """Those of them that are being kept now; None while nothing is."""
+        """Replicas of `_unkept` that are being kept now; None while none is."""
         self._is_kept = True
-        """Nothing has changed since the last time began."""
+        """True if nothing has changed since the last time began."""
         self._patience_s = KEPT_WITHIN_S
         self._left = False
         """The next incarnation has all replicas, and will announce them."""
@@ -128,8 +141,9 @@ class ReplicaMemory(Part):
             Holding(array, tuple(boxes), None, self._proofs.get(array, b""))
             for array, boxes in by_array.items()
         ]
-        for start in range(0, len(holdings), TOLD_AT_ONCE):
-            self._env.send(CONTROL, Holdings(tuple(holdings[start : start + TOLD_AT_ONCE])))
+        for start in range(0, len(holdings), self.told_at_once):
+            part = holdings[start : start + self.told_at_once]
+            self._env.send(CONTROL, Holdings(tuple(part)))
 
     def skip(self, array: int, error: ErrorReport) -> None:
         """Tell the controller that there will be no replica of an array here."""
@@ -172,8 +186,8 @@ class ReplicaMemory(Part):
         if self._keep is None or self._left or self._keeping is not None:
             return False
         self._keeping, self._is_kept = frozenset(self._unkept), True
-        self._patience_s = KEPT_WITHIN_S + self.size_bytes / LEAST_BYTES_PER_S
-        if self.size_bytes > KEPT_BYTES and self.has_others:
+        self._patience_s = KEPT_WITHIN_S + self.size_bytes / self.least_bytes_per_s
+        if self.size_bytes > self.kept_bytes and self.has_others:
             self._kept(None)
         else:
             self._keep(self.all(), self._kept)

@@ -10,7 +10,7 @@ once, the others from hosts that are said to have them. If a host refuses or is 
 with the same box is asked. If there is none, the whole gathering fails.
 
 A host keeps a replica only if the controller offers it, and gives one only to a host that shows the
-controller's permit for the array (`pw.core.permits`). The key to check permits comes with the
+controller's permit for the array (`pw.core.tenants`). The key to check permits comes with the
 directory of hosts. A request may overtake the first directory on another link, and waits for it.
 """
 
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pw.core import messages as msg
@@ -30,8 +29,8 @@ from pw.core.errors import AccessRefused, ArrayLost, Error, ErrorReport, HostLos
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.packing import pack
-from pw.core.permits import is_valid
 from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.core.tenants import is_valid_permit
 from pw.devices.host.backend import Read, relative
 from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat_bytes
 from pw.devices.host.value import Value
@@ -50,13 +49,14 @@ class Gathering:
     dtype: str
     gathered: Gathered
     permits: Mapping[str, bytes]
-    found: dict[Box, Bytes] = field(default_factory=dict)
+    contents: dict[Box, Bytes] = field(default_factory=dict)
+    """Bytes of the boxes that are here."""
     missing: dict[Box, list[str]] = field(default_factory=dict)
-    """For each box, the hosts that have not been asked yet, the next one last."""
+    """Hosts that have not been asked for each missing box, the next one last."""
     why: str = "no host is said to have it"
-    """Why the last host that was asked did not send the box."""
+    """Reason why the last host that was asked did not send the box."""
     over: bool = False
-    """It has succeeded, failed, or been cancelled."""
+    """True if the gathering has succeeded, failed, or been cancelled."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Replicas(Part):
 
     Args:
         env: the store's.
-        bulk: what moves boxes that are too large for a message.
+        bulk: moves boxes that are too large for a message.
         inherited: the replicas that the last incarnation of this host left.
         keep: puts replicas where the next incarnation finds them.
         gone_clients: clients that have left.
@@ -87,7 +87,10 @@ class Replicas(Part):
         inherited: Iterable[Replica],
         keep: Keeping | None,
         gone_clients: set[int],
+        early_kept: int = EARLY_KEPT,
     ) -> None:
+        self.early_kept = early_kept
+        """How many requests may wait for the first directory."""
         self._env = env
         self._bulk = bulk
         self._host = env.address.node
@@ -105,7 +108,7 @@ class Replicas(Part):
 
     # --- what is held --------------------------------------------------------------------------------
 
-    def copy(self, copy: msg.Copy, value: Value | None) -> Read | None:
+    def copy(self, copy: msg.ArrayCopy, value: Value | None) -> Read | None:
         """Return the op that copies shards of an array to host memory."""
         if value is None:
             gone = ArrayLost(f"the array {copy.spec.short} is not on this host any more")
@@ -165,9 +168,9 @@ class Replicas(Part):
 
         Args:
             array: whose boxes they are.
-            dtype: of the array.
+            dtype: dtype of the array.
             sources: the boxes, each with the hosts to ask if it is not here, in this order.
-            permits: what these hosts want to see.
+            permits: permits for these hosts.
             gathered: called with all boxes, or with the error of one of them.
         """
         gathering = Gathering(array, dtype, gathered, permits)
@@ -175,7 +178,7 @@ class Replicas(Part):
         for box, hosts in sources.items():
             here = held.get(box)
             if here is not None and here.nbytes == box_bytes(box, dtype):
-                gathering.found[box] = here
+                gathering.contents[box] = here
             else:
                 gathering.missing[box] = [host for host in reversed(hosts) if host != self._host]
         self._ask(gathering, tuple(gathering.missing))
@@ -207,7 +210,8 @@ class Replicas(Part):
             if not hosts:
                 part = ", ".join(f"{start}:{stop}" for start, stop in box)
                 words = f"no host has a replica of its part [{part}] any more: {gathering.why}"
-                lost = ArrayLost(words)
+                # Only the replicas are lost: another host may have some, or the array itself.
+                lost = HostLost(words)
                 self._end(gathering, ErrorReport.of(lost, self._host))
                 return
             asked.setdefault(hosts.pop(), []).append(box)
@@ -218,7 +222,7 @@ class Replicas(Part):
                 self._end(gathering, ErrorReport.of(error, self._host))
                 return
         if not gathering.missing:
-            self._end(gathering, gathering.found)
+            self._end(gathering, gathering.contents)
 
     def _fetch(self, gathering: Gathering, host: str, boxes: tuple[Box, ...]) -> None:
         self._last_request += 1
@@ -247,10 +251,10 @@ class Replicas(Part):
             self._ask(gathering, fetch.boxes)
             return
         for box, offset, size in zip(fetch.boxes, offsets, sizes, strict=True):
-            gathering.found[box] = np.frombuffer(buffer, np.uint8, size, offset)
+            gathering.contents[box] = np.frombuffer(buffer, np.uint8, size, offset)
             del gathering.missing[box]
         if not gathering.missing:
-            self._end(gathering, gathering.found)
+            self._end(gathering, gathering.contents)
 
     @handles(msg.ReplicaData)
     def _data(self, sender: Address, message: msg.ReplicaData) -> None:
@@ -275,13 +279,13 @@ class Replicas(Part):
     @handles(msg.FetchReplica)
     def _serve(self, sender: Address, message: msg.FetchReplica) -> None:
         if not self.key:
-            if len(self.early) < EARLY_KEPT:
+            if len(self.early) < self.early_kept:
                 self.early.append((sender, message))
             else:
                 full = ProtocolError("too many ask before it knows its cluster")
                 self._refuse(sender, message, ErrorReport.of(full, self._host))
             return
-        if not is_valid(message.permit, self.key, message.array, sender.node):
+        if not is_valid_permit(message.permit, self.key, message.array, sender.node):
             unproven = AccessRefused("the controller has not permitted it to have the replica")
             self._env.count("messages_refused")
             self._refuse(sender, message, ErrorReport.of(unproven, self._host))
@@ -315,16 +319,13 @@ class Replicas(Part):
         if client_of(message.array) in self._gone_clients:
             return
 
-        def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
+        def gathered(result: dict[Box, Bytes] | ErrorReport) -> None:
             self._offers = [gathering for gathering in self._offers if not gathering.over]
-            if isinstance(found, ErrorReport):
-                self._env.log("warning", "cannot take a replica", sender=sender, why=found.message)
-                if found.kind == ArrayLost.__name__:
-                    # Only the replica is lost: the array itself may be well.
-                    found = msgspec.structs.replace(found, kind=HostLost.__name__)
-                self.memory.skip(message.array, found)
+            if isinstance(result, ErrorReport):
+                self._env.log("warning", "cannot take a replica", sender=sender, why=result.message)
+                self.memory.skip(message.array, result)
             else:
-                self.memory.hold(message.array, found, message.proof)
+                self.memory.hold(message.array, result, message.proof)
 
         sources = dict.fromkeys(message.boxes, (message.host,))
         permits = {message.host: message.permit}

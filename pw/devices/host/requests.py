@@ -34,17 +34,17 @@ IN_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _HostRequest:
     client: Address
     number: int
     waiting_for: set[int]
     fetch: msg.Fetch | None = None
     over: bool = False
-    """It was answered, failed or withdrawn."""
+    """True if the request was answered, failed or withdrawn."""
 
 
 @dataclass(eq=False, repr=False)
-class Requests(Part):
+class HostRequests(Part):
     """The open requests of a host."""
 
     env: Env
@@ -53,9 +53,12 @@ class Requests(Part):
     arrays: Arrays
     clients: Clients
     printing: Printing
-    _open: dict[str, dict[int, _Request]] = field(default_factory=dict)
+    most_open: int = PARKED_REQUESTS
+    """How many requests one client may have open."""
+    _open: dict[str, dict[int, _HostRequest]] = field(default_factory=dict)
     """The requests of each client's node, by their numbers."""
-    _parked: dict[int, list[_Request]] = field(default_factory=dict)
+    _parked: dict[int, list[_HostRequest]] = field(default_factory=dict)
+    """Requests that wait until there is such an array, by array."""
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
@@ -94,13 +97,18 @@ class Requests(Part):
 
     @handles(msg.Fetch)
     def _fetch(self, sender: Address, message: msg.Fetch) -> None:
-        request = _Request(sender, message.request, {message.array}, message)
+        request = _HostRequest(sender, message.request, {message.array}, message)
         self._accept(sender, request, (message.array,))
 
     @handles(msg.Wait)
     def _wait(self, sender: Address, message: msg.Wait) -> None:
         arrays = tuple(dict.fromkeys(message.arrays))
-        self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
+        self._accept(sender, _HostRequest(sender, message.request, set(arrays)), arrays)
+
+    def send(self, client: Address, answer: msg.Ready | msg.Fetched | msg.RequestFailed) -> None:
+        """Answer a client, after the output of its programs."""
+        self.printing.flush()
+        self.env.send(client, answer)
 
     def wait_with_launch(self, sender: Address, number: int, array: int) -> None:
         """Answer a client when an array is ready that the launch in the same message makes."""
@@ -111,12 +119,11 @@ class Requests(Part):
             and self.clients.owns(sender, array)
             and self.backend.is_there(entry.value)
         ):
-            self.printing.flush()
-            self.env.send(sender, msg.Ready(number))
+            self.send(sender, msg.Ready(number))
         else:
-            self._accept(sender, _Request(sender, number, {array}), (array,))
+            self._accept(sender, _HostRequest(sender, number, {array}), (array,))
 
-    def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
+    def _accept(self, sender: Address, request: _HostRequest, arrays: tuple[int, ...]) -> None:
         client = self.clients.at(sender.node)
         if client is None:
             self._fail(request, self.clients.refusal())
@@ -128,9 +135,9 @@ class Requests(Part):
             self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
         mine = self._open.setdefault(sender.node, {})
-        if len(mine) >= PARKED_REQUESTS:
+        if len(mine) >= self.most_open:
             full = ArgumentError(
-                f"this client has {PARKED_REQUESTS} open requests for arrays on this host; "
+                f"this client has {self.most_open} open requests for arrays on this host; "
                 "wait for some of them before asking for more"
             )
             self._fail(request, ErrorReport.of(full, self.env.address.node))
@@ -148,7 +155,7 @@ class Requests(Part):
             else:
                 self._parked.setdefault(array, []).append(request)
 
-    def _serve(self, entry: Entry, request: _Request) -> None:
+    def _serve(self, entry: Entry, request: _HostRequest) -> None:
         if request.over:
             return
         if request.fetch is not None:
@@ -163,12 +170,12 @@ class Requests(Part):
 
         self.backend.submit([Watch((entry.value,), watched)])
 
-    def _ready(self, entry: Entry, request: _Request) -> None:
+    def _ready(self, entry: Entry, request: _HostRequest) -> None:
         request.waiting_for.discard(entry.array)
         if not request.waiting_for:
             self._answer(request, msg.Ready(request.number))
 
-    def _missing(self, entry: Entry, request: _Request, error: ErrorReport) -> None:
+    def _missing(self, entry: Entry, request: _HostRequest, error: ErrorReport) -> None:
         """There is no value: fail the request, or park it until a lost array is rebuilt."""
         current = self.arrays.get(entry.array)
         if error.kind not in INFRASTRUCTURE or current is None:
@@ -180,14 +187,12 @@ class Requests(Part):
             if current is entry:
                 self._tell_lost(entry)
 
-    def _read(self, entry: Entry, request: _Request, fetch: msg.Fetch) -> None:
+    def _read(self, entry: Entry, request: _HostRequest, fetch: msg.Fetch) -> None:
         spec = entry.spec
         if entry.value.error is not None and not entry.devices:  # its upload was refused
             self._missing(entry, request, entry.value.error)
             return
-        asked = (
-            fetch.spec
-        )  # in terms of the client's slice; a handed over array is in terms of another's
+        asked = fetch.spec  # of the client's slice; that of a handed over array names another's
         if (asked.shape, asked.dtype, asked.sharding) != (
             spec.shape,
             spec.dtype,
@@ -213,7 +218,7 @@ class Requests(Part):
         self.backend.submit([Read(entry.value, boxes, spec, entry.devices, read)])
 
     def _deliver(
-        self, request: _Request, fetch: msg.Fetch, views: list[np.ndarray[Any, Any]]
+        self, request: _HostRequest, fetch: msg.Fetch, views: list[np.ndarray[Any, Any]]
     ) -> None:
         offsets, total = packed_offsets([view.nbytes for view in views])
         if fetch.landing is None and total <= IN_MESSAGE_BYTES:
@@ -239,18 +244,17 @@ class Requests(Part):
 
         self.bulk.push(fetch.landing, list(zip(offsets, views, strict=True)), pushed)
 
-    def _fail(self, request: _Request, error: ErrorReport) -> None:
+    def _fail(self, request: _HostRequest, error: ErrorReport) -> None:
         self._answer(request, msg.RequestFailed(request.number, error))
 
     def _answer(
-        self, request: _Request, answer: msg.Ready | msg.Fetched | msg.RequestFailed
+        self, request: _HostRequest, answer: msg.Ready | msg.Fetched | msg.RequestFailed
     ) -> None:
-        """End a request with an answer, after the output of the client's programs."""
+        """End a request with an answer."""
         if not request.over:
             request.over = True
             self._end(request.client.node, request.number)
-            self.printing.flush()
-            self.env.send(request.client, answer)
+            self.send(request.client, answer)
 
     @handles(msg.CancelRequest)
     def _cancel(self, sender: Address, message: msg.CancelRequest) -> None:
@@ -266,7 +270,7 @@ class Requests(Part):
         for number in list(self._open.get(node, ())):
             self._withdraw(node, number)
 
-    def _end(self, node: str, number: int) -> _Request | None:
+    def _end(self, node: str, number: int) -> _HostRequest | None:
         """Take a request out of the open ones."""
         mine = self._open.get(node, {})
         request = mine.pop(number, None)

@@ -28,10 +28,10 @@ class RunTable:
         self._newest: dict[int, int] = {}
         """The newest run of each series that has begun here."""
         self._left_at: dict[str, int] = {}
-        """How many runs had begun when a host left its island. The next host of that name does not
-        know those runs. Kept while one of them is under way."""
+        """Runs that had begun when a host left its island, by host: the next host of that name does not know
+        them. An entry stays while one of them is under way."""
         self._lost_at: dict[str, int] = {}
-        """The same for the link to a host: the host itself may still wait for an edge."""
+        """Runs that had begun when the link to a host was lost, by host, which may still wait for an edge."""
         self.hosts: frozenset[str] = frozenset()
         """The hosts that exist, as the controller says."""
         self._absent: set[str] = set()

@@ -7,28 +7,40 @@ replicas (`save`); the next incarnation's store begins with them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from heapq import nlargest
 from itertools import chain
 
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
-from pw.core.messages import DropUploads, GetStats, LogLine, PeerLost, RequestFailed, Stats
+from pw.core.messages import (
+    ArrayMemory,
+    DropUploads,
+    GetStats,
+    HeldMemory,
+    HostMeasured,
+    LogLine,
+    MeasureHost,
+    PeerLost,
+    RequestFailed,
+    Stats,
+)
 from pw.core.programs.program import Program
 from pw.core.tenants import OPERATOR
 from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend
-from pw.devices.host.callbacks import Callbacks
+from pw.devices.host.callbacks import HostCallbacks
 from pw.devices.host.checkpoint_files import BlockingCalls, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
-from pw.devices.host.measuring import Measuring
-from pw.devices.host.printing import Lines, Printing
+from pw.devices.host.printing import OutputLines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
-from pw.devices.host.requests import Requests
-from pw.devices.host.uploads import Uploads
+from pw.devices.host.requests import HostRequests
+from pw.devices.host.uploads import HostUploads
 from pw.devices.host.value import Value
 
 
@@ -44,7 +56,7 @@ class ObjectStore(Actor):
         replicas: Sequence[Replica] = (),
         aside: BlockingCalls | None = None,
         keep: Keeping | None = None,
-        output: Lines | None = None,
+        output: OutputLines | None = None,
         checkpoint_root: str = "",
         lines: Callable[[], tuple[LogLine, ...]] = tuple,
     ) -> None:
@@ -58,19 +70,12 @@ class ObjectStore(Actor):
         self.replicas = Replicas(env, bulk, replicas, keep, self._gone_clients)
         self.files = Files(env, aside, self.clients, checkpoint_root)
         self.arrays = Arrays(env.address.node, bulk, self.replicas)
-        self.requests = Requests(env, backend, bulk, self.arrays, self.clients, self.printing)
-        self.uploads = Uploads(
-            env,
-            backend,
-            bulk,
-            self.arrays,
-            self.clients,
-            self.requests,
-            self.replicas,
-            self.files,
+        self.requests = HostRequests(env, backend, bulk, self.arrays, self.clients, self.printing)
+        self.uploads = HostUploads(
+            env, backend, bulk, self.arrays, self.clients, self.requests, self.replicas, self.files
         )
         self.compilations = Compilations(env, backend, self.clients)
-        self.callbacks = Callbacks(env, backend, bulk, self.clients)
+        self.callbacks = HostCallbacks(env, backend, bulk, self.clients)
         self.recordings = Recordings(env, lambda sender: self.clients.at(sender.node) is not None)
         self.compose(
             self.clients,
@@ -82,9 +87,10 @@ class ObjectStore(Actor):
             self.replicas.memory,
             self.files,
             self.printing,
-            Measuring(env, backend, self.arrays),
             self.recordings,
-            order={PeerLost: (Uploads, Requests)},  # which forget the client of the lost node
+            order={
+                PeerLost: (HostUploads, HostRequests)
+            },  # which forget the client of the lost node
         )
 
     def joins(
@@ -93,11 +99,11 @@ class ObjectStore(Actor):
         """Accept clients whose tickets have this public key, and uploads to this epoch.
 
         Args:
-            island: of this host.
-            epoch: of the island.
+            island: island of this host.
+            epoch: epoch of the island.
             tickets: the public key.
-            devices: how many devices the island has.
-            local_devices: how many of them are on this host.
+            devices: number of devices of the island.
+            local_devices: number of devices of this host.
         """
         self.uploads.devices = self.compilations.devices = (devices, local_devices)
         self.uploads.place = self.compilations.place = (island, epoch)
@@ -179,3 +185,32 @@ class ObjectStore(Actor):
         counters = self._backend.counters() | self.census() | self._counters()
         lines = self._lines() if self.env.tenant_of(sender.node) == OPERATOR else ()
         self.env.send(sender, Stats(message.request, self.env.address.node, counters, lines))
+
+    @handles(MeasureHost)
+    def _measure(self, sender: Address, message: MeasureHost) -> None:
+        if sender.node != CONTROLLER:
+            self.env.count("messages_refused")
+            return
+        memory = self.arrays.on_devices()
+        devices = tuple(
+            _memory_of(
+                memory.get(ordinal, ()), message.largest, self._backend.allocated_bytes(ordinal)
+            )
+            for ordinal in range(message.devices)
+        )
+        self.env.send(sender, HostMeasured(message.request, devices))
+
+
+def _memory_of(
+    arrays: Sequence[ArrayMemory], largest: int, allocated: tuple[int | None, int | None]
+) -> HeldMemory:
+    """Return how much memory of a device each client's arrays take, and so many of the largest arrays."""
+    counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for one in arrays:
+        counts[one.client][0] += 1
+        counts[one.client][1] += one.size_bytes
+    return HeldMemory(
+        tuple((client, number, size_bytes) for client, (number, size_bytes) in counts.items()),
+        tuple(nlargest(largest, arrays, key=lambda one: one.size_bytes)),
+        *allocated,
+    )

@@ -9,20 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.errors import (
-    ArrayLost,
-    Error,
-    ErrorReport,
-    HostLost,
-    PlacementError,
-    ProtocolError,
-    TransferFailed,
-)
+from pw.core.errors import Error, ErrorReport, PlacementError, ProtocolError, TransferFailed
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.packing import unpack
@@ -34,7 +25,7 @@ from pw.devices.host.backend import Backend, Build, relative
 from pw.devices.host.checkpoint_files import Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.replicas import Replicas
-from pw.devices.host.requests import Requests
+from pw.devices.host.requests import HostRequests
 from pw.devices.host.value import Value
 
 _NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
@@ -42,7 +33,7 @@ _NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
 
 
 @dataclass(eq=False, repr=False)
-class Uploads(Part):
+class HostUploads(Part):
     """Arrays of a host that are made from bytes."""
 
     env: Env
@@ -50,13 +41,13 @@ class Uploads(Part):
     bulk: Bulk
     arrays: Arrays
     clients: Clients
-    requests: Requests
+    requests: HostRequests
     replicas: Replicas
     files: Files
     place: tuple[str, int] = ("", 0)
     """The island and the epoch of this host."""
     devices: tuple[int, int] = (0, 0)
-    """How many devices the island has, and how many of them this host has."""
+    """Number of devices of the island, and of this host."""
 
     def __len__(self) -> int:
         return sum(entry.landing is not None for entry in self.arrays.values())
@@ -169,16 +160,13 @@ class Uploads(Part):
             if source.box in sources:
                 sources[source.box].append(source.host)
 
-        def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
+        def gathered(result: dict[Box, Bytes] | ErrorReport) -> None:
             entry.gathering = None
-            if not isinstance(found, ErrorReport):
-                views = [unpack(found[box], 0, spec, box) for box, _ in boxes]
+            if isinstance(result, ErrorReport):
+                self._fail(entry, result)
+            else:
+                views = [unpack(result[box], 0, spec, box) for box, _ in boxes]
                 self._build(entry, boxes, views)
-                return
-            if found.kind == ArrayLost.__name__:
-                # The controller may know other replicas, or can have the array computed again.
-                found = msgspec.structs.replace(found, kind=HostLost.__name__)
-            self._fail(entry, found)
 
         where = message.copied, spec.dtype, sources, message.permits
         gathering = self.replicas.gather(*where, gathered)
@@ -196,7 +184,7 @@ class Uploads(Part):
             return  # otherwise it is being read, and its end is reported then
         entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
 
-        def found(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+        def done(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if self.arrays.get(message.array) is not entry:
                 return
             if isinstance(views, ErrorReport):
@@ -205,7 +193,7 @@ class Uploads(Part):
                 self._build(entry, boxes, views)
 
         boxes = self.arrays.boxes(entry)
-        self.files.read(message.source, message.spec, [box for box, _ in boxes], found)
+        self.files.read(message.source, message.spec, [box for box, _ in boxes], done)
 
     def _is_refused(self, sender: Address, array: int) -> bool:
         if sender.node == CONTROLLER and client_of(array) not in self.clients.gone_clients:

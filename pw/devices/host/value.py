@@ -25,7 +25,7 @@ class ValueState(StrEnum):
     """What a value has."""
 
     UNMADE = "unmade"
-    """Nothing yet: its op has not run."""
+    """No array yet: its op has not run."""
     MADE = "made"
     """An array, which devices may still compute."""
     FAILED = "failed"
@@ -36,9 +36,9 @@ class ValueEvent(StrEnum):
     """What happens to a value."""
 
     FILL = "fill"
-    """Its op has enqueued the array."""
+    """The op of the value has enqueued the array."""
     FAIL = "fail"
-    """Its op, or an input of it, has failed; or a computation has taken its buffers."""
+    """The op of the value or an input of it has failed, or a computation has taken the buffers."""
 
 
 LIFECYCLE = Lifecycle(
@@ -66,7 +66,7 @@ class Value:
 
     Args:
         error: the error that it has from the start.
-        alone: whether the error arose on this host; other hosts may have the value.
+        alone: true if the error arose on this host; other hosts may have the value.
     """
 
     __slots__ = (
@@ -90,19 +90,19 @@ class Value:
 
     def __init__(self, error: ErrorReport | None = None, *, alone: bool = False) -> None:
         self.error = error
-        """Why there is no array; None as long as there may be one."""
+        """Reason why there is no array; None as long as there may be one."""
         self.alone = alone
-        """Whether the error arose on this host only: other hosts may have the array."""
+        """True if the error arose on this host only: other hosts may have the array."""
         self.payload: Any = None
         """The backend's array; None until it is made, and after a failure."""
         self.shared = False
-        """Whether another value may alias the buffers: they are copied before a donation."""
+        """True if another value may alias the buffers, which are then copied before a donation."""
         self.buffers: dict[int, object] | None = None
         """The shared buffer on each device of this host; None if no view names a shard of it."""
         self.maker = ""
         """Name of the computation that makes it, for its error."""
         self.is_joint = False
-        """Whether other hosts take part in making it, so that a failure may be this host's alone."""
+        """True if other hosts take part in making the value, so that a failure may be this host's alone."""
         self.order = 0
         """Place of its computation among all that the devices of this host compute."""
         self.record = 0
@@ -116,7 +116,7 @@ class Value:
         self.reads_ended = 0
         """Number of reads that no longer keep the buffers from a donation."""
         self.is_given = False
-        """Whether its buffers are donated, or about to be."""
+        """True if the buffers are donated, or about to be."""
         self.heir: Value | None = None
         """The first result of the computation that its buffers were donated to."""
 

@@ -19,7 +19,7 @@ from pw.core.ids import Address, client_id
 from pw.core.messages import ExplainHost, HostReport, LaunchReport
 from pw.core.programs.plan import Execute, Free
 from pw.devices.host.backend import Backend
-from pw.devices.host.callbacks import Callbacks
+from pw.devices.host.callbacks import HostCallbacks
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
@@ -40,7 +40,7 @@ class Explanations(Part):
     coordinator: ShardCoordinator
     backend: Backend
     watchdog: Watchdog
-    callbacks: Callbacks
+    callbacks: HostCallbacks
 
     @handles(ExplainHost)
     def _explain(self, sender: Address, message: ExplainHost) -> None:
@@ -57,14 +57,14 @@ class Explanations(Part):
         """Describe this host: the next work of each client first, then these launches."""
         order, lanes = self.order, self.interpreter.lanes
         launches = [self._head(head) for head in lanes.heads()]
-        for queued in lanes.others():
+        for queued in lanes.rest():
             if isinstance(queued, HostLaunch) and queued.name in work:
                 launches.append(_report(*queued.name, queued.run.program, "queued"))
         for run, segment, program, last in self.interpreter.recent:
             if (run, segment) in work:
                 launches.append(_report(run, segment, program, self._stage(last)))
-        found = {(launch.run, launch.segment) for launch in launches}
-        launches += [LaunchReport(*one, "", (), "missing") for one in sorted(work - found)]
+        names = {(launch.run, launch.segment) for launch in launches}
+        launches += [LaunchReport(*one, "", (), "missing") for one in sorted(work - names)]
         state = "" if order.epoch else "it waits to be told of its island"
         if order.is_broken:
             state = "it has left its island, and waits until that is formed again"
@@ -111,11 +111,11 @@ class Explanations(Part):
 def _makers_of_predicates(launch: HostLaunch) -> Iterator[str]:
     """Return the names of the computations whose results are read as predicates now."""
     run, instructions = launch.run, launch.segment.instructions[: launch.position]
-    read = [value for value, known in (run.decisions or {}).items() if known is None]
+    read = [value for value, decision in (run.decisions or {}).items() if decision is None]
     for instruction in instructions:
         if isinstance(instruction, Execute):
-            made = [run.slots.get(slot) for slot in instruction.results]
-            if any(value in made for value in read):
+            results = [run.slots.get(slot) for slot in instruction.results]
+            if any(value in results for value in read):
                 yield run.program.body.computations[instruction.computation].name
 
 

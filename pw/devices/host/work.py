@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from weakref import ReferenceType
 
+import msgspec
+
 from pw.core.errors import ErrorReport
-from pw.core.messages import Copy, CopyFile, Launch
+from pw.core.messages import ArrayCopy, CopyFile, Launch
 from pw.devices.host.backend import Backend, Build, Op
 from pw.devices.host.program import HostProgram, SegmentSteps
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.value import Value
 
 
-@dataclass(slots=True)
-class HostRun:
+class HostRun(msgspec.Struct, eq=False):
     """One run of a program on this host, from its first launch here to its last."""
 
     run: int
@@ -24,15 +25,15 @@ class HostRun:
     slots: dict[int, Value]
     results: tuple[int, ...]
     began: int
-    """Its place among the runs of this host."""
-    made: set[int] = field(default_factory=set)
-    """Slots of results whose making op has been submitted."""
+    """Place of the run among the runs of this host."""
+    slots_with_op: set[int] = msgspec.field(default_factory=set)
+    """Slots of results whose op is submitted, or in the queue."""
     decisions: dict[Value, bool | ErrorReport | None] | None = None
-    """What was read of its predicates, or their errors; None for one that the backend reads."""
-    held: dict[Value, Build] = field(default_factory=dict)
+    """Predicates of the run, or their errors; None for one that the backend reads."""
+    held: dict[Value, Build] = msgspec.field(default_factory=dict)
     """Received values that are made only if a computation needs them (`HostProgram.held`)."""
     launched: int = -1
-    """Its newest segment here; segments are launched in their order."""
+    """Newest segment of the run that was launched here; segments are launched in their order."""
 
 
 @dataclass(slots=True)
@@ -45,8 +46,7 @@ class GuardedResults:
     """Results of the program that merges have made."""
 
 
-@dataclass(slots=True)
-class HostLaunch:
+class HostLaunch(msgspec.Struct, eq=False):
     """The launch of one segment on this host, and how far it is."""
 
     message: Launch
@@ -57,19 +57,19 @@ class HostLaunch:
     last: tuple[ReferenceType[Value], ...] = ()
     """The last values that it makes on each device."""
     to_watch: tuple[Value, ...] = ()
-    """A result to be watched as soon as its sends are submitted."""
+    """Results that are watched as soon as their sends are submitted."""
     pending: int = 1
     """Ends that it waits for: its own enqueueing, and one for each watched result."""
     enqueued_s: float = 0.0
-    """When it was enqueued, and its results from other hosts had arrived."""
+    """Time, in seconds, at which the launch was enqueued and its results from other hosts had come."""
     lost: ErrorReport | None = None
-    """Why it has read a value that was lost."""
+    """Error of a value that the launch has read and that was lost."""
     began_s: float | None = None
-    """When its first computation was enqueued whose results wait for their outcome."""
+    """Time, in seconds, at which the first computation was enqueued whose results wait for their outcome."""
     busy_s: float = 0.0
     """The device time that it is charged with."""
-    taken: GuardedResults | None = None
-    """Of a segment with guards or merges: what it has not skipped."""
+    guarded_results: GuardedResults | None = None
+    """Results of a segment with guards or merges, without the skipped ones; None for other segments."""
 
     @property
     def name(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class Replicating:
     """Work: shards are copied to host memory, or to files."""
 
     client: int
-    copies: tuple[tuple[Copy, Value | None], ...]
+    copies: tuple[tuple[ArrayCopy, Value | None], ...]
     files: tuple[tuple[CopyFile, tuple[Value | None, ...]], ...]
 
     def values(self) -> Iterator[Value | None]:
@@ -146,15 +146,15 @@ class OpQueue:
         self._backend = backend
         self._requests = store.requests
         self.ops: list[Op] = []
-        self.made: list[tuple[int, Value]] = []
-        """Arrays whose making op is in `ops`, or was."""
+        self.arrays: list[tuple[int, Value]] = []
+        """Arrays, by id, whose op is in `ops`, and that the store has to know of."""
 
     def flush(self) -> None:
         """Submit the ops, then tell the store which arrays they make."""
         if self.ops:
             batch, self.ops = self.ops, []
             self._backend.submit(batch)
-        if self.made:
-            made, self.made = self.made, []
-            for array, value in made:
+        if self.arrays:
+            arrays, self.arrays = self.arrays, []
+            for array, value in arrays:
                 self._requests.submitted(array, value)

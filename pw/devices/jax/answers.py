@@ -34,16 +34,16 @@ from pw.core.platforms import platform_of
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Watch
 from pw.devices.host.value import Value
-from pw.devices.jax.layouts import Layouts, local_shards, whole
+from pw.devices.jax.layouts import Layouts, is_whole, local_shards
 from pw.devices.jax.threads import Completions
 from pw.devices.jax.values import Failures, is_made, is_pending
 from pw.devices.jax.watcher import Watchers
 
 _FEW_VALUES = 64
-"""A thread in a hurry looks at no more values in one go."""
+"""Values that a thread in a hurry looks at in one go, at most."""
 
 
-class Answers:
+class ResultAnswers:
     """Answers the questions about the values of one host."""
 
     def __init__(self, layouts: Layouts, completions: Completions, failures: Failures) -> None:
@@ -165,7 +165,7 @@ def shard_views(op: Read, layouts: Layouts) -> list[np.ndarray[Any, Any]]:
         if position not in seen:
             seen[position] = np.asarray(shards[local[position]])
         # An array without dimensions, indexed, would be a scalar.
-        views.append(seen[position] if whole(box, shape) else seen[position][box_slices(box)])
+        views.append(seen[position] if is_whole(box, shape) else seen[position][box_slices(box)])
     return views
 
 

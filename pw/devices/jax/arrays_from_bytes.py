@@ -10,12 +10,12 @@ import jax
 from pw.core.dtypes import PACKED
 from pw.core.platforms import platform_of
 from pw.devices.host.backend import Build
-from pw.devices.jax.answers import Answers
+from pw.devices.jax.answers import ResultAnswers
 from pw.devices.jax.layouts import Layouts, bytes_to_copy, host_shards, put
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.values import Failures
 
-_INLINE_BYTES = 64 * 1024
+_AT_ONCE_BYTES = 64 * 1024
 """Builds that copy less than this cost less than a change of threads."""
 
 
@@ -23,7 +23,7 @@ class Builds:
     """Runs `Build` ops; a value is `building` while the thread copies."""
 
     def __init__(
-        self, layouts: Layouts, completions: Completions, answers: Answers, failures: Failures
+        self, layouts: Layouts, completions: Completions, answers: ResultAnswers, failures: Failures
     ) -> None:
         self._layouts = layouts
         self._completions = completions
@@ -33,7 +33,7 @@ class Builds:
 
     def overtakes(self, op: Build) -> bool:
         """Whether a build runs before earlier ops; small arguments for devices wait for their turn."""
-        return self._shares_memory or op.done is not None or op.size_bytes > _INLINE_BYTES
+        return self._shares_memory or op.done is not None or op.size_bytes > _AT_ONCE_BYTES
 
     def begin(self, op: Build) -> None:
         """Build now, or on the thread that copies; on the loop."""
@@ -65,12 +65,12 @@ class Builds:
         """Whether a build takes longer than a change of threads."""
         if not self._shares_memory:
             return True
-        if op.size_bytes <= _INLINE_BYTES:
+        if op.size_bytes <= _AT_ONCE_BYTES:
             return False
         try:
             written_bytes = sum([view.nbytes for view in op.padding])
             written_bytes += bytes_to_copy(op.spec, op.parts)
-            return op.spec.dtype in PACKED or written_bytes > _INLINE_BYTES
+            return op.spec.dtype in PACKED or written_bytes > _AT_ONCE_BYTES
         except Exception:  # noqa: BLE001 - wrong parts: `finish` reports them
             return False
 

@@ -18,7 +18,7 @@ Which thread writes the fields of a value:
 
 - `payload`, `error`, `alone`: the thread that runs the op which makes the value. Later, the execute
   thread when it donates the buffers, and any thread that finds that the array has failed.
-- `maker`, `joint`, `order`, `shared`, `given`, `heir`: the execute thread, or the loop in its place.
+- `maker`, `is_joint`, `order`, `shared`, `is_given`, `heir`: the execute thread, or the loop in its place.
 - `building`: set on the loop or the execute thread before another thread makes the value.
 - The host's actors set `error`, `alone`, `shared` and `buffers` on the loop.
 - `reads_begun`: the loop. `reads_ended` and `asked`: any thread, under the lock of `Answers`.
@@ -55,21 +55,21 @@ from pw.devices.host.backend import (
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
 from pw.devices.host.value import Value
-from pw.devices.jax.answers import Answers, in_host_memory
+from pw.devices.jax.answers import ResultAnswers, in_host_memory
 from pw.devices.jax.arrays_from_bytes import Builds
-from pw.devices.jax.callbacks import Calls
+from pw.devices.jax.callbacks import CallbackCalls
 from pw.devices.jax.compile import Compiler, Executable
 from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.enqueue import Enqueuer
-from pw.devices.jax.executables import Executables
+from pw.devices.jax.executables import ExecutableFiles
 from pw.devices.jax.execution import Execution
 from pw.devices.jax.layouts import Layouts, local_shards
 from pw.devices.jax.python_functions import PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, join_all
 from pw.devices.jax.timing import Timing
-from pw.devices.jax.values import Failures, is_pending
-from pw.devices.python.confining import NO_BOUNDS, Bounds
+from pw.devices.jax.values import Failures
+from pw.devices.python.confining import NO_BOUNDS, ChildBounds
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -78,11 +78,11 @@ class JaxBackend:
     """Runs ops on this process's JAX devices (see `pw.devices.host.backend.Backend` for the promises).
 
     Args:
-        loop: where every `done` is called; methods are called there too.
+        loop: loop on which every `done` is called; methods are called there too.
         host: this host's name in device addresses.
         device: the JAX device at an address, for the whole island; called from several threads.
         allow_python: run clients' Python functions.
-        python_bounds: of what the processes of those may do.
+        python_bounds: bounds of what their processes may do.
         compile_apart: have what clients send parsed and compiled in processes beside this one; None
             does it in this process, which may crash. Called with a function that takes an exception.
         compile_cache: a folder that outlives this process, for executables; None for none.
@@ -97,7 +97,7 @@ class JaxBackend:
         device: Callable[[DeviceAddress], jax.Device],
         *,
         allow_python: bool = False,
-        python_bounds: Bounds = NO_BOUNDS,
+        python_bounds: ChildBounds = NO_BOUNDS,
         compile_apart: Callable[[Callable[[BaseException], None]], CompileProcesses] | None = None,
         compile_cache: Path | None = None,
         output: Output | None = None,
@@ -111,7 +111,7 @@ class JaxBackend:
         self._completions = completions = Completions(loop)
         failures = Failures(host)
         quick = Quick()
-        self._answers = answers = Answers(layouts, completions, failures)
+        self._answers = answers = ResultAnswers(layouts, completions, failures)
         self._builds = Builds(layouts, completions, answers, failures)
         self._timing = timing = Timing(recorder or Recorder(), completions.fail)
         self._python = PythonFunctions(
@@ -125,8 +125,8 @@ class JaxBackend:
             timing,
             python_bounds,
         )
-        self._executables = Executables(compile_cache)
-        self._calls = Calls(completions)
+        self._executables = ExecutableFiles(compile_cache)
+        self._calls = CallbackCalls(completions)
         self._processes = compile_apart(completions.fail) if compile_apart else None
         self.compiler = Compiler(
             host,
@@ -152,7 +152,9 @@ class JaxBackend:
             Watch: answers.look,
             RunFunction: lambda op: op.function(),
         }
-        self.execution = Execution(handlers, quick, completions.fail)
+        self.execution = Execution(handlers, self.enqueuer.enqueue, quick, completions.fail)
+        self.run_now = self.execution.run_now
+        """Runs a computation on the loop, if it is quick and the execute thread has nothing to do."""
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         self.execution.append(partial(self.enqueuer.publish, key, executable))
@@ -185,13 +187,16 @@ class JaxBackend:
         if computing:
             self.execution.submit(computing, urgent=urgent)
 
-    def run_now(self, op: Execute) -> bool:
-        """Run a computation on the loop, if it is quick and the execute thread has nothing to do."""
-        return self.execution.run_now(op)
-
     def is_there(self, value: Value) -> bool:
         """Whether a value is ready, without an error, as far as that is known at once."""
-        return not is_pending(value) and self._answers.failures.settled(value) is None
+        array = value.payload
+        try:
+            if array is None or array.is_deleted() or not array.is_ready():
+                return False
+            array.block_until_ready()
+        except Exception:  # noqa: BLE001 - a computation may fail with anything
+            return self._answers.failures.settled(value) is None
+        return True
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
@@ -239,9 +244,9 @@ class JaxBackend:
 
     def stage(self, value: Value) -> str:
         """How far the op that makes a value is; of a donated value, whether it was ready before."""
-        given = False
+        is_donated = False
         while value.heir is not None:
-            value, given = value.heir, True
+            value, is_donated = value.heir, True
         array, doing = value.payload, self.execution.doing
         stage = "submitted"
         try:
@@ -253,7 +258,7 @@ class JaxBackend:
                 stage = "submitted" if self.enqueuer.is_waiting else "entered"
         except Exception:  # noqa: BLE001 - it has failed, or is donated at this moment
             stage = "finished"
-        return stage if stage == "finished" or not given else "enqueued"
+        return stage if stage == "finished" or not is_donated else "enqueued"
 
     def whereabouts(self) -> tuple[ThreadReport, ...]:
         """What the threads do that may hold up others, and where in the code."""

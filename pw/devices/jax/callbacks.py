@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 
 from pw.core.dtypes import BY_MLIR, PACKED
 from pw.core.errors import CompileError, ComputationFailed
@@ -39,7 +39,7 @@ def calls_in(module: Any, declared: int) -> dict[int, Results]:
     Raises CompileError for an index that is not below `declared`, and for results that cannot be
     checked.
     """
-    found: dict[int, Results] = {}
+    calls: dict[int, Results] = {}
     refused: list[str] = []
 
     def look(operation: Any) -> Any:
@@ -48,7 +48,7 @@ def calls_in(module: Any, declared: int) -> dict[int, Results]:
             if target in CALLS:
                 try:
                     index, results = _call(operation, target, declared)
-                    if found.setdefault(index, results) != results:
+                    if calls.setdefault(index, results) != results:
                         refused.append(f"the callback {index} has results of several types")
                 except (KeyError, ValueError, CompileError) as error:
                     refused.append(str(error))
@@ -57,7 +57,7 @@ def calls_in(module: Any, declared: int) -> dict[int, Results]:
     module.operation.walk(look)
     if refused:
         raise CompileError(refused[0])
-    return found
+    return calls
 
 
 def _call(operation: Any, target: str, declared: int) -> tuple[int, Results]:
@@ -89,8 +89,8 @@ def _type(mlir_type: Any) -> ArrayType | None:
 
 
 _AFTER_ERROR = 1000
-"""How many calls after an error get no results of their function. The next one raises: the computation may
-be a loop that waits for other results."""
+"""Calls after an error that get no results of their function. The next one raises: the computation may be a
+loop that waits for other results."""
 
 
 class Raised:
@@ -120,7 +120,7 @@ class Raised:
             raise ComputationFailed(f"CpuCallback error calling callback: {words}")
 
 
-class Calls:
+class CallbackCalls:
     """Calls the clients of this host's computations."""
 
     def __init__(self, completions: Completions) -> None:
@@ -176,8 +176,8 @@ class Calls:
                     if raised is None:
                         raise
                     arrays = raised.filled(str(error), types)
-            given = iter(arrays)
-            return tuple(None if one is None else next(given) for one in results)
+            values = iter(arrays)
+            return tuple(None if one is None else next(values) for one in results)
 
         return function
 
@@ -224,7 +224,7 @@ def _checked(
     results: Sequence[np.ndarray[Any, Any]], types: Sequence[ArrayType]
 ) -> Sequence[np.ndarray[Any, Any]]:
     """The results, if they are of these types. Raises RuntimeError."""
-    found = [(array.dtype, array.shape) for array in results]
-    if found != [(dtype_of(dtype), shape) for dtype, shape in types]:
-        raise RuntimeError(f"a callback returned {found}, but the computation takes {list(types)}")
+    actual = [(array.dtype, array.shape) for array in results]
+    if actual != [(dtype_of(dtype), shape) for dtype, shape in types]:
+        raise RuntimeError(f"a callback returned {actual}, but the computation takes {list(types)}")
     return results

@@ -18,8 +18,9 @@ from weakref import WeakValueDictionary
 import jax
 
 from pw.core.errors import CompileError, ErrorReport
+from pw.core.jax_private.compiling import find_lapack
 from pw.core.messages import Detail
-from pw.core.platforms import Platform, platform_of
+from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts, decode
 from pw.core.sharding import DeviceAddress, Sharding
@@ -27,10 +28,10 @@ from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
 from pw.devices.jax import making, modules
-from pw.devices.jax.callbacks import Calls, Raised, Results
+from pw.devices.jax.callbacks import CallbackCalls, Raised, Results
 from pw.devices.jax.compile_process import Job
 from pw.devices.jax.compile_processes import CompileProcesses
-from pw.devices.jax.executables import Executables, key_of, may_be_kept
+from pw.devices.jax.executables import ExecutableFiles, key_of, may_be_kept
 from pw.devices.jax.layouts import Layouts
 from pw.devices.jax.making import ExecutableFacts, Order
 from pw.devices.jax.modules import Module
@@ -47,14 +48,14 @@ class Executable(NamedTuple):
     """Positions of the arguments that it donates."""
     name: str
     device: int | None = None
-    """Its device; None if it runs on several."""
+    """Ordinal of its device; None if it runs on several."""
     is_straight: bool = False
-    """It has one device, and no loops, branches or native calls, so each call takes about as long."""
+    """True if it has one device, and no loops, branches or native calls, so that calls take equally long."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """An executable to be made."""
+class _Recipe:
+    """What an executable is made of, for whom and on which devices."""
 
     client: int
     name: str
@@ -64,15 +65,15 @@ class _Wanted:
     functions: making.Functions
     kept_as: bytes | None
     is_ours: bool
-    """Its code is of this host, and needs no vetting."""
+    """True if this host has made the code, which then needs no vetting."""
 
 
 @dataclass
 class _Pending:
     """An executable that is being made, and what waits for it."""
 
-    then: dict[bytes, tuple[_Wanted, Callable[[Any], None]]] = field(default_factory=dict)
-    """By key: called with the executable on its devices, or with an exception."""
+    then: dict[bytes, tuple[_Recipe, Callable[[Any], None]]] = field(default_factory=dict)
+    """Calls by key: each takes the executable on its devices, or an exception."""
     job: Job | None = None
     began_s: float = field(default_factory=time.monotonic)
 
@@ -106,10 +107,10 @@ class Compiler:
         layouts: Layouts,
         completions: Completions,
         publish: Publish,
-        executables: Executables,
+        executables: ExecutableFiles,
         python: PythonFunctions,
         output: Output,
-        calls: Calls,
+        calls: CallbackCalls,
         processes: CompileProcesses | None = None,
     ) -> None:
         self._host = host
@@ -129,9 +130,9 @@ class Compiler:
         self._installed: dict[bytes, Module | None] = {}
         """The module of each computation that is installed; None for a Python function."""
         self.compilations = 0
-        """How many executables were compiled, not loaded."""
+        """Number of executables that were compiled, not loaded."""
         self.compile_s = 0.0
-        """How long these took, in all."""
+        """Seconds that all compilations took."""
         self.thread: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), completions.fail
         )
@@ -173,9 +174,6 @@ class Compiler:
         devices: tuple[DeviceAddress, ...],
         done: DoneInstalling,
     ) -> None:
-        def failed(error: Exception) -> None:
-            self._completions.post(done, ErrorReport.of(error, self._host, CompileError))
-
         def installed(module: Module | None, executable: Executable | None = None) -> None:
             if executable is not None:
                 self._installed[key] = module
@@ -183,36 +181,36 @@ class Compiler:
             temporary_bytes = None if module is None else module.facts.temporary_bytes
             self._completions.post(done, temporary_bytes)
 
-        def made(found: Any) -> None:
+        def finish(result: Any) -> None:
             try:
-                if isinstance(found, Exception):
-                    raise found
-                call = modules.call_of(found, computation, devices, self._layouts)
+                if isinstance(result, Exception):
+                    raise result
+                call = modules.call_of(result, computation, devices, self._layouts)
                 device = devices[0].ordinal if len(devices) == 1 else None
-                is_straight = found.is_straight and device is not None
-                donated, name = found.facts.donated, computation.name
-                installed(found, Executable(call, donated, name, device, is_straight))
+                is_straight = result.is_straight and device is not None
+                donated, name = result.facts.donated, computation.name
+                installed(result, Executable(call, donated, name, device, is_straight))
             except Exception as error:  # noqa: BLE001 - the error is the answer
-                failed(error)
+                self._completions.post(done, ErrorReport.of(error, self._host, CompileError))
 
         try:
             if key in self._installed:
                 return installed(self._installed[key])
-            if computation.traits.is_python:
+            if computation.traits.runs_on_host:
                 with self._output.on_behalf_of(owner_of(key)):
                     function = self._python.load(key, computation, artifact, devices)
                 return installed(None, Executable(function, (), computation.name))
-            if computation.traits.has_artifact:
-                _check_digest(computation, artifact)
-            else:
+            is_ours = not computation.traits.has_artifact
+            if is_ours:
                 source, destination = *computation.inputs, *computation.outputs
                 here = self._layouts.of(source, devices).sharding
                 there = self._layouts.of(destination, devices).sharding
                 artifact = making.reshard_of(destination, here, there)
-            is_ours = not computation.traits.has_artifact
-            self._load(key, computation.name, artifact, devices, made, is_ours=is_ours)
+            else:
+                _check_digest(computation, artifact)
+            self._load(key, computation.name, artifact, devices, finish, is_ours=is_ours)
         except Exception as error:  # noqa: BLE001 - the error is the answer
-            failed(error)
+            finish(error)
         return None
 
     def _examine(
@@ -223,21 +221,21 @@ class Compiler:
         detail: Detail,
         done: DoneCompiling,
     ) -> None:
-        def made(found: Any) -> None:
-            told: Facts | str | dict[str, float] | ErrorReport
+        def finish(result: Any) -> None:
+            answer: Facts | str | dict[str, float] | ErrorReport
             try:
-                if isinstance(found, Exception):
-                    raise found
-                told = found.told(detail)
-                self._held[key] = found
+                if isinstance(result, Exception):
+                    raise result
+                answer = result.describe(detail)
+                self._held[key] = result
             except Exception as error:  # noqa: BLE001 - the error is the answer
-                told = ErrorReport.of(error, self._host, CompileError)
-            self._completions.post(done, told)
+                answer = ErrorReport.of(error, self._host, CompileError)
+            self._completions.post(done, answer)
 
         try:
-            self._load(key, "", artifact, devices, made)
+            self._load(key, "", artifact, devices, finish)
         except Exception as error:  # noqa: BLE001 - the error is the answer
-            made(error)
+            finish(error)
 
     def _forget(self, key: bytes) -> None:
         self._held.pop(key, None)
@@ -273,7 +271,8 @@ class Compiler:
             return then(module)
         if len(set(devices)) < len(devices) or not devices:
             raise CompileError("a function is compiled for one or more different devices")
-        physical = self._physical(devices)
+        sharding = Sharding(("_",), (len(devices),))
+        physical: list[jax.Device] = [*self._layouts(sharding, devices).sharding.mesh.devices.flat]
         count = len(code.callbacks)
         raised = Raised() if count and len(devices) > 1 else None
 
@@ -283,61 +282,56 @@ class Compiler:
         # An executable with functions of this process cannot be kept.
         kept_as = None if count else key_of(physical, digest)
         order = Order(artifact, devices)
-        wanted = _Wanted(client, name, digest, order, physical, functions, kept_as, is_ours)
+        recipe = _Recipe(client, name, digest, order, physical, functions, kept_as, is_ours)
 
-        def loaded(found: Any) -> None:
-            if not isinstance(found, Exception):
-                made, executable = found
-                found = self._modules.get(place)
-                if found is None:
-                    found = Module(executable, made.facts, made.is_straight, bool(count), raised)
-                    self._modules[place] = found
-            then(found)
+        def loaded(result: Any) -> None:
+            if not isinstance(result, Exception):
+                details, executable = result
+                result = self._modules.get(place)
+                if result is None:
+                    result = Module(
+                        executable, details.facts, details.is_straight, bool(count), raised
+                    )
+                    self._modules[place] = result
+            then(result)
 
-        return self._make(place, key, wanted, loaded)
+        return self._make(place, key, recipe, loaded)
 
-    def _make(self, place: Any, key: bytes, wanted: _Wanted, then: Callable[[Any], None]) -> None:
+    def _make(self, place: Any, key: bytes, recipe: _Recipe, then: Callable[[Any], None]) -> None:
         """Load or make an executable, and call `then` with a `ExecutableFacts` and XLA's executable, or an
         exception."""
-        if wanted.kept_as is not None:
-            place = wanted.kept_as  # one executable serves several devices
+        if recipe.kept_as is not None:
+            place = recipe.kept_as  # one executable serves several devices
         pending = self._pending.get(place)
         if pending is not None:
-            pending.then[key] = wanted, then
+            pending.then[key] = recipe, then
             return None
-        load = partial(making.load, physical=wanted.physical, functions=wanted.functions)
-        if wanted.kept_as is not None:
-            found = self._executables.load_with(wanted.kept_as, load)
-            if found is not None:
-                return then(found)
-        is_vetted = self._processes is None or wanted.is_ours
-        platform = platform_of(wanted.physical[0].platform)
-        if not may_be_kept(wanted.physical):
-            self._pending[place] = _Pending({key: (wanted, then)})
-            threading.Thread(
-                target=self._make_aside,
-                args=(place, self._pending[place], wanted, platform, is_vetted),
-                name="pw-compile-gang",
-                daemon=True,
-            ).start()
+        load = partial(making.load, physical=recipe.physical, functions=recipe.functions)
+        if recipe.kept_as is not None:
+            match = self._executables.load_with(recipe.kept_as, load)
+            if match is not None:
+                return then(match)
+        if not may_be_kept(recipe.physical):
+            pending = self._pending[place] = _Pending({key: (recipe, then)})
+            aside = partial(self._make_aside, place, pending, recipe)
+            threading.Thread(target=aside, name="pw-compile-gang", daemon=True).start()
             return None
-        if self._processes is None or is_vetted or not platform.is_host:
-            return then(self._made_here(wanted, platform, is_vetted=is_vetted))
-        pending = self._pending[place] = _Pending({key: (wanted, then)})
+        is_host = platform_of(recipe.physical[0].platform).is_host
+        if self._processes is None or recipe.is_ours or not is_host:
+            return then(self._make_here(recipe))
+        pending = self._pending[place] = _Pending({key: (recipe, then)})
 
         def answered(answer: bytes | ErrorReport) -> None:
             self.thread.put(partial(self._answered, place, pending, answer))
 
         pending.job = self._processes.put(
-            wanted.client, wanted.name, wanted.digest, wanted.order, answered, only_examine=False
+            recipe.client, recipe.name, recipe.digest, recipe.order, answered, only_examine=False
         )
         return None
 
-    def _make_aside(
-        self, place: Any, pending: _Pending, wanted: _Wanted, platform: Platform, is_vetted: bool
-    ) -> None:
+    def _make_aside(self, place: Any, pending: _Pending, recipe: _Recipe) -> None:
         """Make an executable that other hosts make at the same time."""
-        answer = self._made_here(wanted, platform, is_vetted=is_vetted)
+        answer = self._make_here(recipe)
 
         def tell() -> None:
             if self._pending.get(place) is pending:
@@ -356,38 +350,32 @@ class Compiler:
             self.compilations += 1
             self.compile_s += time.monotonic() - pending.began_s
         is_kept = False
-        for wanted, then in pending.then.values():
-            found: Any
+        for recipe, then in pending.then.values():
+            result: Any
             try:
                 if isinstance(answer, ErrorReport):
                     raise answer.exception()
-                found = making.load(answer, wanted.physical, wanted.functions)
-                if wanted.kept_as is not None and not is_kept:
-                    self._executables.save_with(wanted.kept_as, lambda: answer)
+                result = making.load(answer, recipe.physical, recipe.functions)
+                if recipe.kept_as is not None and not is_kept:
+                    self._executables.save_with(recipe.kept_as, lambda: answer)
                     is_kept = True
             except Exception as error:  # noqa: BLE001 - the error is the answer
-                found = error
-            then(found)
+                result = error
+            then(result)
 
-    def _made_here(
-        self, wanted: _Wanted, platform: Platform, *, is_vetted: bool
-    ) -> tuple[ExecutableFacts, Any] | Exception:
+    def _make_here(self, recipe: _Recipe) -> tuple[ExecutableFacts, Any] | Exception:
         try:
-            if not is_vetted and self._processes is not None:
-                self._processes.wait_for(wanted.client, wanted.name, wanted.digest, wanted.order)
-            with self._output.on_behalf_of(wanted.client):
+            if self._processes is not None and not recipe.is_ours:
+                self._processes.wait_for(recipe.client, recipe.name, recipe.digest, recipe.order)
+            with self._output.on_behalf_of(recipe.client):
                 began_s = time.monotonic()
-                found = making.make(wanted.order, wanted.physical, wanted.functions)
-                if found[0].needs_lapack and platform.is_host:
-                    making.find_lapack()
+                result = making.make(recipe.order, recipe.physical, recipe.functions)
+                if result[0].needs_lapack and platform_of(recipe.physical[0].platform).is_host:
+                    find_lapack()
             self.compilations += 1
             self.compile_s += time.monotonic() - began_s
-            if wanted.kept_as is not None:
-                self._executables.save_with(wanted.kept_as, lambda: making.saved(*found))
+            if recipe.kept_as is not None:
+                self._executables.save_with(recipe.kept_as, lambda: making.saved(*result))
         except Exception as error:  # noqa: BLE001 - the error is the answer
             return error
-        return found
-
-    def _physical(self, devices: tuple[DeviceAddress, ...]) -> list[jax.Device]:
-        mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
-        return [*mesh.devices.flat]
+        return result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pw.core.errors import ErrorReport
-from pw.devices.jax.compile_server import Answer, Begin, Task
+from pw.devices.jax.compile_server import BeginCompile, CompileAnswer, CompileTask
 from pw.processes.child import Child, ending, import_path
 from pw.processes.fork_server import ForkServer
 
@@ -20,7 +20,7 @@ MEMORY_BYTES = 8 << 30
 """The default bounds of one compilation."""
 
 _LOOK_S = 0.05
-"""How often the memory of a process is looked at."""
+"""Seconds between two looks at the memory of a process."""
 
 MODULE = "pw.devices.jax.compile_server"
 
@@ -45,7 +45,7 @@ class Job:
     client: int
     name: str
     digest: bytes
-    task: Task
+    task: CompileTask
     done: Done
     cancelled: bool = False
 
@@ -57,13 +57,13 @@ class Ended(Exception):
 class CompileProcess:
     """A child of the server. Raises OSError if it cannot be started."""
 
-    def __init__(self, server: ForkServer, begin: Begin) -> None:
+    def __init__(self, server: ForkServer, begin: BeginCompile) -> None:
         self.devices = begin.devices
         self.tasks = 0
-        self._child: Child[Answer] = Child(server.fork(MODULE), Answer)
+        self._child: Child[CompileAnswer] = Child(server.fork(MODULE), CompileAnswer)
         self._child.channel.send(begin)
 
-    def work(self, job: Job, bounds: Bounds, meanwhile: Callable[[], None]) -> Answer:
+    def work(self, job: Job, bounds: Bounds, meanwhile: Callable[[], None]) -> CompileAnswer:
         """Have a task done; return the answer. Raises Ended."""
         until_s = time.monotonic() + bounds.timeout_s
         channel = self._child.channel
@@ -90,18 +90,15 @@ class CompileProcess:
         if time.monotonic() > until_s:
             raise self._too_slow(bounds)
         if self._memory_bytes() > bounds.memory_bytes:
-            raise self._too_large(bounds)
+            raise Ended(
+                f"it needs more than {bounds.memory_bytes / (1 << 30):.3g} GiB to compile. Make it smaller, or "
+                "start the workers with a larger --compile-memory"
+            )
 
     def _too_slow(self, bounds: Bounds) -> Ended:
         return Ended(
             f"it takes longer than {bounds.timeout_s:g} s. Make it smaller, for example with "
             "jax.lax.scan in place of a Python loop, or start the workers with a larger --compile-timeout"
-        )
-
-    def _too_large(self, bounds: Bounds) -> Ended:
-        return Ended(
-            f"it needs more than {bounds.memory_bytes / (1 << 30):.3g} GiB to compile. Make it smaller, or "
-            "start the workers with a larger --compile-memory"
         )
 
     def _how(self) -> str:

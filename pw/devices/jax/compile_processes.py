@@ -27,7 +27,7 @@ from pw.devices.jax.compile_process import (
     pool,
     started_server,
 )
-from pw.devices.jax.compile_server import Begin, Task
+from pw.devices.jax.compile_server import BeginCompile, CompileTask
 from pw.devices.jax.making import Order
 from pw.processes.fork_server import ForkServer
 
@@ -38,13 +38,13 @@ SECOND = max(1, min(3, (os.cpu_count() or 1) // 2))
 """Processes for tasks of clients that have one in work already: small functions come many at a time."""
 
 LONG_S = 0.3
-"""A task that takes longer does not hold up other clients: they get another process."""
+"""Seconds after which a task does not hold up other clients: they get another process."""
 
 IDLE_S = 30.0
 """All processes but one end after such a time without a task."""
 
 TASKS = 256
-"""A process that has done so many is replaced: XLA and JAX keep some memory of each."""
+"""Tasks after which a process is replaced: XLA and JAX keep some memory of each."""
 
 STRIKES = 2
 """Processes that an artifact may end."""
@@ -56,10 +56,13 @@ class CompileProcesses:
     """The processes of one host.
 
     Args:
-        devices: how many devices the largest computation has, when a process is started.
+        devices: returns the number of devices of the largest computation, when a process is started.
         failed: takes what a thread raises.
-        bounds: of one compilation.
+        bounds: bounds of one compilation.
         server: a fork server; without it, one is started when it is needed.
+        processes: how many at a time, beside those for second tasks.
+        second: processes for tasks of clients that have one in work already.
+        long_s: seconds after which a task does not hold up other clients any more.
     """
 
     def __init__(
@@ -68,14 +71,21 @@ class CompileProcesses:
         failed: Callable[[BaseException], None],
         bounds: Bounds | None = None,
         server: ForkServer | None = None,
+        *,
+        processes: int = PROCESSES,
+        second: int = SECOND,
+        long_s: float = LONG_S,
     ) -> None:
         self._devices = devices
         self._failed = failed
-        self._bounds = bounds or Bounds()
-        self._server = server
+        self.bounds = bounds or Bounds()
+        """Bounds of one compilation."""
+        self.server = server
+        """The fork server; None until it is needed."""
+        self._most, self._second, self._long_s = processes, second, long_s
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Job]] = {}
-        """By client; the client that waits for its turn longest first."""
+        """Jobs by client; the client that waits for its turn longest comes first."""
         self._running: dict[threading.Thread, tuple[Job, float]] = {}
         self._threads: set[threading.Thread] = set()
         self._strikes: dict[tuple[int, bytes], tuple[int, ErrorReport]] = {}
@@ -91,7 +101,7 @@ class CompileProcesses:
 
         `done` is called on another thread, unless the job is cancelled.
         """
-        job = Job(client, name, digest, Task(order, only_examine), done)
+        job = Job(client, name, digest, CompileTask(order, only_examine), done)
         strikes, refusal = self._strikes.get((client, digest), (0, None))
         if refusal is not None and strikes >= STRIKES:
             words = f"{refusal.message}. It is not tried again"
@@ -99,7 +109,7 @@ class CompileProcesses:
             return job
         with self._changed:
             self._waiting.setdefault(client, deque()).append(job)
-            is_full = len(self._running) == len(self._threads) <= SECOND
+            is_full = len(self._running) == len(self._threads) <= self._second
             if is_full and self._turn() is not None:
                 self._start_thread()
             self._changed.notify()
@@ -108,16 +118,16 @@ class CompileProcesses:
     def wait_for(self, client: int, name: str, digest: bytes, order: Order) -> None:
         """Parse and vet an artifact. Raises CompileError."""
         over = threading.Event()
-        found: list[bytes | ErrorReport] = []
+        answers: list[bytes | ErrorReport] = []
 
         def done(answer: bytes | ErrorReport) -> None:
-            found.append(answer)
+            answers.append(answer)
             over.set()
 
         self.put(client, name, digest, order, done, only_examine=True)
         over.wait()
-        if isinstance(found[0], ErrorReport):
-            raise found[0].exception()
+        if isinstance(answers[0], ErrorReport):
+            raise answers[0].exception()
 
     def cancel(self, job: Job) -> None:
         """End a task that is not wanted any more."""
@@ -211,16 +221,16 @@ class CompileProcesses:
         tasks = Counter(job.client for job, _ in self._running.values())
         second = tasks.total() - len(tasks)
         idle = (client for client in self._waiting if client not in tasks)
-        return next(idle, None if second >= SECOND else next(iter(self._waiting), None))
+        return next(idle, None if second >= self._second else next(iter(self._waiting), None))
 
     def _help(self) -> None:
         """Start another process if a client waits, and all processes are busy with long tasks."""
         with self._changed:
             busy = {job.client for job, _ in self._running.values()}
-            long_s = time.monotonic() - LONG_S
+            long_s = time.monotonic() - self._long_s
             if (
                 not self._closed
-                and len(self._threads) < PROCESSES + SECOND
+                and len(self._threads) < self._most + self._second
                 and len(self._running) == len(self._threads)
                 and all(since_s < long_s for _, since_s in self._running.values())
                 and any(client not in busy for client in self._waiting)
@@ -239,7 +249,7 @@ class CompileProcesses:
             if process is None:
                 process = self._forked(len(job.task.order.devices))
             process.tasks += 1
-            answer = process.work(job, self._bounds, self._help)
+            answer = process.work(job, self.bounds, self._help)
         except Ended as ended:
             if process is not None:
                 process.end()
@@ -263,15 +273,17 @@ class CompileProcesses:
         with self._changed:
             for _ in range(2):  # the system may have ended the server
                 try:
-                    if self._server is None:
-                        self._server = started_server()
-                    begin = Begin(max(devices, self._devices()), pool(), self._bounds.memory_bytes)
-                    return CompileProcess(self._server, begin)
+                    if self.server is None:
+                        self.server = started_server()
+                    begin = BeginCompile(
+                        max(devices, self._devices()), pool(), self.bounds.memory_bytes
+                    )
+                    return CompileProcess(self.server, begin)
                 except OSError:
                     self._drop_server()
         raise Ended("the host has no room for another process")
 
     def _drop_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._server = None
+        if self.server is not None:
+            self.server.close()
+        self.server = None

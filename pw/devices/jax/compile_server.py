@@ -3,7 +3,7 @@
 A fork server starts it (`pw.processes.fork_server`), so that it is there after some 50 ms, also
 when the one before it has crashed. It ends with its host.
 
-    host -> process   Begin, then a `Task` for each artifact
+    host -> process   Begin, then a `CompileTask` for each artifact
     process -> host   Answer for each task
 """
 
@@ -26,34 +26,34 @@ _SLACK_BYTES = 2 << 30
 """The host ends a child that uses too much memory; this bound of the system comes after it."""
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BeginCompile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The host tells a child how to begin."""
 
     devices: int
     """Devices to make."""
     pool: str
-    """How many threads XLA has in the host: code is divided for so many."""
+    """Number of XLA's threads in the host: code is divided for so many."""
     memory_bytes: int
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CompileTask(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The host has a child work on an artifact."""
 
     order: making.Order
     only_examine: bool
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CompileAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a child has found: an executable for `making.load`, if one was wanted, or an error."""
 
     data: bytes = b""
     error: ErrorReport | None = None
 
 
-def work(host: Channel[Begin | Task]) -> None:
+def work(host: Channel[BeginCompile | CompileTask]) -> None:
     """Do what the host asks for, until it ends. Raises EOFError or OSError then."""
     begin = host.receive().message
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, BeginCompile)
     _bound(begin.memory_bytes)
     for variable in POOL_VARIABLES:
         os.environ[variable] = begin.pool
@@ -62,19 +62,19 @@ def work(host: Channel[Begin | Task]) -> None:
     jax.config.update("jax_num_cpu_devices", begin.devices)
     while True:
         task = host.receive().message
-        assert isinstance(task, Task)
+        assert isinstance(task, CompileTask)
         host.send(_done(task))
 
 
-def _done(task: Task) -> Answer:
+def _done(task: CompileTask) -> CompileAnswer:
     try:
         if task.only_examine:
             making.examine(task.order)
-            return Answer()
+            return CompileAnswer()
         physical = jax.devices()[: len(task.order.devices)]
-        return Answer(making.saved(*making.make(task.order, physical)))
+        return CompileAnswer(making.saved(*making.make(task.order, physical)))
     except Exception as error:  # noqa: BLE001 - the error is the answer
-        return Answer(error=ErrorReport.of(error, kind=CompileError))
+        return CompileAnswer(error=ErrorReport.of(error, kind=CompileError))
 
 
 def _bound(memory_bytes: int) -> None:
@@ -91,5 +91,5 @@ def _bound(memory_bytes: int) -> None:
 def main() -> None:
     """Serve the host until it ends."""
     with contextlib.suppress(EOFError, OSError):
-        work(parent(Begin | Task))
+        work(parent(BeginCompile | CompileTask))
     os._exit(0)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import ipaddress
 import json
 import os
@@ -38,11 +37,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from pw.core.jax_private.distributed import private_runtime
 from pw.processes.channel import Channel
 from pw.processes.child import parent
 
 MODULE = "pw.devices.jax.coordination"
-TESTED_JAXLIB = "0.10."
 CALL_LIMIT_BYTES = 4096
 # A machine without power closes no connection; this detects it within half a minute.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -54,7 +53,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     island: str
     epoch: int
     hosts: int
-    """How many will join."""
+    """Number of hosts that will join."""
     bind: str
     """Numeric address to bind to."""
 
@@ -73,23 +72,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     address: str
     error: str
-    """Why there is no service; empty if there is one."""
-
-
-def private_runtime() -> Any:
-    """jaxlib's private module with the coordination service and its client.
-
-    Raises:
-        RuntimeError: these entry points were not tested with the installed jaxlib.
-    """
-    version = importlib.import_module("jaxlib").__version__
-    if not version.startswith(TESTED_JAXLIB):
-        raise RuntimeError(
-            f"islands of several hosts use private entry points of jaxlib {TESTED_JAXLIB}x, but "
-            f"jaxlib {version} is installed; install jax and jaxlib {TESTED_JAXLIB}x, or use "
-            "islands of one host"
-        )
-    return importlib.import_module("jaxlib._jax")
+    """Reason why there is no service; empty if there is one."""
 
 
 def join_address(host: str, port: int) -> str:
@@ -127,7 +110,7 @@ class IslandEpoch:
         self._reserved = _bound_socket(bind, 0)
         self._bind = bind
         self._port: int = self._reserved.getsockname()[1]
-        self.address = join_address(bind, self._port)
+        self.address = f"[{bind}]:{self._port}" if ":" in bind else f"{bind}:{self._port}"
 
     async def open(self) -> None:
         """Open the roll-call."""
@@ -223,16 +206,16 @@ class Coordination:
             request = await self._work.get()
             if isinstance(request, Start):
                 await self._start(request)
-            elif (opened := self._epochs.get((request.island, request.epoch))) is not None:
-                opened.stop()
+            elif (epoch := self._epochs.get((request.island, request.epoch))) is not None:
+                epoch.stop()
 
     def _read(self) -> None:
         for request, _, _ in self._parent.arrived():
             self._work.put_nowait(request)
         if self._parent.ended:
             asyncio.get_running_loop().remove_reader(self._parent.fileno())
-            for opened in list(self._epochs.values()):
-                opened.stop()
+            for epoch in list(self._epochs.values()):
+                epoch.stop()
             self._end_if_useless()
 
     async def _start(self, request: Start) -> None:
@@ -249,17 +232,17 @@ class Coordination:
                     f"epoch {request.epoch} of island {request.island!r} was started before"
                 )
             private_runtime()
-            opened = IslandEpoch(request.epoch, request.hosts, request.bind, ended)
-            await opened.open()
+            epoch = IslandEpoch(request.epoch, request.hosts, request.bind, ended)
+            await epoch.open()
         except (OSError, RuntimeError, ValueError) as raised:
             error = f"{type(raised).__name__}: {raised}"
         else:
-            self._epochs[key] = opened
-            address = opened.address
+            self._epochs[key] = epoch
+            address = epoch.address
         with contextlib.suppress(OSError):  # `_read` notices that the parent is gone
             self._parent.send(Started(*key, address, error))
         if self._parent.ended and not error:
-            opened.stop()
+            epoch.stop()
 
     def _end_if_useless(self) -> None:
         if self._parent.ended and not self._epochs:

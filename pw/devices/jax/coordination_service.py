@@ -32,7 +32,7 @@ class CoordinationServices:
         """Start nothing yet.
 
         Args:
-            loop: where all methods are called and all answers are given.
+            loop: loop on which all methods are called and all answers are given.
             bind_host: the numeric address to bind to; workers dial it.
         """
         self._loop = loop
@@ -52,7 +52,7 @@ class CoordinationServices:
         Args:
             island: the island's name.
             epoch: the epoch to form.
-            hosts: how many hosts will join.
+            hosts: number of hosts that will join.
             done: called once with (address, None), or with (None, an error).
         """
         key = (island, epoch)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from pw.core.errors import ComputationFailed, ErrorReport, InternalError
 from pw.devices.host.backend import Execute, Move, View
 from pw.devices.host.value import Value
-from pw.devices.jax.answers import Answers
+from pw.devices.jax.answers import ResultAnswers
 from pw.devices.jax.compile import Executable
 from pw.devices.jax.layouts import Layouts, local_shards
 from pw.devices.jax.modules import ClientCalling
@@ -38,7 +38,7 @@ from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures, awaited, fail, is_donated
 
 _GUARD_NAP_S = 0.001
-"""How much later the failure of a computation may be reported when no actor watches its results."""
+"""Seconds by which the failure of a computation is reported later when no actor watches its results."""
 
 
 class Enqueuer:
@@ -48,7 +48,7 @@ class Enqueuer:
         self,
         layouts: Layouts,
         completions: Completions,
-        answers: Answers,
+        answers: ResultAnswers,
         failures: Failures,
         python: PythonFunctions,
         quick: Quick,
@@ -61,7 +61,7 @@ class Enqueuer:
         self.copied = 0
         """Donated arguments that were copied."""
         self.is_waiting = False
-        """Whether it waits for the host bytes of an argument."""
+        """True while the thread waits for the host bytes of an argument."""
         self._layouts = layouts
         self._completions = completions
         self._answers = answers
@@ -70,7 +70,7 @@ class Enqueuer:
         self._quick = quick
         self._timing = timing
         self._gang_error: ErrorReport | None = None
-        """Why no computation of several hosts is enqueued any more."""
+        """Error for which no computation of several hosts is enqueued any more."""
         self.guard_thread: QueueThread[tuple[Value, Callable[[ErrorReport], None]]] = QueueThread(
             "pw-guard", self.guard, completions.fail, _GUARD_NAP_S
         )
@@ -79,9 +79,9 @@ class Enqueuer:
         """Make a computation known under `key`; None makes it unknown."""
         self._quick.forget(key)
         if executable is None:
-            known = self.executables.pop(key, None)
-            if known is not None and type(known.call) is PythonFunction:
-                self._python.forget(known.call)
+            previous = self.executables.pop(key, None)
+            if previous is not None and type(previous.call) is PythonFunction:
+                self._python.forget(previous.call)
             return
         self.executables[key] = executable
         if executable.is_straight and not executable.donated and executable.device is not None:
@@ -89,13 +89,16 @@ class Enqueuer:
 
     def execute(self, op: Execute) -> None:
         """Enqueue a computation and fill its results, with errors if it fails."""
-        self._enqueue(op)
+        self.enqueue(op)
         for value in op.results:
             if value.questions:
                 self._answers.tell(value)
 
-    def _enqueue(self, op: Execute) -> None:
-        """The hot path: each line is paid for each computation on each host."""
+    def enqueue(self, op: Execute) -> None:
+        """Do as `execute`, but tell nothing that waits for a result.
+
+        The hot path: each line is paid for each computation on each host.
+        """
         try:
             call, donated, name, device, _ = self.executables[op.key]
             if type(call) is PythonFunction:
@@ -199,18 +202,18 @@ class Enqueuer:
         self, op: Execute, arrays: list[jax.Array], donated: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Copy the arguments that are still needed; the positions of those that are donated."""
-        given = []
+        positions = []
         args, copied = op.args, set(op.copied)
         if len(set(args)) < len(args):
             copied |= {at for at, value in enumerate(args) if args.count(value) > 1}
         heir = op.results[0] if op.results else None
         for position in donated:
             if position not in copied and args[position].may_donate(heir):
-                given.append(position)
+                positions.append(position)
             else:
                 arrays[position] = copy(arrays[position])
                 self.copied += 1
-        return tuple(given)
+        return tuple(positions)
 
     def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
         if self._gang_error is None:
@@ -218,10 +221,10 @@ class Enqueuer:
             self._completions.post(failed, report)
 
     def _failure(self, op: Execute, error: Exception) -> ErrorReport:
-        found = self.executables.get(op.key)
-        if found is None:
+        executable = self.executables.get(op.key)
+        if executable is None:
             error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
-        return self._failures.report(error, "" if found is None else found.name)
+        return self._failures.report(error, "" if executable is None else executable.name)
 
     def move(self, op: Move) -> None:
         """Lay out a value on other devices of this host."""
@@ -268,8 +271,8 @@ class Enqueuer:
         """The name of an op, for a report about threads."""
         if not isinstance(op, Execute):
             return "nothing" if op is None else f"the {type(op).__name__.lower()} of an array"
-        found = self.executables.get(op.key)
-        name = op.key.decode() if found is None else found.name
+        executable = self.executables.get(op.key)
+        name = op.key.decode() if executable is None else executable.name
         return f"the arguments of {name!r}" if self.is_waiting else f"the computation {name!r}"
 
 

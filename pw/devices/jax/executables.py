@@ -26,10 +26,10 @@ from pw.devices.jax.group import POOL_VARIABLES
 from pw.processes.kept_files import KeptFiles, cache_folder
 
 LIMIT_BYTES = 2 << 30
-"""A larger folder loses the executables that were used longest ago."""
+"""Bytes of the folder at most; a larger one loses the executables that were used longest ago."""
 
 _FORMAT = 3
-"""Grows when a file holds something else."""
+"""Version of the files; it grows when a file holds something else."""
 
 
 def default_folder() -> Path:
@@ -43,9 +43,9 @@ def may_be_kept(devices: Iterable[jax.Device]) -> bool:
     On accelerators, processes that compile together divide the search for the quickest kernels
     among them, and wait for what the others have found.
     """
-    first, *others = devices
+    first, *rest = devices
     return platform_of(first.platform).is_host or all(
-        d.process_index == first.process_index for d in others
+        d.process_index == first.process_index for d in rest
     )
 
 
@@ -64,7 +64,7 @@ def key_of(devices: Sequence[jax.Device], *wish: object) -> bytes | None:
     return hashlib.sha256(repr((where, wish)).encode()).digest()
 
 
-class Executables(KeptFiles):
+class ExecutableFiles(KeptFiles):
     """The folder of executables; used by the compile thread only.
 
     Args:
@@ -79,12 +79,12 @@ class Executables(KeptFiles):
         )
         super().__init__(folder, limit_bytes, "compiled executables", advice)
 
-    def _made_by(self) -> bytes:
-        return _machine()
+    def _versions(self) -> bytes:
+        return machine()
 
 
 @functools.cache
-def _machine() -> bytes:
+def machine() -> bytes:
     """The versions, flags, threads and kind of processor that an executable depends on."""
     try:
         cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
@@ -92,7 +92,7 @@ def _machine() -> bytes:
     except OSError:
         processor = [*os.uname()]
     device = jax.devices()[0]
-    said = (
+    parts = (
         _FORMAT,
         jax.__version__,
         metadata.version("jaxlib"),
@@ -103,4 +103,4 @@ def _machine() -> bytes:
         os.environ.get(POOL_VARIABLES[0], ""),
         processor,
     )
-    return repr(said).encode()
+    return repr(parts).encode()

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from pw.devices.host.backend import Execute, Op, RunFunction, View, Watch
-from pw.devices.jax.quick import Quick
+from pw.devices.jax.quick import LONG_S, Quick
 from pw.devices.jax.threads import QueueThread
 from pw.devices.jax.values import is_made
 
@@ -31,10 +31,13 @@ class Execution:
     def __init__(
         self,
         handlers: Mapping[type, Callable[[Any], None]],
+        enqueue: Callable[[Execute], None],
         quick: Quick,
         failed: Callable[[BaseException], None],
     ) -> None:
         self.handlers = handlers
+        self.enqueue = enqueue
+        """Runs a computation for whose results nothing waits."""
         self.doing: Op | None = None
         """The op that runs now."""
         self._quick = quick
@@ -66,14 +69,31 @@ class Execution:
 
     def run_now(self, op: Execute) -> bool:
         """Run a computation on the loop, if it takes no time and nothing is before it."""
+        quick = self._quick
         with self._submitting:
-            if self._submitted != self._ended or self._closed or not self._pays_here((op,), False):
+            if (
+                self._submitted != self._ended
+                or self._closed
+                or not quick.may_run(op)
+                or not quick.comes_alone(time.monotonic())
+            ):
                 return False
-            self._run_here(deque((op,)))
+            if not jax.enable_x64.value:
+                self._run_here(deque((op,)))
+                return True
+            began_s = time.monotonic()
+            self.doing = op
+            try:
+                self.enqueue(op)
+            except Exception as error:  # noqa: BLE001 - the loop lives on
+                self._failed(error)
+            self.doing = None
+            if (took_s := time.monotonic() - began_s) > LONG_S:
+                quick.took(op.key, took_s)
             return True
 
     def append(self, function: Callable[[], None]) -> None:
-        """RunFunction `function` on the execute thread after all ops before; from any thread."""
+        """Run `function` on the execute thread after all ops before; from any thread."""
         with self._submitting:
             self._submitted += 1
             self.thread.put(deque([RunFunction(function)]))

@@ -9,7 +9,7 @@ Properties of the runtime that shape this file:
 - A client that connects and waits in vain aborts the process. So a roll-call comes first: after it, only
   a death within milliseconds aborts.
 - The public `jax.distributed.initialize` runs the service in rank 0 and cannot be undone. So the client is
-  put into JAX's own state by hand; only this file uses these private names.
+  put into JAX's own state by hand.
 - The end of the service aborts its clients. So the connection of the roll-call stays open as a lifeline
   until this process ends, and the service stays while there is a lifeline.
 - Joining holds JAX's backend lock: any other use of JAX in the process waits for it.
@@ -32,12 +32,11 @@ from typing import Any
 
 import jax
 import jax.extend.backend
-from jax._src import distributed, xla_bridge
 
 from pw.core.errors import Error
+from pw.core.jax_private import distributed, runtime
 from pw.core.platforms import jax_platform, platform_of
 from pw.core.processors import processors
-from pw.devices.jax.coordination import private_runtime
 
 # XLA sizes its CPU pools from these, and divides matrices for so many threads.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")
@@ -64,12 +63,12 @@ def prepare(platform: str, local_devices: int) -> None:
 
     Args:
         platform: the platform of the island's devices (`pw.core.platforms`).
-        local_devices: how many devices this host has; on CPU, how many to make.
+        local_devices: number of devices of this host; on CPU, the number to make.
 
     Raises:
         GroupError: JAX was used before, so that the settings would come too late.
     """
-    if xla_bridge.backends_are_initialized():
+    if runtime.is_started():
         raise GroupError("a worker must be prepared before its process uses JAX for the first time")
     set_pool(local_devices)
     # A worker must not narrow the types that a client has traced.
@@ -94,11 +93,11 @@ def join(
     """Enter the island's group; blocks until every host has come.
 
     Args:
-        address: of the epoch's coordination service, `host:port`; unused for one host.
+        address: address of the epoch's coordination service, `host:port`; unused for one host.
         rank: this host's position in the island, 0 <= rank < size.
         size: the number of hosts. With 1 there is no group, on any platform.
         epoch: the island's epoch.
-        local_devices: how many devices this host has.
+        local_devices: number of devices of this host.
         timeout_s: how long to wait for the other hosts, in seconds. If one dies within milliseconds
             after all have come, it takes up to a minute more.
         host: the address of this machine at which the other hosts' collectives dial it.
@@ -115,7 +114,7 @@ def join(
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
     where = _described(address, rank, size, epoch)
     if size > 1:
-        if xla_bridge.backends_are_initialized():
+        if runtime.is_started():
             raise GroupError(f"JAX is in use already, so this process cannot join {where}")
         set_pool(local_devices, size)
         enter(address, rank, size, epoch, timeout_s, host, platform)
@@ -171,7 +170,7 @@ def set_pool(local_devices: int, hosts: int = 1) -> None:
 
 def _connect(address: str, rank: int, size: int, where: str) -> None:
     try:
-        client: Any = private_runtime().get_distributed_runtime_client(
+        client: Any = distributed.private_runtime().get_distributed_runtime_client(
             address,
             rank,
             init_timeout=CONNECT_S,
@@ -182,11 +181,7 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
         client.connect()
     except RuntimeError as error:
         raise GroupError(f"could not join {where}: {error}") from error
-    state = distributed.global_state
-    state.client = client
-    state.process_id = rank
-    state.num_processes = size
-    state.coordinator_address = address
+    distributed.enter(client, rank, size, address)
 
 
 def _listen_at(host: str, platform: str) -> None:
@@ -219,9 +214,10 @@ def _make_cpu_client(host: str) -> Any:
     By default Gloo listens where this machine's name leads, such as the loopback or another
     network.
     """
-    client = distributed.global_state.client
-    gloo = private_runtime().make_gloo_tcp_collectives(distributed_client=client, hostname=host)
-    return xla_bridge.make_cpu_client(gloo)
+    gloo = distributed.private_runtime().make_gloo_tcp_collectives(
+        distributed_client=distributed.client(), hostname=host
+    )
+    return runtime.make_cpu_client(gloo)
 
 
 def _answer_roll_call(

@@ -26,7 +26,7 @@ _TYPES = {
     "c": {"T": "complex<f32>", "R": "f32", "C": "complex<f32>"},
     "z": {"T": "complex<f64>", "R": "f64", "C": "complex<f64>"},
 }
-"""By the letter of a kernel: its own type, the real type, the complex type."""
+"""Own type, real type and complex type of a kernel, by its letter."""
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, int]
@@ -44,7 +44,7 @@ class _Kernel(NamedTuple):
     options: Mapping[str, str] = {}
     """The letters that each option may be."""
     holds: Callable[[Sizes, Options], bool] = lambda sizes, options: True
-    """What else must be true."""
+    """Condition on the sizes and options."""
 
 
 _BOTH = "NV"
@@ -122,17 +122,17 @@ def check(
     Args:
         target: its name.
         operands: the element types and shapes; the first dimensions, alike in all, are a batch.
-        results: the same.
+        results: the element types and shapes of the results.
         options: the numbers in the call's `mhlo.backend_config`; a letter is its code.
-        batch_dims: how many dimensions the partitioner may take for a batch.
+        batch_dims: number of dimensions that the partitioner may take for a batch.
     """
-    found = _TARGET.fullmatch(target)
+    match = _TARGET.fullmatch(target)
     kernel = None
-    if found is not None:
-        kernel = _ALL.get(found[2]) or (_REAL if found[1] in "sd" else _COMPLEX).get(found[2])
-    if found is None or kernel is None:
+    if match is not None:
+        kernel = _ALL.get(match[2]) or (_REAL if match[1] in "sd" else _COMPLEX).get(match[2])
+    if match is None or kernel is None:
         raise CodeRefused(f"the function calls {target!r}, which is no function of LAPACK here")
-    types = {**_TYPES[found[1]], "I": "i32"}
+    types = {**_TYPES[match[1]], "I": "i32"}
     takes, gives = kernel.takes.split(), kernel.gives.split()
     if len(takes) != len(operands) or len(gives) != len(results):
         raise _wrong(target, f"{len(operands)} operands and {len(results)} results")
@@ -144,13 +144,13 @@ def check(
     if batch_dims > len(batch):
         raise _wrong(target, f"{batch_dims} batch dimensions, and has {len(batch)}")
     sizes: dict[str, int] = {}
-    for wanted, tensor in zip(takes, operands, strict=True):
-        _match(target, wanted, tensor, batch, types, sizes, learns=True)
+    for pattern, tensor in zip(takes, operands, strict=True):
+        _match(target, pattern, tensor, batch, types, sizes, learns=True)
     _derive(sizes, options, results, len(batch))
     if not kernel.holds(sizes, options):
         raise _wrong(target, f"operands of {_shown(operands)}, which do not fit one another")
-    for wanted, tensor in zip(gives, results, strict=True):
-        _match(target, wanted, tensor, batch, types, sizes, learns=False)
+    for pattern, tensor in zip(gives, results, strict=True):
+        _match(target, pattern, tensor, batch, types, sizes, learns=False)
 
 
 def _derive(sizes: dict[str, int], options: Options, results: Sequence[Tensor], batch: int) -> None:
@@ -167,7 +167,7 @@ def _derive(sizes: dict[str, int], options: Options, results: Sequence[Tensor], 
 
 def _match(
     target: str,
-    wanted: str,
+    pattern: str,
     tensor: Tensor,
     batch: tuple[int, ...],
     types: Mapping[str, str],
@@ -177,12 +177,14 @@ def _match(
 ) -> None:
     dtype, shape = tensor
     inner = shape[len(batch) :]
-    if dtype != types[wanted[0]] or shape[: len(batch)] != batch or len(inner) != len(wanted) - 1:
-        raise _wrong(target, f"an array of {_shown([tensor])} for {wanted!r}")
-    for name, size in zip(wanted[1:], inner, strict=True):
-        known = sizes.setdefault(name, size) if learns else sizes.get(name, -1)
-        if known != size:
-            raise _wrong(target, f"an array of {_shown([tensor])}, where one size must be {known}")
+    if dtype != types[pattern[0]] or shape[: len(batch)] != batch or len(inner) != len(pattern) - 1:
+        raise _wrong(target, f"an array of {_shown([tensor])} for {pattern!r}")
+    for name, size in zip(pattern[1:], inner, strict=True):
+        expected = sizes.setdefault(name, size) if learns else sizes.get(name, -1)
+        if expected != size:
+            raise _wrong(
+                target, f"an array of {_shown([tensor])}, where one size must be {expected}"
+            )
     if any(size < 0 for size in shape):
         raise _wrong(target, "an array without a fixed shape")
 

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core
-from jax._src.array import ArrayImpl
-from jax._src.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pw.core.errors import InternalError
-from pw.core.jax_releases import shards_by_device
+from pw.core.jax_private.arrays import array_of, aval_on, batched_device_put
+from pw.core.jax_private.releases import shards_by_device
 from pw.core.sharding import (
     ALIGNMENT_BYTES,
     ArraySpec,
@@ -124,8 +122,7 @@ def assemble_view(spec: ArraySpec, layout: DeviceLayout, shards: dict[int, jax.A
     _check_complete(layout, shards)
     aval = aval_of(spec.shape, spec.dtype, layout.sharding)
     placed: Any = [shards[position] for position in layout.local]
-    # The public function calls this as well, after checks that take six times as long.
-    return ArrayImpl(aval, layout.sharding, placed, committed=True, _skip_checks=True)
+    return array_of(aval, layout.sharding, placed)
 
 
 def _check_complete(layout: DeviceLayout, shards: Mapping[int, object]) -> None:
@@ -143,22 +140,19 @@ def put(
     _check_complete(layout, shards)
     aval = aval_of(spec.shape, spec.dtype, layout.sharding)
     placed = [shards[position] for position in layout.local]
-    # jax.make_array_from_callback calls this as well, after checks that take three times as long.
-    made: jax.Array = pxla.batched_device_put(
+    array: jax.Array = batched_device_put(
         aval, layout.sharding, placed, list(layout.local.values())
     )
-    return made
+    return array
 
 
 @lru_cache(maxsize=_AVALS_KEPT)
-def aval_of(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> core.ShapedArray:
+def aval_of(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
     """The type of an array, as JAX describes it."""
-    aval = core.ShapedArray(shape, dtype_of(dtype))
-    laid_out: core.ShapedArray = core.update_aval_with_sharding(aval, sharding)
-    return laid_out
+    return aval_on(jax.core.ShapedArray(shape, dtype_of(dtype)), sharding)
 
 
-def whole(box: Box, shape: tuple[int, ...]) -> bool:
+def is_whole(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether `box` is all of an array of `shape`."""
     return box == tuple([(0, size) for size in shape])
 
@@ -180,7 +174,7 @@ def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
     return sum(
         array.nbytes
         for _, box, array in parts
-        if not (whole(box, shape) and array.ctypes.data % ALIGNMENT_BYTES == 0)
+        if not (is_whole(box, shape) and array.ctypes.data % ALIGNMENT_BYTES == 0)
     )
 
 
@@ -201,14 +195,14 @@ def host_shards(
             )
         for position in holders:
             used[position].append(index)
-    made: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
+    by_recipe: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     shards = {}
     for position, indices in used.items():
         recipe = tuple(indices)
-        if recipe not in made:
+        if recipe not in by_recipe:
             chosen = [parts[index] for index in indices]
-            made[recipe] = _host_shard(shape, dtype, chosen, over_zeros=over_zeros)
-        shards[position] = made[recipe]
+            by_recipe[recipe] = _host_shard(shape, dtype, chosen, over_zeros=over_zeros)
+        shards[position] = by_recipe[recipe]
     return shards
 
 
@@ -218,7 +212,7 @@ def _host_shard(
     covered = sum(array.size for _, _, array in parts)
     if covered != math.prod(shape) and not (over_zeros and covered < math.prod(shape)):
         raise InternalError(f"the parts of a shard of shape {shape} cover {covered} elements of it")
-    if len(parts) == 1 and whole(parts[0][1], shape):
+    if len(parts) == 1 and is_whole(parts[0][1], shape):
         return parts[0][2]
     shard = aligned_empty(shape, dtype, np.zeros if over_zeros else np.empty)
     for _, box, array in parts:

@@ -10,20 +10,17 @@ Accelerators compile in the host, after another process has parsed and vetted th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.export
 import msgspec
-import numpy as np
-from jax._src.config import traceback_in_locations_limit
-from jax._src.interpreters import mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
-from jaxlib import _jax, xla_client
-from jaxlib.cpu import _lapack
 
+from pw.core.jax_private.compiling import CompileOptions, DeviceList, assignment_of, find_lapack
+from pw.core.jax_private.tracing import without_lines
 from pw.core.packing import ArrayType
 from pw.core.platforms import platform_of
 from pw.core.programs.stablehlo import CALLS, Facts, Stablehlo, decode, encode
@@ -41,20 +38,20 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExecutableFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of an executable besides itself."""
+    """Properties of an executable that JAX does not say of it."""
 
     is_straight: bool
     needs_lapack: bool
     partitions: int
     facts: Facts
     calls: tuple[tuple[int, tuple[ArrayType | None, ...]], ...] = ()
-    """The functions of its client that it calls, with their results."""
+    """Indices of the functions of its client that it calls, with their results."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
     """An executable that another process can load."""
 
-    made: ExecutableFacts
+    details: ExecutableFacts
     data: bytes
 
 
@@ -69,13 +66,11 @@ def examine(order: Order) -> None:
         module = parsed(code, context)
         vet(module, CALLS)
         calls_in(module, len(code.callbacks))
-        xla_client.CompileOptions.ParseFromString(code.options)  # some end the process
+        CompileOptions.ParseFromString(code.options)  # some end the process
 
 
 def make(
-    order: Order,
-    physical: Sequence[jax.Device],
-    functions: Functions = lambda calls: (),
+    order: Order, physical: Sequence[jax.Device], functions: Functions = lambda calls: ()
 ) -> tuple[ExecutableFacts, Any]:
     """Parse, vet and compile an artifact for these devices; return XLA's executable as well.
 
@@ -89,63 +84,53 @@ def make(
         options = options_of(code.options, physical)
         executable = compiled(module, options, physical, functions(calls))
     facts = facts_of(executable, physical)
-    made = ExecutableFacts(
-        vetted.is_straight,
-        vetted.needs_lapack,
-        options.num_partitions,
-        facts,
-        tuple(calls.items()),
+    details = ExecutableFacts(
+        vetted.is_straight, vetted.needs_lapack, options.num_partitions, facts, tuple(calls.items())
     )
-    return made, executable
+    return details, executable
 
 
 def reshard_of(spec: ArraySpec, source: NamedSharding, destination: NamedSharding) -> bytes:
     """Return the artifact of a function that returns its argument with another sharding."""
     function = jax.jit(lambda array: array, in_shardings=source, out_shardings=destination)
     like = jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
-    with traceback_in_locations_limit(0):
+    with without_lines():
         exported = jax.export.export(function)(like)
     return encode(Stablehlo(exported.mlir_module_serialized))
 
 
-def saved(made: ExecutableFacts, executable: Any) -> bytes:
+def saved(details: ExecutableFacts, executable: Any) -> bytes:
     """Return bytes for `load`. Raises if the platform cannot serialize executables."""
-    return _encode(Saved(made, executable.serialize()))
+    return _encode(Saved(details, executable.serialize()))
 
 
 def load(
     data: bytes, physical: Sequence[jax.Device], functions: Functions = lambda calls: ()
 ) -> tuple[ExecutableFacts, Any]:
     """Return what `saved` was given, for these devices. Raises if it is something else."""
-    found = _decode(data)
-    made = found.made
+    file = _decode(data)
+    details = file.details
     is_host = platform_of(physical[0].platform).is_host
-    if made.needs_lapack and is_host:
+    if details.needs_lapack and is_host:
         find_lapack()
-    options = _placement_of(made, physical) if is_host else None
+    options = _placement_of(details, physical) if is_host else None
     client: Any = physical[0].client
-    devices = _jax.DeviceList(tuple(physical))
-    calls = list(functions(dict(made.calls)))
-    return made, client.deserialize_executable(found.data, devices, options, calls)
+    devices = DeviceList(tuple(physical))
+    calls = list(functions(dict(details.calls)))
+    return details, client.deserialize_executable(file.data, devices, options, calls)
 
 
-def _placement_of(made: ExecutableFacts, physical: Sequence[jax.Device]) -> Any:
+def _placement_of(details: ExecutableFacts, physical: Sequence[jax.Device]) -> Any:
     """Options that say no more than on which devices an executable is loaded."""
-    options = xla_client.CompileOptions()
+    options = CompileOptions()
     build = options.executable_build_options
-    replicas = len(physical) // made.partitions
+    replicas = len(physical) // details.partitions
     options.num_replicas = build.num_replicas = replicas
-    options.num_partitions = build.num_partitions = made.partitions
+    options.num_partitions = build.num_partitions = details.partitions
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
-    ids = np.array([device.id for device in physical]).reshape(replicas, made.partitions)
-    options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    ids = [device.id for device in physical]
+    options.device_assignment = assignment_of(ids, replicas, details.partitions)
     return options
-
-
-@functools.cache
-def find_lapack() -> None:
-    """Have the native functions of linear algebra find their library: JAX does so when it lowers them."""
-    _lapack.initialize()
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax._src import compiler
+from jax.extend.backend import get_compile_options
 from jax.sharding import NamedSharding
-from jaxlib import _jax, xla_client
 
 from pw.core.errors import CompileError
+from pw.core.jax_private import stablehlo
+from pw.core.jax_private.arrays import devices_of, result_handler
+from pw.core.jax_private.compiling import CompileOptions, DeviceList, assignment_of, program_shape
 from pw.core.messages import Detail
 from pw.core.platforms import platform_of
 from pw.core.programs.program import Computation
@@ -57,7 +58,7 @@ _DEBUG_OPTIONS = (
 )
 
 _HOST_MEMORY = "S(5)"
-"""How XLA writes in a layout that an argument lies in host memory."""
+"""Text with which XLA says in a layout that an argument lies in host memory."""
 
 _ALIASES = re.compile(r"\binput_output_alias=\{(.*?\)) \}")
 _ALIASED = re.compile(r": \((\d+), \{")
@@ -84,14 +85,14 @@ class Module:
         self.executable = executable
         self.facts = facts
         self.is_straight = is_straight
-        """It has no loops, branches or native calls."""
+        """True if the module has no loops, branches or native calls."""
         self.calls_back = calls_back
-        """It may call functions of its client."""
+        """True if the module may call functions of its client."""
         self.raised = raised
-        """What those functions raise, if it runs on several devices."""
+        """Errors of those functions, if the module runs on several devices."""
 
-    def told(self, detail: Detail) -> Facts | str | dict[str, float]:
-        """What a client wants to know."""
+    def describe(self, detail: Detail) -> Facts | str | dict[str, float]:
+        """Return a detail that a client has asked for."""
         if detail is Detail.TEXT:
             return str(self.executable.get_hlo_text())
         if detail is Detail.COSTS:
@@ -104,14 +105,11 @@ class ClientCalling(NamedTuple):
     """A call that may take long, and must not run on the execute thread: it calls the client."""
 
     call: Call
-    """It returns when all that the computation calls has returned, and raises what a function has raised."""
+    """Returns when all that the computation calls has returned; raises what a function has raised."""
 
 
 def call_of(
-    module: Module,
-    computation: Computation,
-    devices: tuple[DeviceAddress, ...],
-    layouts: Layouts,
+    module: Module, computation: Computation, devices: tuple[DeviceAddress, ...], layouts: Layouts
 ) -> Call | ClientCalling:
     """A function that takes a `jax.Array` for each argument, and returns one for each result.
 
@@ -126,7 +124,7 @@ def call_of(
     for spec in computation.outputs:
         sharding = layouts.of(spec, devices).sharding
         aval = aval_of(spec.shape, spec.dtype, sharding)
-        handlers.append(_jax.array_result_handler(aval, sharding, True, _skip_checks=True))
+        handlers.append(result_handler(aval, sharding))
     execute = module.executable.execute_sharded
     takes = [layouts.of(spec, devices).sharding for spec in computation.inputs]
 
@@ -154,7 +152,7 @@ def call_of(
 def parsed(code: Stablehlo, context: Any) -> Any:
     """The MLIR module of an artifact. Raises CompileError."""
     try:
-        return _jax.mlir.deserialize_portable_artifact(code.module, context)
+        return stablehlo.parsed(code.module, context)
     except Exception as error:
         raise CompileError(f"the code of the function cannot be read: {error}") from error
 
@@ -169,7 +167,7 @@ def compiled(
     client: Any = physical[0].client
     try:
         return client.compile_and_load(
-            module, _jax.DeviceList(tuple(physical)), options, list(functions)
+            module, DeviceList(tuple(physical)), options, list(functions)
         )
     except Exception as error:
         raise CompileError(str(error)) from error
@@ -181,9 +179,7 @@ def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     An edge leaves an array alone if each device has its shard already, and XLA takes shards as they
     come.
     """
-    found: Any = array.sharding
-    wanted: Any = sharding
-    if found._device_assignment == wanted._device_assignment:
+    if devices_of(array.sharding) == devices_of(sharding):
         return array
     shards = [*local_shards(array).values()]
     return jax.make_array_from_single_device_arrays(
@@ -197,9 +193,9 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
     If it sends none, they are JAX's own.
     """
     if sent:
-        asked = xla_client.CompileOptions.ParseFromString(sent)
+        asked = CompileOptions.ParseFromString(sent)
     else:
-        asked = compiler.get_compile_options(1, len(devices))
+        asked = get_compile_options(1, len(devices))
     replicas, partitions = asked.num_replicas, asked.num_partitions
     if replicas * partitions != len(devices) or replicas < 1:
         raise CompileError(
@@ -207,7 +203,7 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
             f"{len(devices)} devices"
         )
     overrides = harmless_options(asked.env_option_overrides)
-    options = compiler.get_compile_options(replicas, partitions)
+    options = get_compile_options(replicas, partitions)
     options.env_option_overrides = overrides
     build, asked_build = options.executable_build_options, asked.executable_build_options
     build.num_replicas, build.num_partitions = replicas, partitions
@@ -215,8 +211,8 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
         setattr(build, name, getattr(asked_build, name))
     for name in _DEBUG_OPTIONS:
         setattr(build.debug_options, name, getattr(asked_build.debug_options, name))
-    ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
-    options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    ids = [device.id for device in devices]
+    options.device_assignment = assignment_of(ids, replicas, partitions)
     if not platform_of(devices[0].platform).is_host:
         # Otherwise the hosts of a gang would wait for one another while they compile; but clients ask
         # them in any order.
@@ -230,13 +226,13 @@ def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
 def facts_of(executable: Any, devices: Sequence[jax.Device]) -> Facts:
     module = executable.hlo_modules()[0]
     proto = module.as_serialized_hlo_module_proto()
-    program = xla_client.XlaComputation(proto).program_shape()
+    program = program_shape(proto)
     result = program.result_shape()
     results = result.tuple_shapes() if result.is_tuple() else [result]
     parameters = program.parameter_shapes()
     own = devices[0].default_memory().kind
-    taken = [own if _HOST_MEMORY not in str(shape) else "pinned_host" for shape in parameters]
-    inputs = _shards(parameters, executable.get_parameter_shardings(), taken)
+    memories = [own if _HOST_MEMORY not in str(shape) else "pinned_host" for shape in parameters]
+    inputs = _shards(parameters, executable.get_parameter_shardings(), memories)
     kinds = executable.get_output_memory_kinds()[0]
     outputs = _shards(results, executable.get_output_shardings(), kinds)
     sizes = executable.get_compiled_memory_stats()
@@ -256,14 +252,14 @@ def facts_of(executable: Any, devices: Sequence[jax.Device]) -> Facts:
 def _shards(
     shapes: Sequence[Any], shardings: Sequence[Any] | None, kinds: Sequence[str]
 ) -> tuple[ShardFacts, ...]:
-    found = []
+    shards = []
     for index, shape in enumerate(shapes):
         sharding = shardings[index].SerializeToString() if shardings is not None else b""
         if shape.is_token():
-            found.append(ShardFacts(_TOKEN, (0,), sharding, (0,), 0, kinds[index]))
+            shards.append(ShardFacts(_TOKEN, (0,), sharding, (0,), 0, kinds[index]))
             continue
         layout = shape.layout()
-        found.append(
+        shards.append(
             ShardFacts(
                 shape.numpy_dtype().name,
                 tuple(shape.dimensions()),
@@ -273,27 +269,27 @@ def _shards(
                 kinds[index],
             )
         )
-    return tuple(found)
+    return tuple(shards)
 
 
 def _donated(header: str) -> tuple[int, ...]:
     """The positions of the arguments whose buffers a module takes, by the first line of its text."""
     positions: set[int] = set()
     for section, entry in ((_ALIASES, _ALIASED), (_DONORS, _DONOR)):
-        if found := section.search(header):
-            positions.update(int(position) for position in entry.findall(found[1]))
+        if match := section.search(header):
+            positions.update(int(position) for position in entry.findall(match[1]))
     return tuple(sorted(positions))
 
 
 def _check(facts: Facts, computation: Computation, own_memory: str) -> None:
     """Raise CompileError unless a module takes, gives and donates what a computation says."""
-    for what, found, specs in (
+    for what, actual, specs in (
         ("arguments", facts.inputs, computation.inputs),
         ("results", facts.outputs, computation.outputs),
     ):
         if any(spec.placement != computation.placement for spec in specs):
             raise CompileError(f"the {what} of the function lie on other devices than the function")
-        shards = [(one.shape, "bool" if one.dtype == _TOKEN else one.dtype) for one in found]
+        shards = [(one.shape, "bool" if one.dtype == _TOKEN else one.dtype) for one in actual]
         wanted = [(_shard_shape(spec), spec.dtype) for spec in specs]
         if shards != wanted:
             raise CompileError(

@@ -21,17 +21,17 @@ import numpy as np
 from pw.core.errors import ErrorReport, PythonRefused
 from pw.core.functions.parts import HostPart, share_of
 from pw.core.messages import ThreadReport
-from pw.core.programs.program import Computation, Kind
+from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Execute, relative
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
-from pw.devices.jax.answers import Answers
+from pw.devices.jax.answers import ResultAnswers
 from pw.devices.jax.layouts import Layouts, aligned_empty, host_shards, local_shards, put
 from pw.devices.jax.threads import QueueThread
 from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures, awaited, fail
-from pw.devices.python.confining import NO_BOUNDS, Bounds
+from pw.devices.python.confining import NO_BOUNDS, ChildBounds
 from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
 from pw.devices.python.wire import Load
 
@@ -65,13 +65,13 @@ class PythonFunctions:
 
     _host: str
     _layouts: Layouts
-    _answers: Answers
+    _answers: ResultAnswers
     _failures: Failures
     _output: Output
     _allowed: bool
     _failed: Callable[[BaseException], None]
     _timing: Timing
-    _bounds: Bounds = NO_BOUNDS
+    _bounds: ChildBounds = NO_BOUNDS
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,12 +90,14 @@ class PythonFunctions:
                 f"{computation.name!r} is a Python function, and this host runs none from clients; its "
                 "owner can start it with pw-worker --allow-python, or LocalCluster(allow_python=True)"
             )
-        is_stream = computation.kind is Kind.STREAM
-        # The last result of a stream differs by device, and not by the part of the data.
-        counted = len(computation.outputs) - 1 if is_stream else None
+        traits = computation.traits
+        # The state differs by device, and not by the part of the data.
+        counted = len(computation.outputs) - 1 if traits.keeps_state else None
         share = share_of(computation.name, computation.outputs, devices, self._host, counted)
         owner = owner_of(key)
-        name: Hashable = (owner, computation.artifact, share.index) if is_stream else owner
+        name: Hashable = owner
+        if traits.keeps_state:
+            name = owner, computation.artifact, share.index
         with self._lock:
             worker = self._workers.get(name)
             if worker is None:
@@ -106,7 +108,9 @@ class PythonFunctions:
                 )
             worker.keys.add(key)
             worker.process.load(Load(key, artifact, share))
-        return PythonFunction(key, share, computation.outputs, devices, is_stream, worker)
+        return PythonFunction(
+            key, share, computation.outputs, devices, traits.is_repeatable, worker
+        )
 
     def forget(self, function: PythonFunction) -> None:
         """Drop a function after the calls so far; end its process after its last function."""
@@ -183,16 +187,16 @@ class PythonFunctions:
     def _fill(self, function: PythonFunction, op: Execute) -> None:
         """Run the function and fill the results. Raises what the function raises."""
         shards = [next(iter(local_shards(value.payload).values())) for value in op.args]
-        given = [np.asarray(shard) for shard in shards]
+        arguments = [np.asarray(shard) for shard in shards]
         process, share = function.worker.process, function.share
         try:
-            made = process.call(function.key, given, self._output.write)
+            results = process.call(function.key, arguments, self._output.write)
         except ProcessEnded:
             if not function.is_repeatable:
                 raise
-            made = process.call(function.key, given, self._output.write)
+            results = process.call(function.key, arguments, self._output.write)
         arrays = []
-        for result, region, spec in zip(made, share.boxes, function.outputs, strict=True):
+        for result, region, spec in zip(results, share.boxes, function.outputs, strict=True):
             layout = self._layouts.of(spec, function.devices)
             parts = [
                 (positions, relative(box), result[_inside(box, region)])

@@ -32,7 +32,7 @@ CLOCK_S = 200e-6
 """The bounds for the fastest call of a trial: on busy cores, with cold caches, small calls take 60 to 90 µs."""
 
 LONG_S = 1e-3
-"""A quick computation that takes longer than this is on trial again."""
+"""Seconds after which a quick computation is on trial again."""
 
 SOON_S = 100e-6
 """Computations that follow one another within this time keep the execute thread awake."""
@@ -111,17 +111,17 @@ class Quick:
         if device is None or op.failed is not None:
             return False
         try:
-            return self._has_room(device) and all(is_ready(value) for value in op.args)
+            for value in op.args:
+                if not is_ready(value):
+                    return False
+            for where in (device, None):
+                newest = self._newest.get(where)
+                if newest is None:
+                    continue
+                last = newest()
+                if last is None or not is_ready(last):
+                    return False
+                self._newest[where] = None
+            return True
         except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
             return False
-
-    def _has_room(self, device: int) -> bool:
-        for where in (device, None):
-            newest = self._newest.get(where)
-            if newest is None:
-                continue
-            value = newest()
-            if value is None or not is_ready(value):
-                return False
-            self._newest[where] = None
-        return True

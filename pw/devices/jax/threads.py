@@ -27,22 +27,28 @@ from pw.core.messages import ThreadReport
 Item = TypeVar("Item")
 
 DOZE_S = 0.001
-"""How long an unhurried call may wait for the loop."""
+"""Seconds that an unhurried call may wait for the loop."""
 
 STACK_FRAMES = 12
 """Calls shown of a thread that is at work."""
 
 
 class Completions:
-    """Calls made on the loop thread on behalf of other threads."""
+    """Calls made on the loop thread on behalf of other threads.
 
-    def __init__(self, loop: AbstractEventLoop) -> None:
+    Args:
+        loop: of the thread.
+        doze_s: seconds that an unhurried call may wait for the loop.
+    """
+
+    def __init__(self, loop: AbstractEventLoop, doze_s: float = DOZE_S) -> None:
         self._loop = loop
+        self._doze_s = doze_s
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
         self._unhurried = False
         self._dozing = False
-        """The loop looks again by itself, within `DOZE_S`."""
+        """True if the loop will look again within `doze_s` without a wake-up."""
         self._loop_ident = 0
         """The loop's thread, which need not wake itself; known after its first look."""
         self._closed = False
@@ -59,9 +65,9 @@ class Completions:
         self._wake()
 
     def post_unhurried(self, function: Callable[..., None], *args: Any) -> None:
-        """The same, but within `DOZE_S`, so that many calls wake the loop once.
+        """Do as `post`, but within `doze_s`, so that many calls wake the loop once.
 
-        The first call wakes the loop, which then looks again after each `DOZE_S` until it finds
+        The first call wakes the loop, which then looks again after each `doze_s` until it finds
         nothing. `_dozing` is cleared, like `_woken`, before the deque is read.
         """
         if self._closed:
@@ -87,9 +93,9 @@ class Completions:
     def fail(self, error: BaseException) -> None:
         """Raise `error` on the loop, whose exception handler reports it."""
         if not isinstance(error, Exception):  # it might end the loop
-            told = InternalError(f"{type(error).__name__}: {error}")
-            told.__cause__ = error
-            error = told
+            wrapper = InternalError(f"{type(error).__name__}: {error}")
+            wrapper.__cause__ = error
+            error = wrapper
         self.post(_raise, error)
 
     def close(self) -> None:
@@ -107,7 +113,7 @@ class Completions:
         self._loop_ident = threading.get_ident()
         if self._unhurried and not self._dozing:
             self._unhurried, self._dozing = False, True
-            self._loop.call_later(DOZE_S, self._look_again)
+            self._loop.call_later(self._doze_s, self._look_again)
         try:
             for _ in range(len(self._calls)):
                 if not self._calls:
@@ -127,7 +133,7 @@ class QueueThread(Generic[Item]):
     It runs with 64-bit types enabled: a worker must not narrow the types that a client has traced.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         handle: called with each item.
         failed: called with what `handle` raises.
         nap_s: how long it sleeps after each item, so that many items in a row wake it a few times
@@ -199,8 +205,8 @@ def join_all(threads: list[QueueThread[Any]], timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.stop()
-    held = [t for t in threads if not t.join(max(0.0, deadline_s - time.monotonic()))]
-    return not held
+    blocked = [t for t in threads if not t.join(max(0.0, deadline_s - time.monotonic()))]
+    return not blocked
 
 
 def _raise(error: BaseException) -> None:

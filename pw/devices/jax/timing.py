@@ -36,16 +36,16 @@ class Timing:
             is_ready = True
         ended_s = time.monotonic() if is_ready else 0.0
         serial = next(self._serials)
-        maker, others = 0, None
+        maker, rest = 0, None
         for value in op.args:
             made_by = value.record
             if made_by and made_by != maker:
                 if not maker:
                     maker = made_by
-                elif others is None:
-                    others = {made_by}
+                elif rest is None:
+                    rest = {made_by}
                 else:
-                    others.add(made_by)
+                    rest.add(made_by)
         for value in op.results:
             value.record = serial
         run, segment, what = op.origin
@@ -58,7 +58,7 @@ class Timing:
             serial,
             what,
             maker,
-            () if others is None else tuple(others),
+            () if rest is None else tuple(rest),
         )
         if not is_ready:
             assert last is not None

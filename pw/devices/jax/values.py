@@ -34,7 +34,7 @@ _NO_ROOM = (
     "pw.memory() shows what the devices hold. Delete arrays, donate arguments that are not used again, divide "
     "arrays over more devices, or use smaller batches"
 )
-"""What a user does when a computation finds no memory."""
+"""Advice for a user whose computation finds no memory."""
 
 
 class Failures:
@@ -52,16 +52,16 @@ class Failures:
     def report(self, error: BaseException, computation: str = "") -> ErrorReport:
         """Describe an error that was raised by the computation of this name."""
         words = str(error)
-        kind: type[Error] = ComputationFailed
+        error_type: type[Error] = ComputationFailed
         if "RESOURCE_EXHAUSTED" in words:
-            kind = OutOfDeviceMemory
+            error_type = OutOfDeviceMemory
         elif jax.process_count() > 1 and any(library in words for library in _COLLECTIVES):
-            kind = HostLost
-        report = ErrorReport.of(error, self._host, kind)
+            error_type = HostLost
+        report = ErrorReport.of(error, self._host, error_type)
         words = report.message
         if computation:
             words = f"the computation {computation!r} failed: {words}"
-        if kind is OutOfDeviceMemory:
+        if error_type is OutOfDeviceMemory:
             words = f"{words.removesuffix('.')}. {_NO_ROOM}"
         return msgspec.structs.replace(report, message=words)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 
 from pw.core.errors import CodeRefused
 from pw.devices.jax import kernels
@@ -23,9 +23,10 @@ _HOST_CHANNELS = frozenset(
     {"stablehlo.send", "stablehlo.recv", "stablehlo.infeed", "stablehlo.outfeed"}
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-"""What StableHLO modules of JAX consist of."""
+"""Dialects of the StableHLO modules of JAX."""
 _LAYOUT = "LayoutConstraint"
-"""A mark of `with_sharding_constraint` with a `Layout`, which the compiler replaces: it looks at no shapes."""
+"""Target of a mark of `with_sharding_constraint` with a `Layout`; the compiler, which replaces it, looks at no
+shapes."""
 _INSTEAD = {
     "ragged_all_to_all": (
         "jax.lax.ragged_all_to_all writes wherever its offsets say. Pad the parts, and use jax.lax.all_to_all"
@@ -35,7 +36,7 @@ _INSTEAD = {
         "jax.lax.with_sharding_constraint"
     ),
 }
-"""What to use in the place of functions of JAX that are refused, and why."""
+"""Advice for functions of JAX that are refused, with the reason."""
 _ALLOWED_TARGETS = re.compile(
     r"(?:cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
     r"|(?:cu|hip)_(?:threefry2x32_ffi|lu_pivots_to_permutation)"
@@ -50,16 +51,16 @@ class Vetted(NamedTuple):
     """What is known of code that is harmless."""
 
     is_straight: bool
-    """It has no loops, branches or native calls, so each call takes about as long."""
+    """True if it has no loops, branches or native calls, so that calls take equally long."""
     needs_lapack: bool
-    """It calls LAPACK, which the process that runs it has to find first."""
+    """True if it calls LAPACK, which the process that runs it has to find first."""
 
 
 def vet(module: Any, more_targets: Collection[str] = ()) -> Vetted:
     """Raise CodeRefused if a StableHLO module calls native functions that are not listed, or its host.
 
     Args:
-        module: as MLIR has parsed it.
+        module: module as MLIR has parsed it.
         more_targets: native functions that are allowed as well.
     """
     refused: list[CodeRefused] = []
@@ -120,21 +121,21 @@ def _tensor(target: str, mlir_type: Any) -> kernels.Tensor:
 def _options(attributes: Any) -> dict[str, int]:
     if "mhlo.backend_config" not in attributes:
         return {}
-    found = {}
+    options = {}
     config: Any = ir.DictAttr(attributes["mhlo.backend_config"])
     for named in config:
         if isinstance(named.attr, ir.BoolAttr | ir.IntegerAttr):
-            found[named.name] = int(named.attr.value)
-    return found
+            options[named.name] = int(named.attr.value)
+    return options
 
 
 def _batch_dims(attributes: Any) -> int:
     """How many dimensions the partitioner may divide, as the module says."""
-    said = "0"
+    dims = "0"
     if "mhlo.frontend_attributes" in attributes:
         marks = ir.DictAttr(attributes["mhlo.frontend_attributes"])
         if "num_batch_dims" in marks:
-            said = ir.StringAttr(marks["num_batch_dims"]).value
-    if not said.isdecimal() or len(said) > 2:
-        raise CodeRefused(f"the function calls LAPACK with {said!r} batch dimensions")
-    return int(said)
+            dims = ir.StringAttr(marks["num_batch_dims"]).value
+    if not dims.isdecimal() or len(dims) > 2:
+        raise CodeRefused(f"the function calls LAPACK with {dims!r} batch dimensions")
+    return int(dims)

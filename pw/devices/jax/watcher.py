@@ -50,7 +50,7 @@ class Watchers:
         self._busy: dict[Hashable, list[_Line]] = {}
         self._idle: list[_Line] = []
         self._numbers = count()
-        self._made = 0
+        self._line_count = 0
         self._closed = False
 
     def wait(self, place: Hashable, order: int, array: Any, ready: Callable[[], None]) -> None:
@@ -85,8 +85,8 @@ class Watchers:
             return [line.thread for line in (*lines, *self._idle)]
 
     def _new_line(self) -> _Line:
-        self._made += 1
-        return _Line(f"pw-watch-{self._made}", self._wait_in_line, self._failed)
+        self._line_count += 1
+        return _Line(f"pw-watch-{self._line_count}", self._wait_in_line, self._failed)
 
     def _wait_in_line(self, line: _Line, first: _Question) -> None:
         """On the thread of `line`, until it has no question left."""

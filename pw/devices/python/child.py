@@ -20,11 +20,11 @@ import numpy as np
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
 from pw.core.functions.parts import HostPart
 from pw.devices.python.wire import (
-    Begin,
-    Call,
+    BeginFunction,
+    CallRaised,
     Drop,
+    FunctionCall,
     Load,
-    Raised,
     Returned,
     ToHost,
     ToProcess,
@@ -52,7 +52,7 @@ class _Host:
             os._exit(0)
 
 
-class _Stream:
+class _ChildStream:
     """A standard stream whose text goes to the client."""
 
     encoding, errors = "utf-8", "backslashreplace"
@@ -63,13 +63,13 @@ class _Stream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As for any text stream."""
+        """Send text to the client."""
         if text:
             self._host.send(Wrote(self._is_error, text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """As for any text stream."""
+        """Send lines to the client."""
         for line in lines:
             self.write(line)
 
@@ -95,15 +95,15 @@ class _Functions:
         elif isinstance(message, Drop):
             self._loads.pop(message.key, None)
             self._loaded.pop(message.key, None)
-        elif isinstance(message, Call):
+        elif isinstance(message, FunctionCall):
             share = self._loads[message.key].share
             try:
                 function = self._loaded.get(message.key) or self._load(message.key, share)
-                made = function(share, *arrays)
+                result = function(share, *arrays)
             except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-                self._host.send(Raised(_reported(error)))
+                self._host.send(CallRaised(_reported(error)))
             else:
-                self._host.send(Returned(), made)
+                self._host.send(Returned(), result)
 
     def _load(self, key: bytes, share: HostPart) -> Any:
         # Equal code is one object: a stream's position is in it.
@@ -147,15 +147,15 @@ def _answer(questions: socket.socket, worker: int) -> None:
 
 def main() -> None:
     """Serve the host."""
-    begin = parent(Begin, descriptors=1)
+    begin = parent(BeginFunction, descriptors=1)
     try:
         questions = socket.socket(fileno=begin.receive().descriptors[0])
         host = _Host(Channel(begin.socket.detach(), ToProcess, np.empty))
         threading.Thread(
             target=_answer, args=(questions, threading.get_ident()), daemon=True
         ).start()
-        sys.stdout = _Stream(host, False, sys.stdout)
-        sys.stderr = _Stream(host, True, sys.stderr)
+        sys.stdout = _ChildStream(host, False, sys.stdout)
+        sys.stderr = _ChildStream(host, True, sys.stderr)
         logging.basicConfig(level=logging.WARNING)
         functions = _Functions(host)
         while True:

@@ -17,19 +17,19 @@ from typing import NamedTuple
 MEMORY_VARIABLE = "PW_PYTHON_MEMORY"
 """Bounds the memory that the process may take, in bytes."""
 CONFINE_VARIABLE = "PW_PYTHON_CONFINE"
-"""Says that the functions are of tenants: they may not have capabilities, or the host's secrets."""
+"""Variable that is set if the functions are of tenants, who get no capabilities and no secrets of the host."""
 
 
-class Bounds(NamedTuple):
+class ChildBounds(NamedTuple):
     """What the Python processes of a host may do."""
 
     memory_bytes: int = 0
-    """Of each; 0 for no bound."""
+    """Bytes of memory of each process; 0 for no bound."""
     strangers: bool = False
     """The functions are of other users than the host's."""
 
 
-NO_BOUNDS = Bounds()
+NO_BOUNDS = ChildBounds()
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
@@ -37,21 +37,21 @@ _OWN = re.compile(r"PW_")
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 
 
-def environment(variables: Mapping[str, str], bounds: Bounds) -> dict[str, str]:
+def environment(variables: Mapping[str, str], bounds: ChildBounds) -> dict[str, str]:
     """Return the environment of a Python process: the host's without credentials.
 
     Strangers get no variable that is named like a secret.
     """
-    found = {
+    result = {
         name: value
         for name, value in variables.items()
         if not _OWN.match(name) and not (bounds.strangers and _SECRET.search(name))
     }
     if bounds.memory_bytes:
-        found[MEMORY_VARIABLE] = str(bounds.memory_bytes)
+        result[MEMORY_VARIABLE] = str(bounds.memory_bytes)
     if bounds.strangers:
-        found[CONFINE_VARIABLE] = "1"
-    return found
+        result[CONFINE_VARIABLE] = "1"
+    return result
 
 
 def confine() -> str:

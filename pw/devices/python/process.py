@@ -12,19 +12,27 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import ComputationFailed, ErrorReport
-from pw.devices.python.confining import NO_BOUNDS, Bounds
+from pw.devices.python.confining import NO_BOUNDS, ChildBounds
 from pw.devices.python.confining import environment as inherited
-from pw.devices.python.wire import Begin, Call, Drop, Load, Raised, ToHost, Wrote
+from pw.devices.python.wire import (
+    BeginFunction,
+    CallRaised,
+    Drop,
+    FunctionCall,
+    Load,
+    ToHost,
+    Wrote,
+)
 from pw.processes.channel import Empty
 from pw.processes.child import Child, ending, import_path, interpreter
 
 _ANSWER_S = 0.1
-"""How long a process may take to say where it is; the host's loop waits for it."""
+"""Seconds in which a process says where in the code it is; the host's loop waits for it."""
 
 _ANSWER_BYTES = 1 << 16
 
 _END_S = 5.0
-"""How long the end of a process is waited for, before it is killed."""
+"""Seconds that the end of a process is waited for, before it is killed."""
 
 
 class FunctionRaised(Exception):
@@ -45,16 +53,16 @@ class PythonProcess:
     One thread calls `call`; any thread may call the other methods.
 
     Args:
-        environment: what differs from this process's environment.
+        environment: returns the variables that differ from this process's.
         empty: makes memory for results.
-        bounds: of what the process may do.
+        bounds: bounds of what the process may do.
     """
 
     def __init__(
         self,
         environment: Callable[[], dict[str, str]],
         empty: Empty,
-        bounds: Bounds = NO_BOUNDS,
+        bounds: ChildBounds = NO_BOUNDS,
     ) -> None:
         self._environment = environment
         self._empty = empty
@@ -65,8 +73,8 @@ class PythonProcess:
         self._child: Child[ToHost] | None = None
         self._questions: socket.socket | None = None
         self._loads: dict[bytes, Load] = {}
-        self._known: set[bytes] = set()
-        """Keys that the running process knows."""
+        self._child_keys: set[bytes] = set()
+        """Keys of the functions that the running process has."""
         self._closed = False
 
     @property
@@ -96,17 +104,14 @@ class PythonProcess:
         """Forget a function; on the thread of `call`."""
         with self._lock:
             self._loads.pop(key, None)
-            child = self._child if key in self._known else None
-            self._known.discard(key)
+            child = self._child if key in self._child_keys else None
+            self._child_keys.discard(key)
         if child is not None:
             with contextlib.suppress(OSError):
                 child.channel.send(Drop(key))
 
     def call(
-        self,
-        key: bytes,
-        arrays: Sequence[np.ndarray[Any, Any]],
-        wrote: Callable[[bool, str], None],
+        self, key: bytes, arrays: Sequence[np.ndarray[Any, Any]], wrote: Callable[[bool, str], None]
     ) -> list[np.ndarray[Any, Any]]:
         """Call a function; `wrote` takes what it writes meanwhile.
 
@@ -119,24 +124,24 @@ class PythonProcess:
             if self._child is None and not self._closed:
                 self._start()
             child = self._child
-            is_known = key in self._known
-            self._known.add(key)
+            is_loaded = key in self._child_keys
+            self._child_keys.add(key)
         name = load.share.name
         if child is None:
             raise ProcessEnded(_failed(f"the host ended before it called {name!r}"))
         try:
             with self._calling:
-                if not is_known:
+                if not is_loaded:
                     child.channel.send(load)
-                child.channel.send(Call(key), arrays)
+                child.channel.send(FunctionCall(key), arrays)
                 while True:
-                    message, made, _ = child.channel.receive()
+                    message, results, _ = child.channel.receive()
                     if isinstance(message, Wrote):
                         wrote(message.is_error, message.text)
-                    elif isinstance(message, Raised):
+                    elif isinstance(message, CallRaised):
                         raise FunctionRaised(message.report)
                     else:
-                        return made
+                        return results
         except (OSError, EOFError):
             words = f"the Python process of the host {self._ended()} while it ran {name!r}"
             raise ProcessEnded(_failed(f"{words}; the next call starts another one")) from None
@@ -163,9 +168,9 @@ class PythonProcess:
             begin = interpreter("pw.devices.python.entry", (), environment, shows_output=True)
             child: Child[ToHost] = Child(begin, ToHost, self._empty)
             with contextlib.suppress(OSError):  # it has ended; the first call hears that
-                child.channel.send(Begin(), descriptors=[answers.fileno()])
+                child.channel.send(BeginFunction(), descriptors=[answers.fileno()])
         self._child, self._questions = child, questions
-        self._known = set()
+        self._child_keys = set()
 
     def _ended(self) -> str:
         """Forget the process; return how it ended."""

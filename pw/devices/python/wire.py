@@ -1,7 +1,7 @@
 """What crosses the channel between a host and its Python processes.
 
-The host sends `Begin`, then `Load`, `Call` and `Drop`; the process answers each `Call` with `Returned`
-or `Raised`, after any `Wrote`.
+The host sends `BeginFunction`, then `Load`, `FunctionCall` and `Drop`; the process answers each `FunctionCall`
+with `Returned` or `CallRaised`, after any `Wrote`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pw.core.errors import ErrorReport
 from pw.core.functions.parts import HostPart
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BeginFunction(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The host has a process begin; the socket for questions comes with this."""
 
 
@@ -24,7 +24,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     share: HostPart
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FunctionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The host has a process call a function with the arrays that come with this."""
 
     key: bytes
@@ -47,11 +47,11 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The function returned the arrays that come with this."""
 
 
-class Raised(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CallRaised(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The function raised, or could not be loaded."""
 
     report: ErrorReport
 
 
-ToProcess = Load | Call | Drop
-ToHost = Wrote | Returned | Raised
+ToProcess = Load | FunctionCall | Drop
+ToHost = Wrote | Returned | CallRaised

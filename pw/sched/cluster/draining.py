@@ -18,10 +18,10 @@ from pw.core.errors import ArgumentError, Error, ErrorReport, HostLost, Insuffic
 from pw.core.ids import Address, executor_of, session_of
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory, Island, counted
-from pw.sched.cluster.slices import Slices
+from pw.sched.cluster.slices import SliceTable
 
 AGAIN_S = 1.0
-"""How often to look for a host that is restarting, or that an earlier controller may have had."""
+"""Seconds between two looks for a host that is restarting, or that an earlier controller may have had."""
 
 
 @dataclass(eq=False, repr=False)
@@ -30,12 +30,12 @@ class Drains(Part):
 
     env: Env
     inventory: Inventory
-    slices: Slices
+    slices: SliceTable
     epochs: Epochs
     _asked: dict[str, list[msg.DrainHost]] = field(default_factory=dict, init=False)
-    """The requests to answer when a host is drained."""
+    """Requests to answer when a host is drained, by the host."""
     _left: dict[str, str] = field(default_factory=dict, init=False)
-    """The islands that drained hosts have left."""
+    """Islands that drained hosts have left, by the host."""
 
     @handles(msg.DrainHost)
     def _drain(self, sender: Address, message: msg.DrainHost) -> None:
@@ -43,12 +43,12 @@ class Drains(Part):
         node, inventory = message.node, self.inventory
         island = inventory.island_of(node)
         if island is None and not (node in inventory.draining or node in inventory.spares):
-            may_come = any(node in known.awaited for known in inventory.islands.values())
+            may_come = any(node in each.awaited for each in inventory.islands.values())
             if may_come or self.env.now_s() < inventory.settling_until_s:
                 self.env.call_later(AGAIN_S, message)
                 return
-            known = sorted(n for i in inventory.islands.values() for n in i.hosts)
-            error = ArgumentError(f"there is no host {node!r}; there are {', '.join(known)}")
+            names = sorted(n for i in inventory.islands.values() for n in i.hosts)
+            error = ArgumentError(f"there is no host {node!r}; there are {', '.join(names)}")
             self._answer(message, error)
             return
         if island is not None and (objection := self._objection(island, node)) is not None:
@@ -73,7 +73,7 @@ class Drains(Part):
 
     @handles(msg.AskToLeave)
     def _ask_to_leave(self, sender: Address, message: msg.AskToLeave) -> None:
-        """Empty the host that asks, and have it end; at once if no other host can take what it has."""
+        """Empty the host that asks, and have it end; at once if no other host can take its slices."""
         node, island = sender.node, self.inventory.island_of(sender.node)
         objection = None if island is None else self._objection(island, node)
         if objection is None and (island is not None or node in self.inventory.spares):

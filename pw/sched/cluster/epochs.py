@@ -25,14 +25,14 @@ from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
-from pw.sched.cluster.slices import MOVE_S, Slices, WaitedEnough
+from pw.sched.cluster.slices import MOVE_S, SliceTable, WaitedEnough
 
 RETRY_S = 0.5
-"""How long to wait before an island is formed again whose epoch could not begin."""
+"""Seconds before an island is formed again whose epoch could not begin."""
 REJOIN_S = 15.0
-"""How long the rank of a host that was told to leave is kept for it."""
+"""Seconds for which the rank of a host that was told to leave is kept for the host."""
 RESTART_S = 2.0
-"""How long the rank of a host that died is kept for it, if there is a spare."""
+"""Seconds for which the rank of a host that died is kept for the host, if there is a spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Epochs(Part):
 
     env: Env
     inventory: Inventory
-    slices: Slices
+    slices: SliceTable
     tickets: bytes
-    """The public key of clients' tickets."""
+    """Public key with which hosts check the tickets of clients."""
     claims: Claims
 
     # --- hosts ---------------------------------------------------------------------------------------
@@ -101,22 +101,23 @@ class Epochs(Part):
         ):
             self._wait_as_spare(host, f"island {message.island} is not there yet")
             return
-        known = own or self.inventory.islands.get(message.island)
-        if known is None or known.is_abandoned(message):
-            former = known
-            known = self.inventory.declare(message, message.island_hosts)
+        former = own or self.inventory.islands.get(message.island)
+        if former is None or former.is_abandoned(message):
+            home = self.inventory.declare(message, message.island_hosts)
             if former is not None:
-                known.epoch, known.newest = former.epoch, former.newest
-                known.is_late = former.is_late
-        if (error := known.objection(node, message)) is not None:
+                home.epoch, home.newest = former.epoch, former.newest
+                home.is_late = former.is_late
+        else:
+            home = former
+        if (error := home.objection(node, message)) is not None:
             self._reject(host, error)
-        elif known.has_seat(node):
-            if message.island_hosts and known.name != message.island:
+        elif home.has_seat(node):
+            if message.island_hosts and home.name != message.island:
                 self._remember_home(message)
             self._greet(host)
-            self._seat(known, host)
+            self._seat(home, host)
         else:
-            self._wait_as_spare(host, f"island {known.name} has its hosts, or waits for them")
+            self._wait_as_spare(host, f"island {home.name} has its hosts, or waits for them")
 
     def _reject(self, host: Host, error: Error) -> None:
         self.env.log("warning", "host rejected", host=host.node, reason=str(error))
@@ -126,9 +127,9 @@ class Epochs(Part):
         """End the epoch that a host was in under an earlier controller."""
         name, node = message.island, sender.node
         self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
-        known = self.inventory.islands.get(name)
-        if known is None or not known.formed:
-            here = known.hosts if known else {}
+        former = self.inventory.islands.get(name)
+        if former is None or not former.formed:
+            here = former.hosts if former else {}
             island = self.inventory.declare(message, len(message.members))
             island.formed, island.ranks = True, list(message.members)
             for early in here.values():
@@ -142,7 +143,7 @@ class Epochs(Part):
             self.env.call_later(MOVE_S, partial(self._move, name, island.epoch))
             self.env.log("info", "island found", island=name, epoch=message.epoch, host=node)
         else:
-            island = known
+            island = former
             if island.state == "waiting" and node in island.ranks:
                 island.awaited.add(node)
         island.newest = max(island.newest, message.epoch)

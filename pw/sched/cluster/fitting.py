@@ -134,7 +134,7 @@ def _ranks(island: Island, request: AllocateSlice) -> Sequence[int]:
 
 
 def _runs_python(island: Island, node: str) -> bool:
-    """Whether a host runs Python functions; one that is away may say so when it is back."""
+    """Return whether a host runs Python functions; a host that is away may say so when it is back."""
     host = island.hosts.get(node)
     return host is None or host.registration.python
 

@@ -1,7 +1,7 @@
 """Which hosts there are, and where each is: in an island, waiting as a spare, or being drained.
 
 State and questions about it. `Epochs` changes the islands and spares, `Drains` the draining hosts,
-and `Slices` counts the load of devices.
+and `SliceTable` counts the load of devices.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pw.core.errors import Error, IslandFull, PlacementError
 from pw.core.sharding import DeviceAddress
 
 SETTLING_S = 30.0
-"""How long hosts of an earlier controller may take to register."""
+"""Seconds that hosts of an earlier controller may take to register."""
 
 Position = tuple[int, int]
-"""A device of an island by rank and ordinal; it outlives the host that has the rank."""
+"""Rank and ordinal of a device of an island; the position outlives the host that has the rank."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Host:
     node: str
     registration: msg.RegisterHost
     allowed: tuple[str, ...] = ()
-    """The only islands that its certificate allows; empty for all."""
+    """Names of the only islands that the certificate of the host allows; empty for all."""
 
     def may_join(self, island: str) -> bool:
         """Whether its certificate allows an island."""
@@ -47,25 +47,25 @@ class Island:
     local_devices: int
     epoch: int = 0
     newest: int = 0
-    """Its last epoch under any controller."""
+    """Number of the island's last epoch under any controller."""
     state: str = "waiting"
     hosts: dict[str, Host] = field(default_factory=dict)
-    """Its hosts that are registered."""
+    """Registered hosts of the island, by name."""
     ranks: list[str] = field(default_factory=list)
-    """The host that has each rank, or had it and may take it again."""
+    """Names of the hosts by rank: of each, the host that has the rank, or had it and may take it again."""
     awaited: set[str] = field(default_factory=set)
-    """Hosts that have left the epoch and are expected back."""
+    """Names of hosts that have left the epoch and are expected back."""
     invited: bool = False
-    """Its hosts know of the epoch, so each can only leave it as another incarnation."""
+    """True while the hosts know of the epoch, so that each can only leave it as another incarnation."""
     formed: bool = False
-    """Ranks have been assigned, and are kept."""
+    """True when ranks have been assigned; they are kept."""
     is_open: bool = False
-    """Spares may have its seats although no ranks are assigned: its own hosts are overdue."""
+    """True if spares may have seats although no ranks are assigned: the island's own hosts are overdue."""
     is_late: bool = False
-    """It has been away so long that its slices move to any island that has room."""
+    """True if the island has been away so long that its slices move to any island that has room."""
     kind: str = ""
     load: Counter[Position] = field(default_factory=Counter)
-    """Virtual devices bound to each physical one."""
+    """Number of virtual devices that are bound to each physical device."""
 
     @property
     def is_complete(self) -> bool:
@@ -74,7 +74,7 @@ class Island:
 
     @property
     def device_count(self) -> int:
-        """How many devices its hosts have."""
+        """Number of devices of the island's hosts."""
         return self.expected_hosts * self.local_devices
 
     @property
@@ -164,20 +164,20 @@ class Island:
 
 @dataclass(slots=True)
 class Inventory:
-    """All hosts and islands."""
+    """Hosts and islands of the cluster."""
 
     islands: dict[str, Island] = field(default_factory=dict)
     spares: dict[str, Host] = field(default_factory=dict)
     draining: dict[str, Host | None] = field(default_factory=dict)
-    """Hosts that are drained; None until they have come back without a seat."""
+    """Hosts that are drained, by name; None until the host has come back without a seat."""
     settling_until_s: float = 0.0
-    """Until then hosts of an earlier controller may register."""
+    """Time until which hosts of an earlier controller may register, in seconds."""
     expected_islands: int = 1
-    """How many islands the cluster has when it has started."""
+    """Number of islands of the cluster when it has started."""
 
     @property
     def awaited_islands(self) -> int:
-        """How many islands have yet to form for the first time, for the cluster to have started."""
+        """Number of islands that have yet to form for the first time, for the cluster to have started."""
         return max(0, self.expected_islands - sum(i.formed for i in self.islands.values()))
 
     def declare(self, registration: msg.RegisterHost, expected_hosts: int) -> Island:
@@ -202,7 +202,7 @@ class Inventory:
         return island if is_away else None
 
     def spare_for(self, island: Island) -> Host | None:
-        """Return the spare that is to have the next free seat of an island."""
+        """Return the spare for the next free seat of an island."""
         return next(iter(self._spares_for(island)), None)
 
     def takes_spares(self, island: Island) -> bool:
@@ -219,7 +219,7 @@ class Inventory:
         anywhere instead: or each crash of a runtime would cost the cluster a spare.
         """
         belonging: list[Host] = []
-        others: list[Host] = []
+        elsewhere: list[Host] = []
         for host in self.spares.values():
             name = host.registration.island
             home = self.islands.get(name)
@@ -230,8 +230,8 @@ class Inventory:
                 if name == island.name:
                     belonging.append(host)
                 elif not name or guests:
-                    others.append(host)
-        return [*belonging, *others]
+                    elsewhere.append(host)
+        return [*belonging, *elsewhere]
 
     # --- reports -------------------------------------------------------------------------------------
 
@@ -292,13 +292,7 @@ class Inventory:
 def _info(host: Host, island: str, state: str) -> msg.HostInfo:
     place = host.registration
     return msg.HostInfo(
-        host.node,
-        island,
-        state,
-        place.process,
-        place.local_devices,
-        place.endpoint,
-        place.python,
+        host.node, island, state, place.process, place.local_devices, place.endpoint, place.python
     )
 
 

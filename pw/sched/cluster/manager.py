@@ -10,7 +10,7 @@ from pw.core.tenants import NO_SECRET, Claims
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
-from pw.sched.cluster.slices import Slices, WaitedEnough
+from pw.sched.cluster.slices import SliceTable, WaitedEnough
 
 
 class ResourceManager(Actor):
@@ -21,7 +21,7 @@ class ResourceManager(Actor):
     ) -> None:
         super().__init__(env)
         self.inventory = Inventory(expected_islands=expected_islands)
-        self.slices = Slices(env, self.inventory)
+        self.slices = SliceTable(env, self.inventory)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(
@@ -31,7 +31,7 @@ class ResourceManager(Actor):
                 PeerLost: (Drains, Epochs),
                 Overdue: (Drains, Epochs),
                 # A parked slice's former island gets spares before the slice is placed.
-                WaitedEnough: (Epochs, Slices),
+                WaitedEnough: (Epochs, SliceTable),
             },
         )
 

@@ -27,22 +27,22 @@ from pw.sched.cluster.inventory import Position
 
 
 class SliceState(StrEnum):
-    """Where a slice is in its life."""
+    """State of a slice."""
 
     REQUESTED = "requested"
-    """A client has asked for it."""
+    """State of a slice that a client has asked for."""
     PARKED = "parked"
-    """It waits for an island."""
+    """State of a slice that waits for an island."""
     BOUND = "bound"
-    """It has positions on an island, which may be away for a while."""
+    """State of a slice that has positions on an island, which may be away for a while."""
     REFUSED = "refused"
-    """No island fits it."""
+    """State of a slice that fits no island."""
     RELEASED = "released"
-    """Its client does not need it any more."""
+    """State of a slice that its client has given back."""
 
 
 class SliceEvent(StrEnum):
-    """What happens to a slice."""
+    """Event that changes the state of a slice."""
 
     PARK = "park"
     BIND = "bind"
@@ -88,7 +88,7 @@ class BoundSlice:
     request: AllocateSlice
     state: SliceState = SliceState.REQUESTED
     island: str = ""
-    """Where it is bound, or was last."""
+    """Name of the island where the slice is bound, or was last."""
     positions: tuple[Position, ...] = ()
 
     def happened(self, event: SliceEvent) -> None:
@@ -96,6 +96,6 @@ class BoundSlice:
         self.state = SLICE.after(self.state, event)
 
     def bound(self, event: SliceEvent, island: str, positions: tuple[Position, ...]) -> None:
-        """It has these positions from now on."""
+        """Bind the slice to these positions."""
         self.happened(event)
         self.island, self.positions = island, positions

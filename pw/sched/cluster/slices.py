@@ -24,9 +24,9 @@ from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
 from pw.sched.cluster.slice_states import BoundSlice, SliceEvent, SliceState
 
 MOVE_S = 30.0
-"""How long slices wait for their island before they move to another one."""
+"""Seconds for which slices wait for their island before they move to another one."""
 RESUME_S = 60.0
-"""How long slices of an earlier controller wait for any island that has room."""
+"""Seconds for which slices of an earlier controller wait for any island that has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,18 @@ class WaitedEnough:
 
     slice: int
     is_over: bool
-    """Refuse it if no island has room."""
+    """True to refuse the slice if no island has room."""
 
 
 @dataclass(eq=False, repr=False)
-class Slices(Part):
-    """All slices of the cluster."""
+class SliceTable(Part):
+    """Slices of the cluster."""
 
     env: Env
     inventory: Inventory
     _slices: dict[int, BoundSlice] = field(default_factory=dict, init=False)
-    """Parked slices in the order in which they were parked, bound ones in that of their binding."""
+    """Slices by number: parked ones in the order in which they were parked, bound ones in the order of
+    binding."""
 
     @handles(AllocateSlice)
     def _allocate(self, sender: Address, request: AllocateSlice) -> None:
@@ -160,7 +161,9 @@ class Slices(Part):
             self._refuse(piece)
 
     def _roomiest(self, request: AllocateSlice, but: Island | None = None) -> Island | None:
-        """The island on which a slice would share its devices the least; that of the slice that it is like."""
+        """Return the island on which a slice would share its devices the least; for a slice like another one,
+        its island.
+        """
         if request.like:
             island = self._home_of(request.like)
             return None if island is but or island is None or island.state != "ready" else island
@@ -180,16 +183,18 @@ class Slices(Part):
         )
 
     def _apart(self, request: AllocateSlice, islands: list[Island]) -> list[Island]:
-        """The islands without the slices that a new slice must be apart from; one that moves may join them."""
-        taken = [self._home_of(number) for number in request.apart]
-        free = [island for island in islands if island not in taken]
+        """Return the islands without the slices that a new slice must be apart from; a slice that moves may
+        join them.
+        """
+        homes = [self._home_of(number) for number in request.apart]
+        free = [island for island in islands if island not in homes]
         return free if request.slice not in self._slices else free or islands
 
     def _home_of(self, number: int) -> Island | None:
         """Return the island that a slice is bound to."""
-        known = self._slices.get(number)
-        is_bound = known is not None and known.state is SliceState.BOUND
-        return self.inventory.islands.get(known.island) if known and is_bound else None
+        slice_ = self._slices.get(number)
+        is_bound = slice_ is not None and slice_.state is SliceState.BOUND
+        return self.inventory.islands.get(slice_.island) if slice_ and is_bound else None
 
     def _waits_for_hosts(self, piece: BoundSlice) -> bool:
         """Whether a slice that had its place waits, however long, for an island with its named hosts."""

@@ -35,30 +35,30 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.control.lineage import Attempts
 
 NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
-"""The spec of an array that failed before it had a place."""
+"""Spec of an array that failed before it had a place."""
 
 
 class ArrayState(StrEnum):
     """The states of an array."""
 
     ARRIVING = "arriving"
-    """Some of its hosts have not reported their shards."""
+    """State of an array of which some hosts have not reported their shards."""
     PRESENT = "present"
-    """On its hosts, or about to be made there by a run in flight."""
+    """State of an array that is on its hosts, or that a run in flight makes there."""
     LOST = "lost"
-    """It was on a host that was lost; recovery has to bring it back."""
+    """State of an array that was on a lost host; recovery has to bring it back."""
     FAILING = "failed while arriving"
-    """It carries an error; some of its hosts have not reported."""
+    """State of an array that carries an error, and of which some hosts have not reported."""
     FAILED = "failed"
-    """It carries an error."""
+    """State of an array that carries an error."""
     DISCARDED = "discarded while arriving"
-    """No client holds it; some of its hosts have not reported."""
+    """State of an array that no client holds, and of which some hosts have not reported their shards."""
     DELETED = "deleted"
-    """The controller does not know it any more."""
+    """State of an array that the controller does not know any more."""
 
 
 class ArrayEvent(StrEnum):
-    """What happens to an array."""
+    """Event that changes the state of an array."""
 
     ARRIVE = "its last host reports"
     LOSE = "a host is lost"
@@ -95,7 +95,7 @@ ARRAY = Lifecycle[ArrayState, ArrayEvent](
 
 
 @dataclass(slots=True, eq=False)
-class Array(Attempts):
+class ArrayEntry(Attempts):
     """An array with its state, which only the methods of this class change."""
 
     spec: ArraySpec
@@ -103,17 +103,17 @@ class Array(Attempts):
     hosts: tuple[str, ...]
     state: ArrayState = ArrayState.PRESENT
     awaited: frozenset[str] = frozenset()
-    """Hosts that have not reported their shards."""
+    """Names of hosts that have not reported their shards."""
     cause: ErrorReport | None = None
-    """Why it is lost or failed."""
+    """Error that lost the array, or made it fail."""
     input: int = 0
-    """The id under which the client uploads it; 0 if it does not come from the client."""
+    """Id under which the client uploads the array; 0 if it does not come from the client."""
     restored: bool = False
-    """It was made from replicas, or brought again, so that hosts may have replicas of it."""
+    """True if the array was made from replicas, or brought again, so that hosts may have replicas of it."""
     past: tuple[ArrayState, ...] = ()
 
     @classmethod
-    def failed(cls, error: ErrorReport) -> Array:
+    def failed(cls, error: ErrorReport) -> ArrayEntry:
         """Return an array that never was anywhere."""
         return cls(NOWHERE, "", (), ArrayState.FAILED, cause=error)
 
@@ -134,7 +134,7 @@ class Array(Attempts):
 
     @property
     def history(self) -> str:
-        """All its states, the present one last."""
+        """States of the array, the present one last."""
         return ", ".join((*self.past, self.state))
 
     def _after(self, event: ArrayEvent) -> None:
@@ -148,7 +148,7 @@ class Array(Attempts):
         self.awaited -= {host}
 
     def arrive(self) -> None:
-        """All its hosts have reported."""
+        """Change the state when all hosts of the array have reported."""
         self._after(ArrayEvent.ARRIVE)
 
     def lose(self, error: ErrorReport) -> None:
@@ -158,7 +158,7 @@ class Array(Attempts):
         self.cause = self.cause or error
 
     def bring(self, island: str, hosts: tuple[str, ...]) -> None:
-        """Its hosts are to have it again."""
+        """Recovery begins: hosts will receive or compute the array again."""
         self._after(ArrayEvent.BRING)
         self.island, self.hosts, self.awaited = island, hosts, frozenset(hosts)
         self.cause = None
@@ -169,7 +169,7 @@ class Array(Attempts):
         self.island, self.hosts, self.cause = island, hosts, None
 
     def fail(self, error: ErrorReport) -> None:
-        """It carries this error from now on."""
+        """Give the array an error."""
         self._after(ArrayEvent.FAIL)
         self.cause = error
 
@@ -178,18 +178,18 @@ class Array(Attempts):
         self._after(ArrayEvent.DELETE)
 
 
-class Arrays:
+class ArrayTable:
     """The arrays that a client holds, and those that are discarded and still arriving."""
 
     def __init__(self) -> None:
-        self.held: dict[int, Array] = {}
-        self.discarded: dict[int, Array] = {}
-        self.lost: dict[int, Array] = {}
-        """Those held that are lost, the first one that was lost first."""
+        self.held: dict[int, ArrayEntry] = {}
+        self.discarded: dict[int, ArrayEntry] = {}
+        self.lost: dict[int, ArrayEntry] = {}
+        """Lost arrays that the client holds, by number, the first one that was lost first."""
         self.unannounced: dict[int, dict[str, Uploaded]] = {}
-        """What hosts reported of uploads that the client's stream has not announced."""
+        """Reports of hosts about uploads that the client's stream has not announced, by array and host."""
         self.newest_input = 0
-        """The newest upload that was announced."""
+        """Number of the newest upload that was announced."""
 
     def __len__(self) -> int:
         return len(self.held)
@@ -197,30 +197,35 @@ class Arrays:
     def __contains__(self, number: int) -> bool:
         return number in self.held
 
-    def get(self, number: int) -> Array | None:
+    def get(self, number: int) -> ArrayEntry | None:
         """Return an array that the client holds."""
         return self.held.get(number)
 
-    def find(self, number: int) -> Array | None:
+    def find(self, number: int) -> ArrayEntry | None:
         """Return an array that the client holds, or that is discarded and still arriving."""
         return self.held.get(number) or self.discarded.get(number)
 
-    def all(self) -> Iterator[tuple[int, Array]]:
-        """All arrays that `find` finds."""
+    def all(self) -> Iterator[tuple[int, ArrayEntry]]:
+        """Yield all arrays that `find` returns, with their numbers."""
         yield from self.held.items()
         yield from self.discarded.items()
 
-    def arriving(self, looked_at: int | None = None) -> Iterator[tuple[int, Array]]:
-        """Those of the newest `looked_at` arrays that some of their hosts have not reported."""
+    def arriving(self, looked_at: int | None = None) -> Iterator[tuple[int, ArrayEntry]]:
+        """Yield arrays that some hosts have not reported, of the newest `looked_at` ones."""
         newest = chain(reversed(self.discarded.items()), reversed(self.held.items()))
         return ((number, one) for number, one in islice(newest, looked_at) if one.awaited)
+
+    def is_arriving(self, number: int) -> bool:
+        """Whether some hosts of an array that the client holds have not reported it."""
+        array = self.held.get(number)
+        return array is not None and bool(array.awaited)
 
     def is_on_its_way(self, number: int) -> bool:
         """Whether an array that the client holds is lost, or some of its hosts have not reported it."""
         array = self.held.get(number)
-        return array is not None and (array.is_lost or bool(array.awaited))
+        return array is not None and (array.is_lost or self.is_arriving(number))
 
-    def add(self, number: int, array: Array) -> None:
+    def add(self, number: int, array: ArrayEntry) -> None:
         """The client holds this array from now on."""
         self.held[number] = array
         if array.is_lost:
@@ -262,7 +267,7 @@ class Arrays:
                 failed.append(number)
         return tuple(failed)
 
-    def take(self, number: int) -> Array | None:
+    def take(self, number: int) -> ArrayEntry | None:
         """Take out an array that the client deletes or donates; it may still be arriving."""
         array = self.held.pop(number, None)
         if array is not None:
@@ -271,7 +276,7 @@ class Arrays:
                 self.discarded[number] = array
         return array
 
-    def arrive(self, number: int, array: Array) -> bool:
-        """All hosts of an array have reported; return whether it was discarded."""
+    def arrive(self, number: int, array: ArrayEntry) -> bool:
+        """Note that all hosts of an array have reported; return whether it was discarded."""
         array.arrive()
         return self.discarded.pop(number, None) is not None

@@ -16,32 +16,34 @@ import msgspec
 
 from pw.core import messages as msg
 from pw.core.errors import ArrayDeleted, ErrorReport
+from pw.core.ids import arrays_in
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.clients import Client, Ordered
+from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart, handles_client
-from pw.sched.control.shares import Shares
 
 CHECKPOINTS_AT_ONCE = 2
-"""Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
+"""Number of a client's checkpoints under way, of each kind: each has a copy of its arrays in host memory."""
 
 AT_ONCE = 64
-"""Messages of a backlog that are handled in one turn: the messages of all others wait meanwhile."""
+"""Number of messages of a backlog that are handled in one turn: the messages of other clients wait
+meanwhile."""
 
 Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
 @dataclass(eq=False)
 class ClientOrder(ControlPart):
-    """Has the messages of clients handled in their order; see the module."""
+    """Handles the messages of each client in their order."""
 
     checkpoints: Checkpoints
     saves: Saves
-    shares: Shares
+    handovers: HandoverTable
     _handlers: Handlers = field(init=False)
     _resuming: Handlers = field(init=False)
     _later: set[int] = field(default_factory=set)
-    """Clients whose backlogs go on in the next turn."""
+    """Numbers of clients whose backlogs go on in the next turn."""
 
     def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -57,7 +59,7 @@ class ClientOrder(ControlPart):
             self._handle(client, message)
 
     def go_on(self, client: Client) -> None:
-        """Handle what does not have to wait any more; what is more than a few, in the next turns."""
+        """Handle messages that do not have to wait any more; if there are many, the rest in the next turns."""
         if client.number in self._later:
             return
         for _ in range(AT_ONCE):
@@ -70,7 +72,7 @@ class ClientOrder(ControlPart):
 
     def _handle(self, client: Client, message: Ordered) -> None:
         if isinstance(message, msg.Delete):
-            arrays = self.shares.keep(client, message.arrays)
+            arrays = self.handovers.keep(client, message.arrays)
             self._islands.release(client.number, client.delete(arrays))
         elif isinstance(message, msg.Inquire):
             self._inquire(client, message)
@@ -86,13 +88,16 @@ class ClientOrder(ControlPart):
             if program is not None and program.installing:
                 islands = ", ".join(sorted(program.installing))
                 return f"the compilation of {program.body.name!r} on {islands}"
+            if message.lease and any(map(client.arrays.is_arriving, arrays_in(message.args))):
+                return (
+                    "the uploads that it reads: it was launched behind them, where they have come"
+                )
             if client.asking and not client.asking.isdisjoint(message.args):
                 return "another session to hand over an array that it reads"
             if client.offered and not client.offered.keys().isdisjoint(client.donated_to(message)):
                 return "another session to take arrays that it donates"
         elif isinstance(message, (msg.Checkpoint, msg.SaveArrays)):
-            arrays = map(client.arrays.get, message.arrays)
-            if any(array is not None and array.awaited for array in arrays):
+            if any(map(client.arrays.is_arriving, message.arrays)):
                 return "the uploads of what it checkpoints"
             to_disk = isinstance(message, msg.SaveArrays)
             under_way = (self.saves if to_disk else self.checkpoints).count(client)
@@ -105,18 +110,18 @@ class ClientOrder(ControlPart):
 
     def take_runs(self, client: Client, wanted: Callable[[msg.Run], bool]) -> list[msg.Run]:
         """Take the `wanted` runs out of a backlog; a `Delete` of their donated arrays replaces each."""
-        taken: list[msg.Run] = []
-        kept: list[Ordered] = []
+        runs: list[msg.Run] = []
+        rest: list[Ordered] = []
         for message in client.backlog:
             if not (isinstance(message, msg.Run) and wanted(message)):
-                kept.append(message)
+                rest.append(message)
                 continue
-            taken.append(message)
-            if given := client.donated_to(message):
-                kept.append(msg.Delete(given))  # an earlier run may have to make them
+            runs.append(message)
+            if donated := client.donated_to(message):
+                rest.append(msg.Delete(donated))  # an earlier run may have to make them
         client.backlog.clear()
-        client.backlog.extend(kept)
-        return taken
+        client.backlog.extend(rest)
+        return runs
 
     def _inquire(self, client: Client, message: msg.Inquire) -> None:
         """Say whether the client still holds these arrays; nothing is being recovered now."""

@@ -16,7 +16,7 @@ from pw.core.ids import REPEATS, Address, arrays_in, client_id, client_of
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 from pw.core.tenants import OPERATOR, may_touch
-from pw.sched.control.array_states import Array, Arrays
+from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
 
@@ -40,17 +40,18 @@ class ClientSlices:
     def __init__(self) -> None:
         self.owned: set[int] = set()
         self.borrowed: set[int] = set()
-        """Given back by the client, and bound again while something is rebuilt."""
+        """Slices that the client has given back, and that are bound again while an array is rebuilt."""
         self.requests: dict[int, msg.AllocateSlice] = {}
-        """How slices were asked for; a slice that was given back stays while kept runs used it."""
+        """Requests for slices, by number; the request of a slice that was given back stays while kept runs used
+        it."""
         self.unbound: dict[int, int] = {}
-        """Slices whose island was lost and is expected back, and the number of that loss."""
+        """Slices whose island was lost and is expected back, with the number of that loss."""
         self.times_bound: dict[int, int] = {}
         self.hosts: dict[int, set[str]] = {}
-        """The hosts that each slice is or was bound to: they may have its arrays."""
+        """Names of the hosts to which each slice is or was bound: they may have its arrays."""
 
     def __contains__(self, number: int) -> bool:
-        """Whether the slice is to be bound for the client."""
+        """Return whether the client wants the slice bound."""
         return number in self.owned or number in self.borrowed
 
     def devices(self, number: int) -> int | None:
@@ -72,9 +73,9 @@ class Resumption:
     """A client of an earlier controller tells what that controller knew."""
 
     loss: int
-    """The number of the loss of its slices."""
+    """Number of the last loss of the client's slices."""
     programs: dict[int, RegisteredProgram] = field(default_factory=dict)
-    """All that it has told of, also those that it has released."""
+    """Programs that the client has registered, also those that it has released, by number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,36 +88,40 @@ class Client:
     share: float = 1.0
     priority: int = 0
     tenant: str = OPERATOR
-    """Clients of one tenant may see and cancel each other's runs (`pw.core.tenants`)."""
+    """Name of the client's tenant; clients of one tenant may see and cancel each other's runs
+    (`pw.core.tenants`)."""
+    line: str = ""
+    """Node of the client's lines to hosts; empty if it has none."""
     slices: ClientSlices = field(default_factory=ClientSlices)
-    arrays: Arrays = field(default_factory=Arrays)
+    arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)
     programs: dict[int, RegisteredProgram] = field(default_factory=dict)
     retired: dict[int, RegisteredProgram] = field(default_factory=dict)
-    """Released programs that are installed again, for a replay."""
+    """Released programs that are installed again for a replay, by number."""
     views: OrderedDict[Program, RegisteredProgram] = field(default_factory=OrderedDict)
-    """Programs that make what it hands to other clients, the one used longest ago first."""
+    """Programs that make what the client hands to other clients, the one used longest ago first."""
     wanted: dict[int, int] = field(default_factory=dict)
-    """What other clients want of what it handed to them, and the names under which they await it."""
+    """Arrays that other clients want again from this client, with the names under which they await them."""
     brought: dict[int, int] = field(default_factory=dict)
-    """What it has taken, does not hold, and asked for again to repeat runs; and the names under which."""
+    """Imported arrays that the client does not hold and has asked for again to repeat runs, with the names
+    there."""
     asking: set[int] = field(default_factory=set)
-    """What it has taken and no run of the other client makes yet: its own runs with these wait."""
+    """Imported arrays that no run of the exporter makes yet: the client's runs that read them wait."""
     offered: Counter[int] = field(default_factory=Counter)
-    """Its arrays that stay until another client has taken them (`pw.sched.control.shares`)."""
+    """Arrays that stay until another client has taken them, counted (`pw.sched.control.handovers`)."""
     backlog: deque[Ordered] = field(default_factory=deque)
     """Messages that wait for what the first of them needs (`pw.sched.control.client_order`)."""
     last_run: int = 0
-    """The newest run that it sent."""
+    """Number of the newest run that the client sent."""
     early_losses: dict[int, str] = field(default_factory=dict)
-    """Results of runs that it has launched and not told of yet, and a host that has not got them."""
+    """Results of runs that the client has launched and not told of yet, with a host that has not got them."""
     resuming: Resumption | None = None
     patient_until_s: float = -math.inf
-    """Until then recovery waits for hosts that may have replicas."""
+    """Time until which recovery waits for hosts that may have replicas, in seconds."""
     credits_used: int = 0
-    """Its runs in flight that use a credit."""
+    """Number of the client's runs in flight that use a credit."""
     repeats: int = 0
-    """How many numbers `new_id` has given."""
+    """Number of ids that `new_id` has returned."""
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)
 
     @property
@@ -129,8 +134,8 @@ class Client:
 
         A spec names all its devices, and each run compares the spec of each argument.
         """
-        known = self._specs.setdefault(spec, ref(spec))()
-        return spec if known is None else known
+        original = self._specs.setdefault(spec, ref(spec))()
+        return spec if original is None else original
 
     def owns(self, identifier: int) -> bool:
         """Return whether the client has given this id."""
@@ -154,8 +159,8 @@ class Client:
         donated = [args[index] for index in program.body.donated if 0 <= index < len(args)]
         return tuple(arrays_in(donated))
 
-    def delete(self, arrays: tuple[int, ...]) -> list[tuple[int, Array]]:
+    def delete(self, arrays: tuple[int, ...]) -> list[tuple[int, ArrayEntry]]:
         """Forget arrays; return those that hosts may drop now."""
         self.lineage.release(arrays)
-        taken = [(number, self.arrays.take(number)) for number in arrays]
-        return [(n, array) for n, array in taken if array is not None and not array.awaited]
+        entries = [(number, self.arrays.take(number)) for number in arrays]
+        return [(n, array) for n, array in entries if array is not None and not array.awaited]

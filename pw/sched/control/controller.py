@@ -24,13 +24,14 @@ from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
-from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
+from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
@@ -39,11 +40,10 @@ from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.recovery.resume import Resumptions
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.run_ends import RunEnds
-from pw.sched.control.runs import CREDITS_AT_ONCE, Runs
+from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
-from pw.sched.control.shares import Shares
-from pw.sched.control.slices import Slices
-from pw.sched.control.uploads import Uploads
+from pw.sched.control.slices import SliceRequests
+from pw.sched.control.uploads import UploadTable
 
 
 class Controller(Actor):
@@ -86,20 +86,20 @@ class Controller(Actor):
         sessions = self.sessions = Sessions(
             env, self._islands, tickets, first_client, events, claims, rules, heard_s
         )
-        slices = self.slices = Slices(sessions, recovery_s)
+        slices = self.slices = SliceRequests(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
-        runs = self.runs = Runs(sessions, credits_at_once)
-        replicas = self.replicas = Replicas(sessions, recovery_s)
+        runs = self.runs = RunsInFlight(sessions, credits_at_once)
+        replicas = self.replicas = ReplicaTable(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
         saves = self.saves = Saves(sessions)
-        shares = self.shares = Shares(sessions, registry, runs)
-        stream = self._stream = ClientOrder(sessions, checkpoints, saves, shares)
+        handovers = self.handovers = HandoverTable(sessions, registry, runs)
+        stream = self.stream = ClientOrder(sessions, checkpoints, saves, handovers)
         losses = Losses(sessions, runs)
-        replays = Replays(sessions, registry, runs, shares)
+        replays = Replays(sessions, registry, runs, handovers)
         rebuilder = self._rebuilder = Rebuilder(
-            sessions, slices, registry, replicas, replays, shares, recovery_s
+            sessions, slices, registry, replicas, replays, handovers, recovery_s
         )
-        resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
+        resumptions = Resumptions(sessions, slices, replicas, rebuilder, handovers)
         inquiries = Inquiries(sessions)
         explainer = Explainer(
             *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
@@ -107,11 +107,11 @@ class Controller(Actor):
         measured = MemoryReports(sessions, inquiries, island_status)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
-        uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
+        uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
-            msg.Offer: shares.offer,
+            msg.Offer: handovers.offer,
             msg.Checkpoint: checkpoints.begin,
             msg.SaveArrays: saves.begin,
             msg.ReleaseProgram: registry.release,
@@ -120,20 +120,20 @@ class Controller(Actor):
         resuming: Handlers = {
             msg.Run: resumptions.ran,
             msg.CreateArray: resumptions.announced,
-            msg.Offer: shares.offered_before,
+            msg.Offer: handovers.offered_before,
         }
         stream.set_handlers(in_order, resuming)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
-            *(ends, uploads, stream, shares, self.recordings),
+            *(ends, uploads, stream, handovers, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.IslandLost: (
-                    *(Slices, ProgramRegistry, Losses),
+                    *(SliceRequests, ProgramRegistry, Losses),
                     *(Checkpoints, Rebuilder, Saves),
-                ),
+                )
             },
         )
         self._publishing: Publishing | None = None
@@ -176,7 +176,7 @@ class Controller(Actor):
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
-        self.shares.client_left(client)
+        self.handovers.client_left(client)
         self.runs.client_left(client)
         if self._publishing is not None:
             self._publishing.client_left(client)
@@ -188,7 +188,7 @@ class Controller(Actor):
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
         self._uploads.settle_taken()
         self._go_on()
-        while (asked := self.shares.clients_with_news()) or any(
+        while (asked := self.handovers.clients_with_news()) or any(
             client.lineage.has_unneeded for client in self.sessions.clients
         ):
             for client in asked:
@@ -202,10 +202,10 @@ class Controller(Actor):
 
     def _go_on(self) -> None:
         for client in self.sessions.clients:
-            self._stream.go_on(client)
+            self.stream.go_on(client)
             while client.lineage.has_unneeded:
                 self._forget(client)
-                self._stream.go_on(client)  # this may end a checkpoint that the stream waits for
+                self.stream.go_on(client)  # this may end a checkpoint that the stream waits for
             if client.slices.borrowed and not client.recovering:
                 self.slices.return_borrowed(client)
 
@@ -215,7 +215,7 @@ class Controller(Actor):
         if unneeded.runs:
             self.env.send(client.address, msg.ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
-            self.shares.forgotten(unneeded.inputs)
+            self.handovers.forgotten(unneeded.inputs)
             self.env.send(client.address, msg.ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
@@ -304,6 +304,6 @@ class Controller(Actor):
         counters["live_arrays"] = sum(len(client.arrays) for client in self.sessions.clients)
         counters["programs"] = sum(len(client.programs) for client in self.sessions.clients)
         counters["runs_in_flight"] = len(self.runs.in_flight)
-        counters["offers"] = len(self.shares)
+        counters["offers"] = len(self.handovers)
         lines = self._lines() if self.env.tenant_of(sender.node) == OPERATOR else ()
         self.env.send(sender, msg.Stats(message.request, CONTROLLER, counters, lines))

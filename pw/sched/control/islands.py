@@ -8,22 +8,22 @@ from pw.core.actors.actor import Env
 from pw.core.ids import scheduler_of
 from pw.core.messages import ArrayPlaced, IslandFormed, Release
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
-from pw.sched.control.array_states import Array
+from pw.sched.control.array_states import ArrayEntry
 
 
 class Islands:
-    """All islands, the way to their schedulers, and the devices of the slices that are bound."""
+    """Islands, the way to their schedulers, and the devices of the slices that are bound."""
 
     def __init__(self, env: Env) -> None:
         self._env = env
         self.islands: set[str] = set()
-        """Those that are ready."""
+        """Names of islands that are ready."""
         self.limited: set[str] = set()
-        """Those that count their devices' memory."""
+        """Names of islands that count their devices' memory."""
         self.schedulers: dict[str, None] = {}
         """Islands that have a scheduler, in the order in which they were formed first."""
         self.bindings: dict[int, Binding] = {}
-        """By slice; only `pw.sched.control.slices` changes it."""
+        """Bindings of slices, by number; only `pw.sched.control.slices` changes them."""
 
     def is_bound(self, spec: ArraySpec) -> bool:
         """Whether the slice of an array is bound: clients may give back slices on which arrays lie."""
@@ -63,7 +63,7 @@ class Islands:
             self._env.send(scheduler_of(island), message)
 
     def release(
-        self, client: int, arrays: Iterable[tuple[int, Array]], *, late: bool = False
+        self, client: int, arrays: Iterable[tuple[int, ArrayEntry]], *, late: bool = False
     ) -> None:
         """Have hosts drop arrays of a client, after the client's earlier work.
 

@@ -25,24 +25,25 @@ from pw.core.sharding import ArraySpec
 from pw.sched.control.programs import RegisteredProgram
 
 RECORDS_KEPT = 16_384
-"""Records of one client."""
+"""Number of records of one client."""
 
 VALUES_KEPT = 1 << 20
-"""Arrays that those have read and made together; each takes some hundred bytes here."""
+"""Number of arrays that the records of one client read and make together; each takes some hundred bytes
+here."""
 
 VALUE_BYTES = 256
 """Bytes of small values in a run that count as one array."""
 
 ATTEMPTS = 16
-"""Attempts at one run or one array, before it is given up."""
+"""Number of attempts at one run or one array, before it is given up."""
 ANEW_S = 60.0
-"""After so long without an attempt, counting begins anew."""
+"""Seconds without an attempt after which counting begins anew."""
 ATTEMPT_S = 4.0
-"""Tries within this time are one attempt."""
+"""Seconds within which all tries are one attempt."""
 AGAIN_S = 0.02
-"""The first pause before another try."""
+"""Seconds of the first pause before another try."""
 DOUBLINGS = 7
-"""How often the pause is doubled, once for each try."""
+"""Number of times that the pause is doubled, once for each try."""
 
 
 def pause_s(tries: int) -> float:
@@ -57,7 +58,7 @@ class Attempts:
     tries: int = 0
     attempts: int = 0
     attempted_s: float = -math.inf
-    """When the last attempt began."""
+    """Time at which the last attempt began, in seconds."""
 
     def count(self, now_s: float) -> None:
         """Count one more try."""
@@ -79,14 +80,14 @@ class Record(Attempts):
     """One run, so that it can be run again."""
 
     order: int
-    """The run's number; runs with lower numbers made what it reads."""
+    """Number of the run; runs with lower numbers made what it reads."""
     program: RegisteredProgram
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
     wanted: int = 0
-    """How many of its results are needed."""
+    """Number of its results that are needed."""
     weight: int = 0
-    """How many values it has read and made."""
+    """Number of values that the run has read and made."""
 
     def __post_init__(self) -> None:
         inline = sum(len(arg) // VALUE_BYTES for arg in self.args if isinstance(arg, bytes))
@@ -95,28 +96,28 @@ class Record(Attempts):
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where an array came from, and what needs it."""
+    """Source of an array, and the records that need it."""
 
     spec: ArraySpec
     maker: Record | None
-    """None for an input, and if the run cannot be repeated."""
+    """Record of the run that made the array; None for an input, and if the run cannot be repeated."""
     is_input: bool = False
     source: FileSource | OfferSource | None = None
-    """Where an input comes from, if the client does not upload it."""
+    """Source of an input, if the client does not upload it."""
     held: bool = True
     readers: int = 0
-    """Kept records that read it."""
+    """Number of kept records that read the array."""
     replicated: bool = False
-    """A checkpoint has put replicas of all of it in host memory."""
+    """True if a checkpoint has put replicas of the whole array in host memory."""
     error: ErrorReport | None = None
-    """How it failed, if the client does not hold it any more."""
+    """Error of the array, if the client does not hold it any more."""
     lasting: bool = False
-    """There were such replicas, and they are kept when they come back."""
+    """True if there were such replicas, and they are kept when they come back."""
 
 
 @dataclass(slots=True)
 class Unneeded:
-    """What nothing can ask for any more."""
+    """Arrays, inputs, runs and slices that nothing can ask for any more."""
 
     arrays: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -131,7 +132,7 @@ class Lineage:
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._slices: Counter[int] = Counter()
-        """How many programs of records touch each slice."""
+        """Number of programs of records that touch each slice."""
         self._records_kept = records_kept
         self._weight = 0
         self._values_kept = values_kept
@@ -213,7 +214,7 @@ class Lineage:
                 self._reconsider(array)
 
     def replicated(self, array: int) -> None:
-        """All of an array is in host memory: how it was made does not matter any more."""
+        """Forget how an array was made: all of it is in host memory."""
         origin = self.origins.get(array)
         if origin is not None and not origin.replicated:
             origin.replicated = origin.lasting = True
@@ -221,7 +222,7 @@ class Lineage:
                 self._unwant([origin])
 
     def was_replicated(self, array: int) -> None:
-        """All of an array was in host memory, and may come back."""
+        """Note that all of an array was in host memory, and may come back."""
         origin = self.origins.get(array)
         if origin is not None:
             origin.lasting = True
@@ -299,7 +300,7 @@ class Lineage:
                 self._unneeded.slices.append(slice)
 
     def _cut(self, record: Record) -> None:
-        """Drop a record because too much is kept; what it made cannot be made again."""
+        """Drop a record because too much is kept; its results cannot be made again."""
         for array in record.results:
             origin = self.origins.get(array)
             if origin is not None and origin.maker is record:

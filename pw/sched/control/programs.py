@@ -23,7 +23,7 @@ from pw.core.programs.ways import edges_of, written
 from pw.core.sharding import ArraySpec, Binding
 
 Home = tuple[str, tuple[str, ...]]
-"""The island and the hosts that hold an array."""
+"""Name of the island, and names of the hosts, that hold an array."""
 
 
 @dataclass(slots=True)
@@ -34,25 +34,25 @@ class RegisteredProgram:
     body: Program
     artifacts: tuple[Artifact, ...]
     only_transfers: bool = False
-    """Its edges go from host to host only."""
+    """True if edges go from host to host only."""
     error: ErrorReport | None = None
     segment_count: int = 0
     parts: dict[str, Submit] = field(default_factory=dict)
-    """What a run of it submits to each island, without arguments and results."""
+    """Part of a run that is submitted to each island, without arguments and results."""
     hosts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Hosts of each island that have the program installed."""
+    """Names of the hosts of each island that have the program installed."""
     installing: set[str] = field(default_factory=set)
-    """Islands that have not reported the program as installed."""
+    """Names of islands that have not reported the program as installed."""
     installs: int = 0
-    """How often it was lowered; reports about an earlier lowering do not count."""
+    """Number of lowerings of the program; reports about an earlier lowering do not count."""
     kept: int = 0
-    """Records of its runs."""
+    """Number of kept records of the program's runs."""
     slices: frozenset[int] = field(init=False)
-    """All slices that it touches."""
+    """Numbers of all slices that the program touches."""
     _lowered_for: list[Binding] = field(default_factory=list)
-    """How its slices were bound when it was lowered last."""
+    """Bindings of the program's slices when it was lowered last."""
     _bound: dict[int, Binding | None] | None = None
-    """How the slices of the results were bound when `_homes` was computed."""
+    """Bindings of the slices of the results when `_homes` was computed."""
     _homes: list[Home] | None = None
 
     def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class RegisteredProgram:
         physical = Physical(self.body, bindings)
         body = written(self.body, edges_of(self.body, physical, only_transfers=self.only_transfers))
         if limited:
-            plan, found = lower_with_memory(body, bindings, physical)
-            memory = {one.island: one for one in found if one.island in limited}
+            plan, memories = lower_with_memory(body, bindings, physical)
+            memory = {one.island: one for one in memories if one.island in limited}
         else:
             plan = lower(body, bindings, physical)
         self.segment_count = len(plan.segments)

@@ -14,20 +14,13 @@ from dataclasses import dataclass
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.events import (
-    CountersEvent,
-    HostEvent,
-    IslandEvent,
-    RecoveryEvent,
-    Sink,
-    TransferEvent,
-)
+from pw.core.events import CountersEvent, HostEvent, IslandEvent, RecoveryEvent, Sink, TransferEvent
 from pw.core.ids import CONTROLLER, Address, client_of, coordinator_of, run_name
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 
 PERIOD_S = 1.0
-"""How often processes report their counters, and hosts their transfers."""
+"""Seconds between two reports of counters by processes, and of transfers by hosts."""
 
 
 @dataclass(slots=True)
@@ -41,7 +34,7 @@ class _Recovery:
 
 @dataclass(eq=False)
 class Publishing(ControlPart):
-    """Publishes events of the whole cluster; see the module."""
+    """Publishes events of the whole cluster."""
 
     events: Sink
     counters: Callable[[], dict[str, int]]

@@ -23,15 +23,15 @@ from pw.sched.control.programs import RegisteredProgram, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
 
 _NONE = Program("", (), (), (), ())
-"""In the place of a program that is refused."""
+"""Program in the place of one that is refused."""
 
 
 @dataclass(eq=False)
 class ProgramRegistry(ControlPart):
-    """All programs; see the module."""
+    """Programs of all clients."""
 
     only_transfers: bool = False
-    """Edges go from host to host only, whatever XLA or a relay would cost."""
+    """True if edges go from host to host only, whatever XLA or a relay would cost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +45,7 @@ class ProgramRegistry(ControlPart):
             return
         error: ErrorReport | None = None
         try:
-            body = message.body.whole()
+            body = message.body.value()
             check_program(body, client.slices.devices)
         except Error as refused:
             self._env.count("messages_refused")
@@ -83,7 +83,7 @@ class ProgramRegistry(ControlPart):
         return program
 
     def _lower(self, client: Client, program: RegisteredProgram) -> None:
-        """Bind a program to devices and have it installed there, if all its slices are bound."""
+        """Bind a program to devices and install it there, if all its slices are bound."""
         bindings = self._islands.bindings
         try:
             if any(number not in client.slices for number in program.slices):

@@ -25,12 +25,12 @@ from pw.sched.control.explain.memory import with_holders
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
-from pw.sched.control.run_states import RunEvent, RunInFlight
-from pw.sched.control.runs import Runs
+from pw.sched.control.run_states import RunInFlight, RunTransition
+from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart, handles_client
 
 GRACE_S = 1.0
-"""How long a launched run that is cancelled may take to end by itself."""
+"""Seconds that a cancelled run, once launched, may take before its island is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class LookAtDeadlines:
 
 @dataclass(eq=False)
 class RunEnds(ControlPart):
-    """Ends runs; see the module."""
+    """Ends runs that time out, are cancelled, or whose client leaves."""
 
-    runs: Runs
+    runs: RunsInFlight
     losses: Losses
     rebuilder: Rebuilder
     stream: ClientOrder
@@ -53,7 +53,7 @@ class RunEnds(ControlPart):
         self._deadlines: dict[int, float] = {}
         self._timer: Timer | None = None
         self._due_s = 0.0
-        """When the timer, if there is one, runs out."""
+        """Time at which the timer runs out, in seconds; 0 without a timer."""
 
     # --- the end of runs --------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class RunEnds(ControlPart):
                 continue
             self._forget_deadline(run)
             grace = grace_s if run.number in runs else max(grace_s, GRACE_S)
-            client = self.runs.withdraw(run, RunEvent.FAIL, error, reason, grace)
+            client = self.runs.withdraw(run, RunTransition.FAIL, error, reason, grace)
             failed.update(run.results)
             client.arrays.fail(run.results, error)
             self._env.send(client.address, msg.RunFailed(run.number, run.results, error))
@@ -167,7 +167,9 @@ class RunEnds(ControlPart):
 
     @handles_client(msg.Cancel)
     def _cancel_arrays(self, client: Client, message: msg.Cancel) -> None:
-        """A client does not want these arrays any more; what it has handed over is not its own."""
+        """Cancel the runs whose results a client does not want any more, except arrays that it has handed
+        over.
+        """
         number = client.number
         wanted = frozenset(array for array in message.arrays if client_of(array) == number)
         self._cancel(client, lambda run, results: not wanted.isdisjoint(results), "pw.cancel")

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
-from pw.sched.control.array_states import Array
+from pw.sched.control.array_states import ArrayEntry
 from pw.sched.control.lineage import Record
 
 
@@ -29,18 +29,18 @@ class RunState(StrEnum):
     """The states of a run."""
 
     IN_FLIGHT = "in flight"
-    """Submitted; some segments have not ended."""
+    """State of a run that was submitted, and of which some segments have not ended."""
     SPOILT = "spoilt"
-    """In flight, and a segment has ended without its value."""
+    """State of a run in flight of which a segment has ended without its value."""
     ENDED = "ended"
     LOST = "lost"
-    """Withdrawn; recovery may run its record again."""
+    """State of a run that was withdrawn, and whose record recovery may run again."""
     FAILED = "failed"
-    """Withdrawn; its results carry an error."""
+    """State of a run that was withdrawn, and whose results carry an error."""
 
 
-class RunEvent(StrEnum):
-    """What happens to a run."""
+class RunTransition(StrEnum):
+    """Event that changes the state of a run."""
 
     SPOIL = "a launch of it ends without its value"
     END = "its last launch ends"
@@ -48,17 +48,12 @@ class RunEvent(StrEnum):
     FAIL = "it is cancelled, overdue or refused, or an argument fails"
 
 
-_S, _E = RunState, RunEvent
+_S, _E = RunState, RunTransition
 
-RUN = Lifecycle[RunState, RunEvent](
+RUN = Lifecycle[RunState, RunTransition](
     "run",
     {
-        _S.IN_FLIGHT: {
-            _E.SPOIL: _S.SPOILT,
-            _E.END: _S.ENDED,
-            _E.LOSE: _S.LOST,
-            _E.FAIL: _S.FAILED,
-        },
+        _S.IN_FLIGHT: {_E.SPOIL: _S.SPOILT, _E.END: _S.ENDED, _E.LOSE: _S.LOST, _E.FAIL: _S.FAILED},
         _S.SPOILT: {_E.SPOIL: _S.SPOILT, _E.LOSE: _S.LOST, _E.FAIL: _S.FAILED},
         _S.ENDED: {},
         _S.LOST: {},
@@ -76,27 +71,27 @@ class RunInFlight:
     record: Record
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
-    donated: list[tuple[int, Array]]
-    """What the run takes from the client."""
+    donated: list[tuple[int, ArrayEntry]]
+    """Arrays that the client donates to the run, with their numbers."""
     islands: tuple[str, ...]
-    """The islands that it was submitted to."""
+    """Names of the islands to which the run was submitted."""
     segments_left: int
     began_s: float
     credited: bool = True
-    """It has a credit of the client; a repeated run has none."""
+    """True if the run has a credit of the client; a repeated run has none."""
     state: RunState = RunState.IN_FLIGHT
     cause: ErrorReport | None = None
-    """Why it is spoilt."""
+    """Error that spoilt the run."""
     names: tuple[str, str] | None = None
-    """Its name and that of this attempt, once they were published."""
+    """Names of the run and of this attempt, once they were published."""
 
-    def after(self, event: RunEvent) -> None:
+    def after(self, event: RunTransition) -> None:
         """Change the state."""
         self.state = RUN.after(self.state, event)
 
     def spoil(self, error: ErrorReport) -> None:
         """A segment has no value, or will have none."""
-        self.after(RunEvent.SPOIL)
+        self.after(RunTransition.SPOIL)
         self.cause = error
 
     def segment_ended(self, error: ErrorReport | None) -> bool:

@@ -16,41 +16,41 @@ from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolErro
 from pw.core.ids import client_of, is_repeat, run_name, scheduler_of
 from pw.core.recorder import CALLED
 from pw.core.tenants import OPERATOR
-from pw.sched.control.array_states import Array
+from pw.sched.control.array_states import ArrayEntry
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
 from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
-from pw.sched.control.run_states import RunEvent, RunInFlight
+from pw.sched.control.run_states import RunInFlight, RunTransition
 from pw.sched.control.sessions import RUN_CREDITS, ControlPart
 
 CREDITS_AT_ONCE = 64
-"""So many credits are given back at once."""
+"""Number of credits that are given back at once."""
 
 CREDITS_S = 0.01
-"""How long fewer credits wait for others, so that not every end of a run disturbs the client."""
+"""Seconds for which fewer credits wait for others, so that not every end of a run disturbs the client."""
 
 RUNS_SHOWN = 16
-"""Runs of each client in a status report."""
+"""Number of runs of each client in a status report."""
 
 
 @dataclass(eq=False)
-class Runs(ControlPart):
-    """The runs in flight of all clients; see the module."""
+class RunsInFlight(ControlPart):
+    """Runs in flight of all clients."""
 
     credits_at_once: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.in_flight: dict[int, RunInFlight] = {}
-        """In the order in which they were submitted."""
+        """Runs by number, in the order in which they were submitted."""
         self.handed: list[tuple[int, ErrorReport | None]] = []
-        """Arrays of other clients that runs have made, or will not make and why (`pw.sched.control.shares`)."""
+        """Arrays that runs have made for other clients, or why they will not (`pw.sched.control.handovers`)."""
         self._news: list[tuple[str, RunInFlight, float, str]] = []
-        """What to publish when this turn ends: together, events cost a third."""
+        """Events to publish when this turn ends: together, events cost a third."""
         self._refunds: Counter[int] = Counter()
-        """Credits that clients get back."""
+        """Number of credits that each client gets back."""
         self._due: set[int] = set()
-        """Clients that get theirs when this turn ends."""
+        """Numbers of clients that get their credits when this turn ends."""
         self._timer = Ticker(self._env, CREDITS_S, self._give_back)
         self._env.recorder.unfinished[self._env.address.actor] = self._record_unfinished
 
@@ -61,12 +61,12 @@ class Runs(ControlPart):
     def status(self) -> tuple[msg.RunInfo, ...]:
         """Describe the oldest runs in flight of each client."""
         shown: Counter[int] = Counter()
-        found = []
+        infos = []
         now_s = self._env.now_s()
         for run in self.in_flight.values():
             shown[run.client] += 1
             if shown[run.client] <= RUNS_SHOWN:
-                found.append(
+                infos.append(
                     msg.RunInfo(
                         run_name(run.record.order),
                         run.client,
@@ -76,7 +76,7 @@ class Runs(ControlPart):
                         run.segments_left,
                     )
                 )
-        return tuple(found)
+        return tuple(infos)
 
     # --- beginning --------------------------------------------------------------------------------
 
@@ -99,10 +99,10 @@ class Runs(ControlPart):
             self._islands.release(client.number, client.delete(client.donated_to(message)))
             self._follow_lease(client, message)
             return
-        given = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
-        donated = [(number, array) for number, array in given if array is not None]
+        arrays = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
+        donated = [(number, array) for number, array in arrays if array is not None]
         for array, output, home in zip(message.results, program.body.outputs, homes, strict=True):
-            client.arrays.add(array, Array(output.spec, *home))
+            client.arrays.add(array, ArrayEntry(output.spec, *home))
         self._env.count("runs")
         record = client.lineage.add_run(message.run, program, message.args, message.results)
         client.lineage.release(number for number, _ in donated)
@@ -131,7 +131,7 @@ class Runs(ControlPart):
         args: tuple[int | bytes, ...],
         results: tuple[int, ...],
         awaits: tuple[int, ...],
-        donated: list[tuple[int, Array]] | None = None,
+        donated: list[tuple[int, ArrayEntry]] | None = None,
         lease: tuple[int, int] | None = None,
     ) -> None:
         """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit.
@@ -155,11 +155,11 @@ class Runs(ControlPart):
         if self._events is not None:
             self._news.append(("began", self.in_flight[number], 0.0, ""))
         for island, submit in program.submissions(number, args, results, awaits):
-            told = submit if lease is None else msg.SubmitLeased(submit, *lease)
-            self._env.send(scheduler_of(island), told)
+            message = submit if lease is None else msg.SubmitLeased(submit, *lease)
+            self._env.send(scheduler_of(island), message)
 
     def _follow_lease(self, client: Client, message: msg.Run) -> None:
-        """A refused run was launched under a lease: have its hosts drop what it has made."""
+        """Have hosts drop the results of a refused run that was launched under a launch lease."""
         program = client.programs.get(message.program)
         homes = None if program is None else program.result_homes(self._islands.bindings)
         if not message.lease or program is None or homes is None:
@@ -167,24 +167,24 @@ class Runs(ControlPart):
         for island, submit in program.submissions(message.run, message.args, message.results, ()):
             leased = msg.SubmitLeased(submit, message.lease, message.index)
             self._env.send(scheduler_of(island), leased)
-        made = [
-            (number, Array(output.spec, *home))
+        results = [
+            (number, ArrayEntry(output.spec, *home))
             for number, output, home in zip(
                 message.results, program.body.outputs, homes, strict=False
             )
         ]
-        self._islands.release(client.number, made)
+        self._islands.release(client.number, results)
 
     def refuse(self, client: Client, message: msg.Run, error: ErrorReport) -> None:
         """Fail the results of a run that is not submitted. Its arguments stay."""
         for array in message.results:
             if client_of(array) == client.number and array not in client.arrays:
-                client.arrays.add(array, Array.failed(error))
+                client.arrays.add(array, ArrayEntry.failed(error))
         self._env.count("runs_failed")
         if self._events is not None:
-            known = client.programs.get(message.program)
+            registered = client.programs.get(message.program)
             name = run_name(message.run)
-            program = "" if known is None else known.body.name
+            program = "" if registered is None else registered.body.name
             refused = published.RunEvent(
                 "refused", name, name, client.number, program, error=error.message
             )
@@ -204,7 +204,7 @@ class Runs(ControlPart):
 
     def end(self, run: RunInFlight) -> None:
         """A run has ended with all its values."""
-        run.after(RunEvent.END)
+        run.after(RunTransition.END)
         if self._events is not None:
             self._news.append(("ended", run, self._env.now_s() - run.began_s, ""))
         self._hand(run, None)
@@ -228,13 +228,13 @@ class Runs(ControlPart):
     def _hand(self, run: RunInFlight, error: ErrorReport | None) -> None:
         """Note the end of a run that makes arrays of another client."""
         if is_repeat(run.record.program.program):
-            taken = (number for number in run.results if client_of(number) != run.client)
-            self.handed += [(number, error) for number in taken]
+            exports = (number for number in run.results if client_of(number) != run.client)
+            self.handed += [(number, error) for number in exports]
 
     def withdraw(
         self,
         run: RunInFlight,
-        event: RunEvent,
+        event: RunTransition,
         error: ErrorReport,
         reason: str = "",
         grace_s: float = 0.0,
@@ -245,15 +245,15 @@ class Runs(ControlPart):
         """
         run.after(event)
         if self._events is not None:
-            what = "lost" if event is RunEvent.LOSE else "failed"
+            what = "lost" if event is RunTransition.LOSE else "failed"
             self._news.append((what, run, self._env.now_s() - run.began_s, error.message))
         self._hand(run, error)
         for island in run.islands:
             self._islands.tell(island, msg.CancelRun(run.number, reason, grace_s))
         client = self.sessions.get(run.client)
         assert client is not None, "the runs of a client leave with it"
-        given = [(n, array) for n, array in run.donated if not array.awaited]
-        self._islands.release(client.number, given)
+        arrays = [(n, array) for n, array in run.donated if not array.awaited]
+        self._islands.release(client.number, arrays)
         self._remove(run)
         return client
 
@@ -272,7 +272,7 @@ class Runs(ControlPart):
                 if self._env.recorder.on:
                     self._record(run)
             elif is_repeat(run.record.program.program) and number in map(client_of, run.results):
-                self.withdraw(run, RunEvent.FAIL, error)
+                self.withdraw(run, RunTransition.FAIL, error)
         self.in_flight = {n: run for n, run in self.in_flight.items() if run.client != number}
         self._refunds.pop(number, None)
         self._due.discard(number)

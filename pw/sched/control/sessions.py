@@ -24,7 +24,7 @@ from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
 
 RUN_CREDITS = 512
-"""Runs that a client may have in flight before its calls block."""
+"""Number of runs that a client may have in flight before its calls block."""
 
 UNPROVEN = (
     "it did not get proof that this session is the one that it was with the controller before: the session's "
@@ -32,32 +32,42 @@ UNPROVEN = (
 )
 
 CLIENT_NUMBERS = 1 << 23
-"""Numbers below this one: an id has 63 bits, and 40 of them are the client's to give."""
+"""Number above all client numbers: an id has 63 bits, and 40 of them are the client's to give."""
 
 REFUSED_AGAIN_S = 1.0
-"""How often a refusal to one node is written down, at most."""
+"""Seconds between two refusals to one node that are written down, at least."""
 REFUSED_KEPT = 4096
 
 SILENT_S = 3.0
-"""So long a silence of a client is reported: a busy machine may delay a heartbeat or two."""
+"""Seconds of silence of a client from which on it is reported: a busy machine may delay a heartbeat or two."""
 
 GIVEN_KEPT = 1 << 16
-"""So many numbers of clients that have left are remembered; each `pw status` is a client."""
+"""Number of clients that have left and are remembered; each `pw status` is a client."""
 
 
 class ClientNumbers:
-    """The numbers that one controller gives; each start begins at another `first` number."""
+    """The numbers that one controller gives; each start begins at another `first` number.
 
-    def __init__(self, first: int, here: Container[int]) -> None:
-        self.first = first % CLIENT_NUMBERS or 1
+    Args:
+        first: the number to begin with.
+        here: the numbers of clients that are here.
+        end: numbers are from 1 to below this one.
+        kept: how many numbers of clients that have left are remembered.
+    """
+
+    def __init__(
+        self, first: int, here: Container[int], end: int = CLIENT_NUMBERS, kept: int = GIVEN_KEPT
+    ) -> None:
+        self.first = first % end or 1
         self._here = here
+        self._end, self._kept = end, kept
         self._next = self.first
-        self._given: OrderedDict[int, str] = OrderedDict()
-        """Why each client left; empty while it is here."""
+        self._reasons: OrderedDict[int, str] = OrderedDict()
+        """Reason for which each client left; empty while it is here."""
 
-    def take(self, taken: Container[int]) -> int:
-        """Return a number that is not in `taken`."""
-        while self._next in taken or self.is_known(self._next):
+    def take(self, in_use: Container[int]) -> int:
+        """Return a number that is not `in_use`."""
+        while self._next in in_use or self.is_known(self._next):
             self._skip()
         number = self._next
         self._give(number)
@@ -65,16 +75,16 @@ class ClientNumbers:
         return number
 
     def _give(self, number: int) -> None:
-        self._given[number] = ""
-        if len(self._given) > GIVEN_KEPT:
-            self._given.popitem(last=False)
+        self._reasons[number] = ""
+        if len(self._reasons) > self._kept:
+            self._reasons.popitem(last=False)
 
     def _skip(self) -> None:
-        self._next = (self._next + 1) % CLIENT_NUMBERS or 1
+        self._next = (self._next + 1) % self._end or 1
 
     def claim(self, number: int) -> bool:
-        """Give a client the number that it had before; return False if it cannot have it."""
-        if not 0 < number < CLIENT_NUMBERS or self.is_known(number):
+        """Give a client the number that it had before; return False if it cannot have the number."""
+        if not 0 < number < self._end or self.is_known(number):
             return False
         self._give(number)
         return True
@@ -82,13 +92,13 @@ class ClientNumbers:
     def left(self, number: int, reason: str) -> None:
         """The client with this number has left; without a reason it may come back."""
         if not reason:
-            self._given.pop(number, None)
-        elif number in self._given:
-            self._given[number] = reason
+            self._reasons.pop(number, None)
+        elif number in self._reasons:
+            self._reasons[number] = reason
 
     def why_gone(self, number: int) -> str:
         """Return why a client that comes back cannot have its number any more."""
-        reason = self._given.get(number)
+        reason = self._reasons.get(number)
         if not reason:
             return "it does not know this session, nor did the one before it; its arrays are gone"
         if reason.startswith("silent"):
@@ -100,7 +110,7 @@ class ClientNumbers:
 
     def is_known(self, number: int) -> bool:
         """Return whether a client has this number here, or had it not long ago."""
-        return number in self._here or number in self._given
+        return number in self._here or number in self._reasons
 
 
 class Sessions(Part):
@@ -119,14 +129,14 @@ class Sessions(Part):
     ) -> None:
         self.env = env
         self.events = events
-        """Takes what is published; None where nothing is."""
+        """Publisher of events; None where nothing is published."""
         self.islands = islands
         self._tickets = tickets
         self.claims = claims
         self._rules = rules
         self._heard_s = heard_s
         self._recent: dict[str, float] = {}
-        """When the last refusal to a node was written down."""
+        """Time of the last refusal to each node that was written down, in seconds."""
         self._clients: dict[int, Client] = {}
         self._nodes: dict[str, Client] = {}
         self._numbers = ClientNumbers(first_client, self._clients)
@@ -134,7 +144,7 @@ class Sessions(Part):
 
     @property
     def clients(self) -> Collection[Client]:
-        """All clients, in the order in which they attached."""
+        """Clients in the order in which they attached."""
         return self._clients.values()
 
     def get(self, number: int) -> Client | None:
@@ -167,8 +177,8 @@ class Sessions(Part):
         heard_s = self._heard_s(client.address.node) or 0.0
         return heard_s if heard_s >= SILENT_S else 0.0
 
-    def attach(self, sender: Address, message: msg.Attach, taken: Container[int]) -> Client | None:
-        """Let a client in, unless its old number is gone; a new number is not in `taken`."""
+    def attach(self, sender: Address, message: msg.Attach, in_use: Container[int]) -> Client | None:
+        """Let a client in, unless its old number is gone; a new number is not `in_use`."""
         number, tenant = message.resume, self.env.tenant_of(sender.node)
         if not tenant:
             self.refused(sender.node, tenant, message.name, "its tenant is not known")
@@ -187,11 +197,11 @@ class Sessions(Part):
                 self.refused(sender.node, tenant, message.name, str(error))
                 self.env.send(sender, msg.Evicted(str(error), error=ErrorReport.of(error)))
                 return None
-            number = self._numbers.take(taken)
+            number = self._numbers.take(in_use)
         elif not self._numbers.claim(number):
             self.env.send(sender, msg.Evicted(self._numbers.why_gone(number)))
             return None
-        client = Client(sender, number, message.name, share, priority, tenant)
+        client = Client(sender, number, message.name, share, priority, tenant, line=message.line)
         client.repeats = self._numbers.first << 16
         self._clients[number] = self._nodes[sender.node] = client
         self.islands.tell_all(self._added(client))
@@ -204,7 +214,9 @@ class Sessions(Part):
         ready = tuple(sorted(self.islands.islands))
         ticket = self._tickets.ticket(number, sender.node)
         claim = self.claims.claim(number, tenant)
-        self.env.send(sender, msg.Attached(number, ticket, RUN_CREDITS, ready, claim))
+        line_ticket = self._tickets.ticket(number, message.line) if message.line else b""
+        attached = msg.Attached(number, ticket, RUN_CREDITS, ready, claim, line_ticket)
+        self.env.send(sender, attached)
         return client
 
     def sight(self, asker: int) -> Callable[[int], bool]:
@@ -266,6 +278,7 @@ class Sessions(Part):
             client.tenant,
             share,
             client.address.node,
+            client.line,
         )
 
     @handles(msg.Directory)

@@ -39,8 +39,8 @@ class GiveUp:
 
 
 @dataclass(eq=False)
-class Slices(ControlPart):
-    """All slices; see the module."""
+class SliceRequests(ControlPart):
+    """Asks the resource manager for the slices of clients."""
 
     recovery_s: float
 

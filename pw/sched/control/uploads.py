@@ -12,20 +12,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pw.core import messages as msg
-from pw.core.errors import (
-    INFRASTRUCTURE,
-    ArrayLost,
-    Error,
-    ErrorReport,
-    NotOwner,
-    ProtocolError,
-)
+from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
 from pw.core.events import TransferEvent
 from pw.core.ids import client_of, is_repeat, run_name, store_of
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec, layout_of
-from pw.sched.control.array_states import Array, ArrayState
-from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.array_states import ArrayEntry, ArrayState
+from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import holders
 from pw.sched.control.recovery.losses import Losses
@@ -35,14 +28,14 @@ from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
 
 DISCARDED_KEPT = 16_384
-"""Arrays of a client that it has deleted and whose upload has not ended."""
+"""Number of arrays that a client has deleted and whose upload has not ended."""
 
 
 @dataclass(eq=False)
-class Uploads(ControlPart):
-    """Sees arrays arrive; see the module."""
+class UploadTable(ControlPart):
+    """Tracks arrays until all their hosts have reported."""
 
-    replicas: Replicas
+    replicas: ReplicaTable
     losses: Losses
     replays: Replays
     ends: RunEnds
@@ -50,12 +43,12 @@ class Uploads(ControlPart):
     # --- announced by the client ------------------------------------------------------------------
 
     def create(self, client: Client, message: msg.CreateArray) -> None:
-        """A client announces an array that it uploads, or that its hosts are to read."""
+        """Add an array that a client uploads, or that its hosts read."""
         number, slice_ = message.array, message.spec.placement.slice
         if client_of(number) != client.number or is_repeat(number) or number in client.arrays:
             self._env.count("messages_refused")
-            taken = ProtocolError("a new array has a number that is taken or is another client's")
-            self._env.send(client.address, msg.RunFailed(0, (number,), ErrorReport.of(taken)))
+            error = ProtocolError("a new array has a number that is taken or is another client's")
+            self._env.send(client.address, msg.RunFailed(0, (number,), ErrorReport.of(error)))
             return
         reported = client.arrays.announced(number)
         try:
@@ -71,19 +64,19 @@ class Uploads(ControlPart):
         self._bound_discarded(client)
         island, hosts = home
         spec = client.one_spec(message.spec)
-        array = Array(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
+        array = ArrayEntry(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
         client.arrays.add(message.array, array)
         client.lineage.add_input(message.array, spec, message.source)
         if isinstance(message.source, msg.OfferSource):
-            self.replays.shares.take(client, message.array, spec, message.source)
+            self.replays.handovers.take(client, message.array, spec, message.source)
             return
         self._islands.place(island, message.array, spec)
         if message.source is not None:
             self.replays.read(message.array, array, message.source)
             return
         array.input = message.array
-        for host, said in reported.items():
-            self._reported(client, number, array, host, self._error_of(array, said))
+        for host, report in reported.items():
+            self._reported(client, number, array, host, self._error_of(array, report))
         was_bound = client.slices.times_bound.get(message.spec.placement.slice, 0)
         if (
             message.bound != was_bound and array.awaited
@@ -119,17 +112,13 @@ class Uploads(ControlPart):
         )
 
     def _refuse(
-        self,
-        client: Client,
-        message: msg.CreateArray,
-        reported: Collection[str],
-        error: Error,
+        self, client: Client, message: msg.CreateArray, reported: Collection[str], error: Error
     ) -> None:
         self._env.count("messages_refused")
         report = ErrorReport.of(error)
         for host in reported:
             self._env.send(store_of(host), msg.DropUploads((message.array,)))
-        client.arrays.add(message.array, Array.failed(report))
+        client.arrays.add(message.array, ArrayEntry.failed(report))
         self._env.send(client.address, msg.RunFailed(0, (message.array,), report))
 
     @handles_client(msg.InputGone)
@@ -179,7 +168,7 @@ class Uploads(ControlPart):
         else:
             client.arrays.unannounced.setdefault(number, {})[host] = message
 
-    def _error_of(self, array: Array, message: msg.Uploaded) -> ErrorReport | None:
+    def _error_of(self, array: ArrayEntry, message: msg.Uploaded) -> ErrorReport | None:
         """Return why a host does not have its shards of an array, or has others than were announced."""
         is_bound = array.spec.placement.slice in self._islands.bindings
         if message.error is not None or not message.layout or not is_bound or array.error:
@@ -192,7 +181,7 @@ class Uploads(ControlPart):
         return ErrorReport.of(wrong)
 
     def _reported(
-        self, client: Client, number: int, array: Array, host: str, error: ErrorReport | None
+        self, client: Client, number: int, array: ArrayEntry, host: str, error: ErrorReport | None
     ) -> None:
         """A host has its shards of an array, or will not have them."""
         if host not in array.awaited:
@@ -246,7 +235,7 @@ class Uploads(ControlPart):
                 reported.pop(node, None)
 
 
-def _uploaded(client: Client, number: int, array: Array) -> TransferEvent:
+def _uploaded(client: Client, number: int, array: ArrayEntry) -> TransferEvent:
     sender = (str(client.number),)
     size_bytes = array.spec.size_bytes
     return TransferEvent("upload", run_name(number), -1, sender, array.hosts, size_bytes, None)

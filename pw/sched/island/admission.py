@@ -33,7 +33,7 @@ from pw.sched.island.memory import Claim, DeviceMemory
 from pw.sched.island.memory_report import NoRoom, counted, never_fits, no_room
 
 PATIENCE = 32
-"""How many admissions may pass a run that does not fit."""
+"""Number of admissions that may pass a run that does not fit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,20 +46,20 @@ class Reservation:
     results: tuple[int, ...]
     islands: tuple[str, ...]
     segments_left: int
-    """Segments of the run here that have not ended."""
+    """Number of segments of the run here that have not ended."""
     heads_missing: int
-    """On the first island: islands on which the run is not at the head of its queue."""
+    """Number of islands on which the run is not at the head of its queue; counted on the first island."""
     has_told: bool = False
-    """This island has told the first island that the run is at the head of its queue."""
+    """True if this island has told the first island that the run is at the head of its queue."""
     has_turn: bool = False
-    """It is this island's turn to reserve for a run on several islands."""
+    """True if it is this island's turn to reserve for a run on several islands."""
     is_admitted: bool = False
     was_launched: bool = False
     claim: Claim | None = None
     passed: int = 0
-    """How many runs were admitted while this one waited for memory."""
+    """Number of runs that were admitted while this one waited for memory."""
     tried_at: int = -1
-    """`DeviceMemory.frees` when it last did not fit."""
+    """Value of `DeviceMemory.frees` when the run last did not fit."""
     hopes: frozenset[int] | None = None
     """Uploads in flight when nothing else could free memory for the first time."""
 
@@ -71,11 +71,11 @@ class Admission(Part):
     env: Env
     island: str
     memory: DeviceMemory | None = field(default=None, init=False)
-    """None where nothing limits it."""
+    """Memory of the devices; None where nothing limits it."""
     _gathering: dict[int, Reservation] = field(default_factory=dict, init=False)
-    """Runs on several islands that have not ended here."""
+    """Reservations of runs on several islands that have not ended here, by run."""
     _blocked: dict[int, Reservation] = field(default_factory=dict, init=False)
-    """Runs that were picked and did not fit, the oldest first."""
+    """Reservations of runs that were picked and did not fit, the oldest first, by run."""
     _refused: set[int] = field(default_factory=set, init=False)
     """Runs that the controller has been asked to cancel."""
 
@@ -153,7 +153,7 @@ class Admission(Part):
 
     @handles(msg.RunAtHead)
     def _at_head_elsewhere(self, sender: Address, message: msg.RunAtHead) -> None:
-        if (reservation := self._known(message.run)) is not None:
+        if (reservation := self._reservation_of(message.run)) is not None:
             self._is_at_head(reservation)
 
     def _is_at_head(self, reservation: Reservation) -> None:
@@ -163,15 +163,15 @@ class Admission(Part):
 
     @handles(msg.ReserveRun)
     def _turn_to_reserve(self, sender: Address, message: msg.ReserveRun) -> None:
-        if (reservation := self._known(message.run)) is not None:
+        if (reservation := self._reservation_of(message.run)) is not None:
             reservation.has_turn = True
 
     @handles(msg.RunAdmitted)
     def _admitted_elsewhere(self, sender: Address, message: msg.RunAdmitted) -> None:
-        if (reservation := self._known(message.run)) is not None:
+        if (reservation := self._reservation_of(message.run)) is not None:
             reservation.is_admitted = True
 
-    def _known(self, run: int) -> Reservation | None:
+    def _reservation_of(self, run: int) -> Reservation | None:
         reservation = self._gathering.get(run)
         if reservation is None:
             self.env.count("messages_stale")
@@ -192,6 +192,11 @@ class Admission(Part):
         for island in reservation.islands[:-1]:
             self.env.send(scheduler_of(island), msg.RunAdmitted(reservation.run))
         return True
+
+    def launched_itself(self, reservation: Reservation, claim: Claim) -> None:
+        """A client has launched a run under a lease; its memory is reserved."""
+        reservation.claim = claim
+        reservation.is_admitted = reservation.was_launched = True
 
     def _overdue(self) -> Reservation | None:
         for reservation in self._blocked.values():
@@ -245,7 +250,7 @@ class Admission(Part):
         self.env.send(CONTROL, msg.RunRefused(reservation.run, error, holders=why.holders))
 
     def segments_ended(self, reservation: Reservation, count: int = 1) -> None:
-        """So many segments of a run have ended here, or were cancelled."""
+        """Count segments of a run that have ended here, or were cancelled."""
         reservation.segments_left -= count
         if reservation.segments_left:
             return

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pw.core.ids import arrays_in
-from pw.core.messages import ClientUse, Copy, CopyFile
+from pw.core.messages import ArrayCopy, ClientUse, CopyFile
 from pw.sched.island.launch_states import SegmentTask
 from pw.sched.island.think_time import Habit
-from pw.sched.island.window import Account, Footprint, Group, Stake
+from pw.sched.island.window import Account, Footprint, SiteGroup, Stake
 
 
 @dataclass(slots=True)
@@ -20,10 +20,10 @@ class DiscardTask:
 
     arrays: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
-    """The hosts that have each array, or the program."""
+    """Hosts that have each array, or the program."""
     program: int
     install: int
-    """The program's installation at that time; a later one is kept."""
+    """Number of the program's installation at that time; a later one is kept."""
     arrival: int
 
 
@@ -31,7 +31,7 @@ class DiscardTask:
 class CopyTask:
     """Arrays to copy to host memory or to disk, between the client's earlier and later work."""
 
-    copies: tuple[tuple[str, Copy], ...]
+    copies: tuple[tuple[str, ArrayCopy], ...]
     files: tuple[tuple[str, CopyFile], ...]
     arrival: int
 
@@ -44,7 +44,7 @@ class CopyTask:
 Task = SegmentTask | DiscardTask | CopyTask
 
 LAST = 1 << 62
-"""The arrival of work that has not come yet."""
+"""Arrival number of work that has not come yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,17 +55,18 @@ class ClientQueue:
     priority: int
     tasks: deque[Task] = field(default_factory=deque)
     launched: int = 0
-    """Launches in flight."""
+    """Number of launches in flight."""
     came_s: float = -math.inf
-    """When the client last submitted a run."""
+    """Time at which the client last submitted a run, in seconds."""
     waits_since_s: float = math.inf
-    """When its queue last changed from empty, or had a launch; inf while no launch is queued."""
+    """Time at which the queue last changed from empty, or had a launch, in seconds; inf while no launch is
+    queued."""
     habit: Habit = field(default_factory=Habit)
     ended_launches: int = 0
     waited_s: float = 0.0
-    """How long the launches that have ended were queued, in all."""
+    """Seconds for which the launches that have ended were queued, in all."""
     device_s: float = 0.0
-    """The device time of these launches: that of each device, in all."""
+    """Device time of these launches, in seconds: of each device, in all."""
 
     @property
     def head_arrival(self) -> int:
@@ -82,7 +83,9 @@ class ClientQueue:
 
     @property
     def footprint(self) -> Footprint | None:
-        """Where the oldest launch runs; without one, where the client is expected again."""
+        """Footprint of the oldest launch; without a launch, of the one with which the client is expected
+        again.
+        """
         return self.habit.footprint if (oldest := self.oldest) is None else oldest.footprint
 
     @property
@@ -95,7 +98,7 @@ class ClientQueue:
         """Until when devices may be kept for the client while none of its launches can go."""
         return self.habit.expected_until_s(self.footprint)
 
-    def wants(self, now_s: float) -> Sequence[Group]:
+    def wants(self, now_s: float) -> Sequence[SiteGroup]:
         """Return where the oldest launch runs; without one, where the client is expected now."""
         if (oldest := self.oldest) is not None:
             return oldest.footprint.groups
@@ -165,6 +168,6 @@ class ClientQueue:
 
 def _may_use(task: Task, arrays: frozenset[int]) -> bool:
     if isinstance(task, SegmentTask):
-        given = task.here.arguments
-        return not (arrays.isdisjoint(arrays_in(given.args)) and arrays.isdisjoint(given.results))
+        names = task.here.arguments
+        return not (arrays.isdisjoint(arrays_in(names.args)) and arrays.isdisjoint(names.results))
     return isinstance(task, CopyTask)

@@ -23,13 +23,13 @@ from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Group, Window
+from pw.sched.island.window import SiteGroup, Window
 
 HEAD_S = 1.0
-"""How often to look whether a run that is to end has its turn on the devices."""
+"""Seconds between two looks whether a run that is to end has its turn on the devices."""
 
 Key = tuple[str, int]
-"""A host and the number of a launch there."""
+"""Name of a host and number of a launch there."""
 
 
 @dataclass(eq=False, repr=False)
@@ -46,14 +46,14 @@ class InFlight(Part):
     watchdog: Watchdog
     leases: LeaseTable
     launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
-    """By the first host of the gang, the oldest first."""
+    """Launches in flight by the first host of the gang, the oldest first."""
     device_s: float = field(default=0.0, init=False)
-    """The device time of all launches that have ended: that of each device, in all."""
+    """Device time of all launches that have ended, in seconds: of each device, in all."""
     _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
-    """The key of the first host, for each other host that reports the end."""
+    """Key on the first host of the gang, for each other host that reports the end."""
 
     def add(self, task: SegmentTask, numbers: Sequence[int]) -> None:
-        """A launch has been sent; `numbers` are those of the hosts that report its end."""
+        """Add a launch that was sent; `numbers` are those of the hosts that report its end."""
         key = (task.hosts[0], numbers[0])
         self.launches[key] = task
         for at in range(1, len(numbers)):
@@ -67,8 +67,8 @@ class InFlight(Part):
         )
 
     def programs_on(self, host: str) -> list[int]:
-        """Return the program that each device of a host works at, first the one that began last."""
-        first: dict[Group, int] = {}
+        """Return the programs of each device of a host, first the one that began last."""
+        first: dict[SiteGroup, int] = {}
         for task in self.launches.values():
             if host in task.at_work_on():
                 for group in task.footprint.groups:

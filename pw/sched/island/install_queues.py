@@ -15,32 +15,34 @@ from pw.core.ids import client_of
 from pw.core.messages import InstallProgram
 
 AT_ONCE = 8
-"""Programs of one client that a host may be compiling; it compiles some in parallel."""
+"""Number of programs of one client that a host may be compiling; it compiles some in parallel."""
 
 _Install = tuple[int, int]
-"""The number of a program, and of its installation."""
+"""Number of a program, and of its installation."""
 
 
 @dataclass(slots=True)
-class _Queue:
+class _ClientInstalls:
     """The installs of one client."""
 
     sent: dict[_Install, set[str]] = field(default_factory=dict)
-    """The hosts that have not answered yet."""
+    """Names of hosts that have not answered yet, by installation."""
     waiting: OrderedDict[int, InstallProgram] = field(default_factory=OrderedDict)
-    """By program, in the order in which they are sent."""
+    """Installs that wait, by program, in the order in which they are sent."""
 
 
 class InstallQueues:
-    """The installs of every client; those of one client stay in their order."""
+    """Installs of every client; those of one client stay in their order."""
 
     def __init__(self) -> None:
         self.at_once = AT_ONCE
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, _ClientInstalls] = {}
 
     def put(self, message: InstallProgram) -> None:
-        """Put an install behind the others of its client, instead of an earlier one that waits."""
-        queue = self._queues.setdefault(client_of(message.program), _Queue())
+        """Put an install behind the others of its client, in the place of an earlier install of the program
+        that waits.
+        """
+        queue = self._queues.setdefault(client_of(message.program), _ClientInstalls())
         queue.waiting[message.program] = message
         queue.waiting.move_to_end(message.program)
 

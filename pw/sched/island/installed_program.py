@@ -15,13 +15,13 @@ from pw.sched.island.window import Footprint
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How the segments of a program are called, for reports."""
+    """Names of the segments of a program, for reports."""
 
     program: str = ""
     segments: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The computations of each segment."""
+    """Names of the computations of each segment."""
     shards: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Which shards of each segment's last computation each host has."""
+    """Mesh positions of the shards that each host has of each segment's last computation."""
 
 
 @dataclass(slots=True)
@@ -30,36 +30,36 @@ class InstalledProgram:
 
     names: Names
     footprints: dict[int, Footprint]
-    """Where each segment runs."""
+    """Footprint of each segment."""
     install: int
-    """The number of its newest installation; hosts may answer for an earlier one."""
+    """Number of the newest installation; hosts may answer for an earlier one."""
     compiling: set[str]
-    """Hosts that have not answered for the newest installation."""
+    """Names of hosts that have not answered for the newest installation."""
     estimates_us: dict[int, float]
-    """Device time of each segment that has ended once."""
+    """Device time of each segment that has ended once, in microseconds."""
     epoch: int = 0
-    """The island's epoch in which hosts compiled it."""
+    """Number of the island's epoch in which hosts compiled the program."""
     error: ErrorReport | None = None
-    """Why a host could not."""
+    """Error of a host that could not compile the program."""
     on_hosts: int = 0
-    """The installation that hosts have: they are not told of one that changes nothing."""
+    """Number of the installation that hosts have: they are not told of one that changes nothing."""
     is_plain: bool = False
-    """All that it does is compiled, repeatable, and stays on its hosts."""
+    """True if all computations are compiled, repeatable, and stay on their hosts."""
 
     def measured(self, segment: int, device_time_us: int) -> None:
         """A launch of a segment took so long."""
-        known = self.estimates_us.get(segment, float(device_time_us))
-        self.estimates_us[segment] = 0.8 * known + 0.2 * device_time_us
+        estimate_us = self.estimates_us.get(segment, float(device_time_us))
+        self.estimates_us[segment] = 0.8 * estimate_us + 0.2 * device_time_us
 
 
 UNKNOWN = InstalledProgram(Names(), {}, 0, set(), {})
-"""Stands for a program that is not installed."""
+"""Program in the place of one that is not installed."""
 
 
 def is_plain(message: InstallProgram) -> bool:
     """Whether a program only computes: it has no Python of users and no calls of their processes."""
     return not any(
-        one.traits.is_python or not one.traits.is_repeatable or one.calls_back
+        one.traits.runs_on_host or not one.traits.is_repeatable or one.calls_back
         for one in message.body.computations
     )
 
@@ -68,8 +68,10 @@ def _executions(message: InstallProgram) -> Iterator[tuple[int, str, list[int]]]
     """Yield each segment with a host and the computations that it runs there, in order."""
     for plan in message.plans:
         for part in plan.segments:
-            made = [one.computation for one in part.instructions if isinstance(one, Execute)]
-            yield part.segment, plan.host, list(dict.fromkeys(made))
+            computations = [
+                one.computation for one in part.instructions if isinstance(one, Execute)
+            ]
+            yield part.segment, plan.host, list(dict.fromkeys(computations))
 
 
 def _bindings(message: InstallProgram) -> dict[int, Binding]:
@@ -81,11 +83,11 @@ def names_of(message: InstallProgram) -> Names:
     names, bindings = Names(message.body.name), _bindings(message)
     computations = message.body.computations
     shards_on: dict[int, dict[str, list[int]]] = {}
-    """By computation and host."""
+    """Mesh positions of shards, by computation and host."""
     for segment, host, numbers in _executions(message):
-        known = names.segments.get(segment, ())
+        earlier = names.segments.get(segment, ())
         here_too = (computations[number].name for number in numbers)
-        names.segments[segment] = tuple(dict.fromkeys((*known, *here_too)))
+        names.segments[segment] = tuple(dict.fromkeys((*earlier, *here_too)))
         if not numbers:
             continue
         last = numbers[-1]
@@ -109,11 +111,13 @@ def sites_of(message: InstallProgram) -> dict[int, frozenset[Hashable]]:
         hosts[segment].add(host)
     sites: dict[int, frozenset[Hashable]] = {}
     for segment, used in computations.items():
-        found: set[Hashable] = set()
+        sites_here: set[Hashable] = set()
         for number in used:
             computation = message.body.computations[number]
             placement = computation.placement
             devices = bindings[placement.slice].located(placement)
-            found.update({d.host for d in devices} if computation.traits.is_python else devices)
-        sites[segment] = frozenset(found or hosts[segment])
+            sites_here.update(
+                {d.host for d in devices} if computation.traits.runs_on_host else devices
+            )
+        sites[segment] = frozenset(sites_here or hosts[segment])
     return sites

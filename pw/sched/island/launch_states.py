@@ -29,34 +29,34 @@ from pw.core.errors import ErrorReport
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
 from pw.sched.island.installed_program import InstalledProgram
-from pw.sched.island.lease_states import Lease
+from pw.sched.island.lease_states import LaunchLease
 from pw.sched.island.numbers import Gang
 from pw.sched.island.window import Footprint, Stake
 
 
 class LaunchState(StrEnum):
-    """Where a launch is in its life."""
+    """State of a launch."""
 
     WAITING = "waiting"
-    """An upload has not ended, or a producer has not been launched."""
+    """State of a launch for which an upload has not ended, or a producer has not been launched."""
     ELIGIBLE = "eligible"
-    """It may be launched; a producer has not ended."""
+    """State of a launch that may go; a producer has not ended."""
     READY = "ready"
-    """It may be launched, and needs nothing that is still being made on another island."""
+    """State of a launch that may go, and needs nothing that another island still makes."""
     REFUSED = "refused"
-    """It waits for the controller to cancel its run."""
+    """State of a launch that waits for the controller to cancel its run."""
     IN_FLIGHT = "in flight"
-    """Its hosts have been sent it."""
+    """State of a launch that was sent to its hosts."""
     ENDED = "ended"
-    """All reporting hosts have ended it."""
+    """State of a launch that all reporting hosts have ended."""
     CANCELLED = "cancelled"
-    """Its run was cancelled, or its client left, before it was launched."""
+    """State of a launch whose run was cancelled, or whose client left, before it was launched."""
     LOST = "lost"
-    """The island left its epoch first."""
+    """State of a launch whose island left its epoch before it ended."""
 
 
 class LaunchEvent(StrEnum):
-    """What happens to a launch."""
+    """Event that changes the state of a launch."""
 
     PRODUCERS_LAUNCHED = "uploads ended and producers launched"
     PRODUCERS_ENDED = "uploads and producers ended"
@@ -109,25 +109,25 @@ LAUNCH = Lifecycle[
 
 @dataclass(slots=True, eq=False)
 class RunHere:
-    """What the launches of one run on this island share."""
+    """Values that the launches of one run on this island share."""
 
     run: int
     program: int
     stake: Stake
-    """Of its client; what it uses counts for the tenant also when the client has left."""
+    """Stake of the client; device time that it uses counts for the tenant also when the client has left."""
     arguments: Arguments
     reservation: Reservation | None
-    """The run's way to admission; None where memory does not limit it."""
+    """Reservation of memory for the run; None where memory does not limit it."""
     queued_s: float
-    """When the run came."""
+    """Time at which the run came, in seconds."""
     is_timed: bool
-    """The controller has yet to hear of the run's first launch."""
+    """True while the controller has yet to hear of the run's first launch."""
     installed: InstalledProgram
-    """The program as it was installed, also when it is uninstalled before the run has ended."""
+    """Program as it was installed, also when it is uninstalled before the run has ended."""
     introduced: set[str | Gang] = field(default_factory=set)
     """Hosts, and large gangs as a whole, that have been sent the arguments."""
-    lease: Lease | None = None
-    """The lease under which the client has launched it."""
+    lease: LaunchLease | None = None
+    """Launch lease under which the client has launched the run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,27 +139,27 @@ class SegmentTask:
     hosts: tuple[str, ...]
     footprint: Footprint
     notify: tuple[str, ...]
-    """Islands that run consumers of this segment."""
+    """Names of islands that run consumers of this segment."""
     unlaunched: set[int]
-    """Producers on other islands that have not been launched."""
+    """Indices of producers on other islands that have not been launched."""
     unfinished: set[int]
-    """Producers on other islands that have not ended."""
+    """Indices of producers on other islands that have not ended."""
     awaits: set[int]
-    """Uploads that have not ended."""
+    """Arrays whose uploads have not ended."""
     arrival: int
-    """Its place in the order in which the island's work arrived."""
+    """Place of the launch in the order in which the island's work arrived."""
     reporters: int
-    """How many hosts of the gang, from its first on, have yet to report the end."""
+    """Number of hosts of the gang, from its first on, that have yet to report the end."""
     state: LaunchState = LaunchState.WAITING
     estimate_us: float = 0.0
     device_time_us: int = 0
-    """The longest that a host has reported."""
+    """Longest device time that a host has reported, in microseconds."""
     lost: ErrorReport | None = None
-    """Why a host has no value: another host was lost."""
+    """Error of a host that has no value because another host was lost."""
     ended_on: tuple[str, ...] = ()
     passed_on: frozenset[str] = frozenset()
     launched_s: float = 0.0
-    """When it was launched; 0 before."""
+    """Time of the launch, in seconds; 0 before it."""
 
     def producer_launched(self, segment: int) -> None:
         """A segment of the run was launched on another island."""
@@ -189,7 +189,7 @@ class SegmentTask:
             self.state = LAUNCH.after(self.state, event)
 
     def launch(self, now_s: float) -> None:
-        """Its hosts have been sent it."""
+        """Change the state when the launch was sent to its hosts."""
         self.state = LAUNCH.after(self.state, LaunchEvent.LAUNCH)
         self.launched_s = now_s
 

@@ -18,7 +18,7 @@ from functools import partial
 from pw.core.actors.actor import Env, Part
 from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, executor_of, scheduler_of
-from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
+from pw.core.messages import ArrayCopy, CopyFile, RunStarted, SegmentLaunched
 from pw.core.messages.copying import orders
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
@@ -27,18 +27,18 @@ from pw.sched.island.launch_states import LaunchState, SegmentTask
 from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
-from pw.sched.island.programs import Programs
+from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Footprint, Group, Window
+from pw.sched.island.window import Footprint, SiteGroup, Window
 
 UNKNOWN_US = 100.0
-"""The expected device time of a segment that has never run."""
+"""Expected device time of a segment that has never run, in microseconds."""
 UNKNOWN_AT_ONCE = 2
-"""Launches of such a segment in flight: enough to keep devices busy if it is short."""
+"""Number of launches of such a segment in flight: enough to keep devices busy if it is short."""
 TIMER_S = 0.5e-3
-"""Timers may fire this much early."""
+"""Seconds by which timers may fire early."""
 AROUND_S = 1.0
-"""A client that submitted something so recently counts as one that wants the island."""
+"""Seconds after its last run for which a client counts as one that wants the island."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,13 +50,13 @@ class Launcher(Part):
     policy: Policy
     window: Window
     admission: Admission
-    programs: Programs
+    programs: IslandPrograms
     in_flight: InFlight
     queues: Queues
     watchdog: Watchdog
     leases: LeaseTable
     _look_again_s: float = field(default=math.inf, init=False)
-    """When the earliest timer comes."""
+    """Time at which the earliest timer comes, in seconds."""
 
     def launch_all(self) -> None:
         """Launch all that may go."""
@@ -64,9 +64,9 @@ class Launcher(Part):
             self._launch(task)
 
     @staticmethod
-    def _keep_free(taken: set[Group], groups: Iterable[Group]) -> None:
+    def _keep_free(closed: set[SiteGroup], groups: Iterable[SiteGroup]) -> None:
         """Hold later launches back from devices on which an earlier one has no room yet."""
-        taken.update(groups)
+        closed.update(groups)
 
     # --- picking -------------------------------------------------------------------------------------
 
@@ -111,29 +111,29 @@ class Launcher(Part):
         if len(footprints) > 1 and not any(map(is_open, footprints)):
             return None
         expected = self._expected(absent, now_s) if self.policy.keeps_devices else absent[:0]
-        taken: set[Group] = set()  # where a client that goes first has no room, or is expected
+        closed: set[SiteGroup] = set()  # where a client that goes first has no room, or is expected
         kept_until_s = math.inf
         for contenders in (ready + expected if expected else ready, eligible):
             for queue in self.policy.order(contenders, now_s):
                 if expected and queue in expected:
-                    taken.update(queue.footprint.groups if queue.footprint is not None else ())
+                    closed.update(queue.footprint.groups if queue.footprint is not None else ())
                     kept_until_s = min(kept_until_s, queue.expected_until_s)
                     continue
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
                 groups = task.footprint.groups
-                if taken and not taken.isdisjoint(groups):
+                if closed and not closed.isdisjoint(groups):
                     continue
-                known = task.here.installed.estimates_us
-                untried = task.segment not in known and (
+                estimates_us = task.here.installed.estimates_us
+                untried = task.segment not in estimates_us and (
                     self.in_flight.like(task) >= UNKNOWN_AT_ONCE
                 )
                 if untried or not is_open(task.footprint):
-                    self._keep_free(taken, groups)
+                    self._keep_free(closed, groups)
                     continue
                 reservation = task.here.reservation
                 if reservation is None or reservation.is_admitted or admission.admit(reservation):
-                    task.estimate_us = known.get(task.segment, UNKNOWN_US)
+                    task.estimate_us = estimates_us.get(task.segment, UNKNOWN_US)
                     accounts = task.footprint.accounts
                     self.policy.launched(queue.stake, accounts, task.estimate_us)
                     queue.take(now_s)
@@ -146,7 +146,7 @@ class Launcher(Part):
         return None
 
     def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
-        """Return those of these clients that are about to come back."""
+        """Return the clients that are about to come back."""
         expected = []
         for queue in absent:
             if now_s < queue.expected_until_s:
@@ -175,7 +175,7 @@ class Launcher(Part):
             self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
 
     def launched(self, task: SegmentTask, numbers: Sequence[int]) -> None:
-        """A launch is on its way to its hosts; `numbers` are those of the hosts that report its end."""
+        """Note a launch that was sent; `numbers` are those of the hosts that report its end."""
         self.in_flight.add(task, numbers)
         self.watchdog.went_on()
         task.launch(self.watchdog.progress_s)
@@ -204,7 +204,7 @@ class Launcher(Part):
 
     def _copy(self, task: CopyTask) -> None:
         """Send hosts their copies at once: a later launch may overwrite the arrays."""
-        copies: defaultdict[str, list[Copy]] = defaultdict(list)
+        copies: defaultdict[str, list[ArrayCopy]] = defaultdict(list)
         files: defaultdict[str, list[CopyFile]] = defaultdict(list)
         for host, copy in task.copies:
             copies[host].append(copy)

@@ -19,24 +19,25 @@ from enum import StrEnum
 
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import Finished, LeasedLaunch, LentProgram, SubmitLeased, index_of
+from pw.sched.island.lent_memory import LentMemory
 
 KEPT = 1024
-"""So many launches are known, also when they have ended: some hosts may still lack them."""
+"""Number of launches that are kept, also when they have ended: some hosts may still lack them."""
 
 
 class LeaseState(StrEnum):
     """The states of a lease."""
 
     OPEN = "open"
-    """The client may launch."""
+    """State in which the client may launch."""
     CLOSING = "closing"
-    """Hosts take no more launches of the client, and are asked what they have taken."""
+    """State in which hosts take no more launches of the client, and are asked which they have taken."""
     OVER = "over"
-    """All hosts have taken the same launches."""
+    """State in which all hosts have taken the same launches."""
 
 
 class LeaseEvent(StrEnum):
-    """What happens to a lease."""
+    """Event that changes the state of a launch lease."""
 
     CLOSE = "close"
     AGREE = "all hosts have answered"
@@ -53,7 +54,7 @@ LEASE = Lifecycle[LeaseState, LeaseEvent](
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class LaunchLease:
     """The right of one client to number the launches on some hosts."""
 
     number: int
@@ -62,26 +63,29 @@ class Lease:
     programs: dict[int, LentProgram]
     first: int
     window: int
-    """How many launches may be in flight."""
+    """Number of launches that may be in flight."""
     state: LeaseState = LeaseState.OPEN
     noticed: int = 0
-    """The index of the first launch that the client has not told of."""
+    """Index of the first launch that the client has not told of."""
     until: int = 0
-    """The client may launch before this index."""
+    """Index before which the client may launch."""
     ended: int = 0
-    """How many launches have ended."""
+    """Number of launches that have ended."""
     final: int = 0
-    """The launches before this index were made; known when the lease is over."""
+    """Index behind the last launch of the lease; right when the lease is over."""
     running: dict[int, int] = field(default_factory=dict)
-    """By run, the segments that have not ended."""
-    known: dict[int, LeasedLaunch] = field(default_factory=dict)
-    """By index, the newest launches, without their steps."""
-    taken: dict[str, int] = field(default_factory=dict)
-    """While it is closing: what hosts have answered."""
+    """Number of segments that have not ended, by run."""
+    launches: dict[int, LeasedLaunch] = field(default_factory=dict)
+    """Newest launches by index, without their steps."""
+    answers: dict[str, int] = field(default_factory=dict)
+    """Index behind the last launch that each host has taken, of the hosts that have answered while the lease is
+    closing."""
     waiting: list[SubmitLeased] = field(default_factory=list)
-    """While it is closing: what the client has told of."""
+    """Launches that the client has told of while the lease is closing."""
     is_left: bool = False
-    """The client has left."""
+    """True if the client has left."""
+    memory: LentMemory | None = None
+    """Memory that is set aside for the launches; None where nothing limits it."""
 
     def __post_init__(self) -> None:
         self.noticed = self.first
@@ -94,8 +98,13 @@ class Lease:
     def launched(self, launch: LeasedLaunch, segments: int) -> None:
         """The client has launched a run."""
         self.running[launch.run] = segments
-        self.known[launch.index] = launch
-        self.known.pop(launch.index - KEPT, None)
+        self.launches[launch.index] = launch
+        self.launches.pop(launch.index - KEPT, None)
+
+    def program_of(self, index: int) -> int | None:
+        """Return the program of a launch; None if that is not known."""
+        launch = self.launches.get(index)
+        return None if launch is None else launch.program
 
     def may_tell_of(self, host: str, number: int) -> bool:
         """Whether the client may still tell of the launch with this number on a host."""
@@ -116,15 +125,15 @@ class Lease:
 
 @dataclass(eq=False)
 class LeaseTable:
-    """All leases of an island."""
+    """Launch leases of an island."""
 
-    holders: dict[str, Lease] = field(default_factory=dict)
-    """By host; leases that are not over."""
-    numbered: dict[int, Lease] = field(default_factory=dict)
-    """By number; also those that are over, while the client may still tell of launches."""
+    holders: dict[str, LaunchLease] = field(default_factory=dict)
+    """Leases that are not over, by host."""
+    numbered: dict[int, LaunchLease] = field(default_factory=dict)
+    """Leases by number, also those that are over while the client may still tell of launches."""
     early: dict[tuple[str, int], Finished] = field(default_factory=dict)
     """Ends of launches of which the client has not told yet, by host and number."""
-    sliding: list[Lease] = field(default_factory=list)
+    sliding: list[LaunchLease] = field(default_factory=list)
     """Leases whose clients need a new window."""
 
     def are_free(self, hosts: tuple[str, ...]) -> bool:
@@ -132,7 +141,7 @@ class LeaseTable:
         return not self.holders or self.holders.keys().isdisjoint(hosts)
 
     def behind(self, hosts: tuple[str, ...]) -> dict[str, int] | None:
-        """Return, for those of the hosts that are lent, the index behind the launches that are known.
+        """Return the index behind the known launches of a lease, for each of the hosts that is lent.
 
         None if a lease is being closed: then nothing is known.
         """

@@ -13,13 +13,13 @@ launches on these hosts, so there is one order on each of them (G1).
 
 - G2: a lease has a window like that of a client that is alone. It slides with what has ended.
 - G3, G4: only runs that stay on the lent hosts and read nothing that is under way are lent.
-- G5: where memory is limited, nothing is lent.
+- G5: where memory is limited, room for launches is set aside before (`lent_memory`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,32 +33,38 @@ from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import SegmentTask
-from pw.sched.island.launching import AROUND_S, Launcher
-from pw.sched.island.lease_states import Lease, LeaseEvent, LeaseState, LeaseTable
+from pw.sched.island.launching import Launcher
+from pw.sched.island.lease_states import LaunchLease, LeaseEvent, LeaseState, LeaseTable
+from pw.sched.island.lent_memory import LentMemory, can_be_lent, shared_arrays
 from pw.sched.island.members import Members
-from pw.sched.island.programs import Programs
+from pw.sched.island.memory import DeviceMemory
+from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.queues import Queues
 from pw.sched.island.window import SEGMENTS, TIME_US
 
-GANG = 64
-"""The most hosts of a lease: to more, launches go down a tree."""
 SHORT_US = 10_000.0
-"""Device time of the longest run that is lent: the hop that it saves is a tenth of a millisecond."""
+"""Device time of the longest run that is lent, in microseconds: the hop that it saves is a tenth of a
+millisecond."""
 PROGRAMS = 256
-"""The most programs of a lease."""
+"""Number of programs of a lease, at most."""
+AHEAD = 4
+"""Number of launched runs from which on a client pipelines, which the scheduler's frames make cheap."""
 FEW = 64
-"""A lease of fewer launches has not been worth it."""
+"""Number of launches below which a lease has not been worth it."""
 DOUBLED = 7
-"""How often the runs before a lease are doubled at most."""
+"""Number of times that the count of runs before a lease is doubled, at most."""
 
 
 class Lending(NamedTuple):
-    """When hosts are lent."""
+    """Conditions under which hosts are lent."""
 
     after: int = 8
-    """So many runs of a client, one after the other, come before its lease."""
-    alone_s: float = AROUND_S
-    """How long no other client has wanted its hosts."""
+    """Number of runs of a client, one after the other, before its lease."""
+    alone_s: float = 20e-3
+    """Seconds for which no other client has wanted the hosts: one that comes more often would close each
+    lease."""
+    ahead: int = SEGMENTS
+    """Number of runs for which memory is set aside, at most."""
 
 
 LENDING = Lending()
@@ -73,19 +79,19 @@ class _Habit:
     programs: dict[int, msg.Submit] = field(default_factory=dict)
     last_run: int = 0
     doubled: int = 0
-    """How often leases in a row have not been worth it."""
+    """Number of leases in a row that have not been worth it."""
     rest: int = 0
-    """So many of these runs come before the next lease, in a row or not."""
+    """Number of these runs that come before the next lease, in a row or not."""
 
 
 @dataclass(eq=False, repr=False)
-class Leases(Part):
+class LaunchLeases(Part):
     """The launch leases of one island."""
 
     env: Env
     members: Members
     admission: Admission
-    programs: Programs
+    programs: IslandPrograms
     in_flight: InFlight
     queues: Queues
     launcher: Launcher
@@ -93,37 +99,41 @@ class Leases(Part):
     lending: Lending
     _numbers: int = 0
     indices: int = 0
-    """The index of the next lease's first launch: launches of one epoch have different numbers."""
+    """Index of the next lease's first launch: launches of one epoch have different numbers."""
     _habits: dict[int, _Habit] = field(default_factory=dict)
     _nodes: dict[int, str] = field(default_factory=dict)
-    """Where the sessions of clients are."""
+    """Nodes of the sessions of clients, by number."""
+    _lines: dict[int, str] = field(default_factory=dict)
+    """Nodes of the lines of clients that have lines, by number."""
     _due: set[int] = field(default_factory=set)
-    """Clients that may get a lease at the end of this turn."""
+    """Numbers of clients that may get a lease at the end of this turn."""
 
     # --- lending -------------------------------------------------------------------------------------
 
     @handles(msg.AddClient)
     def _client_added(self, sender: Address, message: msg.AddClient) -> None:
         self._nodes[message.client] = message.node
+        if message.line:
+            self._lines[message.client] = message.line
 
     @handles(msg.Submit)
     def _submitted(self, sender: Address, message: msg.Submit) -> None:
         """Handled before it is queued: close the leases that are in its way, and note what the client does."""
         client = client_of(message.run)
         for hosts in message.hosts:
-            self.close_on(hosts)
+            self.close_on(hosts, client)
         queue = self.queues.clients.get(client)
-        if queue is None or not self._nodes.get(client):
+        if queue is None or client not in self._lines:
             return
         habit = self._habits.get(client)
         if habit is None:
             habit = self._habits[client] = _Habit()
         habit.last_run = message.run
-        if queue.tasks or queue.launched > 1 or not self.is_simple(message):
+        if queue.tasks or queue.launched > AHEAD or not self.is_simple(message):
             habit.count = 0
             return
         hosts = tuple(dict.fromkeys(host for hosts in message.hosts for host in hosts))
-        if len(hosts) > GANG:
+        if len(hosts) > msg.TREES.over:
             habit.count = 0
             return
         if habit.hosts != hosts:
@@ -142,22 +152,26 @@ class Leases(Part):
         program = self.programs[submit.program]
         return (
             submit.is_whole
-            and not (submit.awaits or submit.is_timed)
+            and not submit.is_timed
             and program.is_plain
             and not program.compiling
             and program.error is None
-            and all(len(hosts) <= GANG for hosts in submit.hosts)
+            and all(len(hosts) <= msg.TREES.over for hosts in submit.hosts)
             and len(submit.segments) <= msg.STEPS
             and self._time_us(submit) <= SHORT_US
         )
 
     def _time_us(self, submit: msg.Submit) -> float:
         """Return the device time of a run; infinite while it is not known."""
-        known = self.programs[submit.program].estimates_us
-        return sum(known.get(segment, float("inf")) for segment in submit.segments)
+        estimates_us = self.programs[submit.program].estimates_us
+        return sum(estimates_us.get(segment, float("inf")) for segment in submit.segments)
 
     def turn_ended(self) -> None:
-        """Lend hosts to clients that are alone there, and let holders launch more."""
+        """Lend hosts to clients that are alone there, and let holders launch more; after hosts were told
+        what to drop, because that makes room.
+        """
+        if self.admission.memory is not None:
+            self._widen()
         if self.table.sliding:
             self._slide()
         if self._due:
@@ -167,7 +181,10 @@ class Leases(Part):
         due, self._due = self._due, set()
         for client in due:
             queue, habit = self.queues.clients.get(client), self._habits.get(client)
-            if queue is None or habit is None or queue.tasks or self.admission.memory is not None:
+            if queue is None or habit is None or habit.count < self.lending.after:
+                continue
+            if queue.tasks:  # the run waits for an upload that it reads
+                self._due.add(client)
                 continue
             if not self.members.include(habit.hosts) or not self.table.are_free(habit.hosts):
                 continue
@@ -194,8 +211,13 @@ class Leases(Part):
         if not programs:
             return
         longest_us = max(1.0, *map(self._time_us, programs.values()))
+        window = max(2, min(SEGMENTS, int(TIME_US / longest_us)))
+        memory, room = self.admission.memory, None
+        if memory is not None and (room := self._room(memory, client, programs, window)) is None:
+            habit.count = 0
+            return
         self._numbers += 1
-        lease = Lease(
+        lease = LaunchLease(
             self._numbers,
             client,
             habit.hosts,
@@ -204,19 +226,22 @@ class Leases(Part):
                     number,
                     self.programs[number].on_hosts,
                     tuple(msg.steps_of(submit, host) for host in habit.hosts),
+                    0 if room is None else room.charges[number],
                 )
                 for number, submit in programs.items()
             },
             self.indices,
-            max(2, min(SEGMENTS, int(TIME_US / longest_us))),
+            window,
+            memory=room,
         )
+        room_bytes = 0 if room is None else room.granted_bytes
         self.table.numbered[lease.number] = lease
-        epoch, node = self.members.epoch, self._nodes[client]
+        epoch, node, line = self.members.epoch, self._nodes[client], self._lines[client]
         for at, host in enumerate(lease.hosts):
             self.table.holders[host] = lease
             number = self.members.next_number(host)
             own = tuple(one.on(at) for one in lease.programs.values())
-            lend = msg.Lend(epoch, number, lease.number, client, node, own, lease.first)
+            lend = msg.Lend(epoch, number, lease.number, client, line, own, lease.first, room_bytes)
             self.env.send(executor_of(host), lend)
         lent = msg.Lent(
             lease.number,
@@ -226,9 +251,24 @@ class Leases(Part):
             lease.first,
             lease.until,
             habit.last_run,
+            room_bytes,
+            () if memory is None else shared_arrays(memory, client),
         )
         self.env.send(session_of(node), lent)
         self.env.count("leases")
+
+    def _room(
+        self, memory: DeviceMemory, client: int, programs: Collection[int], window: int
+    ) -> LentMemory | None:
+        """Set memory aside for a lease; None if that cannot be."""
+        if not can_be_lent(memory, programs):
+            return None
+        room = LentMemory(memory, client, programs, min(window, self.lending.ahead))
+        room.widen()
+        if not room.is_enough:
+            room.end()
+            return None
+        return room
 
     # --- launches of clients -------------------------------------------------------------------------
 
@@ -240,7 +280,7 @@ class Leases(Part):
             self._queue(submit)
             return
         if submit.program not in lease.programs:  # no host takes it
-            self._close(lease)
+            self._close(lease, "own_run")
         is_over = lease.state is LeaseState.OVER
         if lease.state is LeaseState.OPEN or (is_over and message.index < lease.final):
             tasks = self.queues.leased(submit)
@@ -250,7 +290,7 @@ class Leases(Part):
             if not is_over:
                 lease.waiting.append(message)
         if is_over and lease.noticed >= lease.final:
-            self.table.numbered.pop(lease.number, None)
+            self.end(lease)
 
     def _queue(self, submit: msg.Submit) -> None:
         """Queue a run like those that the controller sends."""
@@ -258,7 +298,9 @@ class Leases(Part):
         self._submitted(self.env.address, submit)
         self.queues.submit(self.env.address, submit)
 
-    def _take(self, lease: Lease, message: msg.SubmitLeased, tasks: Sequence[SegmentTask]) -> None:
+    def _take(
+        self, lease: LaunchLease, message: msg.SubmitLeased, tasks: Sequence[SegmentTask]
+    ) -> None:
         """Count a launched run as in flight."""
         submit, index = message.submit, message.index
         lease.noticed = max(lease.noticed, index + 1)
@@ -278,6 +320,9 @@ class Leases(Part):
             submit.results,
         )
         lease.launched(launch, len(tasks))
+        if lease.memory is not None and (reservation := tasks[0].here.reservation) is not None:
+            claim = lease.memory.launched(submit.program, submit.args, submit.results)
+            self.admission.launched_itself(reservation, claim)
         tasks[0].here.lease = lease
         steps: Counter[str] = Counter()
         early: list[tuple[str, int]] = []
@@ -301,23 +346,37 @@ class Leases(Part):
             node = self._nodes.get(lease.client)
             if lease.state is LeaseState.OPEN and node is not None:
                 lease.until = lease.first + lease.ended + lease.window
-                self.env.send(session_of(node), msg.LeaseWindow(lease.number, lease.until))
+                room_bytes = 0 if lease.memory is None else lease.memory.granted_bytes
+                window = msg.LeaseWindow(lease.number, lease.until, room_bytes)
+                self.env.send(session_of(node), window)
         self.table.sliding.clear()
+
+    def _widen(self) -> None:
+        """Memory may be free, so clients may launch more."""
+        for lease in dict.fromkeys(self.table.holders.values()):
+            if lease.state is LeaseState.OPEN and lease.memory is not None and lease.memory.widen():
+                room_bytes = lease.memory.granted_bytes
+                for host in lease.hosts:
+                    number = self.members.next_number(host)
+                    wider = msg.WidenLease(self.members.epoch, number, lease.number, room_bytes)
+                    self.env.send(executor_of(host), wider)
+                self.table.sliding.append(lease)
 
     # --- closing -------------------------------------------------------------------------------------
 
-    def close_on(self, hosts: Iterable[str]) -> None:
-        """Close the leases of these hosts."""
+    def close_on(self, hosts: Iterable[str], client: int) -> None:
+        """Close the leases of these hosts: a client has sent a run."""
         if self.table.holders:
             for host in hosts:
                 lease = self.table.holders.get(host)
                 if lease is not None:
-                    self._close(lease)
+                    self._close(lease, "own_run" if lease.client == client else "other_client")
 
-    def _close(self, lease: Lease) -> None:
+    def _close(self, lease: LaunchLease, cause: str) -> None:
         if lease.state is not LeaseState.OPEN:
             return
         lease.happened(LeaseEvent.CLOSE)
+        self.env.count(f"leases_ended_by_{cause}")
         close = msg.CloseLease(self.members.epoch, lease.number, lease.noticed)
         for host in lease.hosts:
             self.env.send(executor_of(host), close)
@@ -330,34 +389,37 @@ class Leases(Part):
         if lease is None or lease.state is LeaseState.OVER or sender.node not in lease.hosts:
             self.env.count("messages_stale")
         elif lease.state is LeaseState.OPEN:
-            self._close(lease)  # the host answers once more, now that the others do
+            self._close(lease, "host")  # the host answers once more, now that the others do
         else:
-            lease.taken[sender.node] = message.taken
+            lease.answers[sender.node] = message.taken
             for launch in message.launches:
-                lease.known.setdefault(launch.index, launch)
-            if len(lease.taken) == len(lease.hosts):
+                lease.launches.setdefault(launch.index, launch)
+            if len(lease.answers) == len(lease.hosts):
                 self.agree(lease)
 
-    def agree(self, lease: Lease) -> None:
-        """All hosts take what one has taken, or the client has told of; then go on without the lease."""
+    def agree(self, lease: LaunchLease) -> None:
+        """Close a lease: all hosts take the launches that one host has taken or the client has told of."""
         lease.happened(LeaseEvent.AGREE)
-        lease.final = max(lease.noticed, *lease.taken.values())
+        lease.final = max(lease.noticed, *lease.answers.values())
         epoch = self.members.epoch
         for at, host in enumerate(lease.hosts):
-            for index in range(lease.taken[host], lease.final):
-                launch = lease.known.get(index)
+            for index in range(lease.answers[host], lease.final):
+                launch = lease.launches.get(index)
                 program = None if launch is None else lease.programs.get(launch.program)
                 if launch is None or program is None:
                     self.members.end_epoch(f"host {host} has not got all launches of a lease")
                     return
                 self.env.count("leased_launches_passed_on")
-                whole = msgspec.structs.replace(launch, steps=program.steps[at])
-                self.env.send(executor_of(host), whole)
+                full = msgspec.structs.replace(launch, steps=program.steps[at])
+                self.env.send(executor_of(host), full)
             number = self.members.next_number(host)
             end = msg.EndLease(epoch, number, lease.number, lease.final)
             self.env.send(executor_of(host), end)
             del self.table.holders[host]
         self.indices = max(self.indices, lease.final)
+        if lease.memory is not None:
+            unknown = range(lease.noticed, lease.final)
+            lease.memory.keep([lease.program_of(index) for index in unknown])
         habit = self._habits.get(lease.client)
         if habit is not None:
             is_short = lease.final - lease.first < FEW
@@ -370,45 +432,53 @@ class Leases(Part):
         if lease.is_left:
             self._forget(lease)
         elif lease.noticed >= lease.final:
-            self.table.numbered.pop(lease.number, None)
+            self.end(lease)
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: LaunchLease) -> None:
         """The client will not tell of any more launches."""
-        self.table.numbered.pop(lease.number, None)
+        self.end(lease)
         self.table.forget_early()
+
+    def end(self, lease: LaunchLease) -> None:
+        """End a lease of which all launches are known."""
+        self.table.numbered.pop(lease.number, None)
+        if lease.memory is not None:
+            lease.memory.end()
 
     @handles(msg.RemoveClient)
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         """Handled before the queue of the client is dropped."""
         self._nodes.pop(message.client, None)
+        self._lines.pop(message.client, None)
         self._habits.pop(message.client, None)
         for lease in [one for one in self.table.numbered.values() if one.client == message.client]:
             lease.is_left = True
             if lease.state is LeaseState.OVER:
                 self._forget(lease)
             else:
-                self._close(lease)
+                self._close(lease, "leaving")
 
     @handles(msg.HolderCutOff)
     def _cut_off(self, sender: Address, message: msg.HolderCutOff) -> None:
         """The host may not know that there was a link, so it does not close the lease."""
         lease = self.table.holders.get(message.host)
         if lease is not None and lease.client == message.client:
-            self._close(lease)
+            self._close(lease, "lost_line")
 
     @handles(msg.PeerSilent)
     def _holder_silent(self, sender: Address, message: msg.PeerSilent) -> None:
         """Close the leases of a client that is stopped: it may have sent a launch to some hosts only."""
         for lease in list(self.table.holders.values()):
             if self._nodes.get(lease.client) == message.node:
-                self._close(lease)
+                self._close(lease, "silence")
 
     @handles(msg.CopyArrays)
     def _copied(self, sender: Address, message: msg.CopyArrays) -> None:
         """Copies have their place among the launches of the scheduler."""
-        for lease in list(self.table.holders.values()):
-            if lease.client == message.client:
-                self._close(lease)
+        hosts = {host for host, _ in (*message.copies, *message.files)}
+        for host, lease in list(self.table.holders.items()):
+            if lease.client == message.client or host in hosts:
+                self._close(lease, "copy")
 
     @handles(msg.InstallProgram)
     def _installed(self, sender: Address, message: msg.InstallProgram) -> None:
@@ -417,7 +487,7 @@ class Leases(Part):
             return
         for lease in list(self.table.holders.values()):
             if message.program in lease.programs:
-                self._close(lease)
+                self._close(lease, "install")
 
     @handles(msg.IslandLost)
     def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:

@@ -25,7 +25,7 @@ from pw.sched.island.numbers import Gang, Numbers
 
 @dataclass(slots=True)
 class GangDiscard:
-    """What all hosts of a gang may drop."""
+    """Arrays that all hosts of a gang may drop."""
 
     arrays: list[int] = field(default_factory=list)
     programs: list[int] = field(default_factory=list)
@@ -42,12 +42,13 @@ class Members(Part):
     epoch: int = field(default=0, init=False)
     hosts: tuple[str, ...] = field(default=(), init=False)
     compiles_apart: bool = field(default=False, init=False)
-    """Other processes compile for these hosts."""
+    """True if other processes compile for these hosts."""
     _number: int = field(default=-1, init=False)
-    """The recorder's number for the name of the island; -1 before it is needed."""
+    """Number of the island's name at the recorder; -1 before it is needed."""
     _numbers: Numbers = field(default_factory=Numbers, init=False)
     drops: dict[tuple[str, ...] | Gang, GangDiscard] = field(default_factory=dict, init=False)
-    """What each gang may drop, collected during a turn; the key of a large gang takes no step for each host."""
+    """Arrays that each gang may drop, collected during a turn; a large gang is one key, without a step for each
+    host."""
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
@@ -71,7 +72,7 @@ class Members(Part):
         return self._numbers.include(hosts)
 
     def is_current(self, epoch: int, sender: Address) -> bool:
-        """Whether a message is of a member, in this epoch; one that is not is counted."""
+        """Return whether a message is from a member in this epoch; count it as stale if not."""
         if epoch == self.epoch and sender.node in self._numbers:
             return True
         self.env.count("messages_stale")
@@ -110,12 +111,7 @@ class Members(Part):
         return numbers
 
     def _launch(
-        self,
-        here: RunHere,
-        segment: int,
-        to: str | Gang,
-        sequence: int = 0,
-        report: bool = False,
+        self, here: RunHere, segment: int, to: str | Gang, sequence: int = 0, report: bool = False
     ) -> msg.Launch:
         """Return a launch for a host or a large gang; the first one of a run has its arguments."""
         arguments = None
@@ -153,14 +149,14 @@ class Members(Part):
         behind: dict[str, int] = {}
         for gang, drop in self.drops.items():
             hosts = gang.hosts if isinstance(gang, Gang) else gang
-            known = leases.behind(hosts) if leases.holders else {}
-            if known is None:
+            launches = leases.behind(hosts) if leases.holders else {}
+            if launches is None:
                 waiting[gang] = drop
                 continue
-            if not known and isinstance(gang, Gang):
+            if not launches and isinstance(gang, Gang):
                 self._send_all(gang, self._discard([drop]))
                 continue
-            behind |= known
+            behind |= launches
             for host in hosts:
                 of_hosts[host].append(drop)
         self.drops = waiting
@@ -188,7 +184,7 @@ class Members(Part):
         )
 
     def record(self, task: SegmentTask, ended_s: float = 0.0) -> None:
-        """Record a launch that has ended, or has not; call it only while the recorder is on."""
+        """Record a launch, ended or not; call it only while the recorder is on."""
         recorder = self.env.recorder
         if self._number < 0:
             self._number = recorder.name(self.island)

@@ -43,7 +43,7 @@ class _DeviceSet:
     addresses: tuple[DeviceAddress, ...]
     devices: npt.NDArray[np.intp]
     unsettled_bytes: int = 0
-    """Buffers added and removed on each of the devices that `_used` does not count yet."""
+    """Bytes on each of the devices that buffers have added or removed, and that `_used` does not count yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,21 +53,21 @@ class Buffer:
     on: _DeviceSet
     shard_bytes: int
     names: int = 0
-    """How many arrays have it."""
+    """Number of arrays that have the buffer."""
     readers: int = 0
-    """How many runs in flight read it."""
+    """Number of runs in flight that read the buffer."""
     is_counted: bool = False
-    """Whether it is counted; a result of a run in flight is part of the run's reservation."""
+    """True if the buffer counts on its own; a result of a run in flight is part of the run's reservation."""
     shards: dict[DeviceAddress, Buffer] | None = None
-    """Of a view, or divided for one: the buffer on each device. These are counted instead, and it is one of
-    their `names` until no array and no run has it any more."""
+    """Buffers of a view, or of a buffer that is divided for one, by device. These are counted instead, and the
+    divided buffer is one of their `names` until no array and no run has it any more."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether an array or a run in flight has it."""
+        """Return whether an array or a run in flight has the buffer."""
         return bool(self.names or self.readers)
 
-    def whole(self) -> Iterable[Buffer]:
+    def parts(self) -> Iterable[Buffer]:
         """Return the buffers that are counted for it: itself, or one for each device."""
         return (self,) if self.shards is None else self.shards.values()
 
@@ -82,21 +82,24 @@ class Needs:
     group: npt.NDArray[np.intp]
     outputs: list[tuple[OutputMemory, _DeviceSet]]
     peaks: Bytes
-    """Reserved for the run itself on each device."""
+    """Bytes that are reserved for the run itself on each device."""
     temporary_bytes: tuple[int, ...] = ()
     temporaries: Bytes | None = None
-    """Added by its temporaries on each device; None if there are none."""
+    """Bytes that the temporaries of the program add on each device; None if there are none."""
     runs: int = 0
-    """How many of its runs hold a reservation."""
+    """Number of runs of the program that hold a reservation."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The reservation of one run."""
+    """Reservation of one run, or of memory that is set aside for launches of a client."""
 
     client: int
     devices: npt.NDArray[np.intp]
-    peaks: Bytes
+    peaks: Bytes | int
+    """Bytes on each device, or the same bytes on all of them."""
+    on: _DeviceSet | None = None
+    """Devices, if the bytes are the same on all."""
     needs: Needs | None = None
     read: list[Buffer] = field(default_factory=list)
     donated: list[tuple[int, Buffer]] = field(default_factory=list)
@@ -109,11 +112,11 @@ class DeviceMemory:
     def __init__(self, island: str, capacity_bytes: int) -> None:
         self.island = island
         self.capacity_bytes = capacity_bytes
-        """Of each device."""
+        """Bytes of each device."""
         self._numbers: dict[DeviceAddress, int] = {}
         self._used: Bytes = np.zeros(0, np.int64)
         self.temporaries: Bytes = np.zeros(0, np.int64)
-        """The part of `_used` that is reserved for the temporaries of all runs in flight."""
+        """Bytes of `_used` that are reserved for the temporaries of all runs in flight."""
         self._computing: set[Needs] = set()
         """Programs that need temporaries and have runs in flight."""
         self._device_sets: dict[tuple[DeviceAddress, ...], _DeviceSet] = {}
@@ -121,9 +124,11 @@ class DeviceMemory:
         self.buffers: dict[int, Buffer] = {}
         self.programs: dict[int, Needs] = {}
         self.reserved: set[Claim] = set()
-        """The reservations of runs."""
+        """Reservations of runs."""
+        self.aside: set[Claim] = set()
+        """Reservations that are set aside for launches that clients may send."""
         self.frees = 0
-        """Goes up whenever memory may have become free."""
+        """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
 
@@ -149,8 +154,8 @@ class DeviceMemory:
         """A host has reported the temporaries of a program's computations."""
         needs = self.programs.get(program)
         if needs is not None and temporary_bytes:
-            known = needs.temporary_bytes or (0,) * len(temporary_bytes)
-            needs.temporary_bytes = tuple(map(max, known, temporary_bytes))
+            previous = needs.temporary_bytes or (0,) * len(temporary_bytes)
+            needs.temporary_bytes = tuple(map(max, previous, temporary_bytes))
             peaks = np.array(needs.memory.peaks(needs.temporary_bytes), np.int64)[needs.group]
             if (peaks > needs.peaks).any():
                 needs.temporaries = peaks - needs.peaks
@@ -219,13 +224,13 @@ class DeviceMemory:
     # --- views ---------------------------------------------------------------------------------------
 
     def _view(
-        self, output: OutputMemory, on: _DeviceSet, given: Mapping[int, Buffer | None]
+        self, output: OutputMemory, on: _DeviceSet, arguments: Mapping[int, Buffer | None]
     ) -> Buffer:
         """Return the buffer of a view, which names shards of the arguments."""
         view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
         assert view.shards is not None
         for device, source in zip(output.devices, output.shards, strict=True):
-            buffer = given.get(source)
+            buffer = arguments.get(source)
             if buffer is None:  # a small host value, which hosts make for this run
                 shard = Buffer(self._device_set((device,)), output.shard_bytes)
                 self._count(shard)
@@ -269,10 +274,17 @@ class DeviceMemory:
             self._computing.add(needs)
             self.temporaries[needs.devices] += more - peaks
         needs.runs += 1
-        claim = Claim(client_of(program), needs.devices, peaks, needs)
+        claim = Claim(client_of(program), needs.devices, peaks, needs=needs)
+        self._name_all(claim, needs, args, results)
+        return claim
+
+    def _name_all(
+        self, claim: Claim, needs: Needs, args: Sequence[int | bytes], results: Sequence[int]
+    ) -> None:
+        """A run reads, takes and makes arrays from now on."""
         self.reserved.add(claim)
-        given = {index: self.given(args[index]) for index in needs.memory.inputs}
-        for buffer in given.values():
+        arguments = {index: self.buffer_of(args[index]) for index in needs.memory.inputs}
+        for buffer in arguments.values():
             if buffer is not None:
                 buffer.readers += 1
                 claim.read.append(buffer)
@@ -281,24 +293,23 @@ class DeviceMemory:
             if isinstance(array, int) and (donated := self.buffers.pop(array, None)) is not None:
                 donated.names -= 1
                 claim.donated.append((array, donated))
-        made: dict[int, Buffer] = {}
+        outputs: dict[int, Buffer] = {}
         for output, on in needs.outputs:
             if output.shards:
-                buffer = self._view(output, on, given)
+                buffer = self._view(output, on, arguments)
             else:
-                same = made.get(output.same_as_output) or given.get(output.same_as_input)
+                same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
                 buffer = same or Buffer(on, output.shard_bytes)
-            made[output.output] = buffer
+            outputs[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
-        return claim
 
     def end(self, claim: Claim) -> None:
         """A run has ended: count its results instead of its reservation."""
         self._close(claim)
         for _, result in claim.results:
             if not result.is_counted:
-                for buffer in result.whole():
+                for buffer in result.parts():
                     if not buffer.is_counted and buffer.is_needed:
                         self._count(buffer)
 
@@ -315,18 +326,71 @@ class DeviceMemory:
     def _close(self, claim: Claim) -> None:
         self.reserved.discard(claim)
         self.frees += 1
-        self._used[claim.devices] -= claim.peaks
-        needs = claim.needs
-        if needs is not None:
-            needs.runs -= 1
-            if not needs.runs and needs.temporaries is not None:
-                self._computing.remove(needs)
-                self._share_temporaries()
+        if claim.on is None:
+            self._used[claim.devices] -= claim.peaks
+        else:
+            self.set_aside(claim, -int(claim.peaks))
+        if claim.needs is not None:
+            self.let_compute_no_more(claim.needs)
         for buffer in claim.read:
             buffer.readers -= 1
             self._let_go(buffer)
 
-    def given(self, arg: int | bytes) -> Buffer | None:
+    # --- leases --------------------------------------------------------------------------------------
+
+    def let_compute(self, needs: Needs) -> None:
+        """Reserve the temporaries of a program, as for a run in flight."""
+        needs.runs += 1
+        if needs.runs == 1 and needs.temporaries is not None:
+            self._computing.add(needs)
+            self._share_temporaries()
+
+    def let_compute_no_more(self, needs: Needs) -> None:
+        """A run has ended, or `let_compute`."""
+        needs.runs -= 1
+        if not needs.runs and needs.temporaries is not None:
+            self._computing.remove(needs)
+            self._share_temporaries()
+
+    def room(self, client: int, devices: Iterable[DeviceAddress]) -> Claim:
+        """Return what `set_aside` makes larger, for launches of a client on these devices."""
+        on = self._device_set(tuple(devices))
+        return Claim(client, on.devices, 0, on)
+
+    def set_aside(self, room: Claim, size_bytes: int) -> None:
+        """Reserve more on each device of a room; less if it is below zero."""
+        assert room.on is not None
+        room.peaks += size_bytes
+        room.on.unsettled_bytes += size_bytes
+        self._unsettled.add(room.on)
+        if size_bytes < 0:
+            self.frees += 1
+
+    def claim(
+        self,
+        room: Claim,
+        size_bytes: int,
+        program: int,
+        args: Sequence[int | bytes],
+        results: Sequence[int],
+    ) -> Claim:
+        """Reserve so much of a room for a run that has been launched."""
+        room.peaks -= size_bytes
+        needs = self.programs.get(program)
+        claim = Claim(room.client, room.devices, size_bytes, room.on, needs)
+        self.reserved.add(claim)
+        if needs is not None:
+            self.let_compute(needs)
+            self._name_all(claim, needs, args, results)
+        return claim
+
+    def free_bytes(self, room: Claim) -> int:
+        """Return how much is free on each device of a room."""
+        return self.capacity_bytes - int(self.settled()[room.devices].max(initial=0))
+
+    # --- what a run needs ----------------------------------------------------------------------------
+
+    def buffer_of(self, arg: int | bytes) -> Buffer | None:
         """Return the buffer of an argument; None of a small value, or of an array that is not counted."""
         return self.buffers.get(arg) if isinstance(arg, int) else None
 
@@ -334,7 +398,7 @@ class DeviceMemory:
         """Return the program's peak, plus donated buffers that stay because another array has them."""
         peaks = needs.peaks
         for index in needs.memory.donated:
-            buffer = self.given(args[index])
+            buffer = self.buffer_of(args[index])
             if buffer is not None and (buffer.names > 1 or buffer.shards is not None):
                 # Hosts donate a copy.
                 shared = np.isin(needs.devices, buffer.on.devices)
@@ -360,14 +424,14 @@ class DeviceMemory:
 
     @property
     def claims(self) -> int:
-        """How many runs hold a reservation."""
+        """Number of runs that hold a reservation."""
         return len(self.reserved)
 
     # --- devices -------------------------------------------------------------------------------------
 
     @property
     def devices(self) -> tuple[DeviceAddress, ...]:
-        """All devices that anything was counted on, in the order of their numbers."""
+        """Devices on which anything was counted, in the order of their numbers."""
         return tuple(self._numbers)
 
     def used_bytes(self, device: DeviceAddress) -> int:

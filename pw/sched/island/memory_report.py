@@ -16,7 +16,7 @@ from pw.core.sizes import size_in_words
 from pw.sched.island.memory import Buffer, Bytes, DeviceMemory
 
 HOLDERS_NAMED = 4
-"""Arrays that an error names: the largest ones."""
+"""Number of arrays that an error names: the largest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class NoRoom:
 
     error: OutOfDeviceMemory
     holders: tuple[tuple[int, int], ...]
-    """Arrays and their bytes there."""
+    """Arrays on the device, with their bytes there."""
 
 
 def counted(memory: DeviceMemory) -> tuple[CountedMemory, ...]:
-    """Return what is counted on each device: one step for each reservation, and one for each device."""
+    """Return the bytes on each device; takes one step for each reservation and each device."""
     reserved: defaultdict[int, Bytes] = defaultdict(lambda: np.zeros_like(memory.temporaries))
     arrays = memory.settled() - memory.temporaries
-    for claim in memory.reserved:
+    for claim in memory.reserved | memory.aside:
         reserved[claim.client][claim.devices] += claim.peaks
         arrays[claim.devices] -= claim.peaks
     return tuple(
@@ -51,8 +51,8 @@ def never_fits(memory: DeviceMemory, program: int, args: Sequence[int | bytes]) 
     needs = memory.programs[program]
     peaks = memory.peaks_of(needs, args)
     inputs = np.zeros_like(memory.temporaries)
-    given = [args[index] for index in needs.memory.inputs]
-    for shard in _buffers(memory.given(arg) for arg in given):
+    arguments = [args[index] for index in needs.memory.inputs]
+    for shard in _buffers(memory.buffer_of(arg) for arg in arguments):
         inputs[shard.on.devices] += shard.shard_bytes
     if needs.temporaries is not None:
         peaks = peaks + needs.temporaries
@@ -67,7 +67,7 @@ def never_fits(memory: DeviceMemory, program: int, args: Sequence[int | bytes]) 
         f"its arguments, and the device has {size_in_words(memory.capacity_bytes)}. Divide its arrays over "
         "more devices, donate arguments that are not used again, or make it smaller"
     )
-    arrays = dict.fromkeys(arg for arg in given if isinstance(arg, int))
+    arrays = dict.fromkeys(arg for arg in arguments if isinstance(arg, int))
     return NoRoom(error, _largest(_on_device(memory, number, arrays)))
 
 
@@ -80,20 +80,20 @@ def no_room(memory: DeviceMemory, program: int, args: Sequence[int | bytes], cli
     number = int(needs.devices[worst])
     held = list(_on_device(memory, number, memory.buffers))
     own = [size_bytes for array, size_bytes in held if client_of(array) == client]
-    others = [size_bytes for array, size_bytes in held if client_of(array) != client]
+    foreign = [size_bytes for array, size_bytes in held if client_of(array) != client]
     error = OutOfDeviceMemory(
         f"program {needs.name!r} needs {size_in_words(int(peaks[worst]))} more on "
         f"{memory.device_in_words(number)}, which has {size_in_words(memory.capacity_bytes)}: "
         f"{size_in_words(sum(own))} are held by {len(own)} live arrays of "
-        f"this client, {size_in_words(sum(others))} by {len(others)} arrays of other clients, and nothing is "
+        f"this client, {size_in_words(sum(foreign))} by {len(foreign)} arrays of other clients, and nothing is "
         "running there that would free any. Delete arrays that are not used any more, donate "
         "arguments, or move arrays to other devices or to host memory"
     )
     return NoRoom(error, _largest(held))
 
 
-def _buffers(given: Iterable[Buffer | None]) -> set[Buffer]:
-    return {one for buffer in given if buffer is not None for one in buffer.whole()}
+def _buffers(buffers: Iterable[Buffer | None]) -> set[Buffer]:
+    return {one for buffer in buffers if buffer is not None for one in buffer.parts()}
 
 
 def _on_device(
@@ -103,7 +103,7 @@ def _on_device(
     seen: set[Buffer] = set()
     for array in arrays:
         named = memory.buffers.get(array)
-        for buffer in () if named is None else named.whole():
+        for buffer in () if named is None else named.parts():
             if buffer.is_counted and buffer not in seen and number in buffer.on.devices:
                 seen.add(buffer)
                 yield array, buffer.shard_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from pw.core.messages import Span
 
 _KNOWN = 1024
-"""Gangs that are remembered."""
+"""Number of gangs that are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +24,11 @@ class Gang:
 
     hosts: tuple[str, ...]
     ranks: slice | np.ndarray[Any, np.dtype[np.int64]]
-    """Of its hosts in the island, in the gang's order."""
+    """Ranks of the gang's hosts in the island, in the gang's order."""
     firsts: tuple[int, ...]
-    """The positions after the first one where the ranks do not go on by one."""
+    """Positions after the first one where the ranks do not go on by one."""
     by_position: list[int]
-    """The rank of each host."""
+    """Rank of each host, by its position in the gang."""
 
 
 class Numbers:
@@ -40,7 +40,7 @@ class Numbers:
         self._all = np.frombuffer(self._next, np.int64) if hosts else np.empty(0, np.int64)
         self._gangs: dict[tuple[str, ...], Gang] = {}
         self._by_id: dict[int, tuple[tuple[str, ...], Gang]] = {}
-        """The same by the identity of the tuple, which takes no step for each host."""
+        """Gangs by the identity of their tuple of hosts, a key that takes no step for each host."""
 
     def __contains__(self, host: str) -> bool:
         return host in self._rank
@@ -58,22 +58,22 @@ class Numbers:
 
     def gang(self, hosts: tuple[str, ...]) -> Gang | None:
         """Return the gang of these hosts; None if one is not in the island."""
-        known = self._by_id.get(id(hosts))
-        if known is not None and known[0] is hosts:
-            return known[1]
+        entry = self._by_id.get(id(hosts))
+        if entry is not None and entry[0] is hosts:
+            return entry[1]
         gang = self._gangs.get(hosts)
         if gang is None:
             if not self.include(hosts):
                 return None
             if len(self._gangs) >= _KNOWN:
                 self._gangs.clear()
-            gang = self._gangs[hosts] = self._made(hosts)
+            gang = self._gangs[hosts] = self._new_gang(hosts)
         if len(self._by_id) >= _KNOWN:
             self._by_id.clear()
         self._by_id[id(hosts)] = (hosts, gang)
         return gang
 
-    def _made(self, hosts: tuple[str, ...]) -> Gang:
+    def _new_gang(self, hosts: tuple[str, ...]) -> Gang:
         ranks = np.array([self._rank[host] for host in hosts], np.int64)
         firsts = tuple((np.flatnonzero(np.diff(ranks) != 1) + 1).tolist())
         where = ranks if firsts else slice(int(ranks[0]), int(ranks[-1]) + 1)

@@ -12,9 +12,9 @@ from pw.sched.island.client_queue import ClientQueue
 from pw.sched.island.window import Account, Stake
 
 CLAIM_US = 100_000
-"""Device time that a client may have ahead of others because it could not be served before."""
+"""Device time that a client may be ahead of others because it could not be served before, in microseconds."""
 AGE_S = 1.0
-"""A client that has waited so long goes next once, whatever its priority."""
+"""Seconds of waiting after which a client goes next once, whatever its priority."""
 
 
 class Policy:
@@ -22,9 +22,9 @@ class Policy:
 
     name = ""
     keeps_accounts = False
-    """Whether the scheduler calls the methods below `order`."""
+    """True if the scheduler calls the methods below `order`."""
     keeps_devices = True
-    """Whether devices are kept idle for a client whose turn it is and that comes back soon."""
+    """True if devices are kept idle for a client whose turn it is and that comes back soon."""
 
     def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
         """Return the queues in the order in which they may go."""
@@ -185,4 +185,4 @@ class Priority(Policy):
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Fifo, ProportionalShare, Priority)
 }
-"""All policies by the name under which `pw-controller --policy` knows them."""
+"""Policies by the name under which `pw-controller --policy` knows them."""

@@ -27,7 +27,7 @@ from pw.sched.island.window import Window
 
 
 @dataclass(eq=False, repr=False)
-class Programs(Part):
+class IslandPrograms(Part):
     """The programs of one island, in the order in which hosts compile them."""
 
     env: Env
@@ -66,11 +66,11 @@ class Programs(Part):
         ):
             self.env.count("messages_stale")
             return
-        known = self[number]
-        if message.again and known.epoch == self.members.epoch and not known.compiling:
+        installed = self[number]
+        if message.again and installed.epoch == self.members.epoch and not installed.compiling:
             # Hosts have it, and earlier runs that still wait here need it as it is.
-            known.install = message.install
-            self._answer(number, message.install, known.error)
+            installed.install = message.install
+            self._answer(number, message.install, installed.error)
             return
         if self.admission.memory is not None:
             self.admission.memory.install(number, body.name, message.memory)
@@ -82,7 +82,7 @@ class Programs(Part):
         self._send(client_of(number))
 
     def _send(self, client: int) -> None:
-        """Send hosts what they may compile of a client now."""
+        """Send hosts the programs of a client that they may compile now."""
         for message in self.queues.take(client):
             number, body, plans = message.program, Compact.of(message.body), message.plans
             what = (message.artifacts, message.install, message.tenant)

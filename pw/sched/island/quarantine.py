@@ -21,9 +21,9 @@ from pw.core.messages import RemoveClient
 from pw.core.programs.program import Program
 
 STRIKES = 4
-"""Fewer than the crashes after which a host's supervisor gives up."""
+"""Number of crashes after which a program is refused, fewer than those after which a supervisor gives up."""
 REMEMBERED = 1024
-"""Strikes that are kept; they outlive the client that owns the program."""
+"""Number of strikes that are kept; they outlive the client that owns the program."""
 
 
 class Quarantine(Part):
@@ -31,9 +31,9 @@ class Quarantine(Part):
 
     def __init__(self) -> None:
         self._programs: dict[int, tuple[str, tuple[bytes, ...]]] = {}
-        """The name and artifacts of installed programs."""
+        """Name and artifacts of installed programs, by number."""
         self._strikes: dict[tuple[str, tuple[bytes, ...]], int] = {}
-        """By "compiled" or "ran", and artifacts."""
+        """Number of strikes, by "compiled" or "ran" and artifacts."""
 
     def __bool__(self) -> bool:
         """Whether any program has a strike."""
@@ -66,7 +66,7 @@ class Quarantine(Part):
             del self._programs[program]
 
     def compiled(self, program: int) -> None:
-        """All hosts have compiled a program."""
+        """Forget the strikes of a program that all hosts have compiled."""
         self._clear("compiled", program)
 
     def ran(self, program: int) -> None:

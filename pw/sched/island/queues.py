@@ -19,9 +19,9 @@ from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Tas
 from pw.sched.island.launch_states import LaunchEvent, RunHere, SegmentTask
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
-from pw.sched.island.programs import Programs
+from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.quarantine import Quarantine
-from pw.sched.island.window import Group, Stake, Window
+from pw.sched.island.window import SiteGroup, Stake, Window
 
 
 @dataclass(eq=False, repr=False)
@@ -34,12 +34,12 @@ class Queues(Part):
     window: Window
     quarantine: Quarantine
     admission: Admission
-    programs: Programs
+    programs: IslandPrograms
     clients: dict[int, ClientQueue] = field(default_factory=dict, init=False)
     runs: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
-    """The queued launches of each run."""
+    """Queued launches of each run."""
     _uploads: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
-    """The launches that wait for each upload."""
+    """Launches that wait for each upload."""
     _arrivals: int = field(default=0, init=False)
     # --- clients -------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Queues(Part):
         fresh = [group for group in groups if group not in kept]
         if not fresh:
             return
-        wanted: defaultdict[Group, set[str]] = defaultdict(set)
+        wanted: defaultdict[SiteGroup, set[str]] = defaultdict(set)
         for other in self.clients.values():
             if other is not queue:
                 for group in other.wants(now_s):
@@ -204,7 +204,7 @@ class Queues(Part):
 
     @property
     def count(self) -> int:
-        """How many launches are queued."""
+        """Number of queued launches."""
         return sum(len(tasks) for tasks in self.runs.values())
 
     def launched(self, task: SegmentTask) -> None:
@@ -217,7 +217,7 @@ class Queues(Part):
 
     @handles(msg.CancelRun)
     def _cancel(self, sender: Address, message: msg.CancelRun) -> None:
-        """Remove what is queued of a run; tell the hosts that wait for it that it will not come."""
+        """Remove the queued launches of a run; tell the hosts that wait for their values."""
         tasks = self.runs.pop(message.run, ())
         if not tasks:
             return

@@ -12,11 +12,11 @@ from pw.core.ids import CONTROL, Address, serial_of
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import LaunchState, SegmentTask
 from pw.sched.island.members import Members
-from pw.sched.island.programs import Programs
+from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.queues import Queues
 
 WORK_TOLD = 8
-"""How many launches and programs of a kind a report has: those that have waited longest."""
+"""Number of launches and programs of a kind that a report has: those that have waited longest."""
 
 
 @dataclass(eq=False, repr=False)
@@ -26,7 +26,7 @@ class Reports(Part):
     env: Env
     island: str
     members: Members
-    programs: Programs
+    programs: IslandPrograms
     in_flight: InFlight
     queues: Queues
     watchdog: Watchdog

@@ -20,23 +20,15 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import (
-    TREES,
-    CancelRun,
-    ClientUse,
-    IslandLost,
-    RemoveClient,
-    Submit,
-    Trees,
-)
+from pw.core.messages import TREES, CancelRun, ClientUse, IslandLost, RemoveClient, Submit, Trees
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
 from pw.sched.island.lease_states import LeaseTable
-from pw.sched.island.leases import LENDING, Leases, Lending
+from pw.sched.island.leases import LENDING, LaunchLeases, Lending
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
-from pw.sched.island.programs import Programs
+from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
@@ -64,7 +56,9 @@ class IslandScheduler(Actor):
         self.members = members = Members(env, island, trees)
         self.quarantine = quarantine = Quarantine()
         self.admission = admission = Admission(env, island)
-        self.programs = programs = Programs(env, island, members, window, admission, quarantine)
+        self.programs = programs = IslandPrograms(
+            env, island, members, window, admission, quarantine
+        )
         self.queues = queues = Queues(env, members, policy, window, quarantine, admission, programs)
         self._lent = table = LeaseTable()
         self.in_flight = in_flight = InFlight(
@@ -73,7 +67,7 @@ class IslandScheduler(Actor):
         self._launcher = launcher = Launcher(
             env, members, policy, window, admission, programs, in_flight, queues, watchdog, table
         )
-        self.leases = leases = Leases(
+        self.leases = leases = LaunchLeases(
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
         reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
@@ -90,27 +84,31 @@ class IslandScheduler(Actor):
                 reports,
             ),
             order={
-                Submit: (Leases, Queues),
+                Submit: (LaunchLeases, Queues),
                 CancelRun: (InFlight, Queues),  # which removes the launches
-                RemoveClient: (Leases, Queues, Admission),  # which forgets what they have reserved
-                IslandLost: (InFlight, Queues, Leases),
+                RemoveClient: (
+                    LaunchLeases,
+                    Queues,
+                    Admission,
+                ),  # which forgets what they have reserved
+                IslandLost: (InFlight, Queues, LaunchLeases),
             },
         )
         env.recorder.unfinished[env.address.actor] = self._record_unfinished
 
     @property
     def queued(self) -> int:
-        """How many launches are queued."""
+        """Number of queued launches."""
         return self.queues.count
 
     @property
     def launched(self) -> int:
-        """How many launches are in flight."""
+        """Number of launches in flight."""
         return len(self.in_flight.launches)
 
     @property
     def device_s(self) -> float:
-        """The device time of all launches that have ended: that of each device, in all."""
+        """Device time of all launches that have ended, in seconds: of each device, in all."""
         return self.in_flight.device_s
 
     def uses(self) -> Iterator[tuple[int, ClientUse]]:
@@ -135,9 +133,8 @@ class IslandScheduler(Actor):
                 self.members.record(task)
 
     def turn_ended(self) -> None:
-        """Launch all that may go, then send what hosts may drop."""
+        """Launch all that may go, then send what hosts may drop; then lend."""
         self._launcher.launch_all()
-        self.leases.turn_ended()
         is_busy = bool(self.in_flight.launches or self.queues.runs)
         if is_busy:
             if not self._was_busy:
@@ -146,5 +143,6 @@ class IslandScheduler(Actor):
         self._was_busy = is_busy
         if self.members.drops:
             self.members.send_drops(self._lent)
+        self.leases.turn_ended()
         if not self.programs.installed:  # then no footprint refers to a group any more
             self.window.tidy()

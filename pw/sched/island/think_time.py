@@ -18,39 +18,39 @@ from dataclasses import dataclass
 from pw.sched.island.window import Footprint
 
 KEPT_S = 4e-3
-"""How long a device may be idle for a client, whatever the client uses of it."""
+"""Seconds that a device may be idle for a client, whatever the client uses of it."""
 KEPT_SHARE = 0.25
-"""How much longer, for each second of device time that the client uses."""
+"""Seconds that a device may be idle besides, for each second of device time that the client uses."""
 KEPT_TIMES = 4.0
-"""The most, in multiples of the device time that the client uses."""
+"""Longest idle time, in multiples of the device time that the client uses."""
 OVERDUE_TIMES = 3.0
-"""A launch that takes so many times what was expected may itself be waiting for something."""
+"""Multiple of the expected time from which on a launch may itself be waiting for something."""
 WEIGHT = 0.25
-"""Of the newest reading in a mean."""
+"""Weight of the newest reading in a mean."""
 
 
 @dataclass(slots=True, eq=False)
 class Habit:
-    """How soon one client comes back to one island."""
+    """Time in which one client comes back to one island, as measured."""
 
     footprint: Footprint | None = None
-    """Where its newest launch runs, or ran: where it is expected again."""
+    """Footprint of the client's newest launch: where the client is expected again."""
     _is_expected: bool = False
-    """It has not been late since that launch."""
+    """True if the client has not been late since that launch."""
     bound_s: float = 0.0
-    """How long it may take to come back."""
+    """Seconds that the client may take to come back."""
     _comes_back: bool = False
-    """Its mean think time is within the bound."""
+    """True if the client's mean think time is within the bound."""
     _think_s: float = math.inf
-    """Mean think time."""
+    """Mean think time, in seconds."""
     _work_s: float = 0.0
-    """Mean device time between two thoughts."""
+    """Mean device time between two thoughts, in seconds."""
     _worked_s: float = 0.0
-    """Device time since it last came."""
+    """Device time since the client's last run, in seconds."""
     _came_s: float = -math.inf
-    """When it last came with a run."""
+    """Time of the client's last run, in seconds."""
     _ended_s: float = -math.inf
-    """When one of its launches last ended."""
+    """Time at which a launch of the client last ended, in seconds."""
 
     def came(self, now_s: float, is_in_flight: bool) -> None:
         """The client submits a run; `is_in_flight` if all that it had queued is in flight."""

@@ -23,14 +23,15 @@ from weakref import WeakValueDictionary
 from pw.core.tenants import OPERATOR
 
 SEGMENTS = 256
-"""Launches in flight while one client has the island to itself."""
+"""Number of launches in flight while one client has the island to itself."""
 TIME_US = 50_000.0
-"""Their expected time: how long a second client may have to wait."""
+"""Expected time of these launches, in microseconds: how long a second client may have to wait."""
 CONTENDED_TIME_US = 5_000.0
-"""The same while several clients want the island: with more, the policy has less to decide."""
+"""Expected time of the launches in flight while several clients want the island, in microseconds: with more,
+the policy has less to decide."""
 CONTENDED_SEGMENTS = 32
 FEW = 16
-"""So many footprints are made before groups are joined again."""
+"""Number of footprints that are made before groups are joined again."""
 
 
 class Stake(NamedTuple):
@@ -44,14 +45,14 @@ class Stake(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """How tenants, or the clients of one, have shared the time of some devices."""
+    """Account of how tenants, or the clients of one, have shared the time of some devices."""
 
     now: float = 0.0
-    """Virtual time: the pass of the tenant, or the client, that was served last."""
+    """Virtual time: the pass of the tenant, or of the client, that was served last."""
     passes: dict[Any, float] = field(default_factory=dict)
-    """For each tenant, or each client by its number, its time there over its share."""
+    """Virtual time of each tenant, or of each client by its number: its time there over its share."""
     tenants: dict[str, Account] = field(default_factory=dict)
-    """How the clients of each tenant have shared what the tenant has had there."""
+    """Accounts of the clients of each tenant, which share what the tenant has had there."""
 
     def within(self, tenant: str) -> Account:
         """Return the account of the clients of a tenant."""
@@ -69,25 +70,25 @@ class Account:
         """Be the account of other devices as well: each is ahead by the least of both."""
         for tenant in sorted(self.tenants.keys() | other.tenants.keys()):
             self.within(tenant).join(other.within(tenant))
-        known = self.passes.keys() | other.passes.keys()
+        clients = self.passes.keys() | other.passes.keys()
         ahead = {
-            c: min(one.passes.get(c, one.now) - one.now for one in (self, other)) for c in known
+            c: min(one.passes.get(c, one.now) - one.now for one in (self, other)) for c in clients
         }
         self.now = max(self.now, other.now)
         self.passes = {client: self.now + by for client, by in sorted(ahead.items())}
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SiteGroup:
     """Sites that have always been used together, with the counts of each of them."""
 
     size: int
     launched: int = 0
-    """Launches in flight."""
+    """Number of launches in flight."""
     time_us: float = 0.0
-    """Their expected time."""
+    """Expected time of the launches in flight, in microseconds."""
     turn_s: float = 0.0
-    """When the oldest launch in flight had its turn."""
+    """Time at which the oldest launch in flight had its turn, in seconds."""
     account: Account = field(default_factory=Account)
 
 
@@ -96,7 +97,7 @@ class Footprint:
     """The sites where a segment runs."""
 
     sites: frozenset[Hashable]
-    groups: list[Group]
+    groups: list[SiteGroup]
 
     @property
     def accounts(self) -> list[Account]:
@@ -112,32 +113,32 @@ class Window:
 
     def clear(self) -> None:
         """Forget all sites: the island has left its epoch."""
-        self._group_of: dict[Hashable, Group] = {}
+        self._group_of: dict[Hashable, SiteGroup] = {}
         self._footprints = WeakValueDictionary[frozenset[Hashable], Footprint]()
-        self._made = 0
-        """Footprints made since groups were joined."""
+        self._new_footprints = 0
+        """Number of footprints made since groups were joined."""
 
     def footprint(self, sites: Iterable[Hashable]) -> Footprint:
         """Return the one footprint of these sites."""
         wanted = frozenset(sites)
-        known = self._footprints.get(wanted)
-        if known is None:
-            if self._made > 2 * len(self._footprints) + FEW:
+        footprint = self._footprints.get(wanted)
+        if footprint is None:
+            if self._new_footprints > 2 * len(self._footprints) + FEW:
                 self.tidy()
-            self._made += 1
-            known = self._footprints[wanted] = Footprint(wanted, self._divide(wanted))
-        return known
+            self._new_footprints += 1
+            footprint = self._footprints[wanted] = Footprint(wanted, self._divide(wanted))
+        return footprint
 
     def tidy(self) -> None:
         """Forget sites without a footprint, and join groups that all footprints use together."""
-        before, self._group_of, self._made = self._group_of, {}, 0
+        before, self._group_of, self._new_footprints = self._group_of, {}, 0
         users: defaultdict[Hashable, list[Footprint]] = defaultdict(list)
         for footprint in self._footprints.values():
             footprint.groups.clear()
             for site in footprint.sites:
                 users[site].append(footprint)
-        groups: dict[tuple[Footprint, ...], Group] = {}
-        joined: dict[Group, set[Group]] = {}
+        groups: dict[tuple[Footprint, ...], SiteGroup] = {}
+        joined: dict[SiteGroup, set[SiteGroup]] = {}
         for site, using in users.items():
             old, group = before[site], groups.get(tuple(using))
             if group is None:
@@ -152,13 +153,13 @@ class Window:
             group.size += 1
             self._group_of[site] = group
 
-    def _divide(self, wanted: frozenset[Hashable]) -> list[Group]:
+    def _divide(self, wanted: frozenset[Hashable]) -> list[SiteGroup]:
         """Return the groups that make up these sites; divide those that also have other sites."""
         inside = Counter(self._group_of.get(site) for site in wanted)
-        becomes: dict[Group | None, Group] = {}
+        becomes: dict[SiteGroup | None, SiteGroup] = {}
         for group, count in inside.items():
             if group is None:
-                becomes[None] = Group(count)
+                becomes[None] = SiteGroup(count)
             elif count == group.size:
                 becomes[group] = group
             else:
@@ -177,7 +178,7 @@ class Window:
 
     @property
     def sites(self) -> int:
-        """How many sites are counted."""
+        """Number of sites that are counted."""
         return len(self._group_of)
 
     def is_open(self, footprint: Footprint, contended: bool) -> bool:

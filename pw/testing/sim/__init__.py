@@ -13,7 +13,7 @@ From the shell: `pw sim`. `tests/sim/mutations` shows that all these see what th
 from __future__ import annotations
 
 from pw.testing.sim.campaign import Campaign, run_campaign
-from pw.testing.sim.profiles import PROFILES, Profile
-from pw.testing.sim.runner import Outcome, simulate
+from pw.testing.sim.profiles import PROFILES, SimProfile
+from pw.testing.sim.runner import SeedOutcome, simulate
 
-__all__ = ["PROFILES", "Campaign", "Outcome", "Profile", "run_campaign", "simulate"]
+__all__ = ["PROFILES", "Campaign", "SeedOutcome", "SimProfile", "run_campaign", "simulate"]

@@ -18,7 +18,7 @@ from pw.testing.sim.digests import RAISES
 from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 _Guard = tuple[ValueRef, bool]
-"""A predicate, and whether it must be false."""
+"""Predicate, and whether it must be false."""
 
 
 def random_branches(
@@ -38,7 +38,7 @@ def random_branches(
         name: names its client, and makes its results differ from those of other programs.
         broken: one of its computations always fails, if it is not skipped.
     """
-    step = _Step(random, slices, random.choice(kinds), name, broken)
+    step = _BranchDraft(random, slices, random.choice(kinds), name, broken)
     value: ValueRef = ValueRef(-1, 0)
     for _ in range(random.choice((1, 1, 2))):
         value = step.loop(value) if random.random() < 0.4 else step.choice(value, None)
@@ -62,16 +62,16 @@ def random_burst(
 
     The arguments are those of `random_branches`. Its iterations are all skipped if the predicate is false.
     """
-    step = _Step(random, slices, random.choice(kinds), name, broken)
+    step = _BranchDraft(random, slices, random.choice(kinds), name, broken)
     spec = predicate_spec(step.kind.placement)
     predicate, carry = ValueRef(-1, 0), ValueRef(-1, 1)
     for _ in range(random.randint(1, 4)):
         guard = (predicate, False)
-        made = step.do([carry], [step.kind], guard)[0]
+        result = step.do([carry], [step.kind], guard)[0]
         if random.random() < 0.5:  # through another slice, or other devices
-            made = step.do([step.do([made], [step.spec()], guard)[0]], [step.kind], guard)[0]
-        following = step.do([made], [spec], guard)[0]
-        carry = step.merge(predicate, [made, carry], step.kind)
+            result = step.do([step.do([result], [step.spec()], guard)[0]], [step.kind], guard)[0]
+        following = step.do([result], [spec], guard)[0]
+        carry = step.merge(predicate, [result, carry], step.kind)
         predicate = step.merge(predicate, [following, predicate], spec)
     return step.draft((spec, step.kind), [Output(predicate, spec), Output(carry, step.kind)], (1,))
 
@@ -80,7 +80,7 @@ def _guarded(guard: _Guard | None) -> dict[str, Any]:
     return {} if guard is None else {"guard": guard[0], "unless": guard[1]}
 
 
-class _Step(Drafting):
+class _BranchDraft(Drafting):
     """A program under construction; all its values but the predicates have the shape of one kind."""
 
     def __init__(
@@ -110,15 +110,15 @@ class _Step(Drafting):
         predicate = self._predicate([value], None)
         for _ in range(self._random.randint(2, 5)):
             guard = (predicate, False)
-            made = self.do([value], [self.spec()], guard)[0]
-            following = self._predicate([made], guard)
-            value = self.merge(predicate, [made, value], self.kind)
+            result = self.do([value], [self.spec()], guard)[0]
+            following = self._predicate([result], guard)
+            value = self.merge(predicate, [result, value], self.kind)
             predicate = following
         return value
 
     def do(
         self,
-        given: Sequence[ValueRef],
+        args: Sequence[ValueRef],
         makes: Sequence[ArraySpec],
         guard: _Guard | None,
         placement: Placement | None = None,
@@ -126,13 +126,13 @@ class _Step(Drafting):
         """Add a computation on the devices of its first result."""
         random, number = self._random, len(self.nodes)
         placement = placement or makes[0].placement
-        takes = [self.spec(placement) for _ in given]
+        takes = [self.spec(placement) for _ in args]
         prefix = RAISES if number == self._bad else b"computes"
         return self.compute(
             f"{self.name}/{number}",
             takes,
             makes,
-            given,
+            args,
             blob=prefix + f" {self.name}/{number}".encode(),
             placement=placement,
             donated=tuple(index for index in range(len(takes)) if random.random() < 0.2),
@@ -147,8 +147,8 @@ class _Step(Drafting):
             spec = made_by.outputs[value.index]
         return self.add(hold(spec), [guard[0], value, value], **_guarded(guard))[0]
 
-    def _predicate(self, given: Sequence[ValueRef], guard: _Guard | None) -> ValueRef:
-        return self.do(given, [predicate_spec(self.spec().placement)], guard)[0]
+    def _predicate(self, args: Sequence[ValueRef], guard: _Guard | None) -> ValueRef:
+        return self.do(args, [predicate_spec(self.spec().placement)], guard)[0]
 
     def merge(
         self,
@@ -158,8 +158,8 @@ class _Step(Drafting):
         guard: _Guard | None = None,
     ) -> ValueRef:
         """Add a merge of two values of a spec."""
-        made = merge(f"{self.name}/merge", [spec])
-        return self.add(made, [predicate, *results], **_guarded(guard))[0]
+        computation = merge(f"{self.name}/merge", [spec])
+        return self.add(computation, [predicate, *results], **_guarded(guard))[0]
 
     def spec(self, placement: Placement | None = None) -> ArraySpec:
         """Return a spec of the shape of the kind: often the kind, or on other devices."""

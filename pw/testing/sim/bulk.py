@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BYTES_PER_S = 2e9
 SETUP_S = 40e-6
 STALLED_S = 5.0
-"""A transfer without progress for so long fails."""
+"""Seconds without progress after which a transfer fails."""
 
 _Parts = Sequence[tuple[int, np.ndarray[Any, Any]]]
 _Done = Callable[[Exception | None], None]
@@ -29,7 +29,7 @@ class SimBulk:
         self._node = node
         self._world = node.world
         self._planes = planes
-        """All planes of the world, by the transfers that have been landed."""
+        """Planes of the world, by the transfers that have been landed."""
         self._landings: dict[int, tuple[int, Callable[[Bytes], None]]] = {}
         self._random = node.world.streams(f"bulk/{node.name}")
 

@@ -12,30 +12,30 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.testing.sim.profiles import Profile
-from pw.testing.sim.runner import Outcome, simulate
+from pw.testing.sim.profiles import SimProfile
+from pw.testing.sim.runner import SeedOutcome, simulate
 
 SUBMITTED = 1000
-"""Seeds that a pool gets at once."""
+"""Number of seeds that a pool gets at once."""
 
 
 @dataclass(slots=True)
 class Campaign:
     """The outcomes of many seeds."""
 
-    profile: Profile
+    profile: SimProfile
     seeds: int = 0
     events: int = 0
     simulated_s: float = 0.0
     wall_s: float = 0.0
-    """From the first seed to the last, on as many processes as there were."""
+    """Seconds from the first seed to the last, on as many processes as there were."""
     values: int = 0
     errors: int = 0
     injected: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
-    failures: list[Outcome] = field(default_factory=list)
+    failures: list[SeedOutcome] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: SeedOutcome) -> None:
         """Count one seed."""
         self.seeds += 1
         self.events += outcome.events
@@ -67,11 +67,11 @@ def workers(jobs: int) -> Iterator[Executor | None]:
 
 def run_campaign(
     seeds: Sequence[int],
-    profile: Profile,
+    profile: SimProfile,
     *,
     pool: Executor | None = None,
     digest: bool = False,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[SeedOutcome], None] = lambda outcome: None,
     limit_s: float = float("inf"),
 ) -> Campaign:
     """Run many seeds, in their order.
@@ -97,8 +97,8 @@ def run_campaign(
 
 
 def _outcomes(
-    seeds: Sequence[int], profile: Profile, pool: Executor | None, digest: bool
-) -> Generator[Outcome, None, None]:
+    seeds: Sequence[int], profile: SimProfile, pool: Executor | None, digest: bool
+) -> Generator[SeedOutcome, None, None]:
     one = partial(simulate, profile=profile, digest=digest)
     if pool is None:
         yield from map(one, seeds)

@@ -47,10 +47,10 @@ PERMANENT = frozenset(
 
 def held(name: str, actor: object) -> Counter[str]:
     """Return the sizes of all collections of an actor and its parts that should become empty."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for path, size in _collections(name, actor, set()):
-        found[path] += size
-    return found
+        sizes[path] += size
+    return sizes
 
 
 def _collections(path: str, thing: Any, seen: set[int]) -> Iterator[tuple[str, int]]:
@@ -83,9 +83,5 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_part(value: Any) -> bool:
     """Whether it is an object of the runtime that belongs to the actor, and not another actor."""
-    kind = type(value)
-    if not kind.__module__.startswith(
-        ("pw.sched.", "pw.devices.", "pw.client.", "pw.core.timeline")
-    ):
-        return False
-    return not hasattr(value, "turn_ended") or kind.__name__ == "Replicas"
+    folders = ("pw.sched.", "pw.devices.", "pw.client.", "pw.core.timeline")
+    return type(value).__module__.startswith(folders) and not hasattr(value, "turn_ended")

@@ -32,9 +32,9 @@ from pw.testing.sim.world import World
 
 SECRET = b"simulated"
 CLIENT_NUMBERS = 1000
-"""The distance between the first client numbers of two starts of the controller."""
+"""Distance between the first client numbers of two starts of the controller."""
 STARTS = 0.25
-"""The share of clusters whose controller expects islands."""
+"""Share of clusters whose controller expects islands."""
 
 
 class _Services(Actor):
@@ -70,15 +70,15 @@ class SimCluster(Site):
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)
         self.deals: dict[int, Any] = {}
-        """How users came to the arrays that they have taken (`pw.testing.sim.sharing`)."""
+        """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.launched: list[tuple[float, int, int]] = []
-        """When which segment of which run was launched, if users record timelines."""
+        """Time, run and segment of each launch, if users record timelines."""
         self.users: list[Any] = []
-        """The users, for those that hand arrays to each other."""
+        """Users, for those that hand arrays to each other."""
         self.expected_islands = 0
-        """How many islands each controller waits for at first."""
+        """Number of islands that each controller waits for at first."""
         self.starts = 0
-        """How often the controller has been started."""
+        """Number of starts of the controller."""
         if world.profile.device_memory_bytes:
             world.ledger.injected["memory is short"] += 1
         self.hosts: list[SimHost] = []
@@ -98,12 +98,7 @@ class SimCluster(Site):
             if random.random() < world.profile.spares:
                 anywhere = random.random() < 0.5
                 spare = SimHost(
-                    self,
-                    f"spare-of-{island}",
-                    "" if anywhere else island,
-                    0,
-                    devices,
-                    spare=True,
+                    self, f"spare-of-{island}", "" if anywhere else island, 0, devices, spare=True
                 )
                 self.hosts.append(spare)
                 self._spares.setdefault(devices, []).append(spare.name)
@@ -198,12 +193,12 @@ class SimCluster(Site):
         if not self.node.alive:
             return False
         ready = {status.name for status in self.status() if status.state == "ready"}
-        whole = {
+        expected = {
             island
             for island, members in self.islands.items()
             if not any(host.finished for host in members)
         }
-        return ready >= whole
+        return ready >= expected
 
     def members(self) -> list[SimHost]:
         """Return the running hosts that are in the epoch that the controller knows."""
@@ -226,11 +221,11 @@ class SimCluster(Site):
 
     def census(self) -> Counter[str]:
         """Count what all actors hold; it must be nothing when all clients have left."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for host in self.hosts:
             for what, count in host.census().items():
-                found[f"{host.name} {what}"] += count
+                counts[f"{host.name} {what}"] += count
         for actor in (self.controller, self.resources, *self.schedulers.values()):
             name = getattr(actor, "island", type(actor).__name__)
-            found += held(name, actor)
-        return +found
+            counts += held(name, actor)
+        return +counts

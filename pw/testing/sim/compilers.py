@@ -44,11 +44,11 @@ class Compilers:
         self._awake = awake
         self._answer = answer
         self._busy_until_s: dict[int, float] = {}
-        """By client."""
+        """Time until which the compiler of each client is busy, in seconds."""
         self._tasks: dict[bytes, Callable[[ErrorReport], None]] = {}
-        """How to fail each task that has not ended."""
+        """Function that fails each task that has not ended."""
         self.crashed: Callable[[bytes], None] = lambda key: None
-        """Called when a task has ended its process."""
+        """Function that is called when a task has ended its process."""
 
     def put(
         self,
@@ -69,22 +69,22 @@ class Compilers:
         def ended() -> None:
             if self._tasks.get(key) is not fail:
                 return  # it was not wanted any more, or has failed
-            told: T | ErrorReport
+            result: T | ErrorReport
             if crashes:
-                told = ErrorReport.of(CompileError("the compiler crashed on it"), self._node.name)
+                result = ErrorReport.of(CompileError("the compiler crashed on it"), self._node.name)
                 self.crashed(key)
             else:
                 try:
-                    told = make()
+                    result = make()
                 except CompileError as error:
-                    told = ErrorReport.of(error, self._node.name)
+                    result = ErrorReport.of(error, self._node.name)
 
             def answer() -> None:
                 if (
                     self._tasks.get(key) is fail
                 ):  # else it was released while the answer was on its way
                     del self._tasks[key]
-                    done(told)
+                    done(result)
 
             self._answer(answer)
 
@@ -92,7 +92,7 @@ class Compilers:
 
     def fail(self, keys: Callable[[bytes], bool], words: str) -> bool:
         """Fail the tasks with these keys; whether there are any."""
-        found = [key for key in self._tasks if keys(key)]
-        for key in found:
+        failed = [key for key in self._tasks if keys(key)]
+        for key in failed:
             self._tasks.pop(key)(ErrorReport.of(CompileError(words), self._node.name))
-        return bool(found)
+        return bool(failed)

@@ -34,8 +34,8 @@ def ask_compiler(user: Life) -> None:
             return
         if bound.slice not in user.slices and kind in INFRASTRUCTURE:
             return
-        said = error if answer is None else answer
-        raise Violation("oracle", f"{user.name}: {module!r} was compiled: {said!r}")
+        outcome = error if answer is None else answer
+        raise Violation("oracle", f"{user.name}: {module!r} was compiled: {outcome!r}")
 
     promise = user._promise(f"compile {module.hex()}", compiled)
     user._post(AskCompiler(encode(Stablehlo(module, b"")), spec, Detail.FACTS, promise))

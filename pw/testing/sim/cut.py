@@ -22,14 +22,14 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice
 
 ADDS = "/adds"
-"""In the names of computations that add the parts of all slices."""
+"""Part of the names of computations that add the parts of all slices."""
 TAKES = "/takes"
-"""In the names of pieces that take values of other slices."""
+"""Part of the names of pieces that take values of other slices."""
 AGAIN = "/again"
-"""In the names of pieces that take over the buffers of what they carry."""
+"""Part of the names of pieces that take over the buffers of what they carry."""
 
 Given = list[list[ValueRef]]
-"""By slice."""
+"""Values by slice."""
 
 
 def cut_function(random: Random, slices: Sequence[SimSlice], name: str) -> ProgramDraft:
@@ -41,7 +41,7 @@ def cut_function(random: Random, slices: Sequence[SimSlice], name: str) -> Progr
         name: names its client, and makes its results differ from those of other programs.
     """
     width = random.choice([n for n in (1, 2, 4) if n <= min(part.size for part in slices)])
-    cut = _Cut(name, random, slices, width, random.choice((16, 64, 4096)))
+    cut = _CutDraft(name, random, slices, width, random.choice((16, 64, 4096)))
     donated = tuple(range(len(slices))) if random.random() < 0.4 else ()
     carried = [ValueRef(-1, at) for at in cut.islands]
     is_free = bool(donated)
@@ -57,10 +57,11 @@ def cut_function(random: Random, slices: Sequence[SimSlice], name: str) -> Progr
 
 
 Step = Callable[[list[ValueRef], bool], list[ValueRef]]
-"""Adds the pieces of a step; takes what each slice carries, and whether its buffers can be taken over."""
+"""Function that adds the pieces of a step; takes what each slice carries, and whether its buffers can be taken
+over."""
 
 
-class _Cut(Drafting):
+class _CutDraft(Drafting):
     def __init__(
         self, name: str, random: Random, slices: Sequence[SimSlice], width: int, length: int
     ) -> None:
@@ -76,7 +77,7 @@ class _Cut(Drafting):
         self.states = [spec(place, False) for place in places]
         self._wires = [spec(place, random.random() < 0.8) for place in places]
         self._numbers: dict[tuple[str, int], int] = {}
-        """Of each computation, by its name and slice."""
+        """Number of each computation, by its name and slice."""
 
     def random_step(self, what: str) -> Step:
         """Choose a step; it may be called again."""
@@ -114,24 +115,24 @@ class _Cut(Drafting):
         inner, filled, sums = carried, list[Given](), list[Given]()
 
         def add(number: int) -> None:
-            parts = [[made[at] for made in filled[number]] for at in self.islands]
+            parts = [[results[at] for results in filled[number]] for at in self.islands]
             added = self._adders(f"{what}{ADDS}{number}", parts)
             sums.append(added)
 
         for number in range(buckets):
-            made = self._pieces(f"{what}/fills{number}", inner, [[] for _ in inner], len(inner))
-            inner = [own[0] for own in made]
-            filled.append([own[1:] for own in made])
+            results = self._pieces(f"{what}/fills{number}", inner, [[] for _ in inner], len(inner))
+            inner = [own[0] for own in results]
+            filled.append([own[1:] for own in results])
             if number:
                 add(number - 1)
         add(buckets - 1)
         arrived = [[one for added in sums for (one,) in added]] * len(inner)
-        return self._taken(what, carried, inner, arrived, free)
+        return self._last_pieces(what, carried, inner, arrived, free)
 
     def _reduced_alike(self, what: str, carried: list[ValueRef], free: bool) -> list[ValueRef]:
-        made = self._pieces(f"{what}/fills", carried, [[] for _ in carried], 1)
-        added = self._adders(f"{what}{ADDS}", [[own[1] for own in made]] * len(made))
-        return self._taken(what, carried, [own[0] for own in made], added, free)
+        results = self._pieces(f"{what}/fills", carried, [[] for _ in carried], 1)
+        added = self._adders(f"{what}{ADDS}", [[own[1] for own in results]] * len(results))
+        return self._last_pieces(what, carried, [own[0] for own in results], added, free)
 
     def _exchanged(
         self,
@@ -143,11 +144,11 @@ class _Cut(Drafting):
     ) -> list[ValueRef]:
         if as_it_is:
             arrived = [[carried[source] for _, source in own] for own in needs]
-            return self._taken(what, carried, carried, arrived, False)
+            return self._last_pieces(what, carried, carried, arrived, False)
         wires = 1 + max((wire for own in needs for wire, _ in own), default=0)
-        made = self._pieces(f"{what}/sends", carried, [[] for _ in carried], wires)
-        arrived = [[made[source][1 + wire] for wire, source in own] for own in needs]
-        return self._taken(what, carried, [own[0] for own in made], arrived, free)
+        results = self._pieces(f"{what}/sends", carried, [[] for _ in carried], wires)
+        arrived = [[results[source][1 + wire] for wire, source in own] for own in needs]
+        return self._last_pieces(what, carried, [own[0] for own in results], arrived, free)
 
     # --- computations -----------------------------------------------------------------------------
 
@@ -170,16 +171,11 @@ class _Cut(Drafting):
             for at, own in enumerate(parts)
         ]
 
-    def _taken(
-        self,
-        what: str,
-        carried: list[ValueRef],
-        inner: list[ValueRef],
-        arrived: Given,
-        free: bool,
+    def _last_pieces(
+        self, what: str, carried: list[ValueRef], inner: list[ValueRef], arrived: Given, free: bool
     ) -> list[ValueRef]:
         """Add the piece behind an exchange, which ends the step."""
-        made = []
+        results = []
         for at, own in enumerate(carried):
             extra = [] if inner[at] == own else [inner[at]]
             state = self.states[at]
@@ -191,8 +187,8 @@ class _Cut(Drafting):
                 [own, *extra, *arrived[at]],
                 (0,) if free else (),
             )
-            made.append(result)
-        return made
+            results.append(result)
+        return results
 
     def _call(
         self,
@@ -200,12 +196,12 @@ class _Cut(Drafting):
         at: int,
         takes: Sequence[ArraySpec],
         makes: Sequence[ArraySpec],
-        given: Sequence[ValueRef],
+        args: Sequence[ValueRef],
         donated: tuple[int, ...] = (),
     ) -> list[ValueRef]:
         """Add a call of a computation on a slice; its code is the same on all slices."""
-        known = self._numbers.get((what, at))
-        if known is not None:
-            return self.call(known, given)
+        number = self._numbers.get((what, at))
+        if number is not None:
+            return self.call(number, args)
         self._numbers[what, at] = len(self.computations)
-        return self.compute(f"{self.name}{what}", takes, makes, given, donated=donated)
+        return self.compute(f"{self.name}{what}", takes, makes, args, donated=donated)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
 from pw.core.messages import Detail, ThreadReport
-from pw.core.programs.program import Computation, Kind
+from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
@@ -34,10 +34,10 @@ OP_S = 4e-6
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
 _DONATED = Shards()
-"""In the place of buffers that a computation has taken over."""
+"""Shards in the place of buffers that a computation has taken over."""
 
 
-class Gangs(Protocol):
+class Rendezvous(Protocol):
     """Brings the hosts of a computation together (`pw.testing.sim.gangs`)."""
 
     def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> SimLayout:
@@ -55,7 +55,7 @@ class _Assembly:
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
-        """What goes on when the values are filled."""
+        """Functions to call when the values are filled."""
 
     def set(self) -> None:
         """Let go on what waits."""
@@ -70,13 +70,13 @@ class _Assembly:
 class SimBackend:
     """The devices of one incarnation of a host (see `pw.devices.host.backend.Backend`)."""
 
-    def __init__(self, node: SimNode, gangs: Gangs) -> None:
+    def __init__(self, node: SimNode, gangs: Rendezvous) -> None:
         self.node = node
         self.host = node.name
         self.epoch = 0
-        """Of the group that the host has joined."""
+        """Epoch of the group that the host has joined."""
         self.meeting: SimInstalled | None = None
-        """The computation of several hosts that waits for other hosts."""
+        """Computation of several hosts that waits for other hosts."""
         self.closed = False
         self.feeds: Any = None  # the Python processes of the host (`pw.testing.sim.feeding`)
         self._buffers = Buffers(self.host, node.world.profile.device_memory_bytes)
@@ -88,13 +88,13 @@ class SimBackend:
         self._kept: set[bytes] = set()
         """Artifacts that were compiled for programs which may come."""
         self.broken: ErrorReport | None = None
-        """The error of a failed computation of several hosts: this host joins no further ones."""
+        """Error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
         self._pump_planned = False
         self._pumping = False
         self._quick = node.world.streams(f"quick/{node.name}")
         self.in_turn = False
-        """What is submitted now is computed at once, before `submit` returns."""
+        """True if what is submitted now is computed at once, before `submit` returns."""
         self.compilers = Compilers(node, self._random, self._awake, self.answer)
 
     # --- what actors ask for -------------------------------------------------------------------------
@@ -115,11 +115,11 @@ class SimBackend:
             layout = self._gangs.layout(computation, devices)
             return SimInstalled(computation.name, artifact, computation, layout, lasts_s(artifact))
 
-        def compiled(made: SimInstalled | ErrorReport) -> None:
-            if isinstance(made, ErrorReport):
-                done(made)
+        def compiled(result: SimInstalled | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):
+                done(result)
                 return
-            self.submit([ops.RunFunction(lambda: self.programs.update({key: made}))])
+            self.submit([ops.RunFunction(lambda: self.programs.update({key: result}))])
             done(None)
 
         self.compilers.put(key, artifact, make, compiled)
@@ -134,10 +134,10 @@ class SimBackend:
     ) -> None:
         """Compile a StableHLO artifact, and keep it."""
 
-        def compiled(told: Any) -> None:
-            if not isinstance(told, ErrorReport):
+        def compiled(answer: Any) -> None:
+            if not isinstance(answer, ErrorReport):
                 self._kept.add(key)
-            done(told)
+            done(answer)
 
         module = decode(artifact).module
         self.compilers.put(key, module, lambda: examined(artifact, detail), compiled)
@@ -224,7 +224,7 @@ class SimBackend:
         return self._buffers.live_bytes[ordinal], None
 
     def stage(self, value: Value) -> str:
-        """How far a value is."""
+        """Return the stage of a value."""
         if value.error is None and value.payload is None:
             return "submitted"
         return "finished"
@@ -331,9 +331,9 @@ class SimBackend:
                     raise Violation("values are made before they are used", f"on {self.host}")
                 value.ask(op)
                 return
-        told = self._watched(op) if isinstance(op, ops.Watch) else self._read(op)
+        reply = self._watched(op) if isinstance(op, ops.Watch) else self._read(op)
         done: Callable[[Any], None] = op.done
-        answer = partial(self.answer, partial(done, told))
+        answer = partial(self.answer, partial(done, reply))
         self._world.after(OP_S * self.node.slowness, self._awake, answer)
 
     def _tell(self, value: Value) -> None:
@@ -352,7 +352,7 @@ class SimBackend:
             raise Violation(
                 "computations are installed before they run", f"{op.key!r} on {self.host}"
             )
-        if installed.computation.kind is Kind.STREAM:
+        if installed.computation.traits.keeps_state:
             self._running = False
             self.feeds.make(installed, op)
         else:
@@ -366,7 +366,7 @@ class SimBackend:
             return
         self._running = False
         for value, shards in zip(op.results, results, strict=False):
-            self._fill(value, shards, made=True)
+            self._fill(value, shards, by_run=True)
         if error is not None:
             for value in op.results:
                 value.fail(error)
@@ -385,7 +385,7 @@ class SimBackend:
 
     def arguments(self, installed: SimInstalled, op: ops.Execute) -> list[Shards]:
         """The buffers that a computation reads; those that it takes over are gone afterwards."""
-        found: list[Shards] = [value.payload for value in op.args]
+        buffers: list[Shards] = [value.payload for value in op.args]
         computation = installed.computation
         for position in computation.donated:
             value = op.args[position]
@@ -393,7 +393,7 @@ class SimBackend:
             if not kept and not value.shared:
                 self._buffers.donate(value.payload)
                 value.fill(_DONATED)
-        return found
+        return buffers
 
     def _move(self, op: ops.Move) -> None:
         failure = self._failure(op.source)
@@ -408,7 +408,7 @@ class SimBackend:
             data = held[box_slices(piece.source_box)]
             for position in piece.destination_devices:
                 shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
-        self._fill(op.result, shards, made=True)
+        self._fill(op.result, shards, by_run=True)
 
     def _view(self, op: ops.View) -> None:
         shards = Shards()
@@ -424,7 +424,7 @@ class SimBackend:
                 if (shard.shape, shard.dtype) != (shape, dtype):
                     raise Violation("views", f"a shard of {shard.shape} in a view of {shape}")
         self._world.checked["views"] += 1
-        self._fill(op.result, shards, made=True)
+        self._fill(op.result, shards, by_run=True)
 
     def _build(self, op: ops.Build) -> None:
         total = write_parts(shards := empty(op.spec, op.devices, self.host), op, self.host)
@@ -454,7 +454,7 @@ class SimBackend:
                 value.building = None
                 if error is not None:
                     value.fail(error)
-                self._fill(value, shards[index] if shards else Shards(), made=done is None)
+                self._fill(value, shards[index] if shards else Shards(), by_run=done is None)
             assembly.set()
             if done is not None:
                 self._answer_none(done)
@@ -494,7 +494,7 @@ class SimBackend:
             return ErrorReport.of(ArrayDeleted("the buffers were donated"), self.host)
         return None
 
-    def _fill(self, value: Value, shards: Shards, *, made: bool = False) -> None:
+    def _fill(self, value: Value, shards: Shards, *, by_run: bool = False) -> None:
         if value.error is not None:
             self._tell(value)
             return
@@ -502,4 +502,4 @@ class SimBackend:
             raise Violation("a value is made once", f"on {self.host}")
         value.fill(shards)
         self._tell(value)
-        self._buffers.fill(shards, made=made)
+        self._buffers.fill(shards, by_run=by_run)

@@ -25,13 +25,13 @@ DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"
 """Prefixes of artifacts that no host can compile, and that always fail."""
 _FEEDS = b"feeds "
-"""The prefix of artifacts of streams."""
+"""Prefix of artifacts of streams."""
 STATE_ROOM = 48
 """Bytes for the state of a stream's iterator."""
 _COUNTS = b"counts "
-"""The prefix of artifacts whose results of `int32` are counts of rows."""
+"""Prefix of artifacts whose results of `int32` are counts of rows."""
 _LASTS = b"lasts "
-"""The prefix of artifacts with a fixed duration."""
+"""Prefix of artifacts with a fixed duration."""
 
 
 def compute(
@@ -45,7 +45,7 @@ def compute(
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     seed = digest.digest()
-    made = []
+    arrays = []
     for index, spec in enumerate(outputs):
         data = _stretched(seed + index.to_bytes(4, "little"), spec.size_bytes)
         if spec.dtype == "bool":
@@ -53,13 +53,13 @@ def compute(
         array = np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape)
         if artifact.startswith(_COUNTS) and spec.dtype == "int32":
             array = _counts(artifact, array)
-        made.append(array)
-    return made
+        arrays.append(array)
+    return arrays
 
 
 @functools.lru_cache(512)
 def _stretched(seed: bytes, size_bytes: int) -> bytes:
-    """As many bytes as wanted; the oracle and the devices ask for the same ones."""
+    """Return bytes of this size from a seed; the oracle and the devices ask for the same ones."""
     return hashlib.shake_128(seed).digest(size_bytes)
 
 
@@ -73,10 +73,10 @@ def _counts(artifact: bytes, drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     capacity, impossible, _ = artifact[len(_COUNTS) :].split(b" ", 2)
     most = int(capacity)
     some = drawn // 8 % (most + 1)
-    found = np.array(np.choose(drawn % 3, [np.zeros_like(some), some, np.full_like(some, most)]))
+    counts = np.array(np.choose(drawn % 3, [np.zeros_like(some), some, np.full_like(some, most)]))
     if impossible == b"1":
-        found.flat[-1] = most + 3
-    return found.astype(np.int32, copy=False)
+        counts.flat[-1] = most + 3
+    return counts.astype(np.int32, copy=False)
 
 
 def feeds(name: bytes, length: int, has_state: bool) -> bytes:
@@ -105,12 +105,12 @@ def _fed(artifact: bytes, number: int, outputs: Sequence[ArraySpec]) -> list[np.
     """Return what a stream makes for a request: the element, and the note on each device."""
     length, has_state = feeds_for(artifact)
     *elements, notes = outputs
-    made = element_of(artifact, number, elements)
+    leaves = element_of(artifact, number, elements)
     state = pickle.dumps(number + 1) if has_state else None
     if number >= length:
-        made, state = [np.zeros_like(one) for one in made], None
+        leaves, state = [np.zeros_like(one) for one in leaves], None
     row = Note(number >= length, state, 0, 1).row(STATE_ROOM)
-    return [*made, np.tile(row, (notes.shape[0], 1))]
+    return [*leaves, np.tile(row, (notes.shape[0], 1))]
 
 
 def lasting(name: bytes, takes_s: float) -> bytes:
@@ -119,7 +119,7 @@ def lasting(name: bytes, takes_s: float) -> bytes:
 
 
 def lasts_s(artifact: bytes) -> float | None:
-    """How many seconds a computation takes, if its artifact says so."""
+    """Return the seconds that a computation takes, if its artifact has them."""
     if not artifact.startswith(_LASTS):
         return None
     return int(artifact[len(_LASTS) :].partition(b" ")[0]) * 1e-6
@@ -136,7 +136,9 @@ def crashes_compiler(artifact: bytes) -> bool:
 
 
 def examined(artifact: bytes, detail: Detail) -> Facts | str | dict[str, float]:
-    """What the compiler says of a StableHLO artifact. Raises CompileError if it does not compile."""
+    """Return the facts of the compiler about a StableHLO artifact. Raises CompileError if it does not
+    compile.
+    """
     module = decode(artifact).module
     if module.startswith(DOES_NOT_COMPILE):
         raise CompileError(f"the module {module!r} does not compile")

@@ -68,8 +68,8 @@ class EventLog:
                 return "its epoch is not a new one"
             self._ready[event.island] = self._epochs[event.island] = event.epoch
             return "" if event.hosts else "it has no hosts"
-        known = self._ready.pop(event.island, 0)
-        return "" if known == event.epoch and event.reason else "another epoch was ready"
+        epoch = self._ready.pop(event.island, 0)
+        return "" if epoch == event.epoch and event.reason else "another epoch was ready"
 
     def _host(self, event: HostEvent) -> str:
         if event.what == "registered":

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from random import Random
 
 from pw.core import messages as msg
-from pw.core.ids import CONTROLLER, Address
+from pw.core.errors import ErrorReport, PlacementError
+from pw.core.ids import CONTROLLER, Address, scheduler_of
 from pw.core.messages.roles import Role, role_of
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.floods import flood, flood_of_programs
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
-from pw.testing.sim.intruders import forged
 from pw.testing.sim.network import HEARTBEAT_S
 from pw.testing.sim.node import INTRUDER
 from pw.testing.sim.trespasses import Trespasses
@@ -24,7 +24,9 @@ from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import SimProcess
 
 WATCHDOG_S = 10.0
-"""When a supervisor kills a runtime that does not answer."""
+"""Seconds after which a supervisor kills a runtime that does not answer."""
+
+_ERROR = ErrorReport.of(PlacementError("forged"))
 
 
 class Faults:
@@ -38,6 +40,7 @@ class Faults:
         profile = self._world.profile
         if profile.late_leases:
             self._world.watch_sent(msg.Lend, self._delay_lease)
+            self._world.watch_sent(msg.WidenLease, self._delay_lease)
         scale = max(1.0, profile.hosts / 12)
         kinds: tuple[tuple[str, float, Callable[[Random], None]], ...] = (
             ("partition", profile.partitions * scale, self._partition),
@@ -77,16 +80,16 @@ class Faults:
         world = self._world
         names = sorted(world.nodes)
         some = sorted(random.sample(names, min(len(names), random.choice((1, 1, 1, 2, 3)))))
-        others = [name for name in names if name not in some]
-        if random.random() < 0.4 and others:
-            others = [random.choice(others)]
+        targets = [name for name in names if name not in some]
+        if random.random() < 0.4 and targets:
+            targets = [random.choice(targets)]
         until_s = world.now_s + random.choice((0.05, 0.5, 2.0, 5.0, 15.0)) * random.uniform(
             0.5, 1.5
         )
         inwards, outwards = random.choice(((True, True), (True, False), (False, True)))
-        self._note("partition" if inwards and outwards else "one-way partition", *some, *others)
+        self._note("partition" if inwards and outwards else "one-way partition", *some, *targets)
         for one in some:
-            for other in others:
+            for other in targets:
                 if outwards:
                     self._block(one, other, until_s)
                 if inwards:
@@ -99,8 +102,10 @@ class Faults:
         if node is not None:
             self._world.after(HEARTBEAT_S, node.network.probe, source)
 
-    def _delay_lease(self, sender: Address, to: Address, message: msg.Lend) -> None:
-        """What the controller sends to a host is late from here on, for some milliseconds."""
+    def _delay_lease(
+        self, sender: Address, to: Address, message: msg.Lend | msg.WidenLease
+    ) -> None:
+        """Delay the messages of the controller to a host by some milliseconds from here on."""
         random = self._world.streams("faults/late lease")
         if not self._world.calm and random.random() < self._world.profile.late_leases:
             self._world.ledger.injected["late lease"] += 1
@@ -131,6 +136,16 @@ class Faults:
         self._stop(node, length_s)
 
     def _stop(self, node: SimProcess, length_s: float) -> None:
+        """Stop a process; that of a client has two nodes."""
+        for client in self._clients:
+            beside = (client.node, client.wires.node)
+            if node in beside and node.name != CONTROLLER:
+                for one in beside:
+                    self._stop_node(one, length_s)
+                return
+        self._stop_node(node, length_s)
+
+    def _stop_node(self, node: SimProcess, length_s: float) -> None:
         world = self._world
         node.paused_until_s = max(node.paused_until_s, world.now_s + length_s)
         for peer in node.network.links:
@@ -214,7 +229,7 @@ class Faults:
         slices = sorted(number for client in clients for number in client.slices.owned)
         arrays = sorted(number for client in clients for number, _ in client.arrays.all())
         for peer in sorted(node.network.links):
-            to, message = forged(random, peer, cluster.status(), slices, arrays)
+            to, message = _forged(random, peer, cluster.status(), slices, arrays)
             node.network.send(to, Address(node.name, INTRUDER), message)
         node.request_turn()
 
@@ -254,3 +269,43 @@ class Faults:
         for host in self._cluster.hosts:
             if host.node is None:
                 host.restart_later(0.5)
+
+
+def _forged(
+    random: Random,
+    peer: str,
+    islands: tuple[msg.IslandInfo, ...],
+    slices: list[int],
+    arrays: list[int],
+) -> tuple[Address, object]:
+    """Return a message that an intruder forges: of another role than a client's, to an actor of `peer`.
+
+    Args:
+        random: chooses.
+        peer: a host, or the controller.
+        islands: of the cluster.
+        slices: of all clients.
+        arrays: of all clients.
+    """
+    if peer != CONTROLLER:
+        return Address(peer, "executor"), random.choice(
+            (msg.Leave("forged"), msg.HostRejected(_ERROR))
+        )
+    resources = Address(CONTROLLER, "resources")
+    choices: list[tuple[Address, object]] = [
+        (resources, msg.RegisterHost("forged", 1, 1, "cpu", "", 0))
+    ]
+    for island in islands:
+        scheduler = scheduler_of(island.name)
+        choices += [
+            (scheduler, msg.LaunchGap(island.formed, 0, 1)),
+            (scheduler, msg.GangBroken(island.formed, "forged")),
+            (resources, msg.IslandJoinFailed(island.name, island.formed, _ERROR)),
+        ]
+    if slices:
+        choices.append((resources, msg.ReleaseSlice(random.choice(slices))))
+    if arrays:
+        choices.append(
+            (Address(CONTROLLER, "controller"), msg.ArraysLost((random.choice(arrays),)))
+        )
+    return random.choice(choices)

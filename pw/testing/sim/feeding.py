@@ -19,7 +19,7 @@ from pw.core.errors import ArrayDeleted, ComputationFailed, ErrorReport
 from pw.core.functions.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, note_of, request
 from pw.core.functions.parts import whole_share
 from pw.core.functions.prefetch import Ahead
-from pw.core.messages import RegisterProgram, ReleaseProgram, Run
+from pw.core.messages import RegisterProgram, ReleaseProgram
 from pw.core.programs.program import Computation, Kind, Output, ValueRef
 from pw.core.programs.trees import PlainTree
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -31,14 +31,14 @@ from pw.testing.sim.shards import Shards, SimInstalled, cut
 from pw.testing.sim.world import Violation
 
 MOST = 3
-"""Elements that a simulated stream is ahead."""
+"""Number of elements that a simulated stream is ahead."""
 
 
 # --- hosts -------------------------------------------------------------------------------------------
 
 
 class Elements:
-    """The iterator of a simulated generator; one that saves its state has the methods for that."""
+    """Iterator of a simulated generator; one that saves its state has the methods for that."""
 
     def __init__(self, artifact: bytes, outputs: tuple[ArraySpec, ...]) -> None:
         self._artifact = artifact
@@ -84,7 +84,7 @@ class Feeds:
         if failure is None and rate and self._random.random() < rate:
             words = world.ledger.failure(installed.name)
             failure = ErrorReport.of(ComputationFailed(words), backend.host)
-        made: list[Shards] = []
+        results: list[Shards] = []
         if failure is None:
             feeder = self._feeders.get(artifact)
             if feeder is None or (
@@ -93,14 +93,14 @@ class Feeds:
                 begin = partial(Elements, artifact, outputs)
                 feeder = self.make_feeder(begin, PlainTree(0), False, STATE_ROOM)
                 self._feeders[artifact] = feeder
-            made = self._made(feeder, installed, [value.payload for value in op.args])
+            results = self._element(feeder, installed, [value.payload for value in op.args])
         delay_s = COMPUTE_S * backend.node.slowness * self._random.expovariate(1.0)
         at_s = max(world.now_s, self._free_s.get(artifact, 0.0)) + delay_s
         self._free_s[artifact] = at_s
-        backend.fill_after(at_s - world.now_s, op.results, made, failure)
+        backend.fill_after(at_s - world.now_s, op.results, results, failure)
         op.args = op.results = ()  # callers may still refer to the op
 
-    def _made(self, feeder: Feeder, installed: SimInstalled, args: list[Shards]) -> list[Shards]:
+    def _element(self, feeder: Feeder, installed: SimInstalled, args: list[Shards]) -> list[Shards]:
         computation = installed.computation
         asked, *states = (next(iter(shards.values())) for shards in args)
         number = int.from_bytes(asked.tobytes()[:8], "little")
@@ -114,12 +114,12 @@ class Feeds:
         )
         note = note_of(states[0]) if states else None
         base = int.from_bytes(asked.tobytes()[8:], "little")
-        leaves, told = feeder.element(share, number, base, note)
-        rows = np.tile(told.row(STATE_ROOM), (computation.outputs[-1].shape[0], 1))
+        leaves, reply = feeder.element(share, number, base, note)
+        rows = np.tile(reply.row(STATE_ROOM), (computation.outputs[-1].shape[0], 1))
         self._world.checked["elements"] += 1
         return [
-            cut(whole, place, self._backend.host)
-            for whole, place in zip([*leaves, rows], installed.layout.outputs, strict=True)
+            cut(array, place, self._backend.host)
+            for array, place in zip([*leaves, rows], installed.layout.outputs, strict=True)
         ]
 
 
@@ -142,11 +142,11 @@ class SimStream:
         self._artifact = feeds(name.encode(), random.choice((0, 3, 9, 1000)), random.random() < 0.5)
         user.cluster.streams[self._artifact] = self.ahead
         devices = spec.placement
-        whole = Sharding(("x",), (len(devices.devices),))
-        split = Sharding(("x",), whole.axis_sizes, (("x",),))
+        replicated = Sharding(("x",), (len(devices.devices),))
+        split = Sharding(("x",), replicated.axis_sizes, (("x",),))
         width = NOTE_BYTES + STATE_ROOM
         self._note = ArraySpec((len(devices.devices), width), "uint8", split, devices)
-        asked = ArraySpec((REQUEST_BYTES,), "uint8", whole, devices)
+        asked = ArraySpec((REQUEST_BYTES,), "uint8", replicated, devices)
         self._drafts = [
             (user._id(), self._draft(name, devices, inputs))
             for inputs in ((asked,), (asked, self._note))
@@ -180,31 +180,31 @@ class SimStream:
             user.credits -= 1
             user.runs_left -= 1
             user.world.checked["runs"] += 1
-            user._post(Tell(Run(user._id(), number, tuple(args), (element, note))))
-            promise = user._promise(f"note {note:x}", partial(self._told, note))
+            user._call(user._id(), number, tuple(args), (element, note))
+            promise = user._promise(f"note {note:x}", partial(self._note_came, note))
             user._post(Get(note, self._note, promise))
             self.ahead.begun((element, note))
             self._held.add(note)
         if not len(self.ahead) or self.ahead.first[1] not in self._notes:
             return
         element, note = self.ahead.first
-        told = self._notes[note]
-        if isinstance(told, BaseException):
+        rows = self._notes[note]
+        if isinstance(rows, BaseException):
             self._drop()
             return
-        notes = [note_of(row) for row in told]
+        notes = [note_of(row) for row in rows]
         if notes[0].ended:
             self.ended = True
             self._drop()
             return
-        self.ahead.hand_out(told if notes[0].state is not None else None)
+        self.ahead.hand_out(rows if notes[0].state is not None else None)
         del self._notes[note]
         self._held.discard(note)
         user._post(Forget((note,)))
         user.arrays[element] = self._spec
         user.fetch(element)
 
-    def _told(self, note: int, parts: Any, error: BaseException | None) -> None:
+    def _note_came(self, note: int, parts: Any, error: BaseException | None) -> None:
         """The note of an element has come."""
         user, oracle = self._user, self._user.oracle
         user.world.checked["oracle"] += 1
@@ -220,10 +220,10 @@ class SimStream:
         wrong = oracle.check_value(note, parts)
         if wrong is not None:
             raise Violation("oracle", f"{user.name}: the note of an element: {wrong}")
-        whole = np.zeros(self._note.shape, np.uint8)
+        rows = np.zeros(self._note.shape, np.uint8)
         for box, part in parts:
-            whole[tuple(slice(*side) for side in box)] = part
-        self._notes[note] = whole
+            rows[tuple(slice(*side) for side in box)] = part
+        self._notes[note] = rows
 
     def _drop(self) -> None:
         """Forget the elements that were not handed out."""

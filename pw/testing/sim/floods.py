@@ -19,14 +19,12 @@ from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import SimProcess, Violation
 
 FAIR_S = 5e-3
-"""How long a message of a peer that does not flood waits at most, times the node's slowness.
-
-A turn takes 0.5 ms, and the turns of the other peers are shorter.
-"""
+"""Seconds that a message of a peer that does not flood waits at most, times the node's slowness. A turn takes
+0.5 ms, and the turns of the other peers are shorter."""
 COMPILING = 8
-"""Programs of one client that a host has to compile at most."""
+"""Number of programs of one client that a host has to compile, at most."""
 _FIRST_PROGRAM = 1 << 38
-"""The session never gives this serial number, nor a larger one."""
+"""First serial number of flooding programs; the session never gives it, nor a larger one."""
 _PROGRAMS = 300
 _REQUESTS = 3000
 _IN_A_FRAME = 40
@@ -79,7 +77,7 @@ class Fairness:
         self._world = cluster.world
         self._compiling: defaultdict[tuple[str, int, int], set[tuple[int, int]]]
         self._compiling = defaultdict(set)
-        """What hosts have to compile in an epoch for a client: programs, and their installations."""
+        """Programs and their installations that hosts have to compile in an epoch for a client."""
         if self._world.profile.floods:
             self._world.waited = self._waited
             self._world.watch_sent(msg.Install, self._to_compile)

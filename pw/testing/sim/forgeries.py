@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pw.testing.sim.host import SimHost
 
 OFTEN = 0.3
-"""So many launches of holders are followed by a forged one."""
+"""Share of the launches of holders that are followed by a forged one."""
 SERIALS = 1 << 38
-"""Serial numbers of what a forger makes begin here; users do not make so much."""
+"""First serial number of what a forger makes; users do not make so much."""
 
 
 class Forgeries:
@@ -35,7 +35,7 @@ class Forgeries:
         self._cluster = cluster
         self._world: World = cluster.world
         self._random = cluster.world.streams("forged launches")
-        self._made = 0
+        self._count = 0
         cluster.world.watch_handled(msg.LeasedLaunch, self._launched)
 
     def _launched(
@@ -53,7 +53,7 @@ class Forgeries:
         if lease is None or lease.number != message.lease or not lease.is_open:
             return
         node, mine = sender.node, client_of(message.run)
-        others = [
+        senders = [
             name
             for name, process in self._world.nodes.items()
             if name.startswith(CLIENT_PREFIX)
@@ -61,17 +61,13 @@ class Forgeries:
             and process.alive
             and not process.paused
         ]
-        if others and self._random.random() < 0.5:
-            node = self._random.choice(others)
-        self._made += 1
-        serial = SERIALS + (self._made << 10)
+        if senders and self._random.random() < 0.5:
+            node = self._random.choice(senders)
+        self._count += 1
+        serial = SERIALS + (self._count << 10)
         results = tuple(client_id(mine, serial + 1 + at) for at in range(len(message.results)))
         forged = replace(
-            message,
-            index=lease.taken,
-            run=client_id(mine, serial),
-            results=results,
-            request=0,
+            message, index=lease.next_index, run=client_id(mine, serial), results=results, request=0
         )
         if node == sender.node:
             theirs = self._of_another(hosts[host], mine)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import ComputationFailed, ErrorReport, HostLost
-from pw.core.programs.program import Computation, Kind
+from pw.core.programs.program import Computation
 from pw.core.sharding import DeviceAddress, dtype_of
 from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
@@ -44,10 +44,10 @@ class Gangs:
     def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> SimLayout:
         """The layout of a computation on these devices."""
         key = (id(computation), devices)
-        known = self._layouts.get(key)
-        if known is None:  # the computation is kept as well, so that its id stays its own
-            known = self._layouts[key] = (computation, SimLayout(computation, devices))
-        return known[1]
+        entry = self._layouts.get(key)
+        if entry is None:  # the computation is kept as well, so that its id stays its own
+            entry = self._layouts[key] = (computation, SimLayout(computation, devices))
+        return entry[1]
 
     # --- members -------------------------------------------------------------------------------------
 
@@ -130,8 +130,7 @@ class Gangs:
             if other.op.key != op.key:
                 if backend.host in other.installed.layout.hosts:
                     raise Violation(
-                        "G1",
-                        f"{backend.host} waits in {op.key!r} and {host} in {other.op.key!r}",
+                        "G1", f"{backend.host} waits in {op.key!r} and {host} in {other.op.key!r}"
                     )
                 continue
             here.append(other)
@@ -151,8 +150,8 @@ class Gangs:
         if first.artifact.startswith(RAISES):
             words = f"the computation {first.name!r} failed: it always does"
             failure = ErrorReport.of(ComputationFailed(words), host)
-        is_reshard = first.computation.kind is Kind.RESHARD
-        rate = 0.0 if world.calm or is_reshard else world.profile.computation_failure
+        is_ours = not first.computation.traits.has_artifact
+        rate = 0.0 if world.calm or is_ours else world.profile.computation_failure
         if failure is None and rate and self._random.random() < rate:
             words = world.ledger.failure(first.name)
             failure = ErrorReport.of(ComputationFailed(words), host)
@@ -169,7 +168,7 @@ class Gangs:
         shared: list[np.ndarray[Any, Any]] = []
         if failure is None:
             inputs = self._inputs(first, members, held)
-            if is_reshard:
+            if is_ours:
                 (spec,) = first.computation.outputs
                 shared = [np.frombuffer(inputs[0], dtype_of(spec.dtype)).reshape(spec.shape)]
             else:
@@ -177,8 +176,8 @@ class Gangs:
             world.checked["executions"] += 1
         for member in members:
             results = [
-                cut(whole, place, member.backend.host)
-                for whole, place in zip(shared, first.layout.outputs, strict=False)
+                cut(array, place, member.backend.host)
+                for array, place in zip(shared, first.layout.outputs, strict=False)
             ]
             if in_turn:
                 member.backend.executed(member.op, failure, results)
@@ -193,22 +192,22 @@ class Gangs:
         by_host = {m.backend.host: args for m, args in zip(members, held, strict=True)}
         inputs = []
         for index, place in enumerate(first.layout.inputs):
-            if place.whole is not None and not place.replicated:
-                host, ordinal = place.whole
+            if place.holder is not None and not place.replicated:
+                host, ordinal = place.holder
                 inputs.append(by_host[host][index][ordinal].tobytes())
                 continue
             spec = place.spec
-            whole = np.empty(spec.shape, dtype_of(spec.dtype))
+            array = np.empty(spec.shape, dtype_of(spec.dtype))
             seen: dict[str, bytes] = {}
             for host, shards in place.by_host.items():
                 payload = by_host[host][index]
                 for ordinal, box in shards:
                     shard = payload[ordinal]
-                    whole[box] = shard
+                    array[box] = shard
                     if place.replicated:
                         data = shard.tobytes()
                         if seen.setdefault(str(box), data) != data:
                             what = f"argument {index} of {first.name!r} on {host}"
                             raise Violation("replicas are equal", what)
-            inputs.append(whole.tobytes())
+            inputs.append(array.tobytes())
         return inputs

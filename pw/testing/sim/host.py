@@ -34,14 +34,14 @@ _Kept = Callable[[ErrorReport | None], None]
 _Joined = Callable[[IslandJoined | IslandJoinFailed], None]
 
 SUPERVISOR_STOPPED = "supervisor stopped"
-"""A fault's name: checkpoints may fail because of it."""
+"""Name of a fault; checkpoints may fail because of it."""
 
 
 DIRECT = 0.5
-"""Of launches that may go the short way, so many do (`pw.devices.host.direct`)."""
+"""Share of the launches that may go the short way, and do (`pw.devices.host.direct`)."""
 
 SMALL_TREES = (Trees(1, 1), Trees(1, 2), Trees(2, 1))
-"""Simulated islands have few hosts."""
+"""Trees of simulated islands, which have few hosts."""
 
 
 class Site:
@@ -53,7 +53,7 @@ class Site:
         self.groups = Groups(self)
         self.planes: dict[int, SimBulk] = {}
         self.streams: dict[bytes, Ahead[Any]] = {}
-        """How far users' streams are, by their artifacts (`pw.testing.sim.feeding`)."""
+        """Streams of users, with how far they are, by their artifacts (`pw.testing.sim.feeding`)."""
         self.trees = world.streams("trees").choice((TREES, *SMALL_TREES))
         self.on_start: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         """Functions of each new `host`'s incarnation, `scheduler` or `controller` before it sends anything."""
@@ -72,13 +72,13 @@ class SimHost:
     incarnation: int = 0
     node: SimNode | None = None
     replicas: list[Replica] = field(default_factory=list)
-    """The replicas that the supervisor has taken last; each child begins with them."""
+    """Replicas that the supervisor has taken last; each child begins with them."""
     _sent: list[tuple[SimNode, list[Replica], _Kept | None]] = field(default_factory=list)
     """Replicas on their way to the supervisor, which takes them even if the child has ended."""
     stopped_until_s: float = 0.0
-    """When the supervisor goes on, if it is stopped."""
+    """Time at which the supervisor goes on, if it is stopped, in seconds."""
     finished: bool = False
-    """The host has left for good."""
+    """True if the host has left for good."""
     _leaving: bool = False
 
     def __post_init__(self) -> None:
@@ -124,8 +124,7 @@ class SimHost:
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
         replicas = list(self.replicas)
         self.store = node.add(
-            "store",
-            lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.keep),
+            "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.keep)
         )
         self.coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
         self.executor = node.add(
@@ -239,15 +238,15 @@ class SimHost:
         return [array for array in arrays if client_of(array) == client]
 
     def census(self) -> dict[str, int]:
-        """All that this host may hold, which must be nothing in the end."""
+        """Return the number of objects that this host holds, by kind; all must be 0 in the end."""
         if self.node is None:
             return {}
-        found = held("store", self.store) + held("executor", self.executor)
-        found += held("coordinator", self.coordinator)
-        found["landings"] += self.bulk.landings
-        found["installed"] += self.backend.installed
-        found["buffers"] += self.backend.buffers
-        return dict(found)
+        counts = held("store", self.store) + held("executor", self.executor)
+        counts += held("coordinator", self.coordinator)
+        counts["landings"] += self.bulk.landings
+        counts["installed"] += self.backend.installed
+        counts["buffers"] += self.backend.buffers
+        return dict(counts)
 
 
 class Groups:
@@ -293,12 +292,7 @@ class Groups:
         node.call(lambda: joined(answer))
 
     def _give_up(
-        self,
-        key: tuple[str, int],
-        host: SimHost,
-        node: SimNode,
-        form: FormIsland,
-        joined: _Joined,
+        self, key: tuple[str, int], host: SimHost, node: SimNode, form: FormIsland, joined: _Joined
     ) -> None:
         members = self._waiting.get(key)
         if members is not None and any(member[1] is node for member in members):

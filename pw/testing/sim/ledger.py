@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 A_READ = "a read"
-"""In the place of a computation: a host could not read a value."""
+"""Name in the place of a computation: a host could not read a value."""
 
 
 class Ledger:
@@ -15,7 +15,7 @@ class Ledger:
     def __init__(self) -> None:
         self.injected: Counter[str] = Counter()
         self.any = False
-        """A fault was injected that may end an epoch or fail a request."""
+        """True if a fault was injected that may end an epoch or fail a request."""
         self._touched: set[str] = set()
         self._failures: dict[str, str] = {}
 

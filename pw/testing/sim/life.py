@@ -11,24 +11,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from pw.client.session.session import ClientSession
-from pw.client.session.thread_messages import Allocate, Close, Open
+from pw.client.session.thread_messages import (
+    Allocate,
+    Await,
+    Close,
+    Get,
+    Open,
+    Put,
+    Tell,
+    TellLaunched,
+)
 from pw.core.errors import Disconnected, Error, InsufficientDevices
 from pw.core.ids import CONTROLLER, client_id
-from pw.core.messages import AllocateSlice, Attached, SliceBound
+from pw.core.messages import AllocateSlice, Attached, Run, SliceBound
 from pw.core.sharding import ArraySpec
+from pw.core.waits import RECONNECT_S
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.lines import SimWires
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
 from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.world import Violation
 
 RUNS_AHEAD = 12
-"""Runs that a user has in flight at most; less than the controller would allow, so that it matters."""
+"""Number of runs that a user has in flight, at most; less than the controller would allow, so that it
+matters."""
 LIVES = 3
-RECONNECT_S = 60.0
+TOLD_S = 4e-3
+"""Seconds for which the session may not have told of launches."""
 EVERYTHING = 1 << 30
-"""A budget for inputs that no user here exhausts."""
+"""Bytes of inputs that no user here exhausts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,16 +70,17 @@ class Life:
         self.lives = 0
         self.random = self.world.streams(f"client/{number}")
         self.loops = self.world.streams(f"loops/{number}")
+        self._tells = self.world.streams(f"tells/{number}")
         self.looping = 0
-        """Calls that are left of a loop (`pw.testing.sim.looping`)."""
+        """Number of calls that are left of a loop (`pw.testing.sim.looping`)."""
         self.loops_left = 5
         self.drained = False
         self.finished = False
-        """The user's work is done, and the session is closed or dead."""
+        """True if the user's work is done, and the session is closed or dead."""
         self.final = False
-        """Check all arrays once more, then leave."""
+        """True if the user checks all arrays once more, and then leaves."""
         self.is_beside = cluster.world.profile.embedded and number == 0
-        """Its session is on the controller's node, and both end together."""
+        """True if the session is on the controller's node, and both end together."""
         self.fetched = 0
         self.failed = 0
         self.live()
@@ -85,20 +99,25 @@ class Life:
         self.node = node
         self.bulk = SimBulk(node, self.cluster.planes)
         self.session = node.add("session", lambda env: ClientSession(env, self.bulk, self._credits))
+        name = f"client-{self.number}.{self.lives}.lines"
+        self.wires = SimWires(self.world, name, self.session.lines)
+        self._is_telling = False
+        for act in self.cluster.on_start["client"]:
+            act(self)
         self.attached: Attached | None = None
         self.open: dict[int, str] = {}
-        """Requests without an answer."""
+        """Requests without an answer, by number."""
         self.slices: dict[int, SliceBound] = {}
         self.given_back: dict[int, SliceBound] = {}
-        """Slices that it had."""
+        """Slices that the user had, by number."""
         self.likes: dict[int, int] = {}
-        """Its slices on the devices of other users' slices, by those; 0 while it asks for one."""
+        """Slices of this user on the devices of other users' slices, by those; 0 while it asks for one."""
         self.refused = 0
         self.kinds: list[ArraySpec] = []
         self.programs: dict[int, ProgramDraft] = {}
         self.arrays: dict[int, ArraySpec] = {}
         self.stream: Any = None
-        """The stream that it is fed from (`pw.testing.sim.feeding`)."""
+        """Stream that feeds the user (`pw.testing.sim.feeding`)."""
         self.credits = 0
         self.serial = 0
         self.looking = False
@@ -115,7 +134,7 @@ class Life:
         )
 
     def _claim(self) -> tuple[float, int]:
-        """Its weight and its priority."""
+        """Return the weight and the priority of the user."""
         return self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
 
     def _nodes_of(self, number: int) -> tuple[str, ...]:
@@ -143,7 +162,57 @@ class Life:
         return client_id(self.attached.client, self.serial)
 
     def _post(self, note: object) -> None:
+        """Give the session a note, as a thread would; a question goes over the lines, if it may."""
+        session = self.session
+        session.leases.posting(note)
+        if isinstance(note, (Await, Get)) and session.closed is None and session.lines.ask(note):
+            return
         self.node.post("session", note)
+
+    def _upload(self, note: Put) -> None:
+        """Upload a value as a thread would."""
+        if self.session.closed is None and self._tells.random() < 0.8:
+            self.session.put(note, self._post)
+            self.world.checked["uploads over lines"] += bool(note.bound)
+            return
+        self._post(note)
+        if self._tells.random() < 0.5:  # as for a large value, before a run that reads it
+            losses, array = self.session.leases.losses, note.array
+
+            def there(result: Any, error: BaseException | None) -> None:
+                if error is None and array in self.arrays:
+                    self.session.leases.arrived(array, losses)
+
+            promise = self._promise(f"upload {array:x}", there)
+            self._post(Await(((array, note.spec),), promise))
+
+    def _call(
+        self,
+        run: int,
+        program: int,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        wanted: Await | None = None,
+    ) -> None:
+        """Launch a run under a lease, or have the session tell of it, as a thread would."""
+        session = self.session
+        if session.leases.launch(run, program, args, results, wanted):
+            self.world.checked["launches over lines"] += 1
+            if not self._is_telling:
+                self._is_telling = True
+                delay_s = self._tells.uniform(0.0, TOLD_S)
+                self.world.after(delay_s, self._tell_launched, self.node)
+            return
+        message = Run(run, program, args, results)
+        session.leases.ordinary(message)
+        self._post(Tell(message))
+        if wanted is not None:
+            self._post(wanted)
+
+    def _tell_launched(self, node: SimNode) -> None:
+        if node is self.node and node.alive:
+            self._is_telling = False
+            node.post("session", TellLaunched())
 
     def _credits(self, count: int) -> None:
         if count < 1 << 20:
@@ -156,6 +225,7 @@ class Life:
                 self._end_controller()
             else:
                 self.node.die(seen=True)
+            self.wires.node.die(seen=True)
             self._again()
 
     def _end_controller(self) -> None:
@@ -182,6 +252,7 @@ class Life:
                 self._end_controller()
             else:
                 node.close()
+            self.wires.node.close()
             self._again()
 
     def _again(self) -> None:

@@ -1,17 +1,21 @@
-"""A user who waits for each result before the next call, as a training loop does. Such users get leases."""
+"""Loops of simulated users: calls that wait for each result, as a training loop does, and bursts ahead.
+
+Users who wait for each result get leases.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
 
 from pw.client.session.thread_messages import Await
 from pw.sched.island.leases import Lending
-from pw.testing.sim.bursts import is_burst
+from pw.testing.sim.programs import ProgramDraft
 
-LENDING = Lending(after=2, alone_s=0.02)
-"""Simulated users do little, and little of it alone."""
+LENDING = Lending(after=2, alone_s=0.02, ahead=4)
+"""Rules of launch leases for simulated users, who do little, and little of it alone; and memory runs out."""
 
 
 def loop(client: Any, random: Random) -> None:
@@ -21,7 +25,9 @@ def loop(client: Any, random: Random) -> None:
         return
     chosen = [random.choice(able) for _ in range(random.choice((1, 1, 1, 2)))]
     client.loops_left -= 1
-    client.looping = random.randint(4, 12)
+    # Where memory is short, leases end, and go on when some is free.
+    is_long = client.world.profile.device_memory_bytes > 0
+    client.looping = random.randint(20, 60) if is_long else random.randint(4, 12)
     client.runs_left += client.looping
     client.world.checked["loops"] += 1
     _step(client, random, chosen, client.lives, random.random() < 0.7)
@@ -50,8 +56,8 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
             client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
 
     asks_with_run = client.looping % 2
-    given = tuple(client.arguments(draft.body.inputs))
-    results = client.launch(number, draft, given, waited if asks_with_run else None)
+    args = tuple(client.arguments(draft.body.inputs))
+    results = client.launch(number, draft, args, waited if asks_with_run else None)
     array = results[-1]
     if tidy:
         mine = [array for array in before if array in client.arrays][-8:]
@@ -62,3 +68,23 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
         client._post(Await(((array, client.arrays[array]),), promise))
     elif goes_on or not asks_with_run:
         client.world.after(1e-4, again)
+
+
+def is_burst(draft: ProgramDraft) -> bool:
+    """Whether a program is a burst of a loop; no other program takes a predicate."""
+    return any(spec.dtype == "bool" for spec in draft.body.inputs)
+
+
+def run_ahead(client: Any, random: Random, number: int, draft: ProgramDraft) -> None:
+    """Launch some bursts of guarded iterations (`random_burst`) ahead of each other.
+
+    Each takes over the carry of the one before, and its predicate. The client may read the predicates.
+    """
+    predicate = b"\x01" if random.random() < 0.85 else b"\x00"
+    state: Sequence[int | bytes] = (predicate, *client.arguments(draft.body.inputs[1:]))
+    for _ in range(random.randint(1, 4)):
+        if not client.may_run:
+            return
+        state = client.launch(number, draft, tuple(state))
+        if random.random() < 0.3:
+            client.fetch(state[0])

@@ -51,11 +51,12 @@ from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
+from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.world import SimProcess, Violation
 
 PROMPT_S = 2e-3
-"""A host answers within this time: a busy one has some hundred messages to handle first."""
+"""Seconds within which a host answers: a busy one has some hundred messages to handle first."""
 
 
 class Monitors:
@@ -91,13 +92,13 @@ class Monitors:
         world.watch_sent(msg.Answered, self._answered)
         self._slices: dict[int, msg.AllocateSlice] = {}
         self._asked_s: dict[int, float] = {}
-        """When each slice was last asked for, of which controller, in seconds of the world."""
+        """Time at which each slice was last asked for, of which controller, in seconds of the world."""
         world.watch_sent(msg.AllocateSlice, self._asked_for)
         world.watch_sent(msg.SliceBound, self._bound)
         world.watch_sent(msg.SliceRefused, self._refused)
         cluster.on_start["host"].append(self._watch_order)
-        self._taken: dict[tuple[int, int, int], bool] = {}
-        """Whether the computation that makes a slot of a run was enqueued, or skipped."""
+        self._ran: dict[tuple[int, int, int], bool] = {}
+        """True if the computation that makes a slot of a run was enqueued, false if it was skipped."""
         cluster.on_start["host"].append(self._watch_guards)
 
     # --- launches ------------------------------------------------------------------------------------
@@ -195,15 +196,15 @@ class Monitors:
             done = bool(go(launch, instruction))
             run = launch.run
             computation = run.program.body.computations[instruction.computation]
-            if not done or not instruction.results or computation.is_merge:
+            if not done or not instruction.results or computation.traits.predicates:
                 return done
             error = run.slots[instruction.results[0]].error
             if error is None or is_skipped(error):
                 self._world.checked["branches"] += 1
                 # An epoch whose predicate failed skips nothing, and the next one may have its value.
                 key = host.executor.order.epoch, run.run, instruction.results[0]
-                taken = self._taken.setdefault(key, error is None)
-                if taken is not (error is None):
+                first = self._ran.setdefault(key, error is None)
+                if first is not (error is None):
                     what = f"{computation.name!r} of run {run.run:x}"
                     raise Violation("G1", f"{host.name} and another host do not skip {what} alike")
             return done
@@ -381,40 +382,7 @@ class Monitors:
     ) -> Callable[[], None]:
         if not to.actor.startswith("scheduler"):
             return self._check_parked
-        return partial(self._watch_memory, to.actor.partition("/")[2])
-
-    def _watch_memory(self, island: str) -> None:
-        """Look at what views take from now on."""
-        scheduler = self._cluster.schedulers.get(island)
-        memory: Any = None if scheduler is None else scheduler.admission.memory
-        if memory is None:
-            return
-        reserve, end = memory.reserve, memory.end
-
-        def watched(act: Callable[..., Any], *args: Any) -> Any:
-            before = _counted_bytes(memory)
-            result = act(*args)
-            self._world.checked["views' memory"] += 1
-            if _counted_bytes(memory) > before:
-                raise Violation("views", f"{island} counts memory for a view")
-            return result
-
-        def reserved(program: int, args: Any, results: Any) -> Any:
-            needs = memory.programs.get(program)
-            is_view = needs is not None and any(one.shards for one in needs.memory.outputs)
-            # A small host value is no array: hosts make it for the view.
-            if is_view and all(isinstance(arg, int) for arg in args):
-                return watched(reserve, program, args, results)
-            return reserve(program, args, results)
-
-        def ended(claim: Any) -> None:
-            outputs = () if claim.needs is None else claim.needs.memory.outputs
-            if any(output.shards for output in outputs):
-                watched(end, claim)
-            else:
-                end(claim)
-
-        memory.reserve, memory.end = reserved, ended
+        return partial(watch_memory, self._cluster, to.actor.partition("/")[2])
 
     # --- the end -------------------------------------------------------------------------------------
 
@@ -436,9 +404,9 @@ class Monitors:
         self._world.checked["census"] += 1
         for island, scheduler in self._cluster.schedulers.items():
             memory = scheduler.admission.memory
-            if memory is not None and _counted_bytes(memory):
+            if memory is not None and counted_bytes(memory):
                 raise Violation(
-                    "memory", f"{island} counts {_counted_bytes(memory)} bytes in the end"
+                    "memory", f"{island} counts {counted_bytes(memory)} bytes in the end"
                 )
         if self._cluster.events is not None:
             self._cluster.events.check_end(
@@ -449,8 +417,3 @@ class Monitors:
         if held:
             what = ", ".join(f"{name}: {count}" for name, count in sorted(held.items()))
             raise Violation("census", f"held when all clients have gone: {what}")
-
-
-def _counted_bytes(memory: Any) -> int:
-    """Return what a scheduler counts on all devices of its island together."""
-    return int(memory.settled().sum())

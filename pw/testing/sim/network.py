@@ -30,7 +30,7 @@ HOST_SILENCE_S = 10.0
 LEASE_S = 10.0
 LATENCY_S = 60e-6
 RETRY_S = 0.1
-"""How often a node dials an endpoint again where no process listens."""
+"""Seconds after which a node dials an endpoint again where no process listens."""
 
 
 class SimConnection(Connection):
@@ -44,11 +44,7 @@ class SimConnection(Connection):
     """
 
     def __init__(
-        self,
-        network: SimNetwork,
-        node: str,
-        endpoint: str = "",
-        other: SimConnection | None = None,
+        self, network: SimNetwork, node: str, endpoint: str = "", other: SimConnection | None = None
     ) -> None:
         super().__init__()
         self.network = network
@@ -57,19 +53,20 @@ class SimConnection(Connection):
         self.other = other
         self.is_open = other is not None
         self.is_silent = False
-        """Whether heartbeats of the peer were missing at the last probe."""
+        """True if heartbeats of the peer were missing at the last probe."""
         self.cut_off_s: float | None = None
-        """When a probe first found that the peer's machine does not answer; None while it does."""
+        """Time at which a probe first found that the peer's machine does not answer, in seconds; None while it
+        does."""
         self.last_s = 0.0
-        """When the last frame that was sent here arrives."""
+        """Time at which the last frame that was sent here arrives, in seconds."""
         self.early: list[bytes] = []
         """Frames that wait until another process has accepted the connection."""
         self.unread: deque[bytes | None] = deque()
-        """What has come since this end is held; None for the end of the connection."""
+        """Frames that have come since reading stopped; None for the end of the connection."""
 
     @property
     def unanswered_s(self) -> float:
-        """How long the peer's machine has acknowledged nothing; 0 while it answers."""
+        """Seconds for which the peer's machine has acknowledged nothing; 0 while it answers."""
         return 0.0 if self.cut_off_s is None else self.network.now_s - self.cut_off_s
 
     def accepted(self, other: SimConnection) -> None:

@@ -21,13 +21,13 @@ from pw.transport.links.node import ActorEnv, Node
 A = TypeVar("A", bound=Actor)
 
 INTRUDER = "intruder"
-"""The actor of a client that sends what clients may not send (`faults`)."""
+"""Name of the actor of a client that sends what clients may not send (`faults`)."""
 
 _COMPLETIONS = "completions"
-"""The actor to which completions of the devices go."""
+"""Name of the actor to which completions of the devices go."""
 
 MESSAGE_S = 8e-6
-"""The time that a process takes for one message."""
+"""Seconds that a process takes for one message."""
 
 
 class SimEnv(ActorEnv):
@@ -39,7 +39,7 @@ class SimEnv(ActorEnv):
         self.now_s = node.now_s
 
     def send(self, to: Address, message: object) -> None:
-        """Send `message`, or what it is replaced with; it is handled, or leaves, later in this turn."""
+        """Send `message`, or its replacement; the receiver handles it later in this turn, or it leaves then."""
         world = self._world
         if self._sim_node.closed:
             return
@@ -96,12 +96,12 @@ class _Watched(Actor):
                 check()
 
     def turn_ended(self) -> None:
-        """Have the actor send what it has batched."""
+        """Have the actor send its batches."""
         self._actor.turn_ended()
 
 
 class _Turns:
-    """The event loop of a node (see `pw.transport.links.interface.Loop`)."""
+    """The event loop of a node (see `pw.transport.links.interface.EventLoop`)."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
@@ -145,13 +145,13 @@ class SimNode(Node):
         self.incarnation = incarnation
         self.slowness = slowness
         self.unwatched: dict[str, Actor] = {}
-        """Its actors themselves; its node holds what stands for them."""
+        """Actors of the node themselves; the node holds what stands for them."""
         self.paused_until_s = 0.0
         self.busy_until_s = 0.0
-        """When the messages that it has begun to handle are handled."""
+        """Time at which the messages that the process has begun to handle are handled, in seconds."""
         self.incarnation_began_s = world.now_s
         self.arrivals: dict[str, deque[float]] = {}
-        """When the messages of each peer came that wait, if a monitor wants to know."""
+        """Times at which the waiting messages of each peer came, in seconds, if a monitor wants to know."""
         random = world.streams(f"clock/{name}/{incarnation}")
         skew = world.profile.clock_skew
         self.clock_rate = 1.0 + random.uniform(-skew, skew)

@@ -32,9 +32,9 @@ INFRASTRUCTURE = frozenset(
     ("HostLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
 )
 _TRUE = b"\x01"
-"""The predicate of a branch that is taken."""
+"""Predicate of a branch that is taken."""
 _SKIPPED = b"skipped"
-"""In the place of what a branch that is not taken would make."""
+"""Value in the place of what a branch that is not taken would make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class Truth:
 
     spec: ArraySpec
     data: bytes | None
-    """None if it can only fail."""
+    """Bytes of the array; None if it can only fail."""
     kinds: frozenset[str]
-    """Errors that its programs ask for; with `data`, it may fail or not."""
+    """Names of errors that the array's programs ask for; with `data`, it may fail or not."""
     computations: frozenset[str]
     slices: frozenset[int]
-    """The computations and the slices of its lineage."""
+    """Numbers of the slices of the array's lineage; `computations` has its computations."""
     durable: bool
-    """A replay can make it from inputs that the client keeps."""
+    """True if a replay can make the array from inputs that the client keeps."""
     made_of: frozenset[int]
-    """Itself, and all arrays that it was made from."""
+    """Numbers of the array itself, and of all arrays that it was made from."""
 
 
 @dataclass(eq=False)
@@ -61,10 +61,10 @@ class Oracle:
 
     _client: str
     _keeps: bool
-    """The client keeps the values of all that it has uploaded."""
+    """True if the client keeps the values of all that it has uploaded."""
     _ledger: Ledger
     _nodes_of: Callable[[int], tuple[str, ...]]
-    """Nodes that matter to a slice of the client."""
+    """Function that returns the nodes that matter to a slice of the client."""
     arrays: dict[int, Truth] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
 
@@ -77,10 +77,10 @@ class Oracle:
         self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps, made_of)
 
     def take(
-        self, array: int, spec: ArraySpec, exporter: Oracle, given: int, together: list[int]
+        self, array: int, spec: ArraySpec, exporter: Oracle, source: int, together: list[int]
     ) -> None:
         """An array of another client, which it has offered `together` with others."""
-        truth = exporter.arrays[given]
+        truth = exporter.arrays[source]
         kinds = frozenset[str]().union(*(exporter.arrays[one].kinds for one in together))
         made_of = frozenset[int]().union(*(exporter.arrays[one].made_of for one in together))
         slices = truth.slices | {spec.placement.slice}
@@ -98,8 +98,8 @@ class Oracle:
         """A run, in the client's order."""
         body = draft.body
         values: dict[tuple[int, int], bytes | None] = {}
-        known = [self.arrays[arg] for arg in arrays_in(args)]
-        kinds = frozenset().union(*(truth.kinds for truth in known))
+        sources = [self.arrays[arg] for arg in arrays_in(args)]
+        kinds = frozenset().union(*(truth.kinds for truth in sources))
         for index, arg in enumerate(args):
             values[-1, index] = arg if isinstance(arg, bytes) else self.arrays[arg].data
         blobs = [draft.blobs.get(computation.artifact, b"") for computation in body.computations]
@@ -109,46 +109,48 @@ class Oracle:
             values = dict.fromkeys(values)
         for number, node in enumerate(body.nodes):
             computation, blob = body.computations[node.computation], blobs[node.computation]
-            given = [values[arg.node, arg.index] for arg in node.args]
+            operands = [values[arg.node, arg.index] for arg in node.args]
             for at, counts in node.counted:
                 moved = _moved(body, node.args[at], computation.inputs[at], counts, values)
-                given[at], found = moved
-                kinds |= found
-            inputs = [data for data in given if data is not None]
-            made: list[Any] = [None] * len(computation.outputs)
+                operands[at], errors = moved
+                kinds |= errors
+            inputs = [data for data in operands if data is not None]
+            results_data: list[Any] = [None] * len(computation.outputs)
             guard = node.guard
-            taken = _TRUE if guard is None else values[guard.node, guard.index]
-            if taken is _SKIPPED or (taken is not None and (taken == _TRUE) is node.unless):
-                made = [_SKIPPED] * len(computation.outputs)
-            elif taken is None:
+            predicate = _TRUE if guard is None else values[guard.node, guard.index]
+            if predicate is _SKIPPED or (
+                predicate is not None and (predicate == _TRUE) is node.unless
+            ):
+                results_data = [_SKIPPED] * len(computation.outputs)
+            elif predicate is None:
                 pass
-            elif computation.is_merge:
-                if given[0] is not None:  # a predicate that was skipped counts as false
-                    first = 1 if given[0] == _TRUE else 1 + len(made)
-                    made = given[first : first + len(made)]
-            elif computation.is_view:
-                made = list(contents(computation, given))
+            elif computation.traits.predicates:
+                if operands[0] is not None:  # a predicate that was skipped counts as false
+                    first = 1 if operands[0] == _TRUE else 1 + len(results_data)
+                    results_data = operands[first : first + len(results_data)]
+            elif body.makes_views:
+                results_data = list(contents(computation, operands))
             elif not computes(blob):
                 kinds |= {"ComputationFailed"}
-            elif len(inputs) == len(given):
-                whole = compute(blob, inputs, computation.outputs)
-                made = [array.tobytes() for array in whole]
-            for index, data in enumerate(made):
+            elif len(inputs) == len(operands):
+                arrays = compute(blob, inputs, computation.outputs)
+                results_data = [array.tobytes() for array in arrays]
+            for index, data in enumerate(results_data):
                 values[number, index] = data
         names = frozenset(computation.name for computation in body.computations)
-        computations = names.union(*(truth.computations for truth in known))
-        slices = frozenset(body.slices()).union(*(truth.slices for truth in known))
-        durable = not body.donated and all(truth.durable for truth in known)
-        made_of = frozenset[int]().union(*(truth.made_of for truth in known))
+        computations = names.union(*(truth.computations for truth in sources))
+        slices = frozenset(body.slices()).union(*(truth.slices for truth in sources))
+        durable = not body.donated and all(truth.durable for truth in sources)
+        made_of = frozenset[int]().union(*(truth.made_of for truth in sources))
         # If the controller knows of a failed source, it fails all results of a view, and what is made of them.
         may_fail = body.makes_views or any(
-            truth.kinds and truth.data is not None for truth in known
+            truth.kinds and truth.data is not None for truth in sources
         )
         for array, output in zip(results, body.outputs, strict=True):
             data = values[output.value.node, output.value.index]
             if output.counts is not None:
-                data, found = _moved(body, output.value, output.spec, output.counts, values)
-                kinds |= found
+                data, errors = _moved(body, output.value, output.spec, output.counts, values)
+                kinds |= errors
             asked = kinds if data is None or may_fail else frozenset[str]()
             self.arrays[array] = Truth(
                 output.spec, data, asked, computations, slices, durable, made_of | {array}
@@ -158,16 +160,16 @@ class Oracle:
         """Return the error of a fetched value, or None if it is right."""
         truth = self.arrays[array]
         spec = truth.spec
-        whole = np.zeros(spec.shape, dtype_of(spec.dtype))
+        value = np.zeros(spec.shape, dtype_of(spec.dtype))
         covered = 0
         for box, part in parts:
-            whole[box_slices(box)] = part
+            value[box_slices(box)] = part
             covered += part.size
-        if covered != whole.size:
-            return f"array {array:x} came with {covered} of {whole.size} elements"
+        if covered != value.size:
+            return f"array {array:x} came with {covered} of {value.size} elements"
         if truth.data is None:
             return f"array {array:x} has a value, but can only be {sorted(truth.kinds)}"
-        if whole.tobytes() != truth.data:
+        if value.tobytes() != truth.data:
             return f"array {array:x} ({spec.dtype}{list(spec.shape)}) has a wrong value"
         return None
 
@@ -187,20 +189,20 @@ class Oracle:
         kind, words = type(error).__name__, str(error)
         if kind in truth.kinds:
             return None
-        said = f"array {array:x} ended in {kind}: {words}"
+        violation = f"array {array:x} ended in {kind}: {words}"
         if not isinstance(error, Error):
-            return said
+            return violation
         if kind == "OutOfDeviceMemory" and self._ledger.injected["memory is short"]:
             return None
         if kind == "ComputationFailed":
             injected = self._ledger.failed_computation(words.split(" [on ")[0])
             if injected is not None:
                 is_its = injected in truth.computations or injected == A_READ
-                return None if is_its else f"{said} (of another array)"
+                return None if is_its else f"{violation} (of another array)"
             if "closed by the peer" not in words:
-                return said
+                return violation
         elif kind not in INFRASTRUCTURE:
-            return said
+            return violation
         placeless = ("drain", "named host replaced")
         lasts = truth.durable and not any(self._ledger.injected[fault] for fault in placeless)
         if not self._copied.isdisjoint(truth.made_of):
@@ -209,11 +211,11 @@ class Oracle:
         restarted = faults["controller killed"] or faults["controller stopped"]
         forgotten = restarted and "given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
-            return f"{said} (it could be made again)"
+            return f"{violation} (it could be made again)"
         if not held and self._ledger.any:
             return None  # its island may have been formed anew because another one was lost
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
-        return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"
+        return None if self._ledger.touched(nodes) else f"{violation} (no fault excuses that)"
 
 
 def _moved(
@@ -231,6 +233,6 @@ def _moved(
     if data is _SKIPPED or numbers is _SKIPPED:
         return _SKIPPED, nothing
     spec = body.spec_of(counts)
-    said = np.frombuffer(numbers, dtype_of(spec.dtype)).reshape(spec.shape)
-    moved = travelled(data, body.spec_of(rows), said)
+    row_counts = np.frombuffer(numbers, dtype_of(spec.dtype)).reshape(spec.shape)
+    moved = travelled(data, body.spec_of(rows), row_counts)
     return moved, nothing if moved is not None else frozenset(("ResultMismatch",))

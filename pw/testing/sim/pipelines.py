@@ -1,14 +1,14 @@
-"""Programs with the shape of a pipeline's training step, in the order of a schedule (`pw.pipelines`)."""
+"""Programs with the shape of a pipeline's training step, in the order of a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
+from pw.building.pipelines.schedules import named
+from pw.building.pipelines.table import Task
 from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec
-from pw.pipelines.schedules import named
-from pw.pipelines.table import Task
 from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
 _ACTIVATIONS = ((8, 4), (16,), (8, 512))
@@ -35,13 +35,13 @@ def random_pipeline(
         spec = random.choice(own) if own else random_spec(random, part, (16,), "uint8")
         params.append(spec)
         flows.append(random_spec(random, part, shape, "uint8", spec.placement.devices))
-    step = _Step(name, params)
+    step = _PipelineDraft(name, params)
     batch = ValueRef(-1, stages)
     totals = [step.do(f"{s}/begin", s, [ValueRef(-1, s)], [params[s]])[0] for s in range(stages)]
     results: dict[tuple[Task, str], ValueRef] = {}
     new = list(totals)
     last = stages - 1
-    given: list[ValueRef | tuple[ValueRef, ArraySpec]]
+    operands: list[ValueRef | tuple[ValueRef, ArraySpec]]
     for task in schedule.timetable().order:
         stage, each, kind = task
         flow = flows[stage]
@@ -53,22 +53,22 @@ def random_pipeline(
             saved = results[Task(stage, each, "F"), "saved"]
             above = Task(stage + 1, each, "B") if stage < last else Task(stage, each, "F")
             gradient = results[above, "x" if stage < last else "y"]
-            given = [ValueRef(-1, stage), saved, (gradient, flow)]
+            operands = [ValueRef(-1, stage), saved, (gradient, flow)]
             if stage in schedule.split:
-                x, kept = step.do(f"{stage}/B", stage, given, [flow, flow])
+                x, kept = step.do(f"{stage}/B", stage, operands, [flow, flow])
                 results[task, "kept"] = kept
             else:
-                given.append(totals[stage])
+                operands.append(totals[stage])
                 x, totals[stage] = step.do(
-                    f"{stage}/B", stage, given, [flow, params[stage]], donated=(3,)
+                    f"{stage}/B", stage, operands, [flow, params[stage]], donated=(3,)
                 )
             results[task, "x"] = x
         elif kind == "W":
-            given = [results[Task(stage, each, "B"), "kept"], totals[stage]]
-            (totals[stage],) = step.do(f"{stage}/W", stage, given, [params[stage]], donated=(1,))
+            operands = [results[Task(stage, each, "B"), "kept"], totals[stage]]
+            (totals[stage],) = step.do(f"{stage}/W", stage, operands, [params[stage]], donated=(1,))
         else:
-            given = [ValueRef(-1, stage), totals[stage]]
-            (new[stage],) = step.do(f"{stage}/U", stage, given, [params[stage]], donated=(0, 1))
+            operands = [ValueRef(-1, stage), totals[stage]]
+            (new[stage],) = step.do(f"{stage}/U", stage, operands, [params[stage]], donated=(0, 1))
     losses = [results[Task(last, each, "F"), "y"] for each in range(microbatches)]
     (loss,) = step.do("loss", last, losses, [flows[last]])
     outputs = [Output(value, spec) for value, spec in zip(new, params, strict=True)]
@@ -76,7 +76,7 @@ def random_pipeline(
     return step.draft([*params, flows[0]], outputs, tuple(range(stages)))
 
 
-class _Step(Drafting):
+class _PipelineDraft(Drafting):
     """A step under construction; a computation that is called again is the same one."""
 
     def __init__(self, name: str, params: Sequence[ArraySpec]) -> None:
@@ -90,15 +90,15 @@ class _Step(Drafting):
         self,
         what: str,
         stage: int,
-        given: Sequence[ValueRef | tuple[ValueRef, ArraySpec]],
+        operands: Sequence[ValueRef | tuple[ValueRef, ArraySpec]],
         makes: Sequence[ArraySpec],
         donated: tuple[int, ...] = (),
     ) -> list[ValueRef]:
         """Add a call; an argument comes with the spec in which it is taken, if that may be another one."""
-        pairs = [one if isinstance(one, tuple) else (one, self._spec(one)) for one in given]
+        pairs = [one if isinstance(one, tuple) else (one, self._spec(one)) for one in operands]
         args = [value for value, _ in pairs]
-        if (known := self._numbers.get(what)) is not None:
-            values = self.call(known, args)
+        if (number := self._numbers.get(what)) is not None:
+            values = self.call(number, args)
         else:
             self._numbers[what] = len(self.computations)
             place, name = self._params[stage].placement, f"{self.name}/{what}"

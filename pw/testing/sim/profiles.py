@@ -8,115 +8,113 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class SimProfile:
     """Rates are probabilities for each frame or transfer, or expected counts for a whole run."""
 
     name: str
     hosts: int = 6
     clients: int = 3
     runs: int = 40
-    """Runs of all clients together."""
+    """Number of runs of all clients together."""
     span_s: float = 8.0
-    """Virtual time in which clients work and faults happen."""
+    """Seconds of virtual time in which clients work and faults happen."""
     frame_loss: float = 0.0
     frame_duplicate: float = 0.0
     latency_spike: float = 0.0
-    """Frames that are late by up to 0.3 s, and all that come after them on their link."""
+    """Probability that a frame is late by up to 0.3 s, and all that come after it on its link."""
     bulk_failure: float = 0.0
     landing_refused: float = 0.0
     computation_failure: float = 0.0
-    """For each execution."""
+    """Probability that an execution fails."""
     read_failure: float = 0.0
-    """For each read of a value by one host."""
+    """Probability that a read of a value by one host fails."""
     partitions: float = 0.0
     pauses: float = 0.0
     silences: float = 0.3
-    """A client or the controller stops for up to 90 s, or a host for less than it may: nothing is lost."""
+    """Number of times that a client or the controller stops for up to 90 s, or a host for less than it may:
+    nothing is lost."""
     crashes: float = 0.0
     restarts: float = 0.0
-    """The controller dies, and another one is started at its address."""
+    """Number of times that the controller dies, and another one is started at its address."""
     machine_crashes: float = 0.0
-    """Peers do not see the connections end, and the supervisor dies as well."""
+    """Number of crashes of machines: peers do not see the connections end, and the supervisor dies as well."""
     supervisor_stops: float = 0.0
-    """A supervisor stops for a while, and takes nothing from its runtime."""
+    """Number of times that a supervisor stops for a while, and takes nothing from its runtime."""
     client_deaths: float = 0.0
     intrusions: float = 0.0
-    """A client sends what only hosts and the controller may send."""
+    """Number of messages of clients that only hosts and the controller may send."""
     trespasses: float = 0.0
-    """Clients are of two tenants, and one asks for what clients of the other have."""
+    """Number of requests for what clients of another tenant have; there are two tenants."""
     late_leases: float = 0.0
-    """For each lease and host, the probability that launches of the holder may reach the host before it."""
+    """Probability, for each lease and host, that launches of the holder may reach the host before the lease."""
     floods: float = 0.0
-    """A client sends thousands of requests at once."""
+    """Number of times that a client sends thousands of requests at once."""
     slow_hosts: float = 0.0
     """Share of hosts that are 3 to 30 times slower."""
     clock_skew: float = 0.0
-    """How much faster or slower a node's clock may run."""
+    """Part by which a node's clock may run faster or slower."""
     spares: float = 0.0
-    """For each island, the probability that a spare host waits for a place in it."""
+    """Probability, for each island, that a spare host waits for a place in it."""
     drains: float = 0.0
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
     slices_given_back: float = 0.0
-    """For each act of a client, the probability that it gives a slice back, and asks for another."""
+    """Probability, for each act of a client, that it gives a slice back, and asks for another."""
     named_hosts: float = 0.0
-    """For each slice that a client asks for, the probability that it names the hosts."""
+    """Probability, for each slice that a client asks for, that it names the hosts."""
     device_memory_bytes: int = 0
-    """Memory of each device; 0 where nothing limits it."""
+    """Bytes of memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
-    """Clients also bring programs that do not compile, or raise."""
+    """True if clients also bring programs that do not compile, or raise."""
     views: float = 0.0
-    """For each act of a client, the probability that it makes views of its arrays."""
-    shares: float = 0.0
-    """For each act of a client, the probability that it hands arrays to another one."""
+    """Probability, for each act of a client, that it makes views of its arrays."""
+    handovers: float = 0.0
+    """Probability, for each act of a client, that it hands arrays to another one."""
     events: bool = False
-    """The controller publishes events, and the monitor follows them."""
+    """True if the controller publishes events, and the monitor follows them."""
     pipelines: float = 0.0
-    """For each program that a client registers, the probability that it is a step of a pipeline."""
+    """Probability, for each program that a client registers, that it is a step of a pipeline."""
     steps: float = 0.0
-    """For each program that a client registers, the probability that it is one computation."""
+    """Probability, for each program that a client registers, that it is one computation."""
     moves: float = 0.0
-    """For each program that a client registers, the probability that it moves a value around. Then clients
-    have more slices."""
+    """Probability, for each program that a client registers, that it moves a value around. Then clients have
+    more slices."""
     checkpoints: float = 0.0
-    """For each act of a client, the probability that it checkpoints arrays, beyond the few of every profile."""
+    """Probability, for each act of a client, that it checkpoints arrays, beyond the few of every profile."""
     streams: float = 0.0
-    """For each act of a client, the probability that it turns to a stream that feeds it."""
+    """Probability, for each act of a client, that it turns to a stream that feeds it."""
     cuts: float = 0.0
-    """For each act of a client, the probability that it runs a function that is cut over its slices. Then
-    clients have more slices."""
+    """Probability, for each act of a client, that it runs a function that is cut over its slices. Then clients
+    have more slices."""
     ragged: float = 0.03
-    """For each act of a client, the probability that it runs a program of which only some rows travel."""
+    """Probability, for each act of a client, that it runs a program of which only some rows travel."""
     loops: float = 0.06
-    """For each act of a client, the probability that it begins a loop that waits for each result."""
+    """Probability, for each act of a client, that it begins a loop that waits for each result."""
     quick: float = 0.0
-    """For each computation on one host with nothing before it, the probability that its host computes it in
-    the turn in which it is launched."""
+    """Probability, for each computation on one host with nothing before it, that its host computes it in the
+    turn in which it is launched."""
     timelines: float = 0.0
-    """For each act of a client, the probability that it records a timeline."""
+    """Probability, for each act of a client, that it records a timeline."""
     branches: float = 0.15
-    """For each program that a client registers, the probability that it has branches."""
+    """Probability, for each program that a client registers, that it has branches."""
     embedded: bool = False
-    """The session of one client is on the controller's node, as in a cluster that a script starts."""
+    """True if the session of one client is on the controller's node, as in a cluster that a script starts."""
     tenants: bool = False
-    """Clients share one island for good; the monitor checks the share of each."""
+    """True if clients share one island for good; the monitor checks the share of each."""
     divided: bool = False
-    """Those clients are of several tenants, among which the island is divided first."""
+    """True if those clients are of several tenants, among which the island is divided first."""
 
     parts: bool = False
-    """All of those clients but one work on parts of the island, and do not wait for their results."""
+    """True if all of those clients but one work on parts of the island, and do not wait for their results."""
 
-    def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
+    def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> SimProfile:
         """The same faults in a cluster of another size."""
         return dataclasses.replace(
-            self,
-            hosts=hosts or self.hosts,
-            clients=clients or self.clients,
-            runs=runs or self.runs,
+            self, hosts=hosts or self.hosts, clients=clients or self.clients, runs=runs or self.runs
         )
 
-    def without(self, *faults: str) -> Profile:
+    def without(self, *faults: str) -> SimProfile:
         """The same cluster with these kinds of faults left out."""
         nothing: dict[str, Any] = dict.fromkeys(faults, 0.0)
         return dataclasses.replace(self, **nothing)
@@ -124,15 +122,15 @@ class Profile:
     @property
     def left_out(self) -> tuple[str, ...]:
         """The faults of the profile of this name that this one does not have."""
-        whole = PROFILES.get(self.name, self)
-        return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
+        full = PROFILES.get(self.name, self)
+        return tuple(f for f in FAULTS if getattr(full, f) and not getattr(self, f))
 
 
 _NO_FAULTS = (
     "span_s",
     "named_hosts",
     "views",
-    "shares",
+    "handovers",
     "pipelines",
     "moves",
     "checkpoints",
@@ -147,10 +145,10 @@ _NO_FAULTS = (
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
     field.name
-    for field in dataclasses.fields(Profile)
+    for field in dataclasses.fields(SimProfile)
     if field.type == "float" and field.name not in _NO_FAULTS
 )
-"""The fields of a profile that are rates of faults."""
+"""Names of the fields of a profile that are rates of faults."""
 
 _NETWORK: dict[str, Any] = {
     "frame_loss": 0.001,
@@ -177,34 +175,42 @@ _DEVICES: dict[str, Any] = {
 }
 _LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
+_LITTLE_MEMORY: dict[str, Any] = {"device_memory_bytes": 256 << 10}
+
+
+def _lossy(name: str, **more: Any) -> SimProfile:
+    """Return a profile with losses of each kind."""
+    return SimProfile(name, **({"span_s": 20.0} | _LOSSES | more))
+
+
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("calm"),
-        Profile("tenants", hosts=3, clients=4, span_s=4.0, silences=0.0, tenants=True),
-        Profile(
+        SimProfile("calm"),
+        SimProfile("tenants", hosts=3, clients=4, span_s=4.0, silences=0.0, tenants=True),
+        SimProfile(
             "divided", hosts=3, clients=5, span_s=4.0, silences=0.0, tenants=True, divided=True
         ),
-        Profile("parts", hosts=4, clients=6, span_s=4.0, silences=0.0, tenants=True, parts=True),
-        Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
-        Profile("clients", **_CLIENTS),
-        Profile("intruders", intrusions=20.0),
-        Profile("trespasses", span_s=12.0, clients=4, trespasses=20.0, restarts=1.5, shares=0.1),
-        Profile("floods", floods=4.0, slow_hosts=0.2),
-        Profile("memory", device_memory_bytes=256 << 10, **_CLIENTS),
-        Profile("devices", **_DEVICES),
-        Profile("network", span_s=20.0, **_NETWORK),
-        Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
-        Profile("crashes", span_s=20.0, **_CRASHES),
-        Profile(
-            "slices",
-            span_s=20.0,
-            slices_given_back=0.1,
-            named_hosts=0.3,
-            **(_CRASHES | _RESTARTS),
+        SimProfile("parts", hosts=4, clients=6, span_s=4.0, silences=0.0, tenants=True, parts=True),
+        SimProfile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
+        SimProfile("clients", **_CLIENTS),
+        SimProfile("intruders", intrusions=20.0),
+        SimProfile(
+            "trespasses", span_s=12.0, clients=4, trespasses=20.0, restarts=1.5, handovers=0.1
         ),
-        Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
-        Profile(
+        SimProfile("floods", floods=4.0, slow_hosts=0.2),
+        SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
+        SimProfile("devices", **_DEVICES),
+        SimProfile("network", span_s=20.0, **_NETWORK),
+        SimProfile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
+        SimProfile("crashes", span_s=20.0, **_CRASHES),
+        SimProfile(
+            "slices", span_s=20.0, slices_given_back=0.1, named_hosts=0.3, **(_CRASHES | _RESTARTS)
+        ),
+        SimProfile(
+            "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3
+        ),
+        SimProfile(
             "checkpoints",
             span_s=20.0,
             checkpoints=0.3,
@@ -213,83 +219,46 @@ PROFILES = {
             machine_crashes=1.5,
             spares=0.3,
         ),
-        Profile("events", span_s=20.0, events=True, **_LOSSES),
-        Profile("views", runs=80, views=0.4),
-        Profile(
-            "views-lost",
-            span_s=20.0,
-            runs=60,
-            views=0.4,
-            device_memory_bytes=256 << 10,
-            **_LOSSES,
-        ),
-        Profile("islands", hosts=8, runs=60, cuts=0.4),
-        Profile(
-            "islands-lost",
-            hosts=8,
-            span_s=20.0,
-            runs=60,
-            cuts=0.4,
-            **(_NETWORK | _LOSSES),
-        ),
-        Profile("ragged", runs=60, ragged=0.5),
-        Profile("ragged-lost", span_s=20.0, runs=60, ragged=0.5, **(_NETWORK | _LOSSES)),
-        Profile("shares", runs=60, shares=0.3, views=0.1),
-        Profile(
-            "shares-lost",
-            span_s=20.0,
-            runs=60,
-            shares=0.3,
-            views=0.1,
-            device_memory_bytes=256 << 10,
-            **_LOSSES,
-        ),
-        Profile("pipelines", runs=30, pipelines=0.7),
-        Profile(
-            "pipelines-lost",
-            span_s=20.0,
-            runs=30,
-            pipelines=0.7,
-            device_memory_bytes=256 << 10,
-            **_LOSSES,
-        ),
-        Profile("moves", hosts=8, moves=0.7),
-        Profile(
-            "moves-lost",
-            hosts=8,
-            span_s=20.0,
-            moves=0.7,
-            device_memory_bytes=256 << 10,
-            **_LOSSES,
-        ),
-        Profile("streams", runs=80, streams=0.5),
-        Profile(
-            "streams-lost",
-            span_s=20.0,
-            runs=60,
-            streams=0.5,
-            slices_given_back=0.02,
-            **_LOSSES,
-        ),
-        Profile("timelines", timelines=0.2, clock_skew=0.02, **_CLIENTS),
-        Profile(
-            "timelines-lost",
-            span_s=20.0,
-            timelines=0.1,
-            **(_NETWORK | _LOSSES),
-        ),
-        Profile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
-        Profile("leases-late", clients=2, runs=60, loops=0.3, quick=0.3, late_leases=0.5),
-        Profile(
-            "leases-lost",
-            span_s=20.0,
+        _lossy("events", events=True),
+        SimProfile("views", runs=80, views=0.4),
+        _lossy("views-lost", runs=60, views=0.4, **_LITTLE_MEMORY),
+        SimProfile("islands", hosts=8, runs=60, cuts=0.4),
+        _lossy("islands-lost", hosts=8, runs=60, cuts=0.4, **_NETWORK),
+        SimProfile("ragged", runs=60, ragged=0.5),
+        _lossy("ragged-lost", runs=60, ragged=0.5, **_NETWORK),
+        SimProfile("shares", runs=60, handovers=0.3, views=0.1),
+        _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
+        SimProfile("pipelines", runs=30, pipelines=0.7),
+        _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
+        SimProfile("moves", hosts=8, moves=0.7),
+        _lossy("moves-lost", hosts=8, moves=0.7, **_LITTLE_MEMORY),
+        SimProfile("streams", runs=80, streams=0.5),
+        _lossy("streams-lost", runs=60, streams=0.5, slices_given_back=0.02),
+        SimProfile("timelines", timelines=0.2, clock_skew=0.02, **_CLIENTS),
+        _lossy("timelines-lost", timelines=0.1, **_NETWORK),
+        SimProfile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
+        SimProfile("leases-late", clients=2, runs=60, loops=0.3, quick=0.3, late_leases=0.5),
+        _lossy("leases-lost", clients=2, runs=60, loops=0.3, quick=0.3, **_NETWORK),
+        SimProfile(
+            "leases-memory",
             clients=2,
-            runs=60,
-            loops=0.3,
+            runs=40,
+            loops=0.5,
             quick=0.3,
-            **(_NETWORK | _LOSSES),
+            late_leases=0.5,
+            client_deaths=0.5,
+            **_LITTLE_MEMORY,
         ),
-        Profile(
+        _lossy(
+            "leases-memory-lost",
+            clients=2,
+            runs=40,
+            loops=0.5,
+            quick=0.3,
+            **_LITTLE_MEMORY,
+            **_NETWORK,
+        ),
+        SimProfile(
             "embedded",
             hosts=2,
             clients=2,
@@ -301,28 +270,13 @@ PROFILES = {
             client_deaths=1.0,
             **(_CRASHES | _DEVICES),
         ),
-        Profile(
+        SimProfile(
             "steps", clients=3, runs=120, steps=0.7, loops=0.2, quick=0.4, slices_given_back=0.02
         ),
-        Profile(
-            "steps-lost",
-            span_s=20.0,
-            clients=3,
-            runs=120,
-            steps=0.7,
-            loops=0.2,
-            quick=0.4,
-            **(_NETWORK | _LOSSES),
-        ),
-        Profile("branches", branches=0.8),
-        Profile("reads", branches=0.8, read_failure=0.02),
-        Profile(
-            "branches-lost",
-            span_s=20.0,
-            branches=0.8,
-            device_memory_bytes=256 << 10,
-            **(_NETWORK | _LOSSES),
-        ),
-        Profile("chaos", span_s=20.0, quick=0.2, **(_NETWORK | _LOSSES)),
+        _lossy("steps-lost", clients=3, runs=120, steps=0.7, loops=0.2, quick=0.4, **_NETWORK),
+        SimProfile("branches", branches=0.8),
+        SimProfile("reads", branches=0.8, read_failure=0.02),
+        _lossy("branches-lost", branches=0.8, **_LITTLE_MEMORY, **_NETWORK),
+        _lossy("chaos", quick=0.2, **_NETWORK),
     )
 }

@@ -70,8 +70,8 @@ class Drafting:
         """Add a computation, by default on the devices of its first result, and a call of it."""
         digest = self.artifact(blob or f"computes {name}".encode())
         on = placement or makes[0].placement
-        made = Computation(name, digest, on, tuple(takes), tuple(makes), donated)
-        return self.add(made, args, **how)
+        computation = Computation(name, digest, on, tuple(takes), tuple(makes), donated)
+        return self.add(computation, args, **how)
 
     def add(self, computation: Computation, args: Sequence[ValueRef], **how: Any) -> list[ValueRef]:
         """Add a computation and a call of it; return its results."""
@@ -85,10 +85,7 @@ class Drafting:
         return [ValueRef(len(self.nodes) - 1, index) for index in range(count)]
 
     def draft(
-        self,
-        inputs: Sequence[ArraySpec],
-        outputs: Sequence[Output],
-        donated: tuple[int, ...] = (),
+        self, inputs: Sequence[ArraySpec], outputs: Sequence[Output], donated: tuple[int, ...] = ()
     ) -> ProgramDraft:
         """Return the program."""
         computations, nodes = tuple(self.computations), tuple(self.nodes)
@@ -125,9 +122,9 @@ def random_spec(
         free = list(names)
         axes: list[tuple[str, ...]] = []
         for _ in shape:
-            taken = tuple(name for name in free if random.random() < 0.6)
-            free = [name for name in free if name not in taken]
-            axes.append(taken)
+            axis = tuple(name for name in free if random.random() < 0.6)
+            free = [name for name in free if name not in axis]
+            axes.append(axis)
         sharding = Sharding(names, sizes, tuple(axes))
         if all(n % p == 0 for n, p in zip(shape, sharding.partitions(len(shape)), strict=True)):
             return ArraySpec(shape, dtype, sharding, Placement(part.number, devices))
@@ -178,16 +175,16 @@ def random_program(
     for number in range(count):
         part = random.choice(order) if form != "pipeline" else order[number % len(order)]
         if form in ("chain", "pipeline") and number:
-            given = [len(values) - 1]
+            operands = [len(values) - 1]
         elif form == "fan" and number:
-            given = [random.randrange(len(inputs))]
+            operands = [random.randrange(len(inputs))]
         elif form == "diamond" and number == count - 1:
-            given = list({random.randrange(len(values)), len(values) - 1})
+            operands = list({random.randrange(len(values)), len(values) - 1})
         else:
-            given = random.choices(range(len(values)), k=random.choice((1, 1, 2)))
+            operands = random.choices(range(len(values)), k=random.choice((1, 1, 2)))
         devices = _some_devices(random, part)
         takes = []
-        for index in given:
+        for index in operands:
             spec = specs[index]
             own = spec.placement.slice == part.number and set(spec.placement.devices) == set(
                 devices
@@ -209,7 +206,7 @@ def random_program(
             f"{name}/{number}",
             takes,
             makes,
-            [values[index] for index in given],
+            [values[index] for index in operands],
             blob=prefix + f" {name}/{number}".encode(),
             placement=Placement(part.number, devices),
             donated=tuple(i for i in range(len(takes)) if random.random() < 0.2),

@@ -20,13 +20,7 @@ from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
 from pw.testing.sim.digests import counts_up_to
 from pw.testing.sim.programs import Drafting, ProgramDraft, SimSlice, random_spec
 
-_SHAPES = (
-    ((), (16,)),
-    ((4,), (4,)),
-    ((4, 2), (8, 2)),
-    ((), (64, 256)),
-    ((8,), (16, 256)),
-)
+_SHAPES = (((), (16,)), ((4,), (4,)), ((4, 2), (8, 2)), ((), (64, 256)), ((8,), (16, 256)))
 """Shapes of counts, and of rows behind them; some rows are more than travels inside a control message."""
 
 
@@ -49,12 +43,12 @@ def random_ragged(
     """
     lead, rest = random.choice(_SHAPES)
     first = random.choice(slices)
-    made = _on(random, first, (*lead, *rest), "uint8")
+    rows_spec = _on(random, first, (*lead, *rest), "uint8")
     program = Drafting(name)
 
     def exchange(part: SimSlice, unless: bool) -> Output:
         one = f"{name}/{len(program.nodes)}"
-        there = _on(random, part, made.shape)
+        there = _on(random, part, rows_spec.shape)
         own = _replicated(lead, there.placement)
         back, left = program.compute(
             one,
@@ -67,43 +61,51 @@ def random_ragged(
             counted=((0, counts),),
         )
         pair = (rows, back) if unless else (back, rows)
-        merged = merge(f"{name}/merge", [made])
+        merged = merge(f"{name}/merge", [rows_spec])
         counted = ((2 if unless else 1, left),)
-        return Output(program.add(merged, [is_used, *pair], counted=counted)[0], made)
+        return Output(program.add(merged, [is_used, *pair], counted=counted)[0], rows_spec)
 
     source = random.choice(kinds)
-    given = _on(random, first, source.shape, source.dtype, made.placement.devices)
+    argument = _on(random, first, source.shape, source.dtype, rows_spec.placement.devices)
     blob = counts_up_to(rest[0], name.encode(), impossible=broken)
-    first_makes = [made, _replicated(lead, made.placement), predicate_spec(made.placement)]
+    first_makes = [
+        rows_spec,
+        _replicated(lead, rows_spec.placement),
+        predicate_spec(rows_spec.placement),
+    ]
     arg = ValueRef(-1, 0)
-    rows, counts, is_used = program.compute(f"{name}/0", [given], first_makes, [arg], blob=blob)
+    rows, counts, is_used = program.compute(f"{name}/0", [argument], first_makes, [arg], blob=blob)
     outputs = []
     for _ in range(random.choice((1, 2, 3))):
         part, one = random.choice(slices), f"{name}/{len(program.nodes)}"
         if random.random() < 0.4:
             outputs.append(exchange(part, random.random() < 0.5))
             continue
-        taken = made if part is first and random.random() < 0.2 else _on(random, part, made.shape)
-        kind = random_spec(random, part, (16,), "uint8", taken.placement.devices)
-        takes = [taken, _replicated(lead, taken.placement)]
+        takes_rows = (
+            rows_spec
+            if part is first and random.random() < 0.2
+            else _on(random, part, rows_spec.shape)
+        )
+        kind = random_spec(random, part, (16,), "uint8", takes_rows.placement.devices)
+        takes = [takes_rows, _replicated(lead, takes_rows.placement)]
         made_of = program.compute(one, takes, [kind], [rows, counts], counted=((0, counts),))
         outputs.append(Output(made_of[0], kind))
     if random.random() < 0.5:
-        moved = _on(random, random.choice(slices), made.shape)
+        moved = _on(random, random.choice(slices), rows_spec.shape)
         outputs.append(Output(rows, moved, counts))
     return program.draft([source], outputs)
 
 
 def move_rows(user: Any) -> None:
     """Have a user run a program that moves the rows which count."""
-    made = [n for n, draft in user.programs.items() if draft.body.name.endswith("/ragged")]
-    if not made or user.random.random() < 0.3:
-        made = [user._id()]
-        name = f"{user.name}/{made[0] & 0xFFFF}/ragged"
+    numbers = [n for n, draft in user.programs.items() if draft.body.name.endswith("/ragged")]
+    if not numbers or user.random.random() < 0.3:
+        numbers = [user._id()]
+        name = f"{user.name}/{numbers[0] & 0xFFFF}/ragged"
         broken = user.world.profile.broken_programs and user.random.random() < 0.1
         draft = random_ragged(user.random, user.parts, user.kinds, name, broken=broken)
-        user._add_program(made[0], draft)
-    user._run(user.random.choice(made))
+        user._add_program(numbers[0], draft)
+    user._run(user.random.choice(numbers))
 
 
 def travelled(data: bytes, spec: ArraySpec, counts: np.ndarray[Any, Any]) -> bytes | None:

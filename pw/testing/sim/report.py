@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pw.testing.sim.campaign import Campaign
-from pw.testing.sim.runner import Outcome
+from pw.testing.sim.runner import SeedOutcome
 
 LAST_EVENTS = 40
 
@@ -29,7 +29,7 @@ def summary(campaign: Campaign) -> list[str]:
     return [*lines, f"  violated   {failed} seeds: {_counted(monitors)}"]
 
 
-def command(outcome: Outcome) -> str:
+def command(outcome: SeedOutcome) -> str:
     """Return the command that replays a seed, event for event."""
     profile = outcome.profile
     without = f" --without {','.join(profile.left_out)}" if profile.left_out else ""
@@ -39,7 +39,7 @@ def command(outcome: Outcome) -> str:
     )
 
 
-def failure(outcome: Outcome) -> list[str]:
+def failure(outcome: SeedOutcome) -> list[str]:
     """Return the violation of a seed that failed, and the events before it."""
     violation = outcome.violation
     assert violation is not None

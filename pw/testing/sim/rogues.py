@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pw.testing.sim.workload import SimClient
 
 REQUESTS = 1 << 50
-"""Numbers of a rogue's requests begin here; hosts have none that are so large."""
+"""First number of a rogue's requests; hosts have none that are so large."""
 
 
 class Rogues:
@@ -32,8 +32,8 @@ class Rogues:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
         self._world: World = cluster.world
-        self._told: set[tuple[str, str, int]] = set()
-        """Which host may get an array from which host, as the controllers have said."""
+        self._permitted: set[tuple[str, str, int]] = set()
+        """Arrays that a host may get from another host, as the controllers have said."""
         self._keepers: set[tuple[str, int]] = set()
         """Hosts that have said truly, or were told, that they have replicas of an array."""
         self._asked = 0
@@ -43,7 +43,7 @@ class Rogues:
         world.watch_sent(msg.Holdings, self._held)
         world.watch_sent(msg.Copied, self._copied)
         world.watch_sent(msg.FetchReplica, self._fetched)
-        world.watch_sent(msg.ReplicaData, self._given)
+        world.watch_sent(msg.ReplicaData, self._replica_sent)
         world.watch_handled(msg.ArraysLost, self._lost)
         world.watch_handled(msg.Uploaded, self._uploaded)
 
@@ -71,21 +71,21 @@ class Rogues:
     ) -> list[tuple[Address, object]]:
         assert victim.attached is not None
         coming = client_id(victim.attached.client, victim.serial + random.randrange(1, 100))
-        found: list[tuple[Address, object]] = [(CONTROL, msg.Uploaded(coming, None))]
+        messages: list[tuple[Address, object]] = [(CONTROL, msg.Uploaded(coming, None))]
         arrays = sorted(victim.arrays)
         for array in random.sample(arrays, min(4, len(arrays))):
             spec = victim.arrays[array]
             boxes = tuple(box for box, _ in spec.distinct_boxes())
-            found += [(CONTROL, msg.ArraysLost((array,))), (CONTROL, msg.Uploaded(array, None))]
+            messages += [(CONTROL, msg.ArraysLost((array,))), (CONTROL, msg.Uploaded(array, None))]
             if (rogue, array) not in self._keepers:
-                found.append((CONTROL, msg.Holdings((msg.Holding(array, boxes),))))
+                messages.append((CONTROL, msg.Holdings((msg.Holding(array, boxes),))))
             for host in hosts:
                 self._asked += 1
                 request, permit = REQUESTS + self._asked, random.randbytes(16)
                 asked = msg.FetchReplica(request, array, spec.dtype, boxes, None, permit)
                 offer = msg.OfferReplica(array, spec.dtype, boxes, rogue, permit, permit)
-                found += [(store_of(host), asked), (store_of(host), offer)]
-        return found
+                messages += [(store_of(host), asked), (store_of(host), offer)]
+        return messages
 
     # --- what holds ------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Rogues:
         A rogue that has been given a slice of the client since it lied is believed for the client's
         arrays, as it would be if it said so now.
         """
-        self._told.add((importer, exporter, array))
+        self._permitted.add((importer, exporter, array))
         if (exporter, array) not in self._keepers and self._is_strange(exporter, array):
             raise Violation(
                 "replicas", f"{importer} is to get {array:x} from {exporter}, which lied"
@@ -117,11 +117,11 @@ class Rogues:
 
     def _fetched(self, sender: Address, to: Address, message: msg.FetchReplica) -> None:
         self._world.checked["replicas"] += 1
-        if (sender.node, to.node, message.array) not in self._told:
+        if (sender.node, to.node, message.array) not in self._permitted:
             words = f"{sender.node} asks {to.node} for {message.array:x}, as no controller has said"
             raise Violation("replicas", words)
 
-    def _given(self, sender: Address, to: Address, message: msg.ReplicaData) -> None:
+    def _replica_sent(self, sender: Address, to: Address, message: msg.ReplicaData) -> None:
         if message.request > REQUESTS:
             raise Violation("replicas", f"{sender.node} gave {to.node} what was not permitted")
 
@@ -129,8 +129,8 @@ class Rogues:
         """Return the hosts that a client's slices are or were bound to, as its controller knows."""
         if client.attached is None or not self._cluster.node.alive:
             return set()
-        known = self._cluster.controller.sessions.get(client.attached.client)
-        return set() if known is None else set().union(*known.slices.hosts.values())
+        session = self._cluster.controller.sessions.get(client.attached.client)
+        return set() if session is None else set().union(*session.slices.hosts.values())
 
     def _lost(self, sender: Address, to: Address, message: msg.ArraysLost) -> Callable[[], None]:
         before = self._states(message.arrays)
@@ -149,13 +149,13 @@ class Rogues:
     def _states(self, arrays: tuple[int, ...]) -> list[object]:
         control = self._cluster.controller
         owners = ((number, control.sessions.owner(number)) for number in arrays)
-        found = [owner.arrays.find(number) for number, owner in owners if owner is not None]
+        theirs = [owner.arrays.find(number) for number, owner in owners if owner is not None]
         making = [
             (run.number, run.state)
             for run in control.runs.in_flight.values()
             if not set(arrays).isdisjoint(run.results)
         ]
-        return [*[array and array.state for array in found], *making]
+        return [*[array and array.state for array in theirs], *making]
 
     def _uploaded(self, sender: Address, to: Address, message: msg.Uploaded) -> Callable[[], None]:
         def check() -> None:

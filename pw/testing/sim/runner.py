@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pw.sched.control.shares import ALONE_S
+from pw.sched.control.handovers import ALONE_S
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
 from pw.testing.sim.floods import Fairness
 from pw.testing.sim.monitors import Monitors
-from pw.testing.sim.profiles import Profile
+from pw.testing.sim.profiles import FAULTS, SimProfile
 from pw.testing.sim.tenants import Tenancy, Tenant
 from pw.testing.sim.trace import Digest, Trace
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
 
 Alter = Callable[[SimCluster], None]
-"""Changes a cluster before anything happens in it."""
+"""Function that changes a cluster before anything happens in it."""
 
 EVENTS_PER_RUN = 20_000
-"""Far more than a run of a small program takes: with more, the simulation makes no progress."""
+"""Number of events of a run after which the simulation makes no progress: a small program takes far fewer."""
 LIVENESS_S = 300.0
 FORMED_S = 60.0
-"""Longer than a supervisor is stopped: its host cannot restart meanwhile."""
+"""Seconds in which islands form; longer than a supervisor is stopped, whose host cannot restart meanwhile."""
 AFTERMATH_S = 700.0
-"""Longer than hosts keep anything for a peer that may come back (`pw.devices.host.coordinator`)."""
+"""Seconds after which hosts keep nothing for a peer that may come back (`pw.devices.host.coordinator`)."""
 
 
 @dataclass(slots=True)
-class Outcome:
+class SeedOutcome:
     """The outcome of one seed."""
 
     seed: int
-    profile: Profile
+    profile: SimProfile
     violation: Violation | None = None
     injected: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
@@ -46,19 +47,19 @@ class Outcome:
     values: int = 0
     errors: int = 0
     trace: list[str] = field(default_factory=list)
-    """The last events, or all of them."""
+    """Last events, or all of them."""
     digest: str = ""
-    """The digest of all messages between nodes, if wanted (see `trace.Digest`)."""
+    """Digest of all messages between nodes, if wanted (see `trace.Digest`)."""
 
 
 def simulate(
     seed: int,
-    profile: Profile,
+    profile: SimProfile,
     *,
     trace: bool = False,
     alter: Alter | None = None,
     digest: bool = False,
-) -> Outcome:
+) -> SeedOutcome:
     """Run one seed.
 
     Args:
@@ -80,9 +81,9 @@ def simulate(
     return outcome
 
 
-def _simulate(seed: int, profile: Profile, trace: Trace, alter: Alter | None) -> Outcome:
+def _simulate(seed: int, profile: SimProfile, trace: Trace, alter: Alter | None) -> SeedOutcome:
     world = World(seed, profile, trace)
-    outcome = Outcome(seed, profile)
+    outcome = SeedOutcome(seed, profile)
     clients: list[SimClient] = []
     try:
         _play(world, clients, alter)
@@ -128,7 +129,7 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     for client in clients:
         client.final = True
     # A client whose recovery waited for one exporter that is gone may then wait for another.
-    patience_s = LIVENESS_S + (2 * ALONE_S if profile.shares else 0.0)
+    patience_s = LIVENESS_S + (2 * ALONE_S if profile.handovers else 0.0)
     if not world.run(world.now_s + patience_s, budget, done):
         raise Violation("liveness", _stuck(cluster, clients))
     if not world.run(world.now_s + FORMED_S, budget, cluster.formed):
@@ -154,3 +155,32 @@ def _stuck(cluster: SimCluster, clients: list[SimClient]) -> str:
     ]
     waiting += [f"{status.name} is {status.state}" for status in cluster.status()]
     return "long after the last fault " + "; ".join(waiting)
+
+
+def shrink(seed: int, profile: SimProfile, monitor: str, alter: Alter | None = None) -> SeedOutcome:
+    """Return the outcome of a failing seed under the mildest profile that still fails (`SeedOutcome.profile`).
+
+    Kinds of faults are left out one by one, then runs and clients halved, as long as the same monitor
+    is still violated. Each random stream belongs to one decision, so the rest of a run changes little.
+    """
+    best = simulate(seed, profile, alter=alter)
+    progress = True
+    while progress:
+        progress = False
+        for candidate in _milder(best.profile):
+            outcome = simulate(seed, candidate, alter=alter)
+            if outcome.violation is not None and outcome.violation.monitor == monitor:
+                best, progress = outcome, True
+                break
+    return best
+
+
+def _milder(profile: SimProfile) -> Iterator[SimProfile]:
+    for fault in FAULTS:
+        if getattr(profile, fault):
+            yield profile.without(fault)
+    for size in ("runs", "clients"):
+        count = getattr(profile, size)
+        for fewer in sorted({count // 2, count * 3 // 4, count - 1}):
+            if 0 < fewer < count:
+                yield dataclasses.replace(profile, **{size: fewer})

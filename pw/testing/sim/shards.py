@@ -15,7 +15,8 @@ from pw.devices.host.backend import Build
 from pw.testing.sim.world import Violation
 
 SKEW = 1.1
-"""A host of a gang may drop its part of an array a little later than the one that reports for the gang."""
+"""Factor of the limit, because a host of a gang may drop its part of an array later than the one that
+reports."""
 
 
 class Shards(dict[int, np.ndarray[Any, Any]]):
@@ -26,12 +27,12 @@ class Shards(dict[int, np.ndarray[Any, Any]]):
 
 @dataclass(slots=True)
 class _Buffer:
-    """One shard, and how many values have it."""
+    """Shard, with the number of values that have it."""
 
     ordinal: int
     size_bytes: int
     is_made: bool
-    """A run has made it, in other memory than that of an upload."""
+    """True if a run has made the buffer, in other memory than that of an upload."""
     values: int = 0
 
 
@@ -54,20 +55,20 @@ class Buffers:
         self._refs: dict[int, weakref.ref[Shards]] = {}
         self._filled = 0
         self._shards: dict[int, _Buffer] = {}
-        """By the id of the array, which lives as long as a value has it."""
+        """Buffers by the id of the array, which lives as long as a value has it."""
 
     def __len__(self) -> int:
         """Values whose buffers are still referenced."""
         return len(self._refs)
 
-    def fill(self, shards: Shards, *, made: bool) -> None:
+    def fill(self, shards: Shards, *, by_run: bool) -> None:
         """Count the shards of a value until it is dropped."""
         for ordinal, shard in shards.items():
             buffer = self._shards.get(id(shard))
             if buffer is None:
-                had = made and self._taken_over[ordinal] >= shard.nbytes
+                had = by_run and self._taken_over[ordinal] >= shard.nbytes
                 self._taken_over[ordinal] -= had * shard.nbytes
-                buffer = _Buffer(ordinal, shard.nbytes, made and not had)
+                buffer = _Buffer(ordinal, shard.nbytes, by_run and not had)
                 self._shards[id(shard)] = buffer
                 self._count(buffer, 1)
             buffer.values += 1
@@ -114,18 +115,18 @@ _Index = tuple[slice, ...]
 
 @dataclass(slots=True)
 class _Place:
-    """Where the shards of one argument or result lie."""
+    """Places of the shards of one argument or result."""
 
     spec: ArraySpec
     by_host: dict[str, list[tuple[int, _Index]]]
     """Ordinals and boxes on each host."""
-    whole: tuple[str, int] | None
-    """A device that has all of it."""
+    holder: tuple[str, int] | None
+    """Host and ordinal of a device that has the whole array."""
     replicated: bool
 
 
 class SimLayout:
-    """Where a computation's shards lie, worked out once for all hosts."""
+    """Places of a computation's shards, computed once for all hosts."""
 
     def __init__(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> None:
         virtual = dict(zip(computation.placement.devices, devices, strict=True))
@@ -136,15 +137,15 @@ class SimLayout:
 
 def _place(spec: ArraySpec, virtual: dict[int, DeviceAddress]) -> _Place:
     by_host: dict[str, list[tuple[int, _Index]]] = {}
-    whole = None
+    holder = None
     boxes = set()
     for position, index in enumerate(spec.placement.devices):
         device, box = virtual[index], spec.box(position)
         boxes.add(box)
         by_host.setdefault(device.host, []).append((device.ordinal, box_slices(box)))
         if all(stop - start == size for (start, stop), size in zip(box, spec.shape, strict=True)):
-            whole = whole or (device.host, device.ordinal)
-    return _Place(spec, by_host, whole, len(boxes) < len(spec.placement.devices))
+            holder = holder or (device.host, device.ordinal)
+    return _Place(spec, by_host, holder, len(boxes) < len(spec.placement.devices))
 
 
 @dataclass(slots=True)
@@ -156,14 +157,14 @@ class SimInstalled:
     computation: Computation
     layout: SimLayout
     lasts_s: float | None
-    """How long it takes, if that is always the same."""
+    """Seconds of a run of the computation, if they are always the same."""
 
 
-def cut(whole: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
+def cut(array: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
     """Return the shards that one host has of a whole array."""
     shards = Shards()
     for ordinal, box in place.by_host[host]:
-        shards[ordinal] = whole[box]
+        shards[ordinal] = array[box]
     return shards
 
 

@@ -12,13 +12,13 @@ from pw.testing.sim.world import SimProcess, Violation, World
 from pw.transport.links.link import Link
 
 SILENCES = ("silent", "unanswered")
-"""How the reasons begin for which a link ends because nothing comes."""
+"""Beginnings of the reasons for which a link ends because nothing comes."""
 KEPT_S = 20.0
-"""A peer that is gone is lost within twice the lease."""
+"""Seconds within which a peer that is gone is lost: twice the lease."""
 HOST_KEPT_S = 6.0
-"""A host whose machine is gone is lost within twice three heartbeats."""
+"""Seconds within which a host is lost whose machine is gone: twice three heartbeats."""
 _SLACK_S = 3.0
-"""Probes and ticks are a heartbeat apart, and a peer is looked at twice."""
+"""Seconds of slack: probes and ticks are a heartbeat apart, and a peer is looked at twice."""
 
 
 def is_cut_off(world: World, here: str, connection: Any) -> bool:

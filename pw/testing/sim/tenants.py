@@ -22,8 +22,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from pw.client.session.thread_messages import Await, Forget, Tell
-from pw.core.messages import Run, SliceBound
+from pw.client.session.thread_messages import Await, Forget
+from pw.core.messages import SliceBound
 from pw.core.programs.program import Output, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.island.policy import AGE_S
@@ -37,19 +37,19 @@ from pw.testing.sim.world import Violation
 WINDOW_S = 2.0
 STEP_S = 0.25
 LEARN_S = 0.5
-"""The time before the first check, in which the scheduler measures."""
+"""Seconds before the first check, in which the scheduler measures."""
 TOLERANCE = 0.05
-"""As a part of the device's time."""
+"""Tolerance, as a part of the device's time."""
 AGED_S = AGE_S + 0.25
-"""When an aged launch has begun at the latest."""
+"""Seconds after which an aged launch has begun at the latest."""
 IN_USE = 0.75
-"""The least part of the time in which devices are in use."""
+"""Least part of the time in which devices are in use."""
 VISIT_S = 0.03
-"""Between a visitor's calls."""
+"""Seconds between a visitor's calls."""
 LONGEST_S = 12e-3
-"""The longest call."""
+"""Seconds of the longest call."""
 GREED = 1e6
-"""A share that leaves others nothing, but for clients of other tenants."""
+"""Share that leaves others nothing, but for clients of other tenants."""
 
 
 class Tenant(SimClient):
@@ -60,20 +60,20 @@ class Tenant(SimClient):
         self.visits = self.number == self.world.profile.clients - 1
         self.takes_s = LONGEST_S * (0.1 if self.visits else draw.uniform(0.5, 1.0))
         self.waits_for = 1 if self.visits else draw.choice((0, 1, 1, 2, 5))
-        """Calls in flight of one that waits for the oldest; 0 for one that does not wait."""
+        """Number of calls in flight of a client that waits for the oldest; 0 for one that does not wait."""
         if self.world.profile.parts:
             self.waits_for = int(self.is_wide)
         self.think_s = VISIT_S if self.visits else draw.uniform(0.02, 0.12) * self.takes_s
         self.in_flight: deque[int] = deque()
         self.there: set[int] = set()
-        """Those of them that have come."""
+        """Waited results that have come."""
         self.thinking = False
         self.last = 0
-        """The newest result that it has seen."""
+        """Number of the newest result that the client has seen."""
         self.began_s = -1.0
         self.called_s = 0.0
         self.slowest_s = 0.0
-        """When it called last, and how long its slowest call took."""
+        """Seconds of the slowest call; `called_s` is the time of the last call."""
         shares = (1.0, 2.0, GREED) if self.world.profile.divided else (1.0, 2.0, 4.0)
         return 16.0 if self.visits else draw.choice(shares), self.number
 
@@ -127,7 +127,7 @@ class Tenant(SimClient):
             self.credits -= 1
             self.world.checked["runs"] += 1
             self.called_s = self.world.now_s
-            self._post(Tell(Run(self._id(), self.program, (self.argument,), (result,))))
+            self._call(self._id(), self.program, (self.argument,), (result,))
             if self.waits_for:
                 promise = self._promise("wait", partial(self._came, result))
                 self._post(Await(((result, self.spec),), promise))
@@ -162,7 +162,7 @@ class Tenant(SimClient):
             self._call_more()
 
     def _forget(self, array: int) -> None:
-        """All but the last result, which is looked at in the end."""
+        """Delete all results but the last one, which is looked at in the end."""
         last, self.last = self.last, array
         if last:
             del self.arrays[last]
@@ -176,7 +176,7 @@ class Tenancy:
         self._cluster = cluster
         self._tenants = [tenant for tenant in tenants if isinstance(tenant, Tenant)]
         self._used: list[tuple[float, str, float]] = []
-        """When which tenant's computation began, and how long it took."""
+        """Beginning of each computation, its tenant, and its device time, in seconds."""
         if self._tenants:
             cluster.world.computing.append(self._computing)
 
@@ -184,7 +184,7 @@ class Tenancy:
         self._used.append((self._cluster.world.now_s, name.partition("/")[0], takes_s))
 
     def check(self) -> None:
-        """All have been at work until now."""
+        """Check that all tenants have been at work until now."""
         if not self._tenants:
             return
         *_, visitor = self._tenants
@@ -253,8 +253,8 @@ class Tenancy:
         for user in residents:
             name = tenant_of(user.name)
             asked[name] = asked.get(name, 0.0) + user.share
-        whole = sum(shares.get(name, 1.0) for name in asked)
+        total = sum(shares.get(name, 1.0) for name in asked)
         return [
-            shares.get(name, 1.0) / whole * user.share / asked[name]
+            shares.get(name, 1.0) / total * user.share / asked[name]
             for user, name in ((user, tenant_of(user.name)) for user in residents)
         ]

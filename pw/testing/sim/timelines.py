@@ -17,18 +17,18 @@ from pw.client.session.timelines import RecordedProcess
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import CANCELLED, GangOrder, Launch
 from pw.core.recorder import LAUNCHED
+from pw.operating.timeline.resolve import records_in
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.life import Life
 from pw.testing.sim.recording import LoggedRecorder
 from pw.testing.sim.world import Violation, World
-from pw.timeline.resolve import records_in
 
 LENGTH_S = 0.5
-"""How long a timeline lasts at most."""
+"""Seconds that a timeline lasts, at most."""
 
 ROUNDED_S = 1e-9
-"""More than a time loses on its way to another clock and back: what was recorded in the moment in which
-a process began to record may have come before it did."""
+"""Seconds that a time may lose on its way to another clock and back: what was recorded in the moment in which a
+process began to record may have come before it did."""
 
 
 def watch_launches(cluster: SimCluster) -> None:
@@ -83,13 +83,13 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
 def _check(user: Life, source: RecordedProcess, began_s: float, ended_s: float) -> None:
     world = user.world
     world.checked["timelines"] += 1
-    found = [tuple(map(_plain, each)) for part in source.parts for each in records_in(part)]
+    records = [tuple(map(_plain, each)) for part in source.parts for each in records_in(part)]
     if source.lost:
         if not world.ledger.any:
             raise Violation("timelines", f"{source.node}: {source.lost}, and nothing was injected")
         return
-    if source.dropped or len(found) != source.count:
-        raise Violation("timelines", f"{source.node} has dropped some of {len(found)} records")
+    if source.dropped or len(records) != source.count:
+        raise Violation("timelines", f"{source.node} has dropped some of {len(records)} records")
     node: Any = world.nodes.get(source.node)
     if node is None or node.incarnation_began_s > began_s:
         return  # another process has its name by now
@@ -97,22 +97,22 @@ def _check(user: Life, source: RecordedProcess, began_s: float, ended_s: float) 
     began_s = max(began_s, since_s + ROUNDED_S)
     log = [(at_s, tuple(map(_plain, each))) for at_s, each in node.recorder.log]
     wanted = [each for at_s, each in log if began_s < at_s < ended_s]
-    if not _is_within(wanted, found):
-        words = f"{len(wanted)} records of {source.node}, of which a timeline has {len(found)}"
+    if not _is_within(wanted, records):
+        words = f"{len(wanted)} records of {source.node}, of which a timeline has {len(records)}"
         raise Violation("timelines", words)
     if source.node == CONTROLLER:
-        told = {
-            each[3:5] for each in found if each[0] == LAUNCHED and each[6]
+        launches = {
+            each[3:5] for each in records if each[0] == LAUNCHED and each[6]
         }  # run, segment; when
         missed = [
             name
             for at_s, *name in user.cluster.launched
-            if began_s < at_s < ended_s and tuple(name) not in told
+            if began_s < at_s < ended_s and tuple(name) not in launches
         ]
         if missed:
             words = f"{len(missed)} launches are not in a timeline of {user.name}"
             raise Violation("timelines", words)
-    if not _is_within(found, [each for _, each in log]):
+    if not _is_within(records, [each for _, each in log]):
         raise Violation("timelines", f"{source.node} has not recorded what it has sent")
 
 
@@ -144,9 +144,9 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _is_within(some: list[tuple[Any, ...]], whole: list[tuple[Any, ...]]) -> bool:
-    """Whether `some` stand in `whole` one after the other."""
+def _is_within(some: list[tuple[Any, ...]], sequence: list[tuple[Any, ...]]) -> bool:
+    """Whether `some` stand in `sequence` one after the other."""
     if not some:
         return True
-    starts = [at for at, each in enumerate(whole) if each == some[0]]
-    return any(whole[at : at + len(some)] == some for at in starts)
+    starts = [at for at, each in enumerate(sequence) if each == some[0]]
+    return any(sequence[at : at + len(some)] == some for at in starts)

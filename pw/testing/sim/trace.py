@@ -99,8 +99,8 @@ def describe(value: Any, depth: int = 0) -> str:
     if isinstance(value, Ticker):
         return repr(value)
     if isinstance(value, partial):
-        given = ", ".join(describe(one, depth + 1) for one in value.args)
-        return f"{value.func.__qualname__}({given})"
+        args = ", ".join(describe(one, depth + 1) for one in value.args)
+        return f"{value.func.__qualname__}({args})"
     if callable(value):
         return str(value.__qualname__)
     if isinstance(value, bytes):

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 TIMELINE = 1 << 20
 """Number of a trespasser's timeline."""
 REQUESTS = 1 << 50
-"""Numbers of a trespasser's requests begin here; sessions have none that are so large."""
+"""First number of a trespasser's requests; sessions have none that are so large."""
 
 
 class Stranger(Actor):
     """The session of a process that claims another client's number."""
 
     def receive(self, sender: Address, message: object) -> None:
-        """Nothing: `Trespasses` judges what is sent to it."""
+        """Ignore the message: `Trespasses` judges messages when they are sent."""
 
 
 class Trespasses:
@@ -45,7 +45,7 @@ class Trespasses:
         self._cluster = cluster
         self._world: World = cluster.world
         self._numbers: dict[int, str] = {}
-        """The tenants of all numbers of clients."""
+        """Tenants of all numbers of clients."""
         self._asked = 0
         self._rogues = Rogues(cluster)
         Forgeries(cluster)
@@ -123,16 +123,16 @@ class Trespasses:
         asked += [msg.ReleaseSlice(slice_) for slice_ in victim.slices]
         for draft in list(victim.programs.values())[:2]:
             asked.append(msg.GetPlan(request(), draft.body.name))
-        found: list[tuple[Address, object]] = [(CONTROL, message) for message in asked]
-        found += [(store_of(host), msg.ReadRecords(TIMELINE, request())) for host in hosts]
+        messages: list[tuple[Address, object]] = [(CONTROL, message) for message in asked]
+        messages += [(store_of(host), msg.ReadRecords(TIMELINE, request())) for host in hosts]
         for array in arrays:
             bound = victim.slices.get(victim.arrays[array].placement.slice)
             for host in dict.fromkeys(at.host for at in bound.devices) if bound else ():
                 store = store_of(host)
                 spec, devices = victim.arrays[array], bound.devices if bound else ()
-                found.append((store, msg.Wait(request(), (array,))))
-                found.append((store, msg.Fetch(request(), array, spec, devices, (0,), None)))
-        return found
+                messages.append((store, msg.Wait(request(), (array,))))
+                messages.append((store, msg.Fetch(request(), array, spec, devices, (0,), None)))
+        return messages
 
     def _pose_as(self, random: Random, trespasser: SimClient, victim: SimClient) -> None:
         """A stranger of the trespasser's tenant claims the victim's number."""
@@ -187,9 +187,9 @@ class Trespasses:
         elif not _is_refusal(message):
             words = f"{to.node} of tenant {tenant} was not refused: {type(message).__name__}"
             raise Violation("tenants", words)
-        others = {number for number in seen if self._numbers.get(number, tenant) != tenant}
-        if others:
-            words = f"{to.node} of tenant {tenant} saw {type(message).__name__} of {others}"
+        strangers = {number for number in seen if self._numbers.get(number, tenant) != tenant}
+        if strangers:
+            words = f"{to.node} of tenant {tenant} saw {type(message).__name__} of {strangers}"
             raise Violation("tenants", words)
 
 

@@ -37,7 +37,7 @@ def random_view(
 _Plan = tuple[list[ArraySpec], list[ArraySpec], Shards]
 
 
-def _apart(random: Random, model: ArraySpec, known: Sequence[ArraySpec]) -> _Plan:
+def _apart(random: Random, model: ArraySpec, specs: Sequence[ArraySpec]) -> _Plan:
     """Some shards of an array, each as an array of its own."""
     places = range(len(model.placement.devices))
     chosen = sorted(random.sample(places, random.randint(1, len(places))))
@@ -46,7 +46,7 @@ def _apart(random: Random, model: ArraySpec, known: Sequence[ArraySpec]) -> _Pla
     return [model], outputs, [[(0, at)] for at in chosen]
 
 
-def _mixed(random: Random, model: ArraySpec, known: Sequence[ArraySpec]) -> _Plan:
+def _mixed(random: Random, model: ArraySpec, specs: Sequence[ArraySpec]) -> _Plan:
     """One or two arrays, each with some shards of one source, and some of the other."""
     shards = []
     for _ in range(random.choice((1, 1, 2))):
@@ -59,31 +59,33 @@ def _mixed(random: Random, model: ArraySpec, known: Sequence[ArraySpec]) -> _Pla
     return [model, model], [model] * len(shards), shards
 
 
-def _together(random: Random, model: ArraySpec, known: Sequence[ArraySpec]) -> _Plan:
+def _together(random: Random, model: ArraySpec, specs: Sequence[ArraySpec]) -> _Plan:
     """One array of equal shards of several others."""
     shape = model.sharding.shard_shape(model.shape)
     alike = [
         spec
-        for spec in known
+        for spec in specs
         if (spec.dtype, spec.sharding.shard_shape(spec.shape)) == (model.dtype, shape)
         and spec.placement.slice == model.placement.slice
     ]
     inputs = [model, *random.sample(alike, min(len(alike), 4))]
-    found: dict[int, list[tuple[int, int]]] = {}
+    shards: dict[int, list[tuple[int, int]]] = {}
     for number, spec in enumerate(inputs):
         for at, device in enumerate(spec.placement.devices):
-            found.setdefault(device, []).append((number, at))
+            shards.setdefault(device, []).append((number, at))
     fitting = [
         spec
         for spec in alike
-        if found.keys() >= set(spec.placement.devices)
+        if shards.keys() >= set(spec.placement.devices)
         and all(len(positions) == 1 for _, positions in spec.distinct_boxes())
     ]
     if fitting and random.random() < 0.5:
         output = random.choice(fitting)
     else:
-        output = _stacked(model, shape, random.sample(sorted(found), random.randint(1, len(found))))
-    row = [random.choice(found[device]) for device in output.placement.devices]
+        output = _stacked(
+            model, shape, random.sample(sorted(shards), random.randint(1, len(shards)))
+        )
+    row = [random.choice(shards[device]) for device in output.placement.devices]
     return inputs, [output], [row]
 
 
@@ -102,11 +104,11 @@ def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[Pro
     places = range(len(model.placement.devices))
     shape = model.sharding.shard_shape(model.shape)
     parts = [_stacked(model, shape, [model.placement.devices[at]]) for at in places]
-    whole = _stacked(model, shape, model.placement.devices)
+    joined = _stacked(model, shape, model.placement.devices)
     yield ProgramDraft(view_program([model], parts, [[(0, at)] for at in places]), (), {})
     yield overwriting(random.choice(parts), f"{name}/part", fails=True)
-    yield ProgramDraft(view_program(parts, [whole], [[(at, 0) for at in places]]), (), {})
-    yield overwriting(whole, f"{name}/whole")
+    yield ProgramDraft(view_program(parts, [joined], [[(at, 0) for at in places]]), (), {})
+    yield overwriting(joined, f"{name}/whole")
 
 
 def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> ProgramDraft:
@@ -120,13 +122,13 @@ def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> ProgramDr
 def contents(view: Computation, inputs: Sequence[bytes | None]) -> Iterator[bytes | None]:
     """Yield the bytes of each result of a view; None for one with a shard of an input without bytes."""
     for spec, row in zip(view.outputs, view.shards, strict=True):
-        whole = np.empty(spec.shape, dtype_of(spec.dtype))
+        array = np.empty(spec.shape, dtype_of(spec.dtype))
         is_whole = True
         for position, (source, at) in enumerate(row):
-            given, data = view.inputs[source], inputs[source]
+            source_spec, data = view.inputs[source], inputs[source]
             if data is None:
                 is_whole = False
                 continue
-            there = np.frombuffer(data, dtype_of(given.dtype)).reshape(given.shape)
-            whole[box_slices(spec.box(position))] = there[box_slices(given.box(at))]
-        yield whole.tobytes() if is_whole else None
+            there = np.frombuffer(data, dtype_of(source_spec.dtype)).reshape(source_spec.shape)
+            array[box_slices(spec.box(position))] = there[box_slices(source_spec.box(at))]
+        yield array.tobytes() if is_whole else None

@@ -19,24 +19,23 @@ from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
 from pw.core.sharding import ArraySpec, dtype_of
-from pw.testing.sim.bursts import is_burst, run_ahead
 from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.cut import cut_function
 from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
+from pw.testing.sim.handovers import GONE, MOVED, give
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
-from pw.testing.sim.looping import loop
+from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.ragged import move_rows
-from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
 
 SETTLED_S = 6.0
-"""So long after the last answer, hosts have dropped all deleted arrays."""
+"""Seconds after the last answer in which hosts have dropped all deleted arrays."""
 
 
 class SimClient(Life):
@@ -76,11 +75,11 @@ class SimClient(Life):
         if moves and len(self.slices) > 1 and self.random.random() < moves:
             self._give_back()
             return
-        shares = self.world.profile.shares
-        if shares and self.random.random() < shares:
-            others = [one for one in self.cluster.users if one is not self and one.may_take]
-            if others:
-                give(self, others)
+        rate = self.world.profile.handovers
+        if rate and self.random.random() < rate:
+            importers = [one for one in self.cluster.users if one is not self and one.may_take]
+            if importers:
+                give(self, importers)
                 return
         profile = self.world.profile
         if (
@@ -141,7 +140,7 @@ class SimClient(Life):
 
     @property
     def parts(self) -> list[SimSlice]:
-        """Its slices, for programs."""
+        """Slices of the user, for programs."""
         return [SimSlice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
 
     def _register(self) -> None:
@@ -158,14 +157,14 @@ class SimClient(Life):
 
     def _joined(self) -> list[SimSlice]:
         """One of its slices on each island."""
-        found = {bound.island: bound for bound in self.slices.values()}
-        return [SimSlice(bound.slice, len(bound.devices)) for bound in found.values()]
+        by_island = {bound.island: bound for bound in self.slices.values()}
+        return [SimSlice(bound.slice, len(bound.devices)) for bound in by_island.values()]
 
     def _run_cut(self) -> None:
         """Run a function over several islands; the results are its next arguments."""
-        made = [n for n, draft in self.programs.items() if draft.body.name.endswith("/cut")]
-        if made and self.random.random() < 0.85:
-            self._run(self.random.choice(made))
+        numbers = [n for n, draft in self.programs.items() if draft.body.name.endswith("/cut")]
+        if numbers and self.random.random() < 0.85:
+            self._run(self.random.choice(numbers))
             return
         number = self._id()
         name = f"{self.name}/{number & 0xFFFF}/cut"
@@ -186,8 +185,8 @@ class SimClient(Life):
                 self._add_program(number := self._id(), draft)
                 self._run(number)
             return
-        made = [n for n, draft in self.programs.items() if not draft.blobs]
-        if not made or self.random.random() < 0.4:
+        numbers = [n for n, draft in self.programs.items() if not draft.blobs]
+        if not numbers or self.random.random() < 0.4:
             view = random_view(self.random, self.kinds, lie)
             if view is None:
                 return
@@ -195,7 +194,7 @@ class SimClient(Life):
             number = self._id()
             self._add_program(number, draft)
         else:
-            number = self.random.choice(made)
+            number = self.random.choice(numbers)
         sources = self._run(number)
         if sources and self.random.random() < 0.4:
             self._delete(self.random.choice(sources))
@@ -216,7 +215,7 @@ class SimClient(Life):
         number, value = self._id(), self._value(spec)
         self.oracle.put(number, spec, value)
         self.arrays[number] = spec
-        self._post(Put(number, spec, value, self.random.random() < 0.2))
+        self._upload(Put(number, spec, value, self.random.random() < 0.2))
         return number
 
     def _run(self, number: int | None = None) -> list[int]:
@@ -229,9 +228,9 @@ class SimClient(Life):
         if is_burst(draft):
             run_ahead(self, self.random, number, draft)
             return []
-        given = tuple(self.arguments(draft.body.inputs))
-        self.launch(number, draft, given)
-        return [arg for arg in given if isinstance(arg, int) and arg in self.arrays]
+        args = tuple(self.arguments(draft.body.inputs))
+        self.launch(number, draft, args)
+        return [arg for arg in args if isinstance(arg, int) and arg in self.arrays]
 
     @property
     def may_run(self) -> bool:
@@ -256,14 +255,14 @@ class SimClient(Life):
         self,
         number: int,
         draft: ProgramDraft,
-        given: tuple[int | bytes, ...],
+        args: tuple[int | bytes, ...],
         waited: Callable[[Any, BaseException | None], None] | None = None,
     ) -> tuple[int, ...]:
         """Run a program; returns its results. `waited` is called when the last one is ready."""
         results = tuple(self._id() for _ in draft.body.outputs)
-        self.oracle.run(draft, given, results)
+        self.oracle.run(draft, args, results)
         for index in draft.body.donated:
-            arg = given[index]
+            arg = args[index]
             if isinstance(arg, int):
                 self.arrays.pop(arg, None)
         for array, output in zip(results, draft.body.outputs, strict=True):
@@ -276,7 +275,7 @@ class SimClient(Life):
             array = results[-1]
             promise = self._promise(f"wait {array:x} with its run", waited)
             then = Await(((array, self.arrays[array]),), promise)
-        self._post(Tell(msg.Run(self._id(), number, given, results), then))
+        self._call(self._id(), number, args, results, then)
         return results
 
     def fetch(self, array: int | None = None) -> None:
@@ -320,7 +319,7 @@ class SimClient(Life):
         made_of = self.oracle.arrays[array].made_of
         deals = self.cluster.deals
         is_off = any(deals[one].is_off for one in made_of if one in deals)
-        return is_off and any(known in words for known in GONE)
+        return is_off and any(excuse in words for excuse in GONE)
 
     def _wait(self) -> None:
         if not self.arrays:
@@ -340,7 +339,7 @@ class SimClient(Life):
             wrong = [self._check_error(array, error) for array in chosen]
             if all(wrong):
                 raise Violation("oracle", f"{self.name}: {wrong[0]}")
-        elif wrong := [said for array in chosen if (said := self.oracle.check_ready(array))]:
+        elif wrong := [text for array in chosen if (text := self.oracle.check_ready(array))]:
             raise Violation("oracle", f"{self.name}: {wrong[0]}")
         self.world.checked["oracle"] += 1
 
@@ -437,8 +436,8 @@ class SimClient(Life):
             return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
-            known = self.cluster.controller.sessions.get(self.attached.client)
-            if known is None or known.recovering or known.backlog or known.offered:
+            client = self.cluster.controller.sessions.get(self.attached.client)
+            if client is None or client.recovering or client.backlog or client.offered:
                 world.after(SETTLED_S, self._check_out, life)
                 return
             world.checked["census"] += 1

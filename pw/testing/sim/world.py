@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Protocol
 
 from pw.core.actors.actor import Actor
@@ -19,14 +20,14 @@ from pw.core.messages.roles import CLIENT_PREFIX
 from pw.core.messages.routes import permits
 from pw.core.tenants import OPERATOR
 from pw.testing.sim.ledger import Ledger
-from pw.testing.sim.profiles import Profile
-from pw.testing.sim.streams import Streams
+from pw.testing.sim.profiles import SimProfile
 from pw.testing.sim.trace import Trace
 
 Watcher = Callable[[Address, Address, Any], "Callable[[], None] | None"]
-"""Called with sender, receiver and message; may return a function to call after the message was handled."""
+"""Function that gets sender, receiver and message; may return a function to call after the message was
+handled."""
 Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
-"""Returns the messages to send instead; None for the message itself."""
+"""Function that returns the messages to send instead; None for the message itself."""
 
 
 class SimProcess(Protocol):
@@ -40,7 +41,7 @@ class SimProcess(Protocol):
     world: World
     unwatched: dict[str, Actor]
     network: Any
-    """Its `SimNetwork`."""
+    """`SimNetwork` of the process."""
 
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox."""
@@ -55,6 +56,25 @@ class SimProcess(Protocol):
     @property
     def paused(self) -> bool:
         """Whether the process is stopped now."""
+
+
+class Streams:
+    """Named streams of random numbers, all from one seed.
+
+    Each link, host and client draws from a stream of its own, so one more actor or draw does not change
+    the numbers of the others.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._streams: dict[str, Random] = {}
+
+    def __call__(self, name: str) -> Random:
+        """The stream called `name`; seeded by text, so the same in every process."""
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = Random(f"{self.seed}/{name}")
+        return stream
 
 
 class Violation(Exception):
@@ -103,7 +123,7 @@ class World:
         trace: takes notes of all events.
     """
 
-    def __init__(self, seed: int, profile: Profile, trace: Trace) -> None:
+    def __init__(self, seed: int, profile: SimProfile, trace: Trace) -> None:
         self.seed = seed
         self.profile = profile
         self.streams = Streams(seed)
@@ -113,27 +133,28 @@ class World:
         self.events = 0
         self.nodes: dict[str, SimProcess] = {}
         self.listeners: dict[str, SimProcess] = {}
-        """The processes that accept connections, by endpoint."""
+        """Processes that accept connections, by endpoint."""
         self.blocked: dict[tuple[str, str], float] = {}
-        """Blocked directions, and the time when each ends."""
+        """Blocked directions, with the time when each ends, in seconds."""
         self.held_until_s = 0.0
-        """When the last frame arrives that a partition has delayed."""
+        """Time at which the last frame arrives that a partition has delayed, in seconds."""
         self.calm = False
-        """Faults have stopped."""
+        """True when faults have stopped."""
         self.sent_watchers: dict[type, list[Watcher]] = {}
         self.handled_watchers: dict[type, list[Watcher]] = {}
         self.computing: list[Callable[[str, float], None]] = []
-        """Called with the name of each computation that begins, and how long it takes, in seconds."""
+        """Functions that get the name of each computation that begins, and the seconds that it takes."""
         self.tenants: Callable[[str], str] = tenant_of_user
-        """Returns the tenant of a client's node, if users have tenants."""
+        """Function that returns the tenant of a client's node, if users have tenants."""
         self.permits: Callable[[str, str, type], bool] = permits
         self.floods: set[str] = set()
-        """Clients that have sent more than their peers can handle."""
+        """Names of clients that have sent more than their peers can handle."""
         self.waited: Callable[[SimProcess, str, float, float], None] | None = None
-        """Called with a process, its peer, and when the peer's message came and is handled."""
+        """Function that gets a process, its peer, and when the peer's message came and is handled, in
+        seconds."""
         self.tamper: Tamper | None = None
         self.checked: Counter[str] = Counter()
-        """How often each monitor has checked."""
+        """Number of checks of each monitor."""
         self._queue: list[tuple[float, int, PlannedEvent]] = []
         self._serial = 0
 

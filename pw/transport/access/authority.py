@@ -13,10 +13,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.transport.access.certificates import identity_of
-from pw.transport.access.identity import TRUST_DOMAIN, island_uri, said, uri_of
+from pw.transport.access.identity import (
+    CREDENTIAL_DAYS,
+    TRUST_DOMAIN,
+    date_text,
+    island_uri,
+    uri_of,
+)
 
 AUTHORITY_DAYS = 3652
-DAYS = 90
 _SKEW = timedelta(minutes=10)
 """Certificates are valid so long before they are issued: clocks of machines differ."""
 _MOST_NAME = 64
@@ -106,7 +111,7 @@ class Authority:
 
     @property
     def expires(self) -> datetime:
-        """When the certificate expires."""
+        """Return the end of the certificate's life."""
         return self._certificate.not_valid_after_utc
 
     @property
@@ -121,7 +126,7 @@ class Authority:
         role: Role,
         name: str,
         tenant: str = "",
-        days: float = DAYS,
+        days: float = CREDENTIAL_DAYS,
         address: str = "",
         islands: Sequence[str] = (),
     ) -> bytes:
@@ -176,7 +181,7 @@ class Authority:
         )
         serial = f"{certificate.serial_number:x}"
         head = [
-            f"# Credentials of the {identity_of(certificate)}, until {said(last.timestamp())}.",
+            f"# Credentials of the {identity_of(certificate)}, until {date_text(last.timestamp())}.",
             "# They have a private key: only the user of this process may read them.",
             f"# {uri}, serial {serial}",
             *([f"pw-address: {address}"] if address else []),
@@ -241,7 +246,5 @@ def _usage(*allowed: str) -> x509.KeyUsage:
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

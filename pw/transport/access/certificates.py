@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pw.core.errors import AccessRefused, Error
-from pw.transport.access.identity import Identity, island_of, said, subject_of
+from pw.transport.access.identity import Identity, date_text, island_of, subject_of
 
 _BLOCK = re.compile(
     rb"-----BEGIN ([A-Z0-9 ]+)-----\r?\n.*?-----END \1-----[ \t]*(?:\r?\n|\Z)", re.DOTALL
@@ -42,7 +42,7 @@ _UNREADABLE = (
     x509.InvalidVersion,
     x509.UnsupportedGeneralNameType,
 )
-"""What `cryptography` raises for certificates and lists that are damaged, or that it does not know."""
+"""Errors that `cryptography` raises for damaged or unknown certificates and lists."""
 NO_IDENTITY = (
     "names no process of pw: it needs one URI such as spiffe://DOMAIN/pw/worker/NAME or "
     "spiffe://DOMAIN/pw/client/TENANT/NAME among its subject's alternative names"
@@ -55,18 +55,18 @@ class Bundle:
 
     identity: Identity
     renew: float
-    """When its last tenth begins, at most a week before it expires, in seconds since 1970."""
+    """Time of renewal, in seconds since 1970: a tenth of its life before its end, at most a week."""
     shown: bytes
     """PEM: the private key, its certificate, and the intermediate certificates."""
     trusted: bytes
     """PEM: the authorities' certificates."""
     authorities: tuple[x509.Certificate, ...]
-    """Those, and the intermediate ones."""
+    """Certificates of the authorities, and the intermediate ones."""
 
 
 def blocks(pem: bytes) -> list[tuple[bytes, bytes]]:
     """The kinds and texts of the PEM blocks in a text."""
-    return [(found[1], found[0]) for found in _BLOCK.finditer(pem)]
+    return [(block[1], block[0]) for block in _BLOCK.finditer(pem)]
 
 
 def bundle(pem: bytes, authority_pem: bytes, where: str) -> Bundle:
@@ -81,24 +81,24 @@ def bundle(pem: bytes, authority_pem: bytes, where: str) -> Bundle:
         Error: something is missing, does not belong together, or is not valid now.
     """
     key_pem, key = _key(pem, where)
-    given = _certificates(pem, where)
-    named = _certificates(authority_pem, where)
-    own = next((one for one in given if one.public_key() == key), None)
+    certificates = _certificates(pem, where)
+    authorities = _certificates(authority_pem, where)
+    own = next((one for one in certificates if one.public_key() == key), None)
     if own is None:
-        if given:
+        if certificates:
             raise Error(
                 f"the private key in {where} does not belong to any certificate there; issue both together"
             )
         raise Error(f"there is no certificate in {where}")
-    roots = [one for one in (*given, *named) if _signed_itself(one)] or [
-        one for one in named if one != own
+    roots = [one for one in (*certificates, *authorities) if _issued(one, one)] or [
+        one for one in authorities if one != own
     ]
     if not roots:
         raise Error(
             f"there is no authority's certificate in {where}: add the certificate that has signed "
             "those of the cluster"
         )
-    between = [one for one in (*given, *named) if one != own and one not in roots]
+    between = [one for one in (*certificates, *authorities) if one != own and one not in roots]
     _check_time(own, "the certificate", where)
     _check_path(own, between, roots, where)
     _check_use(own, where)
@@ -124,10 +124,10 @@ def identity_of(certificate: x509.Certificate) -> Identity:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except (x509.ExtensionNotFound, ValueError):
         uris = []
-    found = [subject for subject in map(subject_of, uris) if subject is not None]
-    if len(found) != 1:
+    subjects = [subject for subject in map(subject_of, uris) if subject is not None]
+    if len(subjects) != 1:
         raise AccessRefused(NO_IDENTITY)
-    role, name, tenant, domain = found[0]
+    role, name, tenant, domain = subjects[0]
     expires = certificate.not_valid_after_utc.timestamp()
     try:
         islands = tuple(one for uri in uris if (one := island_of(uri, domain)) is not None)
@@ -139,19 +139,19 @@ def identity_of(certificate: x509.Certificate) -> Identity:
 
 def identities_in(pem: bytes, where: str) -> list[Identity]:
     """The identities in the certificates of a text; valid or not. Raises Error if there is none."""
-    found = []
+    identities = []
     for certificate in _certificates(pem, where):
         with contextlib.suppress(AccessRefused):
-            found.append(identity_of(certificate))
-    if not found:
+            identities.append(identity_of(certificate))
+    if not identities:
         raise Error(f"no certificate in {where} names a process of pw")
-    return found
+    return identities
 
 
 def identify(der: bytes) -> Identity:
     """The identity that a peer's certificate states. Raises AccessRefused if it states none."""
     try:
-        certificate = _whole(x509.load_der_x509_certificate(der))
+        certificate = _parsed(x509.load_der_x509_certificate(der))
     except _UNREADABLE as error:
         raise AccessRefused("the peer's certificate cannot be read") from error
     try:
@@ -208,7 +208,7 @@ def _key(pem: bytes, where: str) -> tuple[bytes, PublicKeyTypes]:
 def _certificates(pem: bytes, where: str) -> list[x509.Certificate]:
     try:
         return [
-            _whole(x509.load_pem_x509_certificate(text))
+            _parsed(x509.load_pem_x509_certificate(text))
             for kind, text in blocks(pem)
             if kind == _CERTIFICATE
         ]
@@ -216,7 +216,7 @@ def _certificates(pem: bytes, where: str) -> list[x509.Certificate]:
         raise Error(f"a certificate in {where} cannot be read: {error}") from error
 
 
-def _whole(certificate: x509.Certificate) -> x509.Certificate:
+def _parsed(certificate: x509.Certificate) -> x509.Certificate:
     """The certificate, read to its end: `cryptography` reads parts only when they are asked for.
 
     Raises one of `_UNREADABLE` if a part is damaged.
@@ -231,10 +231,13 @@ def _check_time(certificate: x509.Certificate, which: str, where: str) -> None:
     now = time.time()
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > last.timestamp():
-        raise Error(f"{which} in {where} has expired, on {said(last.timestamp())}; issue a new one")
+        raise Error(
+            f"{which} in {where} has expired, on {date_text(last.timestamp())}; issue a new one"
+        )
     if now < first.timestamp():
         raise Error(
-            f"{which} in {where} is not valid before {said(first.timestamp())}; is this machine's clock right?"
+            f"{which} in {where} is not valid before {date_text(first.timestamp())}; is this machine's "
+            "clock right?"
         )
 
 
@@ -281,10 +284,6 @@ def _issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
-
-
-def _signed_itself(certificate: x509.Certificate) -> bool:
-    return _issued(certificate, certificate)
 
 
 def _has_signed(issuer: x509.Certificate, read: x509.CertificateRevocationList) -> bool:

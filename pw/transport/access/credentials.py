@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from pw.core.errors import AccessRefused, Error
 from pw.core.messages.roles import Role
 from pw.transport.access import private_files
-from pw.transport.access.identity import Identity, said
+from pw.transport.access.identity import Identity, date_text
 from pw.transport.access.joined import address_in, joined_address, joined_file
 from pw.transport.endpoints import is_on_loopback
 from pw.transport.log import log
@@ -38,17 +38,17 @@ from pw.transport.log import log
 if TYPE_CHECKING:
     from pw.transport.access.certificates import Bundle
 
-__all__ = ["Credentials", "Identity", "explain", "found"]
+__all__ = ["Credentials", "Identity", "explain", "credentials_for"]
 
 CREDENTIALS, REVOKED = "PW_CREDENTIALS", "PW_REVOKED"
 LOOK_S = 1.0
-"""How often `refresh` looks at the files, at most."""
+"""Least seconds between two looks of `refresh` at the files."""
 _PROGRAMS = {Role.CONTROLLER: "pw-controller", Role.WORKER: "pw-worker", Role.CLIENT: "a client"}
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What the files had when they were read."""
+    """The content of the files when they were read."""
 
     signature: tuple[object, ...]
     bundle: Bundle
@@ -66,30 +66,38 @@ class Credentials:
     """
 
     def __init__(
-        self, path: Path, revoked: Path | None, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        revoked: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+        look_s: float = LOOK_S,
     ) -> None:
         """Read the files (see `read`)."""
         self._path = path
         self._revoked = revoked
         self._clock = clock
+        self._look_s = look_s
         self._looked_s = clock()
         self._warned = ""
         self._last = self._read()
         self._warn_of_expiry()
 
     @classmethod
-    def read(cls, path: str | Path, revoked: str | Path | None = None) -> Credentials:
+    def read(
+        cls, path: str | Path, revoked: str | Path | None = None, look_s: float = LOOK_S
+    ) -> Credentials:
         """Read credentials.
 
         Args:
             path: a PEM file, or a folder.
             revoked: a file with revocation lists, beside those of the folder.
+            look_s: seconds between two looks at the files.
 
         Raises:
             Error: a file cannot be read, others could read the private key, or the credentials are incomplete
                 or not valid now.
         """
-        return cls(Path(path), Path(revoked) if revoked else None)
+        return cls(Path(path), Path(revoked) if revoked else None, look_s=look_s)
 
     @property
     def own(self) -> Identity:
@@ -143,7 +151,7 @@ class Credentials:
         return peer
 
     def shown(self, der: bytes | None) -> Identity | None:
-        """What a certificate says, of a peer that `identify` refuses; None if that is not an identity."""
+        """Return the identity in a peer's certificate, also of a refused peer; None if it states none."""
         from pw.transport.access.certificates import identify
 
         try:
@@ -161,13 +169,13 @@ class Credentials:
         return blake2b(key, digest_size=32, person=b"pw derived", salt=purpose).digest()
 
     def refresh(self) -> bool:
-        """Read the files again if they have changed since; at most once a second. Returns whether they did.
+        """Read the files again if they have changed since; at most once in `look_s`. Returns whether they did.
 
         Credentials that cannot be used are logged once, and the old ones stay; new revocation lists count even
         then. That a certificate expires soon is logged, too.
         """
         now_s = self._clock()
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < self._look_s:
             return False
         self._looked_s = now_s
         if _signature(self._files()) == self._last.signature:
@@ -208,9 +216,9 @@ class Credentials:
 
     @property
     def end_in_words(self) -> str:
-        """When the certificate expires, if a tenth of its life is left, at most a week; else empty."""
+        """Return the end of the certificate if a tenth of its life is left, at most a week; else empty."""
         soon = time.time() > self._last.bundle.renew
-        return f"{self._path} expires {said(self.own.expires)}" if soon else ""
+        return f"{self._path} expires {date_text(self.own.expires)}" if soon else ""
 
     def _warn_of_expiry(self) -> None:
         if words := self.end_in_words:
@@ -266,7 +274,7 @@ class Credentials:
         )
 
 
-def found(
+def credentials_for(
     address: str,
     path: str | Path | None = None,
     revoked: str | Path | None = None,
@@ -330,7 +338,7 @@ VERIFY = {
     23: "the peer's certificate is revoked",
     26: "the peer's certificate is not for both ends of a connection (clientAuth and serverAuth)",
 }
-"""By X509_V_ERR_*; all others are about the authority."""
+"""Words for X509_V_ERR_* codes; all others are about the authority."""
 ALERTS = {
     "ALERT_UNKNOWN_CA": "the peer refused this process's certificate: it is of another cluster",
     "ALERT_CERTIFICATE_EXPIRED": "the peer refused this process's certificate: it has expired",
@@ -374,7 +382,7 @@ def explain(error: ssl.SSLError | OSError) -> str:
 
 
 def _signature(files: list[Path]) -> tuple[object, ...]:
-    """What changes when files do."""
+    """Return a fingerprint of the credential files."""
     signature: list[object] = []
     for file in files:
         try:

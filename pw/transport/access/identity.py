@@ -21,7 +21,9 @@ from pw.core.errors import Error
 from pw.core.messages.roles import Role, role_of
 
 TRUST_DOMAIN = "pw"
-"""The trust domain of an authority that is given none."""
+"""Trust domain of an authority that names no other."""
+CREDENTIAL_DAYS = 90.0
+"""Days that a new credential is valid."""
 
 _DOMAIN = re.compile(r"[a-z0-9._-]{1,255}")
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
@@ -32,8 +34,8 @@ _URI = re.compile(
 _ISLAND = re.compile(r"(?i:spiffe)://([^/]*)/pw/island(?:/(.*))?", re.DOTALL)
 
 
-def said(moment: float) -> str:
-    """A moment, in seconds since 1970, as errors and tables show it."""
+def date_text(moment: float) -> str:
+    """Return a moment, in seconds since 1970, as text for errors and tables."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -43,11 +45,11 @@ class Identity(NamedTuple):
     role: Role
     name: str
     tenant: str
-    """Of a client; empty for other roles."""
+    """Tenant of a client; empty for other roles."""
     serial: str
-    """Of the certificate, in lower-case hexadecimal digits."""
+    """Serial number of the certificate, in lower-case hexadecimal digits."""
     expires: float
-    """When the certificate expires, in seconds since 1970."""
+    """End of the certificate's life, in seconds since 1970."""
     trust_domain: str
     islands: tuple[str, ...] = ()
     """The only islands that a worker may join; empty for all."""
@@ -78,7 +80,7 @@ class Identity(NamedTuple):
 
     @property
     def fields(self) -> dict[str, str]:
-        """Those of an audit line."""
+        """Return the fields of an audit line."""
         return {"tenant": self.tenant, "name": self.uri, "serial": self.serial}
 
     def __str__(self) -> str:
@@ -86,7 +88,7 @@ class Identity(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What a SPIFFE ID states."""
+    """The role, names and trust domain that a SPIFFE ID states."""
 
     role: Role
     name: str
@@ -136,10 +138,10 @@ def island_of(uri: str, trust_domain: str) -> str | None:
     Raises:
         Error: it is of another trust domain, or its island has no possible name.
     """
-    found = _ISLAND.fullmatch(uri)
-    if found is None:
+    match = _ISLAND.fullmatch(uri)
+    if match is None:
         return None
-    domain, island = found.groups()
+    domain, island = match.groups()
     if domain.lower() != trust_domain or not _NAME.fullmatch(island or ""):
         raise Error(f"{uri!r} allows no island of the trust domain {trust_domain}")
     return str(island)
@@ -147,10 +149,10 @@ def island_of(uri: str, trust_domain: str) -> str | None:
 
 def subject_of(uri: str) -> Subject | None:
     """Return what a URI states; None if it is not the SPIFFE ID of a process of pw."""
-    found = _URI.fullmatch(uri)
-    if found is None:
+    match = _URI.fullmatch(uri)
+    if match is None:
         return None
-    domain, role, name, client, tenant, client_name = found.groups()
+    domain, role, name, client, tenant, client_name = match.groups()
     kind = Role(client or role)
     subject = Subject(kind, client_name or name, tenant or "", domain.lower())
     try:

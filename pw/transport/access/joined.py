@@ -17,7 +17,7 @@ def config_folder() -> Path:
 
 
 def joined_file() -> Path:
-    """Where `pw join` installs this user's credentials."""
+    """Return the file in which `pw join` installs this user's credentials."""
     return config_folder() / "credentials.pem"
 
 

@@ -59,7 +59,7 @@ class KeysFolder:
 
     def create(self, trust_domain: str) -> Authority:
         """Make a new authority. Raises Error if the folder has one, or others can enter it."""
-        made = Authority.create(trust_domain)
+        authority = Authority.create(trust_domain)
         private_files.make_folder(self.path)
         with self._locked():
             for name in (KEY, CERTIFICATE):
@@ -68,10 +68,10 @@ class KeysFolder:
                         f"{self.path} has the authority of a cluster already; `pw keys issue` uses it, and "
                         "--keys names another folder for another cluster"
                     )
-            private_files.write(self.path / CERTIFICATE, made.certificate, 0o644)
-            private_files.write(self.revoked_file, made.revoke(), 0o644)
-            private_files.write(self.path / KEY, made.key)
-        return made
+            private_files.write(self.path / CERTIFICATE, authority.certificate, 0o644)
+            private_files.write(self.revoked_file, authority.revoke(), 0o644)
+            private_files.write(self.path / KEY, authority.key)
+        return authority
 
     def authority(self) -> Authority:
         """The authority. Raises Error if there is none, or others could read its key."""
@@ -99,12 +99,14 @@ class KeysFolder:
         until = identity.expires
         record = Issued(identity.serial, name, role, identity.tenant, until, identity.islands)
         with self._locked():
-            known = private_files.read(self.path / ISSUED) if (self.path / ISSUED).exists() else b""
-            private_files.write(self.path / ISSUED, known + msgspec.json.encode(record) + b"\n")
+            records = (
+                private_files.read(self.path / ISSUED) if (self.path / ISSUED).exists() else b""
+            )
+            private_files.write(self.path / ISSUED, records + msgspec.json.encode(record) + b"\n")
         return pem
 
     def issued(self) -> list[Issued]:
-        """What was issued, in this order. Raises Error if the record cannot be read."""
+        """Return the issued certificates, in this order. Raises Error if the record cannot be read."""
         file = self.path / ISSUED
         if not file.exists():
             return []
@@ -115,7 +117,7 @@ class KeysFolder:
             raise Error(f"{file} cannot be read: {error}") from error
 
     def revocations(self) -> dict[str, float]:
-        """When each certificate was revoked, in seconds since 1970, by its serial number."""
+        """Return the time of each revocation, in seconds since 1970, by the certificate's serial number."""
         if not self.revoked_file.exists():
             return {}
         read = x509.load_pem_x509_crl(private_files.read(self.revoked_file, private=False))
@@ -132,8 +134,8 @@ class KeysFolder:
         """
         with self._locked():
             authority, done = self.authority(), self.revocations()
-            found = self._matching(which)
-            left = [one for one in found if one.serial not in done]
+            matches = self._matching(which)
+            left = [one for one in matches if one.serial not in done]
             if not left:
                 raise Error(f"{which} is revoked already; `pw keys show` lists what was issued")
             lists = authority.revoke(*(one.serial for one in left))

@@ -16,6 +16,7 @@ import stat
 import tempfile
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from pw.core.errors import ConnectionFailed
@@ -26,19 +27,21 @@ CONTROLLER = "controller"
 LONGEST_NAME = 20
 """Bytes of the longest name of a socket in the directory."""
 STALE_S = 60.0
-"""A younger directory without a lock may belong to a cluster that is starting."""
+"""Least age, in seconds, of a directory that is removed: a cluster may be starting in a younger one."""
 LOOK_S = 0.02
-"""How often to look whether others have left."""
+"""Seconds between two looks whether other processes have left."""
 
 
 def is_private(folder: str | Path) -> bool:
     """Whether this user owns a directory, and no other user can enter it."""
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return False
     return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
     )
 
 
@@ -75,13 +78,16 @@ class PrivateFolder:
         _entered.add(self)
 
     @classmethod
-    def make(cls) -> PrivateFolder:
+    def make(cls, bases: Sequence[str] | None = None) -> PrivateFolder:
         """Make a directory for a new cluster, and enter it.
+
+        Args:
+            bases: directories to make it in, the best first; by default `base_folders()`.
 
         Raises:
             ConnectionFailed: it can be made nowhere.
         """
-        for base in base_folders():
+        for base in base_folders() if bases is None else bases:
             _remove_stale(base)
             with contextlib.suppress(OSError):
                 return cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)))
@@ -140,27 +146,31 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def base_folders() -> list[str]:
-    """The directories in which private ones can be made, the best first."""
+def base_folders(path_bytes: int = PATH_BYTES) -> list[str]:
+    """The directories in which private ones can be made, the best first.
+
+    Args:
+        path_bytes: how long the path of a socket may be.
+    """
     bases = []
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and is_private(runtime):
         bases.append(runtime)
     bases += [base for base in (tempfile.gettempdir(), "/tmp") if _keeps_names(base)]
     random_bytes = 8
-    longest = PATH_BYTES - len(PREFIX) - random_bytes - LONGEST_NAME - len("//")
+    longest = path_bytes - len(PREFIX) - random_bytes - LONGEST_NAME - len("//")
     return [base for base in bases if len(os.fsencode(base)) <= longest]
 
 
 def _keeps_names(folder: str) -> bool:
     """Whether no other user, except root, can rename this user's files in a directory."""
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
     except OSError:
         return False
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return found.st_uid in (0, os.geteuid()) and (
-        not others_write or bool(found.st_mode & stat.S_ISVTX)
+    is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (0, os.geteuid()) and (
+        not is_shared or bool(status.st_mode & stat.S_ISVTX)
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pw.core.errors import Error
 from pw.core.messages.roles import Role
 from pw.transport.access import joined
-from pw.transport.access.credentials import CREDENTIALS, Credentials, found
+from pw.transport.access.credentials import CREDENTIALS, Credentials, credentials_for
 from pw.transport.log import audit, log
 
 INSECURE = "PW_INSECURE"
@@ -95,14 +95,16 @@ class Security(NamedTuple):
             Error: the credentials cannot be used, or both they and `insecure` are given.
         """
         _check_one(credentials, insecure)
-        known = None
+        own = None
         may_be_plain = os.environ.get(INSECURE, "0") not in ("", "0")
         if not insecure:
             path = None if credentials is None else os.fspath(credentials)
-            known = found(address, path or None, revoked or None, role, may_be_plain=may_be_plain)
-        plain = insecure or (known is None and may_be_plain)
+            own = credentials_for(
+                address, path or None, revoked or None, role, may_be_plain=may_be_plain
+            )
+        plain = insecure or (own is None and may_be_plain)
         if not plain or not address.startswith("tcp://"):
-            return cls(known, insecure=False)
+            return cls(own, insecure=False)
         if warns:
             log("warning", "insecure", role or "pw", address=address, meaning=MEANING)
             audit("insecure", address=address, reason="--insecure" if insecure else INSECURE)

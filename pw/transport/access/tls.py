@@ -38,7 +38,7 @@ def is_tls(data: bytes) -> bool:
 
 
 def plain_alert() -> bytes:
-    """What a listener sends that takes part in no handshake: a fatal alert, access denied."""
+    """Return the alert of a listener that takes part in no handshake: a fatal one, access denied."""
     return bytes((_ALERT, 3, 3, 0, 2, 2, _ACCESS_DENIED))
 
 
@@ -138,12 +138,12 @@ class TlsEnd:
         try:
             while count < size:
                 wanted = size - count
-                found: int = read(wanted, target[count:])  # type: ignore[assignment]
-                if not found:
+                length: int = read(wanted, target[count:])  # type: ignore[assignment]
+                if not length:
                     self.ended = True
                     break
-                count += found
-                if found < wanted and not incoming.pending:
+                count += length
+                if length < wanted and not incoming.pending:
                     break
         except ssl.SSLWantReadError:
             pass

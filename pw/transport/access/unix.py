@@ -13,8 +13,8 @@ _KNOWS_PEERS = hasattr(socket, "SO_PEERCRED")
 
 def peer_user(connection: socket.socket) -> int:
     """The user of the process at the other end of a unix connection."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def is_trusted(connection: socket.socket) -> bool:

@@ -51,13 +51,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pw.core.sharding import ALIGNMENT_BYTES
+
 Array = npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = mmap.PAGESIZE
 SMALLEST_BYTES = 64 * 1024
-ALIGNMENT_BYTES = 64
-"""JAX aliases host memory with this alignment, and copies other memory."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 SHARE = 1 / 2
 """The part of a process's descriptors that blocks may use; each block has one while it lives."""
@@ -185,7 +185,7 @@ class Block:
 
 
 def _most_descriptors() -> int:
-    """How many descriptors this process may have."""
+    """Return the most descriptors that this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
@@ -195,7 +195,7 @@ class _Alias(weakref.ref[_Exporter]):
 
     __slots__ = ("safe", "unaliased")
     safe: bool
-    """Whether no forked process aliases them either."""
+    """Whether no forked process aliases the pages either."""
     unaliased: Callable[[bool], None]
 
 
@@ -380,8 +380,8 @@ class BlockPool:
 
 
 def _fork() -> None:
-    for known in tuple(_pools):  # a copy: other threads may make pools meanwhile
-        pool = known()
+    for reference in tuple(_pools):  # a copy: other threads may make pools meanwhile
+        pool = reference()
         if pool is not None:
             pool.forked()
 

@@ -30,7 +30,7 @@ from pw.transport.streams.stream import Stream
 
 _READS_AT_ONCE = 8
 UNREAD_REPLY_BYTES = 1 << 20
-"""The connection of a peer that leaves more replies than this unread is closed."""
+"""Bytes of unread replies at which a peer's connection is closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Inflows(Protocol):
     def reject(self) -> None: ...
 
 
-class _Caller:
+class _ChunkCaller:
     """A connection over which a sender pushes, at the receiver."""
 
     def __init__(self, stream: Stream) -> None:
@@ -110,16 +110,21 @@ class ChunkReceiver:
         dialler: ChunkDialler,
         watch: Watch,
         unwatch: Unwatch,
+        unread_reply_bytes: int = UNREAD_REPLY_BYTES,
     ) -> None:
+        self.unread_reply_bytes = unread_reply_bytes
+        """Bytes of replies that a sender may leave unread."""
         self._inflows = inflows
-        self._plane = plane
+        self.plane = plane
+        """The name that a host knows this plane by, when this end dials."""
         self._dialler = dialler
         self._watch = watch
         self._unwatch = unwatch
-        self._callers: dict[int, _Caller] = {}
-        self.dialled: dict[str, _Caller] = {}
+        self.callers: dict[int, _ChunkCaller] = {}
+        """Connections of senders, by descriptor."""
+        self.dialled: dict[str, _ChunkCaller] = {}
         """Connections that this end began, by the endpoint of the host."""
-        self._unfinished: set[_Caller] = set()
+        self._unfinished: set[_ChunkCaller] = set()
         self._wasted = memoryview(bytearray(CHUNK_BYTES))
 
     @property
@@ -147,7 +152,7 @@ class ChunkReceiver:
             self._unreachable(endpoint, error)
             return
         caller = self.dialled[endpoint] = self._take_on(stream)
-        caller.outbox += receive_header(self._plane)
+        caller.outbox += receive_header(self.plane)
         caller.writing = True
         caller.begun_s = time.monotonic()
         if not stream.is_open:
@@ -155,20 +160,20 @@ class ChunkReceiver:
         self._watch(stream.socket.fileno(), self.ready, True)
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
-        caller = self._callers[descriptor]
+        caller = self.callers[descriptor]
         if not caller.stream.is_open and not self._shake(caller):
             return
         if writable:
             self._flush(caller)
-        if readable and descriptor in self._callers:
+        if readable and descriptor in self.callers:
             self._receive(caller)
-            if descriptor in self._callers:
+            if descriptor in self.callers:
                 self._measure(caller)
                 caller.wait_for_bytes()
 
     def expire(self) -> None:
         """Drop senders that are revoked, or bring too little of what they have begun."""
-        for caller in list(self._callers.values()):
+        for caller in list(self.callers.values()):
             if self._dialler.is_revoked(caller.stream):
                 self._inflows.reject()
                 self._hang_up(caller)
@@ -179,16 +184,16 @@ class ChunkReceiver:
                 self._hang_up(caller)
 
     def close(self) -> None:
-        for caller in list(self._callers.values()):
+        for caller in list(self.callers.values()):
             self._hang_up(caller)
 
-    def _take_on(self, stream: Stream) -> _Caller:
+    def _take_on(self, stream: Stream) -> _ChunkCaller:
         descriptor = stream.socket.fileno()
-        caller = self._callers[descriptor] = _Caller(stream)
+        caller = self.callers[descriptor] = _ChunkCaller(stream)
         self._watch(descriptor, self.ready, False)
         return caller
 
-    def _shake(self, caller: _Caller) -> bool:
+    def _shake(self, caller: _ChunkCaller) -> bool:
         """Receive a part of a handshake; whether it is over."""
         try:
             is_open = caller.stream.shake()
@@ -203,7 +208,7 @@ class ChunkReceiver:
         self._watch(caller.socket.fileno(), self.ready, writing)
         return is_open
 
-    def _measure(self, caller: _Caller) -> None:
+    def _measure(self, caller: _ChunkCaller) -> None:
         """Note when something began that is not whole."""
         if caller.reading_header and len(caller.missing) == caller.wanted_bytes:
             self._unfinished.discard(caller)
@@ -211,23 +216,23 @@ class ChunkReceiver:
             self._unfinished.add(caller)
             caller.begun_s = time.monotonic()
 
-    def _endpoint_of(self, caller: _Caller) -> str:
+    def _endpoint_of(self, caller: _ChunkCaller) -> str:
         return next((place for place, one in self.dialled.items() if one is caller), "")
 
     def _unreachable(self, endpoint: str, error: Exception) -> None:
         self._inflows.reject()
         log("warning", "cannot receive arrays", endpoint, reason=error)
 
-    def _hang_up(self, caller: _Caller) -> None:
+    def _hang_up(self, caller: _ChunkCaller) -> None:
         descriptor = caller.socket.fileno()
         self._unfinished.discard(caller)
         if endpoint := self._endpoint_of(caller):
             del self.dialled[endpoint]
-        if self._callers.pop(descriptor, None) is not None:
+        if self.callers.pop(descriptor, None) is not None:
             self._unwatch(descriptor)
             caller.stream.close()
 
-    def _receive(self, caller: _Caller) -> None:
+    def _receive(self, caller: _ChunkCaller) -> None:
         """Receive a burst of bytes."""
         reads = 0
         while reads < _READS_AT_ONCE or caller.stream.holds:
@@ -258,7 +263,7 @@ class ChunkReceiver:
                 self._hang_up(caller)
                 return
 
-    def _take(self, caller: _Caller) -> bool:
+    def _take(self, caller: _ChunkCaller) -> bool:
         """Obey a header; False if it is invalid."""
         magic, kind, transfer, offset, length = HEADER.unpack(caller.header)
         caller.want(caller.header)
@@ -285,25 +290,25 @@ class ChunkReceiver:
         caller.want(memoryview(inflow.target.data)[offset : offset + length])
         return True
 
-    def _waste(self, caller: _Caller, transfer: int, length: int) -> None:
+    def _waste(self, caller: _ChunkCaller, transfer: int, length: int) -> None:
         caller.inflow, caller.reading_header = None, False
         caller.want(self._wasted[:length])
         self._refuse(caller, transfer)
 
-    def _refuse(self, caller: _Caller, transfer: int) -> None:
+    def _refuse(self, caller: _ChunkCaller, transfer: int) -> None:
         self._inflows.reject()
         self._reply(caller, header(REFUSE, transfer))
 
-    def _reply(self, caller: _Caller, line: bytes) -> None:
+    def _reply(self, caller: _ChunkCaller, line: bytes) -> None:
         caller.outbox += line
-        if len(caller.outbox) > UNREAD_REPLY_BYTES:  # it does not read what it is told
+        if len(caller.outbox) > self.unread_reply_bytes:  # it does not read what it is told
             caller.outbox.clear()
             with contextlib.suppress(OSError):
                 caller.socket.shutdown(socket.SHUT_RDWR)
         if not caller.writing:
             self._flush(caller)
 
-    def _flush(self, caller: _Caller) -> None:
+    def _flush(self, caller: _ChunkCaller) -> None:
         sent = 0
         try:
             if caller.outbox:

@@ -28,7 +28,7 @@ from pw.transport.streams.stream import Stream
 TRANSFERS_AT_ONCE = 4
 """Long transfers per receiver; more at a time would make none of them faster."""
 _LINES_AT_ONCE = 256
-"""Less than the kernel's limit for one call."""
+"""Most lines of one system call, less than the kernel's limit."""
 _REPLIES_AT_ONCE = 128
 _PLANES = 4096
 
@@ -63,15 +63,15 @@ class _Outflow:
 
 
 @dataclass(slots=True, eq=False)
-class _Receiver:
+class _ChunkReceiver:
     """One receiver, at the sender."""
 
     place: str
-    """Its endpoint or, if it dials, its plane."""
+    """Endpoint of the receiver or, if it dials, its plane."""
     stream: Stream | None
-    """None until a receiver that dials has done so."""
+    """Stream to the receiver; None until a receiver that dials has done so."""
     heard_s: float
-    """When it last took or said something, or was first owed an answer."""
+    """Time, in seconds, at which the receiver last took or sent something, or was first owed an answer."""
     active: dict[int, _Outflow] = field(default_factory=dict)  # all that are not settled
     queued: deque[_Outflow] = field(default_factory=deque)
     short: deque[_Outflow] = field(default_factory=deque)
@@ -90,8 +90,11 @@ class ChunkSender:
     _watch: Watch
     _unwatch: Unwatch
     _finish: Callable[[Push, Exception | None], None]
-    _receivers: dict[str, _Receiver] = field(default_factory=dict)
-    _by_descriptor: dict[int, _Receiver] = field(default_factory=dict)
+    awaited_s: float = AWAITED_S
+    """Seconds that a receiver has to dial this host."""
+    receivers: dict[str, _ChunkReceiver] = field(default_factory=dict)
+    """Receivers by plane; those that are dialled, by endpoint."""
+    _by_descriptor: dict[int, _ChunkReceiver] = field(default_factory=dict)
     _answers: memoryview = field(
         default_factory=lambda: memoryview(bytearray(_REPLIES_AT_ONCE * HEADER.size))
     )
@@ -99,12 +102,12 @@ class ChunkSender:
     @property
     def owed(self) -> bool:
         """Whether some receiver has yet to take or answer something."""
-        return any(peer.active for peer in self._receivers.values())
+        return any(peer.active for peer in self.receivers.values())
 
     def push(self, push: Push) -> None:
         landing = push.landing
         try:
-            peer = self._receivers.get(landing.plane or landing.endpoint)
+            peer = self.receivers.get(landing.plane or landing.endpoint)
             if peer is None:
                 peer = (
                     self._await(landing.plane) if landing.plane else self._connect(landing.endpoint)
@@ -129,7 +132,7 @@ class ChunkSender:
 
         Returns False if that receiver is a process with another identity.
         """
-        peer = self._receivers.get(plane)
+        peer = self.receivers.get(plane)
         if peer is not None and peer.stream is not None:
             here, there = peer.stream.identity, stream.identity
             if (here and here.uri) != (there and there.uri):
@@ -157,38 +160,38 @@ class ChunkSender:
     def expire(self) -> None:
         """Drop receivers that are revoked, silent for too long, or have not dialled."""
         now_s = time.monotonic()
-        for peer in list(self._receivers.values()):
+        for peer in list(self.receivers.values()):
             if peer.stream is not None and self._dialler.is_revoked(peer.stream):
                 self._hang_up(peer, "its certificate is revoked")
-            elif peer.stream is None and now_s - peer.heard_s > AWAITED_S:
+            elif peer.stream is None and now_s - peer.heard_s > self.awaited_s:
                 self._hang_up(
-                    peer, f"the receiver has not dialled this host within {AWAITED_S:g} s"
+                    peer, f"the receiver has not dialled this host within {self.awaited_s:g} s"
                 )
             elif peer.active and now_s - peer.heard_s > SILENCE_S:
                 self._hang_up(peer, f"it was silent for {SILENCE_S} s")
 
     def close(self) -> None:
-        for peer in list(self._receivers.values()):
+        for peer in list(self.receivers.values()):
             self._hang_up(peer, "this process has closed its connections")
 
-    def _connect(self, endpoint: str) -> _Receiver:
+    def _connect(self, endpoint: str) -> _ChunkReceiver:
         stream = self._dialler.dial(endpoint)
-        peer = _Receiver(endpoint, stream, time.monotonic())
-        self._receivers[endpoint] = self._by_descriptor[stream.socket.fileno()] = peer
+        peer = _ChunkReceiver(endpoint, stream, time.monotonic())
+        self.receivers[endpoint] = self._by_descriptor[stream.socket.fileno()] = peer
         self._watch(stream.socket.fileno(), self.ready, True)
         return peer
 
-    def _await(self, plane: str) -> _Receiver:
+    def _await(self, plane: str) -> _ChunkReceiver:
         """Expect the connection of a receiver that dials."""
-        if len(self._receivers) >= _PLANES:
-            idle = (one for one in self._receivers.values() if not one.active)
+        if len(self.receivers) >= _PLANES:
+            idle = (one for one in self.receivers.values() if not one.active)
             if (oldest := next(idle, None)) is None:
                 raise TransferFailed(f"{_PLANES} receivers are connected already")
             self._hang_up(oldest, "too many receivers")
-        peer = self._receivers[plane] = _Receiver(plane, None, time.monotonic())
+        peer = self.receivers[plane] = _ChunkReceiver(plane, None, time.monotonic())
         return peer
 
-    def _shake(self, peer: _Receiver, stream: Stream) -> bool:
+    def _shake(self, peer: _ChunkReceiver, stream: Stream) -> bool:
         """Receive a part of a handshake; whether it is over."""
         try:
             is_open = stream.shake()
@@ -198,15 +201,15 @@ class ChunkSender:
         self._watch_next(peer, stream, is_open or stream.has_unsent)
         return is_open
 
-    def _watch_next(self, peer: _Receiver, stream: Stream, sending: bool) -> None:
+    def _watch_next(self, peer: _ChunkReceiver, stream: Stream, sending: bool) -> None:
         """Be told when the receiver says something and, if `sending`, can take more."""
         peer.sending_next = sending
         self._watch(stream.socket.fileno(), self.ready, sending)
 
-    def _hang_up(self, peer: _Receiver, why: str) -> None:
-        if self._receivers.get(peer.place) is not peer:
+    def _hang_up(self, peer: _ChunkReceiver, why: str) -> None:
+        if self.receivers.get(peer.place) is not peer:
             return
-        del self._receivers[peer.place]
+        del self.receivers[peer.place]
         if peer.stream is not None:
             descriptor = peer.stream.socket.fileno()
             del self._by_descriptor[descriptor]
@@ -217,13 +220,13 @@ class ChunkSender:
             words = f"the connection to {there} was lost while an array was sent there: {why}"
             self._finish(outflow.push, TransferFailed(words))
 
-    def _start_queued(self, peer: _Receiver) -> None:
+    def _start_queued(self, peer: _ChunkReceiver) -> None:
         while peer.queued and len(peer.turn) + (peer.sending is not None) < TRANSFERS_AT_ONCE:
             outflow = peer.queued.popleft()
             outflow.line = peer.turn
             peer.turn.append(outflow)
 
-    def _send_next(self, peer: _Receiver, stream: Stream) -> None:
+    def _send_next(self, peer: _ChunkReceiver, stream: Stream) -> None:
         """Send the rest of a chunk, or the next one, until the socket is full."""
         try:
             stream.flush()
@@ -244,7 +247,7 @@ class ChunkSender:
         elif peer.sending is not None:
             self._sent(peer, peer.sending)
 
-    def _cut_next(self, peer: _Receiver, stream: Stream) -> bool:
+    def _cut_next(self, peer: _ChunkReceiver, stream: Stream) -> bool:
         """Prepare the lines of the next transfer; False if there is none."""
         if not (peer.short or peer.turn):
             self._watch_next(peer, stream, False)
@@ -259,7 +262,7 @@ class ChunkSender:
         peer.sending = outflow
         return True
 
-    def _sent(self, peer: _Receiver, outflow: _Outflow) -> None:
+    def _sent(self, peer: _ChunkReceiver, outflow: _Outflow) -> None:
         peer.sending = None
         if outflow.refused:
             self._refused(peer, outflow)
@@ -267,19 +270,19 @@ class ChunkSender:
             outflow.line.append(outflow)
         self._start_queued(peer)
 
-    def _settle(self, peer: _Receiver, outflow: _Outflow, error: Exception | None) -> None:
+    def _settle(self, peer: _ChunkReceiver, outflow: _Outflow, error: Exception | None) -> None:
         del peer.active[outflow.push.landing.transfer]
         if outflow in outflow.line:
             outflow.line.remove(outflow)
         self._start_queued(peer)
         self._finish(outflow.push, error)
 
-    def _receive(self, peer: _Receiver, stream: Stream) -> None:
+    def _receive(self, peer: _ChunkReceiver, stream: Stream) -> None:
         self._receive_once(peer, stream)
-        while stream.holds and self._receivers.get(peer.place) is peer:
+        while stream.holds and self.receivers.get(peer.place) is peer:
             self._receive_once(peer, stream)
 
-    def _receive_once(self, peer: _Receiver, stream: Stream) -> None:
+    def _receive_once(self, peer: _ChunkReceiver, stream: Stream) -> None:
         try:
             count = stream.receive_into(self._answers)
         except BlockingIOError:
@@ -306,7 +309,7 @@ class ChunkSender:
             elif outflow.finished:
                 self._settle(peer, outflow, None)
 
-    def _refused(self, peer: _Receiver, outflow: _Outflow) -> None:
+    def _refused(self, peer: _ChunkReceiver, outflow: _Outflow) -> None:
         if outflow is peer.sending:  # an announced chunk must be sent to its end
             outflow.refused = True
             return

@@ -42,7 +42,7 @@ from pw.transport.endpoints import CHUNKS_MAGIC
 
 CHUNK_BYTES = 4 << 20
 SILENCE_S = 20
-"""After so long without an answer, the sender counts a receiver as dead, and the kernel a machine."""
+"""Seconds without an answer after which the sender counts a receiver as dead, and the kernel a machine."""
 
 LEAST_BYTES_PER_S = 16 << 10
 
@@ -74,7 +74,7 @@ def prepare(connection: socket.socket) -> None:
 
 
 def receive_header(plane: str) -> bytes:
-    """What a receiver says first that has dialled: its plane, 128 bits as hexadecimal digits."""
+    """Return the first bytes of a receiver that has dialled: its plane, 128 bits as hexadecimal digits."""
     number = int(plane, 16)
     return header(RECEIVE, number >> 64, number & (1 << 64) - 1)
 

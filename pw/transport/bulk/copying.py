@@ -35,17 +35,17 @@ from pw.transport.bulk.blocks import Array, Bytes, Mapping
 from pw.transport.bulk.pieces import Push, cut, place
 
 PIECE_BYTES = 512 << 10
-"""Copied without a pause: some 0.1 ms."""
+"""Bytes that a thread copies without a pause, in some 0.1 ms."""
 PIECES_AT_ONCE = 8
 """Pieces that the bulk thread copies between two looks at its sockets."""
 MOST_THREADS = 4
 """Threads that copy at the same time."""
 REST_S = 30e-6
-"""How long a helper leaves its processor to others after each piece."""
+"""Seconds for which a helper leaves its processor to other threads after each piece."""
 LATE_S = 100e-6
-"""A rest that took longer shows that another thread wants the processor."""
+"""Most seconds of a rest; a longer one shows that another thread wants the processor."""
 BACK_OFF_S = 1e-3
-"""How long a helper that woke late copies nothing."""
+"""Seconds for which a helper that woke late copies nothing."""
 _PR_SET_TIMERSLACK = 29
 
 
@@ -69,7 +69,7 @@ class Copy:
     threads: int = 0
     """Threads that copy a piece now."""
     error: str = ""
-    """Why the transfer fails."""
+    """Reason why the transfer fails; empty if it does not."""
 
 
 class Copying:

@@ -17,7 +17,7 @@ from pw.transport.bulk.blocks import Array, Block, Bytes
 
 Done = Callable[[Exception | None], None]
 Ready = Callable[[int, bool, bool], None]
-"""Called with a descriptor, and whether it is readable and writable."""
+"""Callback that takes a descriptor, and whether it is readable and writable."""
 Watch = Callable[[int, Ready, bool], None]
 Unwatch = Callable[[int], None]
 
@@ -60,7 +60,7 @@ def checked(landing: Landing, parts: Sequence[tuple[int, Array]], done: Done) ->
 
 
 def cut(parts: Sequence[tuple[int, Array]], limit_bytes: int) -> Iterator[tuple[int, Array]]:
-    """The same bytes in pieces of at most that size, as views; nothing is copied."""
+    """Return the same bytes in pieces of at most that size, as views; nothing is copied."""
     for offset, array in parts:
         if array.nbytes:
             yield from _cut(offset, array, limit_bytes)

@@ -51,7 +51,7 @@ from pw.transport.bulk.blocks import (
 from pw.transport.bulk.chunk_receiver import Inflow
 from pw.transport.bulk.chunk_sender import ChunkSender
 from pw.transport.bulk.pieces import Push, checked
-from pw.transport.bulk.shared import INLINE_BYTES, SHARE_BYTES, Malformed
+from pw.transport.bulk.shared import ON_SOCKET_BYTES, SHARE_BYTES, Malformed
 from pw.transport.bulk.shared_receiver import SharedReceiver
 from pw.transport.bulk.shared_sender import SharedSender
 from pw.transport.bulk.thread import BulkThread
@@ -204,14 +204,14 @@ class BulkPlane:
         transfer = secrets.randbits(63) or 1
         block = None
         try:
-            if size_bytes > INLINE_BYTES and _SHARED_MEMORY:
+            if size_bytes > ON_SOCKET_BYTES and _SHARED_MEMORY:
                 block = self._lease(size_bytes, transfer)
             target = block.bytes[:size_bytes] if block else aligned_buffer(size_bytes)
         except (OSError, MemoryError) as error:
             words = f"this process has no memory for an array of {size_bytes} bytes to come here: {error}"
             raise OutOfHostMemory(words) from error
         self._expected[transfer] = _Expected(block, Inflow(transfer, target), deliver)
-        receiver = self._receiver if block or size_bytes <= INLINE_BYTES else None
+        receiver = self._receiver if block or size_bytes <= ON_SOCKET_BYTES else None
         plane = self._plane if sender and self._channel != "shared" else ""
         if plane:
             self.thread.dial(sender)
@@ -254,7 +254,7 @@ class BulkPlane:
             self._pool.retire(expected.block)
 
     def landed_bytes(self, transfer: int) -> int:
-        """How much of a landing has come in chunks; 0 for one in shared memory."""
+        """Return the bytes of a landing that have come in chunks; 0 for one in shared memory."""
         expected = self._expected.get(transfer)
         return expected.inflow.received_bytes if expected is not None else 0
 
@@ -297,8 +297,8 @@ class BulkPlane:
         """The block of this process in which the pushed array lies, if sharing it pays."""
         if push.size_bytes < SHARE_BYTES or push.size_bytes != push.landing.size_bytes:
             return None
-        (_, array), *others = push.parts
-        if others or not array.flags.c_contiguous:
+        (_, array), *rest = push.parts
+        if rest or not array.flags.c_contiguous:
             return None
         return self._pool.share(array)
 

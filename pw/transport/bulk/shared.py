@@ -32,17 +32,17 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 
-INLINE_BYTES = 32 * 1024
-"""Up to this size the bytes travel on the socket: mapping a block would cost more."""
+ON_SOCKET_BYTES = 32 * 1024
+"""Most bytes that travel on the socket: mapping a block would cost more."""
 SHARE_BYTES = 2 << 20
-"""From this size on, a copy costs more than mapping the pages once more."""
+"""Least bytes for which another mapping of the pages costs less than a copy."""
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
 WANT, FINISH, INLINE, BLOCK, MISSING, DROP, SHARE, RETURN, RETIRE, LOST = range(1, 11)
 _DESCRIPTORS_AT_ONCE = 16
 GONE = -1
-"""In the place of a descriptor that came when this process could have no more."""
+"""Stand-in for a descriptor that came when this process could have no more."""
 
 
 class Malformed(Exception):
@@ -86,5 +86,5 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 
 def socket_name(name: str) -> str:
-    """Where a listener of this name is: a path, or an abstract name."""
+    """Return the address of the listener of this name: a path, or an abstract name."""
     return name if name.startswith("/") else f"\0{name}"

@@ -23,9 +23,9 @@ from pw.transport.bulk.shared import (
     FINISH,
     GONE,
     INLINE,
-    INLINE_BYTES,
     LOST,
     MISSING,
+    ON_SOCKET_BYTES,
     RETIRE,
     RETURN,
     SHARE,
@@ -72,10 +72,7 @@ class SharedReceiver:
     """Sends blocks to senders, and reports completed transfers; on the loop thread."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        arrivals: Arrivals,
-        folder: Path | None = None,
+        self, loop: asyncio.AbstractEventLoop, arrivals: Arrivals, folder: Path | None = None
     ) -> None:
         random = os.urandom(8).hex()
         self.name = f"pw-bulk-{os.getpid()}-{random}"
@@ -167,7 +164,7 @@ class SharedReceiver:
                 elif kind == SHARE:
                     self._take_shared(caller, first, second)
                 elif kind == INLINE:
-                    if second > INLINE_BYTES:
+                    if second > ON_SOCKET_BYTES:
                         raise Malformed("an inline transfer is too long")
                     caller.inline = (first, second)
                     break

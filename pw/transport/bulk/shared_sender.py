@@ -24,9 +24,9 @@ from pw.transport.bulk.shared import (
     FINISH,
     GONE,
     INLINE,
-    INLINE_BYTES,
     LOST,
     MISSING,
+    ON_SOCKET_BYTES,
     RETIRE,
     RETURN,
     SHARE,
@@ -40,7 +40,7 @@ from pw.transport.bulk.shared import (
 )
 
 SILENCE_S = 30.0
-"""A receiver that owes an answer for so long counts as dead."""
+"""Seconds after which a receiver that owes an answer counts as dead."""
 WANTS_AT_ONCE = 64
 
 
@@ -186,7 +186,7 @@ class SharedSender:
 
     def _send_inline(self, name: str, peer: _Receiver, push: Push) -> None:
         size_bytes = push.landing.size_bytes
-        if size_bytes > INLINE_BYTES:
+        if size_bytes > ON_SOCKET_BYTES:
             self._finish(
                 push,
                 TransferFailed("the receiver has made no room for the array that it asked for"),
@@ -194,7 +194,7 @@ class SharedSender:
             return
         payload: Bytes = np.zeros(size_bytes, np.uint8)
         try:
-            for offset, piece in cut(push.parts, INLINE_BYTES):
+            for offset, piece in cut(push.parts, ON_SOCKET_BYTES):
                 payload[offset : offset + piece.nbytes] = packed(piece)
         except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
             self._finish(push, TransferFailed(f"an array cannot be read to be sent: {error!r}"))

@@ -30,7 +30,7 @@ from pw.transport.bulk.shared_sender import SharedSender
 from pw.transport.streams.stream import Stream
 
 EXPIRE_MS = 1000
-"""How often connections and transfers that have waited too long are looked for."""
+"""Milliseconds between two searches for connections and transfers that have waited too long."""
 
 
 class BulkThread:

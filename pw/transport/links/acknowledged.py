@@ -16,11 +16,11 @@ import sys
 
 _HAS_RECORD = sys.platform == "linux"
 _RECORD = struct.Struct("=2xBB4x48xI")
-"""Of `tcp_info`: unanswered retransmissions and probes, and the age of the newest acknowledgement in ms."""
+"""Parts of `tcp_info`: unanswered retransmissions and probes, and ms since the newest acknowledgement."""
 
 
 def unanswered_s(connected: socket.socket) -> float:
-    """How long the peer's machine has acknowledged nothing, though the kernel asks again; 0 if it answers.
+    """Return the seconds without an answer of the peer's machine to the kernel; 0 if it answers.
 
     A unix socket ends with its peer, so its peer's machine always answers. So does every machine for a kernel
     that keeps no such record.

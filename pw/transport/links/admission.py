@@ -21,7 +21,7 @@ from pw.transport.links.link import Link
 from pw.transport.log import audit
 
 FUTURE_S = 3600.0
-"""A newer start on this machine cannot have a clock so far ahead."""
+"""Most seconds by which the clock of a newer start on this machine can be ahead."""
 _AUDIT_AGAIN_S = 60.0
 _REMEMBERED = 4096
 
@@ -71,7 +71,7 @@ class Access:
     def objection(
         self, hello: Hello, connection: Connection, link: Link | None
     ) -> ErrorReport | None:
-        """Why the sender of a hello may not have its name; None if it may."""
+        """Return the reason why the sender of a hello may not have its name; None if it may."""
         identity, name = connection.identity, hello.node
         words = ""
         if identity is not None and identity.role is not role_of(name):
@@ -125,19 +125,19 @@ class Access:
         credentials = self._credentials
         if credentials is None or not credentials.refresh():
             return []
-        found = []
+        refusals = []
         for link in links:
             identity = link.identity
             if identity is not None and credentials.is_revoked(identity):
                 audit("revoked", **identity.fields, node=link.node, peer=link.out.peer)
                 words = f"the certificate of {identity} is revoked (serial {identity.serial})"
                 words += "; it needs a new one"
-                found.append((link, ErrorReport.of(AccessRefused(words), where=self._node)))
-        return found
+                refusals.append((link, ErrorReport.of(AccessRefused(words), where=self._node)))
+        return refusals
 
 
 def not_the_name(name: str, identity: Identity) -> str:
-    """Why a worker may not have a name."""
+    """Return the reason why a worker may not have a name."""
     return (
         f"{name} is not the name of its certificate, which is that of {identity}: it may be called "
         f"{identity.name}, or {identity.name}/ and more; start it with such a --name, or issue a certificate "
@@ -148,11 +148,11 @@ def not_the_name(name: str, identity: Identity) -> str:
 def _is_same(link: Link, identity: Identity | None) -> bool:
     """Whether a link's peer, as far as it is known, has this identity; certificates may differ."""
     if link.incarnation is not None:
-        known = link.identity
+        own = link.identity
     elif link.out.is_open:
-        known = link.out.identity
+        own = link.out.identity
     else:
         return True
-    if known is None or identity is None:
-        return known is identity
-    return known.uri == identity.uri
+    if own is None or identity is None:
+        return own is identity
+    return own.uri == identity.uri

@@ -21,13 +21,13 @@ from pw.core import messages
 from pw.core.errors import ProtocolError
 
 MAX_FRAME_BYTES = 64 << 20
-"""Larger frames are neither sent nor accepted; bulk data has its own plane."""
+"""Most bytes of a frame that is sent or accepted; bulk data has its own plane."""
 
 MAX_OBJECTS = 1 << 20
 """Most msgpack objects in one frame, which bounds what decoding it can allocate."""
 
 BATCH_BYTES = 256 << 10
-"""A frame of this size is sent before the loop turn ends."""
+"""Bytes at which a frame is sent before the loop turn ends."""
 
 _OVERHEAD_BYTES = 4096
 """Room in a frame for the sequence, headers and names."""
@@ -76,7 +76,7 @@ def encode_message(message: object) -> bytes:
             f"it takes {len(body)} bytes and a message holds "
             f"{MAX_FRAME_BYTES}; large values belong in arrays, not in programs or arguments"
         )
-    if len(body) > MAX_OBJECTS and exceeds_objects(body):
+    if len(body) > MAX_OBJECTS and exceeds_objects(body, MAX_OBJECTS):
         raise TooManyObjects(
             f"it consists of more than {MAX_OBJECTS} objects, the bound for "
             "one message; split the program"
@@ -123,7 +123,7 @@ def decode(data: bytes) -> Frame:
     size = len(data)
     if size > MAX_FRAME_BYTES:
         raise MalformedFrame(f"a frame of {size} bytes is over the bound of {MAX_FRAME_BYTES}")
-    if size > MAX_OBJECTS and exceeds_objects(data):
+    if size > MAX_OBJECTS and exceeds_objects(data, MAX_OBJECTS):
         raise MalformedFrame(f"a frame of more than {MAX_OBJECTS} objects")
     try:
         return _decoder.decode(data)
@@ -148,10 +148,10 @@ _STRIDES = _strides()
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
-def exceeds_objects(data: bytes) -> bool:
+def exceeds_objects(data: bytes, most: int = MAX_OBJECTS) -> bool:
     """Whether `data` holds more msgpack objects than allowed; nesting does not matter for that."""
     position, end, strides = 0, len(data), _STRIDES
-    for _ in range(MAX_OBJECTS):
+    for _ in range(most):
         if position >= end:
             return False
         head = data[position]

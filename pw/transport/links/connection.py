@@ -61,7 +61,7 @@ class Owner(Protocol):
     """The network that made a connection."""
 
     def received(self, connection: StreamConnection, parts: list[bytes]) -> None:
-        """A message has come."""
+        """Handle a message."""
 
     def ended(self, connection: StreamConnection, reason: str) -> None:
         """The connection has been closed by the peer, or the kernel."""
@@ -71,6 +71,10 @@ class Owner(Protocol):
 
     def turn_away(self, connection: StreamConnection) -> None:
         """Forget an accepted connection that is for chunks; it has closed."""
+
+    @property
+    def take(self) -> Callable[[Callable[[], object]], None]:
+        """Reads what has come, and handles it now or soon."""
 
     @property
     def take_chunks(self) -> TakeChunks:
@@ -92,6 +96,7 @@ class StreamConnection(Connection):
         send_buffer_bytes: the size of the kernel's buffer; 0 for its choice.
         security: how tcp is used; by default not at all.
         node: the node that is dialled, whose name the peer's certificate must allow; empty for any.
+        handshake_s: seconds that the peer may take to say who it is.
     """
 
     def __init__(
@@ -103,20 +108,23 @@ class StreamConnection(Connection):
         *,
         security: Security = CLOSED,
         node: str = "",
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         super().__init__()
+        self.handshake_s = handshake_s
         self.heard_s = loop.time()
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
         self._security = security
         self._node = node
-        self._stream: Stream | None = None
+        self.stream: Stream | None = None
+        """The bytes of the connection; None until a socket is connected, and after the end."""
         self._dialled: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
         self._early: list[bytes] = []
         self._head = bytearray()
-        """The first bytes of a process that has dialled, until it is known what they begin."""
+        """First bytes of a process that has dialled, until they show what begins."""
         self._retry_s = RETRY_S
         self._timer: asyncio.TimerHandle | None = None
         self._where: SocketAddress | None = None
@@ -132,29 +140,29 @@ class StreamConnection(Connection):
     @property
     def is_local(self) -> bool:
         """Whether the peer is a process on this machine, of this user or of root."""
-        return self._stream is not None and self._stream.socket.family == socket.AF_UNIX
+        return self.stream is not None and self.stream.socket.family == socket.AF_UNIX
 
     @property
     def number(self) -> int:
         """The descriptor of the socket; -1 without one that `read` may read."""
-        return self._stream.socket.fileno() if self.is_open and self._stream is not None else -1
+        return self.stream.socket.fileno() if self.is_open and self.stream is not None else -1
 
     @property
     def waiting_bytes(self) -> int:
         """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
-        return 0 if self._stream is None else self._stream.waiting_bytes
+        return 0 if self.stream is None else self.stream.waiting_bytes
 
     @property
     def unanswered_s(self) -> float:
-        """How long the peer's machine has acknowledged nothing (see `Connection.unanswered_s`)."""
-        return 0.0 if self._stream is None else unanswered_s(self._stream.socket)
+        """Return the seconds without an acknowledgement (see `Connection.unanswered_s`)."""
+        return 0.0 if self.stream is None else unanswered_s(self.stream.socket)
 
     def send(self, frame: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
         if not self.is_open:
             self._early.append(frame)
             return True
-        stream = self._stream
+        stream = self.stream
         if stream is None or stream.send(self._zmtp.message(frame)):
             return True
         self._await_room(stream)
@@ -182,9 +190,9 @@ class StreamConnection(Connection):
 
     def hold(self) -> None:
         """Receive nothing until `resume`; the sender has to wait when the buffers are full."""
-        if self._stream is not None and not self.held:
+        if self.stream is not None and not self.held:
             self.held = True
-            self._loop.remove_reader(self._stream.socket)
+            self._loop.remove_reader(self.stream.socket)
 
     def resume(self) -> None:
         """Receive again after `hold`."""
@@ -286,10 +294,10 @@ class StreamConnection(Connection):
         self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)
         credentials = None if connected.family == socket.AF_UNIX else self._security.credentials
         if credentials is None:
-            self._stream = stream = Stream(connected)
+            self.stream = stream = Stream(connected)
         else:
             dialled = self._where is not None
-            self._stream = stream = TlsStream(
+            self.stream = stream = TlsStream(
                 connected, credentials, dialled=dialled, node=self._node
             )
         self._loop.add_reader(connected, self._shake, stream)
@@ -336,20 +344,22 @@ class StreamConnection(Connection):
             self._greet(stream, bytes(self._head))
         elif len(self._head) == CHUNKS_HEAD_BYTES:
             self._loop.remove_reader(stream.socket)
-            self._stream, self.closed = None, True
+            self.stream, self.closed = None, True
             self._hang_up()
             self._owner.turn_away(self)
             self._owner.take_chunks(stream, bytes(self._head))
 
     def _greet(self, stream: Stream, first: bytes) -> None:
         """Begin the handshake of ZMTP, of which bytes may have come."""
-        self._loop.add_reader(stream.socket, self.read)
+        self._loop.add_reader(stream.socket, self._owner.take, self.read)
         self._say()
         if early := first + stream.held():
             self._take(early)
 
     def _set_timer(self) -> None:
-        self._timer = self._loop.call_later(HANDSHAKE_S, self._end, "no answer to the greeting")
+        self._timer = self._loop.call_later(
+            self.handshake_s, self._end, "no answer to the greeting"
+        )
 
     def _opened(self) -> None:
         self.is_open = True
@@ -363,18 +373,18 @@ class StreamConnection(Connection):
         """Send the bytes of ZMTP itself."""
         data = b"".join(self._zmtp.output)
         self._zmtp.output.clear()
-        if self._stream is not None and not self._stream.send(data):
-            self._await_room(self._stream)
+        if self.stream is not None and not self.stream.send(data):
+            self._await_room(self.stream)
 
     # --- reading -------------------------------------------------------------------------------
 
     def read(self) -> bool:
         """Read once and deliver; False if nothing came, or nothing is received now."""
-        if self._stream is None or self.held:
+        if self.stream is None or self.held:
             return False
         size = min(max(READ_BYTES, self._zmtp.missing_bytes), READ_MAX_BYTES)
         try:
-            data = self._stream.receive(size)
+            data = self.stream.receive(size)
         except (BlockingIOError, InterruptedError):
             return False
         except (ConnectionResetError, BrokenPipeError):
@@ -388,7 +398,7 @@ class StreamConnection(Connection):
         if not data:
             self._end(LOST)
             return False
-        body = self._zmtp.whole(data)
+        body = self._zmtp.single(data)
         if body is None:
             self._take(data)
         else:
@@ -412,7 +422,7 @@ class StreamConnection(Connection):
             self._refused(str(error))
         except ZmtpError as error:
             self._end(f"not ZMTP: {error}")
-        if self.closed or self._stream is None:
+        if self.closed or self.stream is None:
             return
         if zmtp.output:
             self._say()
@@ -420,12 +430,12 @@ class StreamConnection(Connection):
             self._opened()
 
     def _resumed(self) -> None:
-        if self._stream is None or not self.held:
+        if self.stream is None or not self.held:
             return
         self.held = False
         self._deliver()  # what has come is taken before more is read
-        if self._stream is not None and not self.held:
-            self._loop.add_reader(self._stream.socket, self.read)
+        if self.stream is not None and not self.held:
+            self._loop.add_reader(self.stream.socket, self._owner.take, self.read)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -461,9 +471,9 @@ class StreamConnection(Connection):
             self._loop.remove_writer(self._dialled)
             self._dialled.close()
             self._dialled = None
-        if self._stream is not None:
-            self._loop.remove_reader(self._stream.socket)
-            self._loop.remove_writer(self._stream.socket)
+        if self.stream is not None:
+            self._loop.remove_reader(self.stream.socket)
+            self._loop.remove_writer(self.stream.socket)
             self.is_waiting = False
-            self._stream.close(linger_s)
-            self._stream = None
+            self.stream.close(linger_s)
+            self.stream = None

@@ -29,6 +29,8 @@ class Network(Protocol):
     """The network that listens."""
 
     name: str
+    strangers: Strangers[StreamConnection]
+    """Connections over tcp whose peers have not said who they are."""
 
     def accept(self, accepted: socket.socket) -> StreamConnection:
         """Begin a connection."""
@@ -41,7 +43,7 @@ class Network(Protocol):
 
 
 class Entrance:
-    """The listening sockets of a node, and its strangers.
+    """The listening sockets of a node.
 
     Args:
         loop: the event loop to live on.
@@ -71,9 +73,6 @@ class Entrance:
         self._access = access
         self._security = security
         self._warnings = warnings
-        self._strangers: Strangers[StreamConnection] = Strangers(
-            lambda one: not (one.is_open or one.closed)
-        )
         self._closed = False
         listener = listen(bind)
         try:
@@ -150,7 +149,7 @@ class Entrance:
 
     def _make_room(self, new: StreamConnection) -> None:
         """Count a new stranger, and drop the oldest if there are too many."""
-        oldest = self._strangers.add(new, new.peer.rpartition(":")[0])
+        oldest = self._network.strangers.add(new, new.peer.rpartition(":")[0])
         if oldest is not None:
             self._network.count("connections_crowded_out")
             self._network.turn_away(oldest)

@@ -17,7 +17,7 @@ LOST = "connection lost"
 """The reason when the process at the other end of a connection has ended."""
 
 
-class Loop(Protocol):
+class EventLoop(Protocol):
     """The event loop, as a node sees it."""
 
     def call_soon(self, action: Callable[..., object], /, *args: Any) -> Any:
@@ -42,15 +42,15 @@ class Connection:
         self.held = False
         """Whether nothing is received until `resume`."""
         self.identity: Identity | None = None
-        """What the peer's certificate says, also of one that was refused; None without TLS."""
+        """Identity in the peer's certificate, also of a refused peer; None without TLS."""
         self.peer = "local"
         """The address of a tcp peer, as host:port."""
         self.heard_s = 0.0
-        """When bytes came that were not one whole message; of those, the owner knows."""
+        """Time, in seconds, of the last bytes that were not one whole message; the owner notes those."""
         self.trouble = ""
-        """Why the last try to dial has failed, and what the user can do; empty if none has."""
+        """Reason why the last try to dial has failed, and what the user can do; empty if none has."""
         self.finds_no_peer = False
-        """No process that this one could talk to has listened at the address, at any try."""
+        """Whether no process that this one could talk to has listened at the address, at any try."""
 
     @property
     def is_local(self) -> bool:
@@ -64,7 +64,7 @@ class Connection:
 
     @property
     def unanswered_s(self) -> float:
-        """How long the peer's machine has acknowledged nothing, in seconds, though it was asked to.
+        """Return the seconds for which the peer's machine has acknowledged nothing, though it was asked to.
 
         0 while the machine answers, whatever the peer's process does.
         """
@@ -116,6 +116,9 @@ class Mailroom(Protocol):
         Then the network reads no more of it, until the node calls `resume`.
         """
 
+    def take(self, act: Callable[[], object]) -> None:
+        """Do something that may bring messages, and handle them now or soon."""
+
     def deliver(self, actor: str, message: object, sender: Address) -> None:
         """Put a message of another node into the mailbox, if its sender's role may send it."""
 
@@ -143,13 +146,13 @@ class Network(Protocol):
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
 
     def heard_s(self, node: str) -> float | None:
-        """How many seconds ago anything came from `node`; None without a link."""
+        """Return the seconds since anything came from `node`; None without a link."""
 
     def identity_of(self, node: str) -> Identity | None:
         """The identity of a peer with a link; None for a link without TLS, or without a link."""
 
     def trouble_of(self, node: str) -> str:
-        """What is in the way of a link to `node`; empty if there is one, or that is not known."""
+        """Return the obstacle to a link to `node`; empty if there is a link, or the obstacle is unknown."""
 
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""

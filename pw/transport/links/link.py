@@ -17,13 +17,13 @@ from pw.transport.access.identity import Identity
 from pw.transport.links.interface import Connection, Mailroom
 
 LONGEST_SILENCE_S = 600.0
-"""A longer silence in a peer's hello is ignored."""
+"""Longest silence, in seconds, that a peer may ask for in its hello."""
 HELD_BYTES = 4 << 20
-"""A peer is held, until all are handled, when the frames of those that wait have so many bytes."""
+"""Bytes of waiting frames at which reading from a peer stops until they are handled."""
 UNREAD_BYTES = 16 << 20
-"""A client that has not read so much is held until it has read half of that."""
+"""Unread bytes at which a client is held; it goes on when half of them are read."""
 MOST_UNREAD_BYTES = 64 << 20
-"""A silent peer that has not read so much is lost: what waits for it is kept here."""
+"""Unread bytes at which a silent peer is lost; this process keeps them for it."""
 _SENDERS_REMEMBERED = 1024
 
 
@@ -74,7 +74,7 @@ def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) ->
 
 
 def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
-    """Why a node refuses a hello; None if it does not."""
+    """Return the reason why a node refuses a hello; None if it does not."""
     theirs = Versions.of(hello)
     if not theirs.fits(ours):
         return version_mismatch(here, ours, hello.node, theirs)
@@ -96,17 +96,18 @@ class Link:
     out: Connection
     endpoint: str
     """The endpoint that we dialled; empty if the peer dialled us."""
-    made_s: float
+    began_s: float
+    """Time of the link's begin, in seconds of this process's clock."""
     source: Connection | None = None
-    """None before the hello."""
+    """Connection on which the peer's frames come; None before its hello."""
     incarnation: int | None = None
-    """None until the peer's hello has come."""
+    """Number of the peer's incarnation; None until its hello has come."""
     identity: Identity | None = None
-    """What the peer's certificate says; None on links without TLS."""
+    """Identity in the peer's certificate; None on links without TLS."""
     shown_serial: str = ""
-    """Of the certificate that this process has shown to the peer; empty before the peer's hello."""
+    """Serial number of the certificate that this process has shown to the peer; empty before the hello."""
     silence_s: float = 0.0
-    """How long the peer may be silent, as its hello says; 0 for as long as its machine answers."""
+    """Seconds that the peer may be silent, from its hello; 0 for as long as its machine answers."""
     is_silent: bool = False
     """Whether nothing had come from the peer for some heartbeats at the last look."""
     sent: int = 0
@@ -114,13 +115,17 @@ class Link:
     pieces: list[bytes] = field(default_factory=list)
     pieces_bytes: int = 0
     unhandled_bytes: int = 0
-    """Of frames from the peer since none of its messages waited."""
+    """Bytes of frames from the peer since the last moment at which none of its messages waited."""
     unread_bytes: int = 0
-    """What waits for the peer to read, as it was last looked at; 0 unless the peer is held for that."""
-    _addresses: dict[str, Address] = field(default_factory=dict)
+    """Bytes that waited for the peer to read at the last look; 0 unless the peer is held for that."""
+    addresses: dict[str, Address] = field(default_factory=dict)
+    """Addresses of the actors of the peer that have sent something of late."""
+    is_clients: bool = field(init=False)
+    """Whether the peer is a client."""
 
     def __post_init__(self) -> None:
-        self.heard_s = self.spoke_s = self.made_s
+        self.heard_s = self.spoke_s = self.began_s
+        self.is_clients = role_of(self.node) is Role.CLIENT
 
     def open(self, source: Connection, hello: Hello, now_s: float) -> None:
         """Begin to receive from the peer, whose hello has come; it may name a silence of its own."""
@@ -132,7 +137,7 @@ class Link:
     def took(self, frame_bytes: int, node: Mailroom) -> None:
         """A frame of the peer is with the node; read no more from the peer if much of it waits there."""
         self.unhandled_bytes += frame_bytes
-        if self.out.waiting_bytes > UNREAD_BYTES and role_of(self.node) is Role.CLIENT:
+        if self.is_clients and self.out.waiting_bytes > UNREAD_BYTES:
             assert self.source is not None
             self.unread_bytes = self.out.waiting_bytes
             self.source.hold()
@@ -167,22 +172,22 @@ class Link:
 
     @property
     def last_heard_s(self) -> float:
-        """When a frame came last, or a part of one: a large frame may take longer than any silence."""
+        """Return the time of the last frame or part of one: a large frame may take longer than any silence."""
         return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
 
     def unreached(self, now_s: float, connect_s: float, absent_s: float = math.inf) -> str:
-        """Why a peer that has sent no hello is lost: it was not reached in time; else empty.
+        """Return the reason why a peer without a hello is lost: it was not reached in time; else empty.
 
         The time is `connect_s`, and `absent_s` where no peer has ever listened.
         """
         patience_s = min(connect_s, absent_s) if self.out.finds_no_peer else connect_s
-        if now_s - self.made_s <= patience_s:
+        if now_s - self.began_s <= patience_s:
             return ""
         trouble = f": {self.out.trouble}" if self.out.trouble else ""
         return f"could not be reached at {self.endpoint}{trouble}"
 
     def complaint(self, now_s: float, lease_s: float, patience_s: float) -> str:
-        """Why an open link is lost: the peer is silent for too long, also after a read; else empty.
+        """Return the reason why an open link is lost: silence for too long, also after a read; else empty.
 
         A peer has `patience_s`, or the silence that it has named, while its machine answers, else `lease_s`.
         """
@@ -215,15 +220,15 @@ class Link:
     def excuse(self, away_s: float) -> None:
         """Do not count a time in which this process did not read."""
         self.heard_s += away_s
-        self.made_s += away_s
+        self.began_s += away_s
         if self.source is not None:
             self.source.heard_s += away_s
 
     def address(self, actor: str) -> Address:
         """The address of an actor of the peer."""
-        address = self._addresses.get(actor)
+        address = self.addresses.get(actor)
         if address is None:
-            if len(self._addresses) >= _SENDERS_REMEMBERED:
-                self._addresses.clear()
-            address = self._addresses[actor] = Address(self.node, actor)
+            if len(self.addresses) >= _SENDERS_REMEMBERED:
+                self.addresses.clear()
+            address = self.addresses[actor] = Address(self.node, actor)
         return address

@@ -34,7 +34,7 @@ count, until some is handled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pw.core import messages as msg
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
@@ -52,9 +52,9 @@ LOOKS = 128
 """Links that are looked at in one turn of the loop, in about a millisecond."""
 
 QUIET_HEARTBEATS = 2
-"""A peer of which nothing has come for so many heartbeats is silent."""
+"""Heartbeats without a frame after which a peer is silent."""
 DEAD_HEARTBEATS = 3
-"""A host whose machine has acknowledged nothing for so many heartbeats is lost: its gang waits for it."""
+"""Heartbeats without an acknowledgement after which a host's machine is lost: its gang waits for it."""
 
 LastWord = msg.Goodbye | msg.Refused | None
 _LINK_KINDS = frozenset((msg.Hello, msg.Refused, msg.Heartbeat, msg.Goodbye))
@@ -102,6 +102,8 @@ class Links:
         self.patience_s = max(patience_s, lease_s)
         self._connect_s = connect_s
         self._absent_s = absent_s
+        self.looks = LOOKS
+        """How many links are looked at in one turn of the loop."""
         self._warnings = Warnings(self.name)
         self._node: Mailroom
         self._endpoints: dict[str, str] = {}
@@ -151,13 +153,31 @@ class Links:
         link.pieces += (names, body)
         link.pieces_bytes += size
 
+    def send_now(self, sender: Address, to: Sequence[Address], message: object) -> None:
+        """Send a message to some actors, one on each node, in a frame of its own.
+
+        Raises:
+            ProtocolError: the message cannot cross to another process.
+        """
+        body = codec.encode_message(message)
+        for one in to:
+            link = self.links.get(one.node) or self._dial(one.node)
+            if link is None:
+                self._node.counters["messages_unroutable"] += 1
+                continue
+            if link.pieces:
+                self._ship(link)
+            self._ship_pieces(link, [codec.encode_names(one.actor, sender.actor), body])
+        self._node.counters["messages_sent"] += len(to)
+
     def flush(self) -> None:
         """Send all messages of this loop turn, in one frame for each peer."""
         if self._to_ship:
             links, self._to_ship = self._to_ship, []
             for link in links:
-                if link.pieces and self.links.get(link.node) is link:
-                    self._ship(link)
+                if (pieces := link.pieces) and self.links.get(link.node) is link:
+                    link.pieces, link.pieces_bytes = [], 0
+                    self._ship_pieces(link, pieces)
         self._encoded.clear()
 
     def introduce(self, node: str, endpoint: str) -> None:
@@ -173,7 +193,7 @@ class Links:
             self._drop(link, msg.Goodbye())
 
     def heard_s(self, node: str) -> float | None:
-        """How many seconds ago something came from `node`; None without a link."""
+        """Return the seconds since something came from `node`; None without a link."""
         link = self.links.get(node)
         return None if link is None else self._clock() - link.last_heard_s
 
@@ -183,7 +203,7 @@ class Links:
         return None if link is None else link.identity
 
     def trouble_of(self, node: str) -> str:
-        """What is in the way of a link to `node`; empty if there is one, or that is not known."""
+        """Return the obstacle to a link to `node`; empty if there is a link, or the obstacle is unknown."""
         link = self.links.get(node)
         return "" if link is None or link.incarnation is not None else link.out.trouble
 
@@ -278,11 +298,11 @@ class Links:
     # --- incoming ------------------------------------------------------------------------------
 
     def received(self, connection: Connection, parts: list[bytes]) -> None:
-        """A message has come on a connection."""
+        """Handle a message of a connection."""
         link, counters = self.connections[connection], self._node.counters
         counters["frames_received"] += 1
         try:
-            frame = codec.decode_parts(parts)
+            frame = codec.decode(parts[0]) if len(parts) == 1 else codec.decode_parts(parts)
         except codec.MalformedFrame as error:
             peer = link.node if link else connection
             counters["frames_malformed"] += 1
@@ -336,7 +356,8 @@ class Links:
                 if isinstance(message, msg.Hello):
                     node.counters["frames_malformed"] += 1
             elif numbered:
-                node.deliver(to_actor, message, link.address(from_actor))
+                sender = link.addresses.get(from_actor) or link.address(from_actor)
+                node.deliver(to_actor, message, sender)
 
     def _dismissed(self, link: Link, error: ErrorReport) -> None:
         """A peer ends a link; for good, unless this process has another certificate by now."""
@@ -363,8 +384,8 @@ class Links:
                 self._refuse(hello.node, error, link)
             return
         if link is not None and link.incarnation is not None:
-            taken = f"a newer process has taken the name {hello.node}"
-            refusal = msg.Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
+            words = f"a newer process has taken the name {hello.node}"
+            refusal = msg.Refused(ErrorReport.of(ConnectionFailed(words), where=self.name))
             if hello.incarnation < link.incarnation:
                 self.count("hellos_refused")
                 self._answer(connection, refusal)
@@ -388,7 +409,7 @@ class Links:
         self._open(link, connection, hello)
 
     def _answered(self, link: Link, hello: msg.Hello) -> None:
-        """A hello has come on a connection that we have made."""
+        """Handle a hello on a connection that this process has made."""
         error = objection(self.name, self._versions, hello)
         if error is None and hello.node != link.node:
             words = f"at {link.endpoint} answers {hello.node}, where {link.node} was expected"
@@ -451,7 +472,7 @@ class Links:
         Thousands of links at once would delay launches.
         """
         was_away = self._away_s > 2 * self._heartbeat_s + 0.5
-        some, self._unlooked = self._unlooked[:LOOKS], self._unlooked[LOOKS:]
+        some, self._unlooked = self._unlooked[: self.looks], self._unlooked[self.looks :]
         for link in some:
             if self.links.get(link.node) is link:
                 if link.may_be_silent() or was_away:

@@ -98,7 +98,7 @@ class LocalNetwork:
         self.hub._put((self, to, sender, message))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is held back."""
 
     def introduce(self, node: str, endpoint: str) -> None:
         """Expect `node`; the hub finds it by name."""
@@ -110,14 +110,14 @@ class LocalNetwork:
         self._introduced.discard(node)
 
     def resume(self, node: str) -> None:
-        """No peer is held."""
+        """Do nothing: no peer is held."""
 
     def heard_s(self, node: str) -> float | None:
-        """There are no links here."""
+        """Return None: there are no links here."""
         return None
 
     def identity_of(self, node: str) -> Identity | None:
-        """No peer has a certificate here."""
+        """Return None: no peer has a certificate here."""
         return None
 
     def trouble_of(self, node: str) -> str:

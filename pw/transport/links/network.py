@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+from collections.abc import Callable
 
 from pw.core.ids import CONTROLLER
 from pw.core.messages import Hello
@@ -22,6 +23,7 @@ from pw.transport.links.entrance import Entrance
 from pw.transport.links.interface import LOST, Connection, Mailroom
 from pw.transport.links.link import Versions
 from pw.transport.links.links import Links
+from pw.transport.links.strangers import Strangers
 
 CLOSE_LINGER_S = 0.2
 LOOK_S = 0.01
@@ -86,13 +88,17 @@ class StreamNetwork(Links):
         self._loop = loop
         self._security = Security(credentials, insecure)
         self._send_buffer_bytes = send_buffer_bytes
+        self.strangers: Strangers[StreamConnection] = Strangers(
+            lambda one: not (one.is_open or one.closed)
+        )
+        """Connections over tcp whose peers have not said who they are."""
         self._entrance = None
         if bind:
             self._entrance = Entrance(
                 loop, self, bind, advertise, access, self._security, self._warnings
             )
         self.endpoint = self._entrance.endpoint if self._entrance else ""
-        """Where others reach this node; empty if it does not listen."""
+        """Endpoint at which other nodes reach this one; empty if it does not listen."""
         self.take_chunks: TakeChunks = lambda stream, head: stream.close()
         """Takes connections that are for chunks: `BulkPlane.adopt`."""
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -116,6 +122,11 @@ class StreamNetwork(Links):
         """Dial a node (see `Links.connect`)."""
         return self._connection(parse(endpoint), node)
 
+    @property
+    def take(self) -> Callable[[Callable[[], object]], None]:
+        """Reads what has come, and handles it now or soon."""
+        return self._node.take
+
     def accept(self, accepted: socket.socket) -> StreamConnection:
         """Begin a connection with a process that has dialled this node."""
         self._end_revoked()
@@ -125,7 +136,15 @@ class StreamNetwork(Links):
 
     def _connection(self, end: SocketAddress | socket.socket, node: str = "") -> StreamConnection:
         buffer_bytes, security = self._send_buffer_bytes, self._security
-        return StreamConnection(self._loop, self, end, buffer_bytes, security=security, node=node)
+        return StreamConnection(
+            self._loop,
+            self,
+            end,
+            buffer_bytes,
+            security=security,
+            node=node,
+            handshake_s=self.strangers.handshake_s,
+        )
 
     def ended(self, connection: Connection, reason: str) -> None:
         """The peer, or the kernel, has closed a connection."""

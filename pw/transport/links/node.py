@@ -25,14 +25,16 @@ from pw.core.ids import Address
 from pw.core.messages.roles import Role, role_of
 from pw.core.messages.routes import permits
 from pw.core.recorder import Recorder
-from pw.transport.links.interface import Loop, Network
+from pw.transport.links.interface import EventLoop, Network
 from pw.transport.log import Warnings, audit, log
 
 A = TypeVar("A", bound=Actor)
 
 MESSAGES_PER_TURN = 1000
+IDLE_S = 1e-4
+"""Seconds without a handled message after which a process is idle."""
 FEW_MESSAGES = 2
-"""With so few messages, a turn flushes between them: one frame for all would save little."""
+"""Most messages between which a turn flushes: one frame for all would save little."""
 
 
 class ActorEnv:
@@ -56,7 +58,8 @@ class ActorEnv:
             return
         node.network.send(to, self.address, message)
         node.counters["messages_sent"] += 1
-        node.request_turn()
+        if not node._turn_requested:
+            node.request_turn()
 
     def call_later(self, delay_s: float, note: object) -> Timer:
         """Deliver `note` to this actor after `delay_s` seconds."""
@@ -86,19 +89,29 @@ class Node:
     `post_threadsafe` belong to the loop's thread.
     """
 
-    def __init__(self, name: str, loop: Loop, network: Network) -> None:
+    def __init__(
+        self,
+        name: str,
+        loop: EventLoop,
+        network: Network,
+        messages_per_turn: int = MESSAGES_PER_TURN,
+    ) -> None:
         self.name = name
+        self.messages_per_turn = messages_per_turn
+        """Messages after which a turn ends."""
         self.loop = loop
         self.network = network
         self.counters: Counter[str] = Counter()
         self.recorder = Recorder()
         self.on_crash: Callable[[str, BaseException], None] = self._log_crash
         self.actors: dict[str, Actor] = {}
-        """By name; messages are delivered to these."""
+        """Actors of this node by name; messages are delivered to them."""
         self.mailbox = Mailbox(self._group_of)
         self._own = self.mailbox.own
         self._turn_requested = False
         self._is_turning = False
+        self._ended_s = 0.0
+        """Time at which the last turn ended, in seconds."""
         self._from_threads: deque[tuple[str, object]] = deque()
         self._woken_by_thread = False
         self._unknown: set[str] = set()
@@ -118,9 +131,9 @@ class Node:
         """
         if actor in self.actors:
             raise ValueError(f"node {self.name} has an actor {actor!r} already")
-        made = factory(ActorEnv(self, actor))
-        self.actors[actor] = made
-        return made
+        instance = factory(ActorEnv(self, actor))
+        self.actors[actor] = instance
+        return instance
 
     def _group_of(self, node: str) -> str:
         """Clients of one tenant share its part of this node's time, however many they are."""
@@ -209,11 +222,6 @@ class Node:
         """Like `post_threadsafe`, where a turn or `wake` comes next."""
         self._from_threads.append((actor, message))
 
-    @property
-    def needs_turn(self) -> bool:
-        """Whether a turn was requested, or threads have posted what is not in the mailbox yet."""
-        return self._turn_requested or bool(self._from_threads)
-
     def collect(self) -> None:
         """Put what threads have posted into the mailbox."""
         # Cleared first: a thread that saw it set has appended before.
@@ -234,12 +242,17 @@ class Node:
             self._turn_requested = True
             self._turn()
 
-    def turn_of(self, act: Callable[[], object]) -> None:
-        """Do something that brings messages, and handle them at once."""
-        if not self.closed:
-            self._turn_requested = True
+    def take(self, act: Callable[[], object]) -> None:
+        """Do something that may bring messages, and handle them at once if this process was idle.
+
+        Else they are handled soon, together with those that come meanwhile.
+        """
+        if self.closed or self._turn_requested or self.clock() < self._ended_s + IDLE_S:
             act()
-            self._turn()
+            return
+        self._turn_requested = True
+        act()
+        self._turn()
 
     def turn_now(self) -> None:
         """Handle the mailbox and flush the network at once, unless a turn is under way."""
@@ -250,7 +263,7 @@ class Node:
     def _turn(self) -> None:
         self._is_turning = True
         mailbox = self.mailbox
-        budget = MESSAGES_PER_TURN
+        budget = self.messages_per_turn
         until_s = self.clock() + TURN_S if mailbox.waiting else 0.0
         try:
             while budget > 0 and not self.closed:
@@ -261,6 +274,7 @@ class Node:
             self._is_turning = self._turn_requested = False
             if not self.closed:
                 self.network.flush()
+                self._ended_s = self.clock()
                 if mailbox.at_work is not None:
                     self._pause()
                 if self._own or mailbox.waiting:
@@ -314,10 +328,11 @@ class Node:
                 else:
                     self._undeliverable(actor, sender, message)
                 continue
-            touched[actor] = target
             if eager > 0:
                 eager -= 1
-                self.network.flush()
+                if touched:
+                    self.network.flush()
+            touched[actor] = target
             try:
                 target.receive(sender or Address(self.name, actor), message)
             except Exception as error:  # noqa: BLE001  (the edge of an actor)

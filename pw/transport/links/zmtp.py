@@ -17,7 +17,7 @@ from pw.transport.access.tls import is_tls
 
 LARGEST_COMMAND_BYTES = 4096
 _PART_BYTES = 64
-"""Added to the size of each part of a message."""
+"""Bytes that are added to the size of each part of a message."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
@@ -61,18 +61,18 @@ class Zmtp:
         self._at = 0
         self._pieces: list[bytes] = []
         self.missing_bytes = 0
-        """How many bytes, at least, the next message or command still lacks."""
+        """Least number of bytes that the next message or command still lacks."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._between = False
-        """All bytes so far were whole messages, and have been taken."""
+        """Whether all bytes so far were whole messages, and have been taken."""
 
     def message(self, body: bytes) -> bytes:
         """A message of one part as it is sent, once the connection is open."""
         size = len(body)
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
 
-    def whole(self, data: bytes) -> bytes | None:
+    def single(self, data: bytes) -> bytes | None:
         """The body, if `data` is exactly one message of one part; otherwise `data` is to be fed.
 
         Most reads return exactly one small frame, so this is the hot path.
@@ -167,8 +167,8 @@ class Zmtp:
         if len(greeting) > _SIGNATURE_BYTES and greeting[_SIGNATURE_BYTES] < 3:
             raise ZmtpError("an older version of ZMTP")
         if len(greeting) < _GREETING_BYTES:
-            whole = _SIGNATURE_BYTES + 1
-            self._lack(whole if len(greeting) < whole else _GREETING_BYTES)
+            size = _SIGNATURE_BYTES + 1
+            self._lack(size if len(greeting) < size else _GREETING_BYTES)
             return False
         if greeting[12:32] != _NULL:
             raise ZmtpError("another security mechanism")
@@ -178,8 +178,8 @@ class Zmtp:
         return True
 
     def _command(self, name: bytes, body: bytes) -> None:
-        whole = bytes((len(name),)) + name + body
-        self.output.append(bytes((_COMMAND | _LONG,)) + len(whole).to_bytes(8, "big") + whole)
+        command = bytes((len(name),)) + name + body
+        self.output.append(bytes((_COMMAND | _LONG,)) + len(command).to_bytes(8, "big") + command)
 
     def _obey(self, command: bytes) -> None:
         name, body = _counted(command, 0, 1)
@@ -205,12 +205,12 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    found, at = {}, 0
+    properties, at = {}, 0
     while at < len(data):
         name, at = _counted(data, at, 1)
         value, at = _counted(data, at, 4)
-        found[name.lower()] = value
-    return found
+        properties[name.lower()] = value
+    return properties
 
 
 def _counted(data: bytes, at: int, width: int) -> tuple[bytes, int]:

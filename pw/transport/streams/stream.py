@@ -29,22 +29,22 @@ class Stream:
     is_open = True
     """Whether bytes can be sent and received: the handshake is over."""
     holds = False
-    """Whether received bytes wait here, of which the kernel does not tell."""
+    """Whether received bytes wait in this stream, of which the kernel does not tell."""
     worth_waking_bytes = 512 << 10
-    """How many bytes of a large chunk are worth a wake-up."""
+    """Bytes of a large chunk that are worth a wake-up."""
     slack_bytes = 0
-    """How many of the missing bytes may have come in a part of a record."""
+    """Most of the missing bytes that may have come in a part of a record."""
     stage: memoryview | None = None
     """A buffer for encrypted bytes, which all streams of a thread share."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.identity: Identity | None = None
-        """What the peer's certificate says, also of a peer that was refused."""
+        """Identity in the peer's certificate, also of a refused peer."""
         self.receive: Callable[[int], bytes | None] = connected.recv
         """Returns received bytes, b"" at the end; raises BlockingIOError and other OSErrors."""
         self.waiting_bytes = 0
-        """Of messages that the socket has not taken."""
+        """Bytes of messages that the socket has not taken."""
         self._waiting: deque[bytes | memoryview] = deque()
 
     @property

@@ -32,11 +32,11 @@ from pw.transport.access.tls import (
 from pw.transport.streams.stream import Stream, drop_bytes
 
 _AHEAD_BYTES = 1 << 16
-"""How many bytes of messages are encrypted before the socket has taken them."""
+"""Most bytes of messages that are encrypted before the socket has taken them."""
 _READ_BYTES = 1 << 18
 """The most bytes that TLS holds of one read of messages."""
 _PIECE_BYTES = 1 << 18
-"""How many bytes of lines are encrypted before they are sent."""
+"""Most bytes of lines that are encrypted before they are sent."""
 _SENT_AT_ONCE = 1 << 20
 _STAGE_BYTES = 1 << 19
 _SHORT_BYTES = 1 << 12
@@ -80,14 +80,14 @@ class TlsStream(Stream):
         self._tls = TlsEnd(context, listens=not dialled)
         self.receive = self._receive
         self._send, self._recv = connected.send, connected.recv
-        self._encrypted: deque[bytes | memoryview] = deque()
+        self.encrypted: deque[bytes | memoryview] = deque()
         """Bytes to send, in the order in which TLS has made them."""
         self._keep()
 
     @property
     def has_unsent(self) -> bool:
         """Whether bytes wait here until the socket is writable."""
-        return bool(self._encrypted or self._waiting)
+        return bool(self.encrypted or self._waiting)
 
     # --- the handshake -------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class TlsStream(Stream):
             raise ConnectionResetError(_LEFT) from error
         except NotTls as error:
             if not self._dialled:
-                self._encrypted.append(plain_alert())
+                self.encrypted.append(plain_alert())
             raise AccessRefused(NO_TLS) from error
         except TlsError as error:
             raise ConnectionAbortedError(str(error)) from error
@@ -157,7 +157,7 @@ class TlsStream(Stream):
 
     def send(self, data: bytes) -> bool:
         """Encrypt and send a message, or keep it for `flush` (see `Stream.send`)."""
-        if self._encrypted or self._waiting:
+        if self.encrypted or self._waiting:
             self._wait(data)
             return False
         if len(data) > _AHEAD_BYTES:
@@ -174,7 +174,7 @@ class TlsStream(Stream):
             return True
         if sent == len(record):
             return True
-        self._encrypted.append(memoryview(record)[sent:])
+        self.encrypted.append(memoryview(record)[sent:])
         return False
 
     def _receive(self, size: int) -> bytes | None:
@@ -211,22 +211,22 @@ class TlsStream(Stream):
     def send_lines(self, lines: Sequence[memoryview]) -> int:
         """Encrypt and send bytes in order (see `Stream.send_lines`)."""
         self.flush()
-        tls, taken = self._tls, 0
+        tls, total = self._tls, 0
         for pieces, size in _pieces(lines):
             for piece in pieces:
                 tls.encrypt(piece)
             record = tls.output()
-            taken += size
+            total += size
             try:
                 sent = self._send(record)
             except BlockingIOError:
                 sent = 0
             if sent < len(record):
-                self._encrypted.append(memoryview(record)[sent:])
+                self.encrypted.append(memoryview(record)[sent:])
                 break
-            if taken >= _SENT_AT_ONCE:
+            if total >= _SENT_AT_ONCE:
                 break
-        return taken
+        return total
 
     def receive_into(self, target: memoryview) -> int:
         """Receive and decrypt bytes, once (see `Stream.receive_into`)."""
@@ -255,18 +255,18 @@ class TlsStream(Stream):
     def flush(self) -> None:
         """Send all that waits here (see `Stream.flush`)."""
         while self._encrypt():
-            while encrypted := self._encrypted:
+            while encrypted := self.encrypted:
                 drop_bytes(encrypted, self._send(encrypted[0]))
 
     def drop(self) -> None:
         """Forget what waits here."""
         super().drop()
-        self._encrypted.clear()
+        self.encrypted.clear()
 
     def _keep(self) -> None:
         """Send what the protocol itself has to say with the next bytes."""
         if self._tls.has_output:
-            self._encrypted.append(self._tls.output())
+            self.encrypted.append(self._tls.output())
 
     def _try(self) -> bool:
         """Send what the socket takes; whether nothing waits."""
@@ -281,8 +281,8 @@ class TlsStream(Stream):
     def _encrypt(self) -> bool:
         """Encrypt the next bytes that wait, if none wait encrypted; whether there are any."""
         waiting = self._waiting
-        if self._encrypted or not waiting:
-            return bool(self._encrypted)
+        if self.encrypted or not waiting:
+            return bool(self.encrypted)
         pieces, size = [], 0
         while waiting and size < _AHEAD_BYTES:
             piece = memoryview(waiting.popleft())
@@ -293,7 +293,7 @@ class TlsStream(Stream):
             pieces.append(piece)
             size += len(piece)
         self.waiting_bytes -= size
-        self._encrypted.append(self._tls.write(b"".join(pieces)))
+        self.encrypted.append(self._tls.write(b"".join(pieces)))
         return True
 
     def _say_end(self) -> None:

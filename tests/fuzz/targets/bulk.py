@@ -7,7 +7,7 @@ import select
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pw.core.landing import Landing
 from pw.transport.bulk import chunks, shared
 from pw.transport.bulk.plane import BulkPlane
 from tests.fuzz.target import Run, Target
+from tests.stages.daemons import until_true
 
 _SMALL, _LARGE = 1000, 100_000
 """Bytes of a landing in a message, and of one in a block."""
@@ -110,12 +111,8 @@ class _Plane:
         finally:
             other.close()
 
-    def _wait(self, ready: object) -> None:
-        async def wait() -> None:
-            while not ready():  # type: ignore[operator]
-                await asyncio.sleep(0.001)
-
-        self.loop.run_until_complete(asyncio.wait_for(wait(), _WAIT_S))
+    def _wait(self, ready: Callable[[], object]) -> None:
+        self.loop.run_until_complete(until_true(ready))
 
     def close(self) -> None:
         self.plane.close()

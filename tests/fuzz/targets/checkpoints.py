@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pw.client import checkpoint_tree
-from pw.client.checkpoint_tree import Leaf, Tree, TreeNode
+from pw.client.checkpoints import tree as checkpoint_tree
+from pw.client.checkpoints.tree import Leaf, Tree, TreeNode
 from pw.core.errors import ArgumentError, CheckpointFailed, OutOfHostMemory
 from pw.core.messages import CommitFiles, CopyFile, Described, FileSource
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.devices.host import checkpoint_format as form
-from pw.devices.host.checkpoint_reader import Reader
+from pw.devices.host.checkpoint_reader import CheckpointReader
 from tests.fuzz.target import Run, Target
 
 _ID = "0123456789abcdef"
@@ -98,7 +98,7 @@ def _checkpoint(file: str) -> Iterator[Run]:
                 Path(path, form.MANIFEST).write_bytes(msgspec.json.encode(files))
             with _within(path):
                 name, _ = form.describe(path)
-                reader = Reader(path, name)
+                reader = CheckpointReader(path, name)
                 whole, part = reader.read(
                     FileSource(path, name, "a"), _SPEC, [((0, 3), (0, 4)), ((1, 3), (1, 2))]
                 )

@@ -14,9 +14,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from pw.core.errors import Disconnected
-from pw.gateway import frames, protos, rpc, shardings
+from pw.gateway.protocol import frames, protos, rpc, shardings
+from pw.gateway.protocol.statuses import StatusError
 from pw.gateway.server import Server
-from pw.gateway.statuses import StatusError
 from tests.fuzz.target import Run, Target
 
 _PROXY = "xla.ifrt.proxy."
@@ -112,7 +112,7 @@ def _served() -> Iterator[Run]:
 
     async def take(server: Server, data: bytes) -> None:
         transport = _Transport(ends[0])
-        connection = server._connection()
+        connection = server.new_connection()
         connection.connection_made(transport)
         step = 1 + (len(data) * 7 + sum(data[-8:])) % 997
         for at in range(0, len(data), step):

@@ -244,5 +244,5 @@ TARGETS = [
         allowed=(codec.MalformedFrame,),
         weight=1,
         mutate=_mutate,
-    ),
+    )
 ]

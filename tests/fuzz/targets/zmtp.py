@@ -49,7 +49,7 @@ def run(kind: bytes, data: bytes) -> None:
     while at < len(data):
         piece = data[at : at + step]
         at += len(piece)
-        if end.whole(piece) is not None:
+        if end.single(piece) is not None:
             continue
         end.feed(piece)
         while (parts := end.next_message()) is not None:

@@ -47,7 +47,7 @@ def answer_and_go_on(close: Callable[..., None], lease: Any, noticed: int) -> No
 
 def believe_all_alike(agree: Callable[..., None], lease: Any) -> None:
     """Take it that all hosts have taken what one has."""
-    lease.taken = dict.fromkeys(lease.hosts, max(lease.noticed, *lease.taken.values()))
+    lease.answers = dict.fromkeys(lease.hosts, max(lease.noticed, *lease.answers.values()))
     agree(lease)
 
 
@@ -55,6 +55,62 @@ def begin_again(agree: Callable[..., None], lease: Any) -> None:
     """Let the next lease begin where this one has begun."""
     agree(lease)
     agree.__self__.indices = 0  # type: ignore[attr-defined]
+
+
+def take_beyond_the_room(take: Callable[..., None], sender: Any, message: Any) -> None:
+    """Take a launch for which a lease has no memory yet."""
+    lease = take.__self__.current  # type: ignore[attr-defined]
+    if lease is None:
+        take(sender, message)
+        return
+    room_bytes, lease.room_bytes = lease.room_bytes, 1 << 60
+    take(sender, message)
+    lease.room_bytes = room_bytes
+
+
+def ask_later(give_back: Callable[..., None], request: int, at_once: bool = False) -> None:
+    """Have the session ask when it may have forgotten the error."""
+    give_back(request)
+
+
+def lend_uncounted(set_aside: Callable[..., None], room: Any, size_bytes: int) -> None:
+    """Lend memory without counting it as used."""
+    room.peaks += size_bytes
+
+
+def keep_what_was_lent(end: Callable[..., None], lease: Any) -> None:
+    """Keep the memory of a lease that is over."""
+    lease.memory = None
+    end(lease)
+
+
+def overtake_earlier_uploads(
+    put: Callable[..., None], note: Any, post: Callable[..., None]
+) -> None:
+    """Send an upload over lines though arrays before it are not announced."""
+    session = put.__self__  # type: ignore[attr-defined]
+    session.uploads.announced, now = session.leases.announced, session.uploads.announced
+    put(note, post)
+    session.uploads.announced = now
+
+
+def overlook_uploads(obstacle: Callable[..., str], client: Any, message: Any) -> str:
+    """Take a leased run though a host may not have what it reads."""
+    words = obstacle(client, message)
+    return "" if words.startswith("the uploads that it reads") else words
+
+
+def take_for_arrived(put: Callable[..., None], note: Any, post: Callable[..., None]) -> None:
+    """Believe that each upload is on its hosts at once."""
+    post(note)
+    leases = put.__self__.leases  # type: ignore[attr-defined]
+    leases.arrived(note.array, leases.losses)
+
+
+def take_every_answer(received: Callable[..., None], host: str, message: Any) -> None:
+    """Take it that a value is there that a host says it has not."""
+    failed = isinstance(message, m.RequestFailed)
+    received(host, m.Ready(message.request) if failed else message)
 
 
 class Nothing(dict[Any, Any]):
@@ -115,14 +171,14 @@ def reshard_reversed(message: m.Install) -> m.Install:
         placement = replace(spec.placement, devices=spec.placement.devices[::-1])
         return replace(computation, inputs=(replace(spec, placement=placement),))
 
-    body = message.body.whole()
+    body = message.body.value()
     body = replace(body, computations=tuple(map(turned, body.computations)))
     return replace(message, body=Compact.of(body))
 
 
 def later_task_first(message: m.Install) -> m.Install:
     """Move the first computation that does not need the one before it in front of that one."""
-    plan = message.plan.whole()
+    plan = message.plan.value()
     segments = tuple(map(_swapped, plan.segments))
     return replace(message, plan=Compact.of(replace(plan, segments=segments)))
 
@@ -159,14 +215,7 @@ def believe_upload(control: Any, receive: Any, sender: Address, message: m.Uploa
     receive(sender, message)
 
 
-def take_all_for_the_scheduler(
-    executor: Any, receive: Any, sender: Address, message: m.LeasedLaunch
-) -> None:
-    """Take a session on the controller's node for the scheduler."""
-    receive(executor.order.scheduler if sender.node == CONTROLLER else sender, message)
-
-
-def look_away(part: str, may_launch: Any, lease: Any, message: m.LeasedLaunch) -> bool:
+def look_away(part: str, may_launch: Any, lease: Any, lent: Any, message: m.LeasedLaunch) -> bool:
     """Take what a launch names in this field for what its holder has made."""
     own = client_id(lease.client, 1)
     heeded = {
@@ -174,20 +223,24 @@ def look_away(part: str, may_launch: Any, lease: Any, message: m.LeasedLaunch) -
         "args": tuple(own if isinstance(arg, int) else arg for arg in message.args),
         "results": tuple(client_id(lease.client, at) for at in range(len(message.results))),
     }
-    return bool(may_launch(lease, replace(message, **{part: heeded[part]})))
+    return bool(may_launch(lease, lent, replace(message, **{part: heeded[part]})))
 
 
-def overlook(parts: tuple[str, ...], launch: Any, message: m.Launch, program: Any) -> bool:
+def overlook(parts: tuple[str, ...], launch: Any, message: m.Launch, program: Any) -> Any:
     """Do a launch the short way as if these parts of the interpreter were empty."""
     interpreter = launch.__self__.interpreter
-    held = {part: getattr(interpreter, part) for part in parts}
-    for part in parts:
-        setattr(interpreter, part, {})
+    places = [
+        (interpreter.lanes, "of_clients") if part == "lanes" else (interpreter, part)
+        for part in parts
+    ]
+    held = [getattr(*place) for place in places]
+    for place in places:
+        setattr(*place, {})
     try:
-        return bool(launch(message, program))
+        return launch(message, program)
     finally:
-        for part, value in held.items():
-            setattr(interpreter, part, value)
+        for place, value in zip(places, held, strict=True):
+            setattr(*place, value)
 
 
 def close_for_strangers(
@@ -196,7 +249,7 @@ def close_for_strangers(
     """Close the lease also when another client than its holder launches under it."""
     lease = executor.leases.current
     if lease is not None and lease.is_open and sender.node not in (lease.node, CONTROLLER):
-        executor.leases.close(lease, lease.taken)
+        executor.leases.close(lease, lease.next_index)
     receive(sender, message)
 
 
@@ -205,14 +258,6 @@ def bind_anywhere(bind_again: Any, island: Any) -> None:
     for piece in bind_again.__self__._on(island):
         piece.request = replace(piece.request, hosts=())
     bind_again(island)
-
-
-def ask_and_go_on(ask: Any, number: int, name: int) -> None:
-    """Ask for an array, and forget that it was asked for."""
-    ask(number, name)
-    importer = ask.__self__.sessions.owner(number)
-    if importer is not None:
-        importer.asking.discard(number)
 
 
 def arrived_when_asked(ask: Any, number: int, name: int) -> None:
@@ -298,7 +343,7 @@ def take_over_held(go: Any, launch: Any, instruction: Execute) -> bool:
 def at_once(await_outcome: Any, launch: Any, computation: Any, slots: Any, gang: Any) -> None:
     """Take results for made before the gang agrees on them."""
     for slot in slots:
-        await_outcome.__self__.made(launch.run, slot)
+        await_outcome.__self__.note_result(launch.run, slot)
 
 
 def go_on_once(interpreter: Any) -> None:
@@ -315,7 +360,7 @@ def go_on_once(interpreter: Any) -> None:
 def opposite(decide: Any, run: Any, slot: int, computation: Any, *, merges: bool) -> Any:
     """Decide the opposite for merges, or for all but them."""
     decision = decide(run, slot, computation)
-    is_wrong = isinstance(decision, bool) and bool(computation.is_merge) is merges
+    is_wrong = isinstance(decision, bool) and bool(computation.traits.predicates) is merges
     return not decision if is_wrong else decision
 
 
@@ -394,8 +439,8 @@ def run_twice(submit: Any, batch: Sequence[Any]) -> None:
 
 def take_from_another(message: m.Install) -> m.Install:
     """Exchange what a piece takes of two other islands."""
-    names = [computation.name for computation in message.body.whole().computations]
-    plan = message.plan.whole()
+    names = [computation.name for computation in message.body.value().computations]
+    plan = message.plan.value()
 
     def exchanged(segment: HostSegment) -> HostSegment:
         made = list(segment.instructions)

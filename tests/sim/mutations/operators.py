@@ -10,6 +10,7 @@ Where something is, a path says. It begins with one of
 - `supervisor`: each simulated host, once;
 - `host`: each new incarnation of a host;
 - `scheduler`: each new scheduler, and `memory`, its count of device memory, when its island is formed;
+- `client`: each session of a user;
 - `node`, `controller`, `resources`, `events`: those of each start of the controller.
 """
 
@@ -218,7 +219,7 @@ def each(path: str, act: Callable[[Any], None]) -> Install:
                 found(host)
         elif root == "memory":
             cluster.world.watch_handled(m.IslandFormed, formed)
-        elif root in ("host", "scheduler"):
+        elif root in ("client", "host", "scheduler"):
             cluster.on_start[root].append(found)
         else:
             found(getattr(cluster, root))

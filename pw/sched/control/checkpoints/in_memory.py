@@ -17,7 +17,7 @@ from pw.core.actors.ticker import Ticker
 from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.sharding import Box
-from pw.sched.control.checkpoints.replicas import OFFER_S, Replicas
+from pw.sched.control.checkpoints.replicas import OFFER_S, ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
 from pw.sched.control.sessions import ControlPart, handles_host
@@ -30,13 +30,13 @@ class _Copying:
     client: Client
     request: int
     missing: dict[int, set[tuple[str, Box]]] = field(default_factory=dict)
-    """By array: which host is to keep which box."""
+    """Hosts and the boxes that they have still to keep, by array."""
     holders: dict[tuple[int, Box], str] = field(default_factory=dict)
-    """The host that has a box on a device, and gives it to the others."""
+    """Name of the host that has a box on a device, and gives it to the other hosts, by array and box."""
     islands: dict[str, str] = field(default_factory=dict)
-    """The islands of the holders."""
+    """Islands of the holders, by the holder's name."""
     incomplete: set[int] = field(default_factory=set)
-    """Arrays of which a replica has not been made: their lineage is still needed."""
+    """Arrays without a replica yet: their lineage is still needed."""
     error: ErrorReport | None = None
 
     def without(self, node: str, array: int) -> bool:
@@ -55,9 +55,9 @@ class _Copying:
 
 @dataclass(eq=False)
 class Checkpoints(ControlPart):
-    """All checkpoints in host memory that are under way; see the module."""
+    """Checkpoints in host memory that are not complete."""
 
-    replicas: Replicas
+    replicas: ReplicaTable
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class Checkpoints(ControlPart):
     def begin(self, client: Client, message: msg.Checkpoint) -> None:
         """Have arrays copied to host memory, after the client's earlier work."""
         copying = _Copying(client, message.request)
-        by_island: dict[str, list[tuple[str, msg.Copy]]] = {}
+        by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         for number in dict.fromkeys(message.arrays):
             array = client.arrays.get(number)
             origin = client.lineage.origins.get(number)
@@ -100,7 +100,7 @@ class Checkpoints(ControlPart):
             for host, at in chosen.items():
                 targets = self.replicas.targets(number, host, array.hosts)
                 copying.islands[host] = array.island
-                copy = msg.Copy(number, array.spec, devices, tuple(at))
+                copy = msg.ArrayCopy(number, array.spec, devices, tuple(at))
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
                     box = array.spec.box(position)
@@ -113,10 +113,10 @@ class Checkpoints(ControlPart):
         self._check(copying)
 
     def _offer_again(self) -> bool:
-        """Tell hosts again what they are to keep, because the first offer may have been lost."""
+        """Offer boxes to hosts again, because the first offer may have been lost."""
         for copying in self._under_way:
             for array, missing in copying.missing.items():
-                for _, box in missing:
+                for _, box in sorted(missing):
                     holder = copying.holders[array, box]
                     if self.replicas.has(holder, array, box):
                         self._offer(copying, array, holder, {box})
@@ -128,7 +128,7 @@ class Checkpoints(ControlPart):
             self._offer(copying, message.array, host, frozenset(message.boxes))
 
     def _offer(self, copying: _Copying, array: int, holder: str, boxes: Collection[Box]) -> None:
-        """Offer boxes to the hosts that are to keep them, if this host is to give them."""
+        """Offer boxes to the hosts that shall keep them, if this host gives them."""
         origin = copying.client.lineage.origins.get(array)
         missing: dict[str, list[Box]] = {}
         for keeper, box in sorted(copying.missing.get(array, ())):
@@ -140,7 +140,7 @@ class Checkpoints(ControlPart):
 
     @handles_host(msg.Holdings)
     def _holds(self, host: str, message: msg.Holdings) -> None:
-        """A host keeps what it was to keep, or refuses, and says why."""
+        """Note the boxes that a host keeps, or its reason to refuse them."""
         for copying in list(self._under_way):
             for holding in message.holdings:
                 missing = copying.missing.get(holding.array)
@@ -148,8 +148,8 @@ class Checkpoints(ControlPart):
                     missing -= {(host, box) for box in holding.boxes}
                 elif missing is not None and copying.without(host, holding.array):
                     array = copying.client.arrays.get(holding.array)
-                    known = None if array is None else array.error
-                    copying.error = copying.error or known or holding.error
+                    cause = None if array is None else array.error
+                    copying.error = copying.error or cause or holding.error
             self._check(copying)
 
     @handles(msg.Directory)
@@ -180,7 +180,7 @@ class Checkpoints(ControlPart):
         self._check(copying)
 
     def forget(self, client: Client, arrays: Sequence[int]) -> None:
-        """Do not wait for arrays that nothing needs any more: what is dropped arrives nowhere."""
+        """Do not wait for arrays that nothing needs any more: dropped boxes arrive nowhere."""
         for copying in [copying for copying in self._under_way if copying.client is client]:
             for array in arrays:
                 copying.missing.pop(array, None)

@@ -30,7 +30,7 @@ from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 
 LEFTOVERS_KEPT = 1000
-"""Abandoned checkpoints of which files may be left."""
+"""Number of abandoned checkpoints of which files may be left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,28 +38,28 @@ class _Save:
     client: Client
     message: msg.SaveArrays
     files: dict[str, str]
-    """The file of each host; empty if a host only looks whether the checkpoint is at its path."""
+    """File of each host; empty if the host only looks whether the checkpoint is at its path."""
     islands: dict[str, str]
-    """The island of each host."""
+    """Island of each host."""
     missing: set[str]
-    """Hosts that have not reported their file."""
+    """Names of hosts that have not reported their file."""
     present: list[str]
-    """Hosts that are there: the first of them commits."""
+    """Names of hosts that are there: the first of them commits."""
     error: ErrorReport | None = None
     committing: bool = False
 
 
 @dataclass(eq=False)
 class Saves(ControlPart):
-    """All checkpoints that are being written to disk; see the module."""
+    """Checkpoints that are being written to disk."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.under_way: dict[str, _Save] = {}
-        """By id, in the order in which they were begun."""
+        """Checkpoints that are being written, by id, in the order in which they were begun."""
         self._hosts: tuple[str, ...] = ()
         self.leftovers: dict[str, tuple[str, frozenset[str]]] = {}
-        """Paths of abandoned checkpoints, by id, and the islands that wrote them, if any did."""
+        """Paths of abandoned checkpoints, by id, with the islands that wrote them, if any did."""
 
     def count(self, client: Client) -> int:
         """Return how many checkpoints of a client are being written."""
@@ -96,7 +96,7 @@ class Saves(ControlPart):
             self._proceed()
             return
         self.leftovers.pop(message.checkpoint, None)
-        parts: dict[str, tuple[list[str], list[msg.Copy]]] = {}
+        parts: dict[str, tuple[list[str], list[msg.ArrayCopy]]] = {}
         sizes_bytes: dict[str, int] = {}
         islands: dict[str, str] = {}
         for number, name in zip(message.arrays, message.names, strict=True):
@@ -107,7 +107,7 @@ class Saves(ControlPart):
                 islands[host] = array.island
                 names, copies = parts.setdefault(host, ([], []))
                 names.append(name)
-                copies.append(msg.Copy(number, spec, devices, positions))
+                copies.append(msg.ArrayCopy(number, spec, devices, positions))
         many = next(
             (names for names, copies in parts.values() if weight_of(copies) > OBJECTS), None
         )
@@ -184,7 +184,7 @@ class Saves(ControlPart):
 
     @handles(msg.IslandFormed)
     def _island_formed(self, sender: Address, message: msg.IslandFormed) -> None:
-        """Have an island remove what its hosts may have left when they were lost."""
+        """Have an island remove files that its hosts may have left when they were lost."""
         for id_, (path, islands) in list(self.leftovers.items()):
             if message.island in islands or not islands:
                 del self.leftovers[id_]
@@ -203,7 +203,7 @@ class Saves(ControlPart):
 
     @handles(msg.IslandLost)
     def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
-        """The hosts of an island leave, and may not have heard what they were to write."""
+        """Do not wait for the hosts of a lost island: they may not have got the order to write."""
         for save in self.under_way.values():
             for host in [host for host in save.missing if save.islands[host] == message.island]:
                 self._lose(save, host)
@@ -240,7 +240,7 @@ class Saves(ControlPart):
             elif message.path not in paths:
                 paths.add(message.path)
                 save.committing = True
-                others = tuple(
+                same_path = tuple(
                     other for other, s in self.under_way.items() if s.message.path == message.path
                 )
                 commit = msg.CommitFiles(
@@ -249,7 +249,7 @@ class Saves(ControlPart):
                     message.overwrite,
                     tuple(save.files.values()),
                     message.tree,
-                    others,
+                    same_path,
                 )
                 self._env.send(store_of(save.present[0]), commit)
 

@@ -26,15 +26,15 @@ from pw.sched.control.lineage import Origin
 from pw.sched.control.sessions import ControlPart, handles_host
 
 OFFER_S = 5.0
-"""How long a host may take to fetch a replica before it is offered again."""
+"""Seconds that a host may take to fetch a replica before the replica is offered again."""
 PAUSE_DOUBLINGS = 5
-"""How often the pause is doubled after which a host that refused is asked again."""
+"""Number of times that the pause is doubled after which a host that refused is asked again."""
 REPLICAS = 2
-"""Hosts that shall have a replica of each box that was checkpointed."""
+"""Number of hosts that shall have a replica of each box that was checkpointed."""
 EMPTIED_S = 0.1
-"""How often to look whether a drained host is empty."""
+"""Seconds between two looks whether a drained host is empty."""
 RESUME_S = 90.0
-"""How long hosts keep the replicas of clients that have not come back to this controller."""
+"""Seconds for which hosts keep the replicas of clients that have not come back to this controller."""
 
 ReplicaMap = Mapping[int, Mapping[str, frozenset[Box]]]
 """Boxes of arrays in host memory, by array and host."""
@@ -42,11 +42,11 @@ ReplicaMap = Mapping[int, Mapping[str, frozenset[Box]]]
 
 def sources_of(
     spec: ArraySpec, replicas: Mapping[str, frozenset[Box]]
-) -> tuple[msg.Source, ...] | None:
+) -> tuple[msg.BoxSource, ...] | None:
     """Return which host has which box of an array in host memory; None if a box is missing."""
     sources = []
     for box, _ in spec.distinct_boxes():
-        there = [msg.Source(box, host) for host, boxes in replicas.items() if box in boxes]
+        there = [msg.BoxSource(box, host) for host, boxes in replicas.items() if box in boxes]
         if not there:
             return None
         sources += there
@@ -54,8 +54,8 @@ def sources_of(
 
 
 @dataclass(eq=False)
-class Replicas(ControlPart):
-    """All replicas; see the module."""
+class ReplicaTable(ControlPart):
+    """Replicas of all arrays in host memory."""
 
     recovery_s: float
 
@@ -64,16 +64,17 @@ class Replicas(ControlPart):
         self._replicas: dict[int, dict[str, frozenset[Box]]] = {}
         self._hosts: tuple[str, ...] = ()
         self._draining: set[str] = set()
-        """Hosts that shall not keep anything."""
+        """Names of hosts that shall keep no replicas."""
         self._expected: dict[str, float] = {}
-        """Hosts that had replicas and may come back with them, and until when."""
+        """Hosts that had replicas and may come back with them, with the time until which they may, in
+        seconds."""
         self._offered: dict[tuple[int, str], set[Box]] = {}
-        """By array and host."""
+        """Boxes that were offered to a host, by array and host."""
         self._refusals: Counter[tuple[int, str]] = Counter()
         self._paused: dict[tuple[int, str], float] = {}
-        """When hosts that refused are asked again."""
+        """Time at which a host that refused an array is asked again, in seconds, by array and host."""
         self._unclaimed: dict[int, list[tuple[str, msg.Holding]]] = {}
-        """By client."""
+        """Replicas of clients that have not come back yet, with their hosts, by client."""
         self._offers = Ticker(self._env, OFFER_S, self._offer_again)
         self._drains = Ticker(self._env, EMPTIED_S, self._look_at_drained)
         self._disclaimer = Ticker(self._env, RESUME_S, self._come_back_no_more)
@@ -223,17 +224,19 @@ class Replicas(ControlPart):
         self._env.send(store_of(keeper), offer)
 
     def targets(self, array: int, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the hosts that shall keep replicas of what is on `host`.
+        """Return the hosts that shall keep replicas of the shards on `host`.
 
         Hosts that do not have the array, and have not refused it, come first.
         """
-        others = [other for other in self._hosts if other != host and other not in self._draining]
-        if not others:
+        candidates = [
+            other for other in self._hosts if other != host and other not in self._draining
+        ]
+        if not candidates:
             return ()
         start = sum(host.encode())
-        turned = others[start % len(others) :] + others[: start % len(others)]
-        turned.sort(key=lambda other: (other in holders, self._refusals[array, other]))
-        return tuple(turned[: REPLICAS - 1])
+        order = candidates[start % len(candidates) :] + candidates[: start % len(candidates)]
+        order.sort(key=lambda other: (other in holders, self._refusals[array, other]))
+        return tuple(order[: REPLICAS - 1])
 
     def _refused(self, array: int, host: str) -> None:
         """A host could not take a replica: ask it again after a pause, and other hosts first."""

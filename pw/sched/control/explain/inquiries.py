@@ -21,38 +21,38 @@ from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart
 
 ANSWER_S = 0.8
-"""How long hosts have to answer."""
+"""Seconds that hosts have to answer."""
 
 AT_ONCE = 4
-"""Inquiries of one kind and one client that are open at once; more are refused."""
+"""Number of inquiries of one kind and one client that are open at once; more are refused."""
 
 Questions = tuple[type, Mapping[Address, Callable[[int], object]]]
-"""The type of the answers, and what makes the question for each actor from a number."""
+"""Type of the answers, and for each actor a function that makes the question from a number."""
 
 Inquiry = Generator[Questions, dict[Address, Any], msg.Explanation | msg.Memory]
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenInquiry:
     """An open inquiry."""
 
     inquiry: Inquiry
     tell: Callable[[Any], None]
-    """Takes the report."""
+    """Function that takes the report."""
     asker: tuple[int, type] | None
     """The client and the type of its request; None for an inquiry of the controller."""
-    kind: type = object
+    answer_type: type = object
     awaited: set[Address] = field(default_factory=set)
-    """The actors that have not answered."""
+    """Actors that have not answered."""
     answers: dict[Address, Any] = field(default_factory=dict)
 
 
 class Inquiries(ControlPart):
-    """The open inquiries; see the module."""
+    """Open inquiries."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenInquiry] = {}
         self._asked = 0
 
     def answer(
@@ -71,18 +71,15 @@ class Inquiries(ControlPart):
         self._env.send(client.address, msg.RequestFailed(request.request, ErrorReport.of(error)))
 
     def begin(
-        self,
-        inquiry: Inquiry,
-        tell: Callable[[Any], None],
-        asker: tuple[int, type] | None = None,
+        self, inquiry: Inquiry, tell: Callable[[Any], None], asker: tuple[int, type] | None = None
     ) -> None:
         """Begin an inquiry; `tell` takes its report, at once or later."""
-        self._ask(_Open(inquiry, tell, asker), next)
+        self._ask(_OpenInquiry(inquiry, tell, asker), next)
 
-    def _ask(self, one: _Open, resume: Callable[[Inquiry], Questions]) -> None:
-        """Resume an inquiry, and ask what it yields."""
+    def _ask(self, one: _OpenInquiry, resume: Callable[[Inquiry], Questions]) -> None:
+        """Resume an inquiry, and send the questions that it yields."""
         try:
-            one.kind, questions = resume(one.inquiry)
+            one.answer_type, questions = resume(one.inquiry)
         except StopIteration as end:
             one.tell(end.value)
             return
@@ -101,7 +98,7 @@ class Inquiries(ControlPart):
     def _answered(self, sender: Address, message: Any) -> None:
         number = message.request
         one = self._open.get(number)
-        if one is None or sender not in one.awaited or one.kind is not type(message):
+        if one is None or sender not in one.awaited or one.answer_type is not type(message):
             self._env.count("messages_stale")
             return
         one.awaited.discard(sender)

@@ -27,14 +27,14 @@ from pw.sched.control.explain.inquiries import Inquiries, Inquiry
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client
 
 LARGEST = 5
-"""Arrays of each device that a report names."""
+"""Number of arrays of each device that a report names."""
 
 OTHERS = "(other tenants)"
 
 
 @dataclass(eq=False)
 class MemoryReports(ControlPart):
-    """Answers `GetMemory`; see the module."""
+    """Answers `GetMemory`."""
 
     inquiries: Inquiries
     island_status: Callable[[], tuple[msg.IslandInfo, ...]]
@@ -69,9 +69,9 @@ class MemoryReports(ControlPart):
             held = dict(enumerate(() if answer is None else answer.devices))
             for ordinal in range(host.devices):
                 at = DeviceAddress(host.name, ordinal)
-                known = counted.get(at) or msg.CountedMemory(at, 0, (), 0)
+                device_counts = counted.get(at) or msg.CountedMemory(at, 0, (), 0)
                 devices.append(
-                    self._device(island, limits.get(island), known, held.get(ordinal), sees)
+                    self._device(island, limits.get(island), device_counts, held.get(ordinal), sees)
                 )
         silent = tuple(host.name for _, host in hosts if store_of(host.name) not in answers)
         return visible(msg.Memory(message.request, tuple(devices), silent), sees)
@@ -85,13 +85,13 @@ class MemoryReports(ControlPart):
         sees: Sees,
     ) -> msg.DeviceUse:
         reserved_bytes = sum(size_bytes for _, size_bytes in counted.reserved)
-        taken = counted.arrays_bytes + reserved_bytes + counted.temporary_bytes
+        used_bytes = counted.arrays_bytes + reserved_bytes + counted.temporary_bytes
         return msg.DeviceUse(
             island,
             counted.device.host,
             counted.device.ordinal,
             limit_bytes,
-            None if limit_bytes is None else limit_bytes - taken,
+            None if limit_bytes is None else limit_bytes - used_bytes,
             None if held is None else sum(size_bytes for _, _, size_bytes in held.clients),
             reserved_bytes,
             counted.temporary_bytes,

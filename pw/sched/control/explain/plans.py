@@ -18,29 +18,29 @@ from pw.core.programs.ways import EdgeWay, edges_of, written
 from pw.core.sharding import ArraySpec
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram
-from pw.sched.control.runs import Runs
+from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart, handles_client
 
 NAMED = 20
-"""Programs that the error for an unknown name lists."""
+"""Number of programs that the error for an unknown name lists."""
 
 
 @dataclass(eq=False)
 class Plans(ControlPart):
     """Answers `GetPlan`; it plans again, as the plan is a function of the program and its devices."""
 
-    runs: Runs
+    runs: RunsInFlight
 
     @handles_client(msg.GetPlan)
     def _get(self, client: Client, message: msg.GetPlan) -> None:
         answer: msg.ProgramPlan | msg.Answered
         try:
-            answer = self._describe(message.request, self._found(client, message))
+            answer = self._describe(message.request, self._program_of(client, message))
         except Error as error:
             answer = msg.Answered(message.request, ErrorReport.of(error))
         self._env.send(client.address, answer)
 
-    def _found(self, client: Client, message: msg.GetPlan) -> RegisteredProgram:
+    def _program_of(self, client: Client, message: msg.GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
             return client.programs[message.program]
         sees = self.sessions.sight(client.number)
@@ -49,9 +49,9 @@ class Plans(ControlPart):
                 return run.record.program
         seen = [one for one in self.sessions.clients if sees(one.number)]
         programs = [program for one in seen for program in one.programs.values()]
-        found = [program for program in programs if program.body.name == message.name]
-        if found:
-            return found[-1]
+        matches = [program for program in programs if program.body.name == message.name]
+        if matches:
+            return matches[-1]
         names = dict.fromkeys(program.body.name for program in reversed(programs))
         there = ", ".join(list(names)[:NAMED]) or "none"
         raise ArgumentError(
@@ -68,8 +68,8 @@ class Plans(ControlPart):
             )
         physical = Physical(body, bindings)
         edges = edges_of(body, physical, only_transfers=program.only_transfers)
-        whole = written(body, edges)
-        segments = _segments(whole, lower(whole, bindings, physical))
+        expanded = written(body, edges)
+        segments = _segments(expanded, lower(expanded, bindings, physical))
         planned = segments, _edges(body, edges, physical), _branches(body)
         return msg.ProgramPlan(request, body.name, run_name(program.program), *planned)
 
@@ -78,17 +78,19 @@ def _segments(program: Program, plan: BoundProgram) -> tuple[msg.PlannedSegment,
     calls: list[dict[Execute, None]] = [{} for _ in plan.segments]
     for host in plan.hosts:
         for part in host.segments:
-            made = (one for one in part.instructions if isinstance(one, Execute))
-            calls[part.segment] |= dict.fromkeys(made)
+            executes = (one for one in part.instructions if isinstance(one, Execute))
+            calls[part.segment] |= dict.fromkeys(executes)
     return tuple(
         [
             msg.PlannedSegment(
                 segment.island,
                 segment.hosts,
                 segment.depends,
-                tuple(Counter(program.computations[one.computation].name for one in made).items()),
+                tuple(
+                    Counter(program.computations[one.computation].name for one in executes).items()
+                ),
             )
-            for segment, made in zip(plan.segments, calls, strict=True)
+            for segment, executes in zip(plan.segments, calls, strict=True)
         ]
     )
 
@@ -128,7 +130,7 @@ def _branches(program: Program) -> tuple[msg.PlannedBranch, ...]:
         (node.guard, node.unless) for node in program.nodes if node.guard is not None
     )
     numbers = {guard: number for number, guard in enumerate(guards)}
-    found = []
+    branches = []
     for guard, unless in guards:
         maker = "" if guard.node >= 0 else f"argument {guard.index}"
         outer, value = -1, guard
@@ -138,18 +140,19 @@ def _branches(program: Program) -> tuple[msg.PlannedBranch, ...]:
         while not maker:
             node = program.nodes[value.node]
             computation = program.computations[node.computation]
-            if not computation.is_merge:
+            predicates = computation.traits.predicates
+            if not predicates:
                 maker = computation.name
             else:  # of the predicate of an earlier iteration, and false
-                value = node.args[1 + value.index]
+                value = node.args[predicates + value.index]
                 maker = "" if value.node >= 0 else f"argument {value.index}"
         names = Counter(
             program.computations[node.computation].name
             for node in program.nodes
             if (node.guard, node.unless) == (guard, unless)
         )
-        found.append(msg.PlannedBranch(maker, unless, outer, tuple(names.items())))
-    return tuple(found)
+        branches.append(msg.PlannedBranch(maker, unless, outer, tuple(names.items())))
+    return tuple(branches)
 
 
 def _split(spec: ArraySpec) -> str:

@@ -1,7 +1,7 @@
 """Tells what schedulers and hosts have reported: the verdict, then the states of all work.
 
-Pure: the same reports give the same words. Each host of a launch gives *findings*: what the launch
-waits for there. The lightest finding of the oldest launch is the verdict, because what is certainly
+Pure: the same reports give the same words. Each host of a launch gives *delays*: what the launch
+waits for there. The lightest delay of the oldest launch is the verdict, because what is certainly
 wrong (a host does not answer, a handshake that only one side knows) weighs less than what may take
 its time (a computation that runs).
 """
@@ -15,13 +15,13 @@ from pw.core import messages as msg
 from pw.core.ids import client_of, run_name
 
 BUSY_S = 1.0
-"""Work that was launched so lately is not stalled."""
+"""Seconds after its launch for which work does not count as stalled."""
 
 SILENT, BROKEN, CALLED, LATE, BEHIND, AT_WORK = range(6)
 
 
-class Finding(NamedTuple):
-    """What one host holds up."""
+class Delay(NamedTuple):
+    """Reason why one host delays a launch."""
 
     weight: int
     host: str
@@ -42,9 +42,9 @@ def story(
         run: the run that the verdict is about; 0 for the oldest launch.
         run_name: returns what people call a run.
     """
-    told = _Story(facts, run_name)
-    yield told.verdict(hosts_awaited, run)
-    yield from told.details()
+    text = _Story(facts, run_name)
+    yield text.verdict(hosts_awaited, run)
+    yield from text.details()
 
 
 class _Story:
@@ -65,10 +65,10 @@ class _Story:
         """Return why work does not go on, in one line."""
         launched = [work for report in self._facts.work for work in report.oldest]
         for work in sorted(launched, key=lambda one: (one.run != run, -one.launched_s)):
-            found = [finding for host in work.hosts for finding in self._findings(work, host)]
-            if not found:
+            delays = [delay for host in work.hosts for delay in self._delays(work, host)]
+            if not delays:
                 continue
-            first, age = min(found), f"launched {work.launched_s:.1f} s ago"
+            first, age = min(delays), f"launched {work.launched_s:.1f} s ago"
             if first.weight > BROKEN and work.launched_s < BUSY_S:
                 return f"Work goes on: the oldest is {self._named(work)}, {age}"
             hosts = ", ".join(work.hosts)
@@ -78,7 +78,7 @@ class _Story:
         return self._unlaunched(awaited) or (ended if launched else "Nothing is under way")
 
     def _unlaunched(self, awaited: Sequence[str]) -> str:
-        """Return what is wrong though no launch shows it."""
+        """Return the reason for a stall that no launch shows."""
         silent = sorted(self._silent, key=lambda host: host not in awaited)
         if silent:
             waits = "; this client waits for it" if silent[0] in awaited else ""
@@ -93,7 +93,7 @@ class _Story:
                 return f"{self._named(work)} waits for {' and '.join(work.waits_for)}"
         return absent
 
-    def _findings(self, work: msg.WorkReport, host: str) -> list[Finding]:
+    def _delays(self, work: msg.WorkReport, host: str) -> list[Delay]:
         """Return what a launch waits for on one of its hosts."""
         who, what = _holder(work, host), _computed(work)
         report = self._hosts.get(host)
@@ -101,31 +101,31 @@ class _Story:
             return [self._no_answer(host, who)]
         launch, busy = _launch(report, work), _busy(report.threads)
         if report.state:
-            return [Finding(SILENT, host, f"{who} does nothing: {report.state}")]
+            return [Delay(SILENT, host, f"{who} does nothing: {report.state}")]
         if launch is None or launch.state == "missing":
-            return [Finding(BROKEN, host, f"{who} has not got the launch of {what}")]
+            return [Delay(BROKEN, host, f"{who} has not got the launch of {what}")]
         called = self._called(report, client_of(work.run))
         if called and launch.state != "finished":
-            return [Finding(CALLED, host, f"{who} waits for {called}")]
+            return [Delay(CALLED, host, f"{who} waits for {called}")]
         if launch.state in ("waiting", "queued"):
             head = _first_waiting(report, work.run)
             behind = "" if head is launch else f"; {what} is queued behind {self._launched(head)}"
-            found = [self._edge(host, edge) for edge in _awaited(report, head)]
-            found += [
-                Finding(LATE, host, f"{who} waits for the end of {name!r}{busy}")
+            delays = [self._edge(host, edge) for edge in _awaited(report, head)]
+            delays += [
+                Delay(LATE, host, f"{who} waits for the end of {name!r}{busy}")
                 for name in head.unsettled
             ]
-            if not found:
+            if not delays:
                 words = f"{who} has not enqueued {what}"
-                found = [Finding(BEHIND, host, words)]
-            return [one._replace(words=one.words + behind) for one in found]
+                delays = [Delay(BEHIND, host, words)]
+            return [one._replace(words=one.words + behind) for one in delays]
         if _stage(report, work, launch) == "submitted":
-            return [Finding(LATE, host, f"{who} has not enqueued {what}{busy}")]
+            return [Delay(LATE, host, f"{who} has not enqueued {what}{busy}")]
         if launch.state == "finished":
             return []
         runs_python = any("Python function" in thread.doing for thread in report.threads)
         weight = LATE if runs_python else AT_WORK
-        return [Finding(weight, host, f"{who} has not finished {what}{busy}")]
+        return [Delay(weight, host, f"{who} has not finished {what}{busy}")]
 
     def _called(self, report: msg.HostReport, client: int) -> str:
         """Return the function of a client that a host waits for, if it waits for one."""
@@ -137,12 +137,12 @@ class _Story:
                 return f"a function in the process of {whose}{silent}, called {called_s:.1f} s ago"
         return ""
 
-    def _no_answer(self, host: str, who: str) -> Finding:
+    def _no_answer(self, host: str, who: str) -> Delay:
         if host in self._silent:
-            return Finding(SILENT, host, f"{who} {self._silent[host]}")
-        return Finding(BEHIND, host, f"{who} was not asked")
+            return Delay(SILENT, host, f"{who} {self._silent[host]}")
+        return Delay(BEHIND, host, f"{who} was not asked")
 
-    def _edge(self, host: str, edge: msg.EdgeReport) -> Finding:
+    def _edge(self, host: str, edge: msg.EdgeReport) -> Delay:
         """Compare what both ends of an edge report."""
         peer, what = edge.peer, _edge(edge)
         there = self._hosts.get(peer)
@@ -151,7 +151,7 @@ class _Story:
             return silent._replace(words=f"{silent.words}, and {host} waits for {what} from it")
         if there.state:
             words = f"{peer} does nothing: {there.state}; {host} waits for {what} from it"
-            return Finding(SILENT, peer, words)
+            return Delay(SILENT, peer, words)
         ends = (end for end in there.edges if not end.incoming)
         key = (edge.run, edge.edge, host)
         state = next((end.state for end in ends if (end.run, end.edge, end.peer) == key), "")
@@ -161,23 +161,23 @@ class _Story:
                 f"{not_there}: it was not told where to put it, though {host} has told it "
                 f"{edge.open_s:.1f} s ago. That message was lost"
             )
-            return Finding(BROKEN, peer, words)
+            return Delay(BROKEN, peer, words)
         if state == "sending":
             moved = f"{edge.received_bytes} of {edge.size_bytes} bytes are there"
-            return Finding(BEHIND, peer, f"{peer} is sending {what} to {host}, {moved}")
+            return Delay(BEHIND, peer, f"{peer} is sending {what} to {host}, {moved}")
         if state == "no value":
             words = f"{peer} does not have {what} yet, which {host} waits for{_busy(there.threads)}"
-            return Finding(LATE, peer, words)
+            return Delay(LATE, peer, words)
         held_up = (launch for launch in there.launches if launch.state in ("waiting", "queued"))
         if any(client_of(launch.run) == client_of(edge.run) for launch in held_up):
             head = self._launched(_first_waiting(there, edge.run))
             words = f"{peer} has not come to sending {what} to {host}; it waits at {head}"
-            return Finding(LATE, peer, words)
+            return Delay(LATE, peer, words)
         words = (
             f"{not_there}, and has nothing left to send: either it has not been launched there, "
             "or a message was lost"
         )
-        return Finding(BROKEN, peer, words)
+        return Delay(BROKEN, peer, words)
 
     # --- details ----------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class _Story:
                 )
 
     def _state(self, work: msg.WorkReport, host: str) -> str:
-        """Return the state of a launch on one of its hosts, and what it waits for there."""
+        """Return the state of a launch on one of its hosts, and the values that it waits for there."""
         report = self._hosts.get(host)
         if report is None:
             return self._silent.get(host, "not asked")

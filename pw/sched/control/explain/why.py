@@ -36,23 +36,24 @@ from pw.sched.control.client_order import ClientOrder
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.inquiries import Inquiries, Inquiry
 from pw.sched.control.explain.story import story
-from pw.sched.control.runs import Runs
+from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart, handles_client
-from pw.sched.control.slices import Slices
+from pw.sched.control.slices import SliceRequests
 from pw.sched.island.reports import WORK_TOLD
 
 HOSTS_ASKED = 128
 ARRAYS_LOOKED_AT = 4096
-"""The newest arrays of each client: one that has not arrived is nearly always among them."""
+"""Number of arrays of each client that a report looks at: one that has not arrived is nearly always among the
+newest."""
 
 
 @dataclass(eq=False)
 class Explainer(ControlPart):
-    """Answers `Explain`; see the module."""
+    """Answers `Explain`."""
 
     inquiries: Inquiries
-    slices: Slices
-    runs: Runs
+    slices: SliceRequests
+    runs: RunsInFlight
     stream: ClientOrder
     checkpoints: Checkpoints
     saves: Saves
@@ -176,7 +177,7 @@ class Explainer(ControlPart):
         yield from ((what, count) for what, count in counts.items() if count)
 
     def _waits_for(self, client: Client) -> Iterator[str]:
-        """What a client waits for at the controller."""
+        """Return the reasons for which a client waits at the controller."""
         if awaited := self.slices.awaited_hosts(client, self.island_status()):
             yield f"{' and '.join(awaited)}, which its slices name (hosts=), to come back"
         elif client.slices.unbound:

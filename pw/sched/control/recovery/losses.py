@@ -15,16 +15,16 @@ from pw.core.actors.actor import handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in, is_repeat
 from pw.core.messages import ArraysLost, IslandLost, RunFailed
-from pw.sched.control.array_states import Array, ArrayState
+from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
-from pw.sched.control.run_states import RunEvent, RunInFlight
-from pw.sched.control.runs import Runs
+from pw.sched.control.run_states import RunInFlight, RunTransition
+from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart, handles_host
 
 EARLY_LOSSES = 1 << 16
-"""The most results that hosts may report as lost before their client has told of them."""
+"""Number of results that hosts may report as lost before their client has told of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Proceed:
 
 @dataclass(eq=False)
 class Losses(ControlPart):
-    """Finds what is lost; see the module."""
+    """Finds lost arrays and runs."""
 
-    runs: Runs
+    runs: RunsInFlight
 
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:
@@ -71,14 +71,14 @@ class Losses(ControlPart):
             if run.number not in chosen and island not in run.islands and not needs_lost:
                 continue
             lost.update(run.results)
-            client = self.runs.withdraw(run, RunEvent.LOSE, error)
+            client = self.runs.withdraw(run, RunTransition.LOSE, error)
             for number in run.results:
                 array = client.arrays.get(number)
                 if array is not None and array.error is None and not array.is_lost:
                     client.arrays.lose(number, error)
 
     def run_lost(self, run: RunInFlight, error: ErrorReport) -> None:
-        """A run has ended without its values: have it run again, with what needs it."""
+        """Repeat a run that has ended without its values, with the runs that need it."""
         self._interrupt(error, runs=(run.number,))
         self._try_again(run.client, run.record.tries)
 
@@ -123,7 +123,9 @@ class Losses(ControlPart):
                 array.count(self._env.now_s())
             self._try_again(client.number, (maker or array).tries)
 
-    def arrival_failed(self, client: Client, number: int, array: Array, error: ErrorReport) -> bool:
+    def arrival_failed(
+        self, client: Client, number: int, array: ArrayEntry, error: ErrorReport
+    ) -> bool:
         """Lose an array that did not reach a host; return False if it is not brought again."""
         now_s = self._env.now_s()
         if error.kind not in INFRASTRUCTURE or array.in_vain(now_s):

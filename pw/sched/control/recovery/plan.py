@@ -12,30 +12,30 @@ from dataclasses import dataclass, field
 
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import arrays_in
-from pw.core.messages import FileSource, OfferSource, Source
+from pw.core.messages import BoxSource, FileSource, OfferSource
 from pw.core.sharding import ArraySpec
-from pw.sched.control.array_states import Array, Arrays
+from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.checkpoints.replicas import ReplicaMap, sources_of
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Origin, Record
 
 
 @dataclass(slots=True)
 class RecoveryPlan:
-    """How to bring lost arrays back."""
+    """Plan by which lost arrays are brought back."""
 
-    restores: dict[int, tuple[Source, ...]] = field(default_factory=dict)
-    """Arrays that are made from replicas."""
+    restores: dict[int, tuple[BoxSource, ...]] = field(default_factory=dict)
+    """Replicas from which arrays are made, by array."""
     uploads: list[int] = field(default_factory=list)
     """Inputs that the client uploads again, or that are read from files."""
     runs: list[Record] = field(default_factory=list)
     """Runs that are run again, in this order."""
     lost: dict[int, ErrorReport] = field(default_factory=dict)
-    """Arrays that cannot be brought back, and why."""
+    """Arrays that cannot be brought back, with their errors."""
 
 
 def plan_recovery(
     lineage: Lineage,
-    arrays: Arrays,
+    arrays: ArrayTable,
     replicas: ReplicaMap,
     bound: Callable[[int], bool] = lambda slice: True,
     now_s: float = 0.0,
@@ -68,8 +68,8 @@ def plan_recovery(
         if maker is None or not maker.program.body.makes_views or maker.in_vain(now_s):
             return False
         for arg in arrays_in(maker.args):
-            given, source = arrays.get(arg), lineage.origins.get(arg)
-            is_there = given is not None and given.is_good
+            argument, source = arrays.get(arg), lineage.origins.get(arg)
+            is_there = argument is not None and argument.is_good
             if not is_there and (
                 source is None or sources_of(source.spec, replicas.get(arg, {})) is None
             ):
@@ -80,8 +80,8 @@ def plan_recovery(
     stack = list(arrays.lost)
     for array in wanted:
         maker = lineage.maker(array)
-        given = () if maker is None else map(arrays.get, arrays_in(maker.args))
-        error = next((one.error for one in given if one is not None and one.error), None)
+        arguments = () if maker is None else map(arrays.get, arrays_in(maker.args))
+        error = next((one.error for one in arguments if one is not None and one.error), None)
         if error is None:
             stack.append(array)
         else:
@@ -117,21 +117,29 @@ def plan_recovery(
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
-    taken = [a for a in plan.uploads if isinstance(lineage.origins[a].source, OfferSource)]
-    waiting = set(taken)
+    imports = [a for a in plan.uploads if isinstance(lineage.origins[a].source, OfferSource)]
+    waiting = set(imports)
     for order in sorted(records):
         record = records[order]
         missing = next((arg for arg in arrays_in(record.args) if arg in plan.lost), None)
-        made = [array for array in record.results if array in seen and array not in plan.restores]
+        results = [
+            array for array in record.results if array in seen and array not in plan.restores
+        ]
         if missing is not None:
-            plan.lost.update(dict.fromkeys(made, plan.lost[missing]))
+            plan.lost.update(dict.fromkeys(results, plan.lost[missing]))
         elif any(arg in waiting or is_asked(arg) for arg in arrays_in(record.args)):
-            waiting.update(made)
+            waiting.update(results)
         else:
             plan.runs.append(record)
     if waiting:  # what only they need is brought with them
-        needed = {*arrays.lost, *taken, *(arg for run in plan.runs for arg in arrays_in(run.args))}
-        plan.restores = {array: found for array, found in plan.restores.items() if array in needed}
+        needed = {
+            *arrays.lost,
+            *imports,
+            *(arg for run in plan.runs for arg in arrays_in(run.args)),
+        }
+        plan.restores = {
+            array: sources for array, sources in plan.restores.items() if array in needed
+        }
         plan.uploads = [array for array in plan.uploads if array in needed]
     return plan
 
@@ -159,7 +167,7 @@ _IN_VAIN = (
 
 
 def named(spec: ArraySpec, origin: Origin | None) -> str:
-    """Return what a message calls an array: its shape, and where the client has it from."""
+    """Return the name of an array in a message: its shape, and where the client has it from."""
     if origin is not None and origin.maker is not None:
         return f"the array {spec.short} that {origin.maker.program.body.name!r} made"
     if origin is not None and isinstance(origin.source, FileSource):
@@ -169,7 +177,7 @@ def named(spec: ArraySpec, origin: Origin | None) -> str:
     return f"the array {spec.short}"
 
 
-def _error(held: Array | None, origin: Origin | None) -> ErrorReport | None:
+def _error(held: ArrayEntry | None, origin: Origin | None) -> ErrorReport | None:
     """Return the error of an array that failed, if it is known."""
     if held is not None:
         return held.error

@@ -20,30 +20,30 @@ from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport
 from pw.core.ids import Address
-from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
+from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.programs import said_of
 from pw.sched.control.recovery.losses import Proceed
 from pw.sched.control.recovery.plan import RecoveryPlan, named, plan_recovery
 from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.sessions import ControlPart
-from pw.sched.control.shares import Shares
-from pw.sched.control.slices import GiveUp, Slices
+from pw.sched.control.slices import GiveUp, SliceRequests
 
 LOOK_S = 0.5
-"""How often to look for hosts that have what clients miss."""
+"""Seconds between two looks for hosts that have what clients miss."""
 
 
 @dataclass(eq=False)
 class Rebuilder(ControlPart):
-    """Brings back what is lost; see the module."""
+    """Brings lost slices and arrays back."""
 
-    slices: Slices
+    slices: SliceRequests
     registry: ProgramRegistry
-    replicas: Replicas
+    replicas: ReplicaTable
     replays: Replays
-    shares: Shares
+    handovers: HandoverTable
     recovery_s: float
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Rebuilder(ControlPart):
         """Rebuild what a client has lost, once its slices are bound and its programs compiled."""
         if client.slices.unbound or client.resuming is not None:
             return
-        self.shares.prepare(client)
+        self.handovers.prepare(client)
         if client.arrays.lost or client.wanted:
             plan = self._plan(client)
             if self._waits_for_replicas(client, plan):
@@ -96,7 +96,7 @@ class Rebuilder(ControlPart):
                 return
             for number, error in plan.lost.items():
                 self._fail(client, (number,), error)
-                self.shares.failed(client, number, error)
+                self.handovers.failed(client, number, error)
             self.replays.carry_out(client, plan)
         self.replicas.top_up(client)
 
@@ -117,13 +117,13 @@ class Rebuilder(ControlPart):
             bound,
             self._env.now_s(),
             client.wanted,
-            self.shares.can_bring,
-            self.shares.is_asked,
+            self.handovers.can_bring,
+            self.handovers.is_asked,
             client.brought,
         )
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:
-        """Return whether hosts may come that have what is lost without them."""
+        """Return whether to wait for hosts that may have replicas of arrays that are lost without them."""
         origins = client.lineage.origins
         lasting = any(array in origins and origins[array].lasting for array in plan.lost)
         return bool(plan.lost) and (
@@ -191,7 +191,7 @@ class Rebuilder(ControlPart):
 
 def _by_hosts(client: Client, slices: Iterable[int]) -> dict[tuple[str, ...], set[int]]:
     """Return slices by the hosts that they name."""
-    found: dict[tuple[str, ...], set[int]] = {}
+    by_hosts: dict[tuple[str, ...], set[int]] = {}
     for number in slices:
-        found.setdefault(client.slices.requests[number].hosts, set()).add(number)
-    return found
+        by_hosts.setdefault(client.slices.requests[number].hosts, set()).add(number)
+    return by_hosts

@@ -14,23 +14,23 @@ from pw.core import messages as msg
 from pw.core.actors.ticker import Ticker
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in, store_of
-from pw.sched.control.array_states import Array, ArrayState
+from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.clients import Client
+from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.lineage import Record
 from pw.sched.control.programs import holders
 from pw.sched.control.recovery.plan import RecoveryPlan
 from pw.sched.control.registry import ProgramRegistry
-from pw.sched.control.runs import Runs
+from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart
-from pw.sched.control.shares import Shares
 
 LOOK_S = 1.0
-"""How often to look whether lost arrays have come."""
+"""Seconds between two looks whether lost arrays have come."""
 
 
 @dataclass(slots=True)
 class _Rebuilding:
-    """What a client waits for since its island was formed again."""
+    """Arrays that a client waits for since its island was formed again."""
 
     since_s: float
     arrays: set[int] = field(default_factory=set)
@@ -38,13 +38,13 @@ class _Rebuilding:
 
 @dataclass(eq=False)
 class Replays(ControlPart):
-    """Carries out recovery plans; see the module."""
+    """Carries out recovery plans."""
 
     registry: ProgramRegistry
-    runs: Runs
-    shares: Shares
+    runs: RunsInFlight
+    handovers: HandoverTable
     _rebuilding: dict[int, _Rebuilding] = field(default_factory=dict, init=False)
-    """By client."""
+    """Arrays that are being rebuilt, by client."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,14 +74,14 @@ class Replays(ControlPart):
             if isinstance(source, msg.OfferSource):
                 if name != number:
                     client.brought[number] = name
-                self.shares.ask(number, name)
+                self.handovers.ask(number, name)
                 continue
             if source is not None:
                 self.read(name, array, source)
                 continue
             array.input = number
             self._env.send(client.address, msg.UploadAgain(number, name))
-        temporary: list[tuple[int, Array]] = []
+        temporary: list[tuple[int, ArrayEntry]] = []
         failed: dict[int, ErrorReport] = {}
         for record in plan.runs:
             self._repeat(client, record, names, failed, temporary)
@@ -89,7 +89,7 @@ class Replays(ControlPart):
             if number in client.arrays.lost:
                 client.arrays.fail((number,), error)
                 self._env.send(client.address, msg.RunFailed(0, (number,), error))
-            self.shares.failed(client, number, error)
+            self.handovers.failed(client, number, error)
         self._islands.release(client.number, temporary)
         self.registry.uninstall_retired(client)
 
@@ -106,11 +106,7 @@ class Replays(ControlPart):
         return bool(self._rebuilding)
 
     def _restore(
-        self,
-        client: Client,
-        number: int,
-        sources: tuple[msg.Source, ...],
-        names: dict[int, int],
+        self, client: Client, number: int, sources: tuple[msg.BoxSource, ...], names: dict[int, int]
     ) -> None:
         """Have the hosts of an array make it from replicas."""
         name, array = self._bring(client, number, names)
@@ -134,7 +130,7 @@ class Replays(ControlPart):
 
     def _bring(
         self, client: Client, number: int, names: dict[int, int], *, by_run: bool = False
-    ) -> tuple[int, Array]:
+    ) -> tuple[int, ArrayEntry]:
         """Expect an array on its hosts, `by_run` of another client or not; return it with its id.
 
         An array that the client does not hold, or that has failed for good, is only needed for runs
@@ -148,14 +144,14 @@ class Replays(ControlPart):
             client.arrays.bring(number, *home)
         else:
             names[number] = number = client.new_id()
-            array = client.arrays.discarded[number] = Array(
+            array = client.arrays.discarded[number] = ArrayEntry(
                 spec, *home, ArrayState.DISCARDED, frozenset(home[1])
             )
         if not by_run:
             self._islands.place(array.island, number, spec)
         return number, array
 
-    def read(self, number: int, array: Array, source: msg.FileSource) -> None:
+    def read(self, number: int, array: ArrayEntry, source: msg.FileSource) -> None:
         """Have the hosts of an array read it from files."""
         devices = self._islands.located(array.spec)
         for host in array.hosts:
@@ -167,7 +163,7 @@ class Replays(ControlPart):
         record: Record,
         names: dict[int, int],
         failed: dict[int, ErrorReport],
-        temporary: list[tuple[int, Array]],
+        temporary: list[tuple[int, ArrayEntry]],
     ) -> None:
         """Run a record again, under a new number."""
         program = record.program
@@ -181,16 +177,16 @@ class Replays(ControlPart):
         args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
         arriving = []
         for arg in arrays_in(args):
-            given = client.arrays.find(arg)
-            if given is not None and given.awaited:
+            argument = client.arrays.find(arg)
+            if argument is not None and argument.awaited:
                 arriving.append(arg)
         homes = program.result_homes(self._islands.bindings)
         assert homes is not None, "slices are bound before anything is rebuilt"
         results = []
-        taken = self.shares.results(client, record) if client.wanted else {}
+        imports = self.handovers.results(client, record) if client.wanted else {}
         for number, output, home in zip(record.results, program.body.outputs, homes, strict=True):
-            if number in taken:
-                results.append(taken[number])
+            if number in imports:
+                results.append(imports[number])
                 continue
             array = client.arrays.get(number)
             if array is not None and array.is_lost:
@@ -200,10 +196,10 @@ class Replays(ControlPart):
             name = client.new_id()
             if array is None or array.error is not None:
                 names.setdefault(number, name)
-            temporary.append((name, Array(output.spec, *home)))
+            temporary.append((name, ArrayEntry(output.spec, *home)))
             results.append(name)
-        self._env.count("runs_handing_over" if taken else "runs_repeated")
+        self._env.count("runs_handing_over" if imports else "runs_repeated")
         awaits = tuple(dict.fromkeys(arriving))
         self.runs.submit(client, client.new_id(), record, args, tuple(results), awaits)
-        if taken:
-            self.shares.submitted(record)
+        if imports:
+            self.handovers.submitted(record)

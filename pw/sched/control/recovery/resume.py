@@ -18,28 +18,28 @@ from pw.core.ids import arrays_in, client_of, is_repeat
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec
 from pw.core.sharding import ArraySpec
-from pw.sched.control.array_states import NOWHERE, Array, ArrayState
-from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.array_states import NOWHERE, ArrayEntry, ArrayState
+from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
+from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.sessions import ControlPart, handles_client
-from pw.sched.control.shares import Shares
-from pw.sched.control.slices import Slices
+from pw.sched.control.slices import SliceRequests
 
 PATIENCE_S = 5.0
-"""How long to wait for hosts that may have replicas of a returning client's arrays."""
+"""Seconds to wait for hosts that may have replicas of a returning client's arrays."""
 
 _RESTARTED = ErrorReport.of(HostLost("the controller was started again"))
 
 
 @dataclass(eq=False)
 class Resumptions(ControlPart):
-    """Hears what returning clients tell; see the module."""
+    """Handles the journals of returning clients."""
 
-    slices: Slices
-    replicas: Replicas
+    slices: SliceRequests
+    replicas: ReplicaTable
     rebuilder: Rebuilder
-    shares: Shares
+    handovers: HandoverTable
 
     def announced(self, client: Client, message: msg.CreateArray) -> None:
         """The client had uploaded this input."""
@@ -56,7 +56,7 @@ class Resumptions(ControlPart):
         client.lineage.add_input(message.array, message.spec, message.source)
         client.arrays.announced(message.array)
         if isinstance(message.source, msg.OfferSource):
-            self.shares.taken_before(client, message.array, message.spec, message.source)
+            self.handovers.taken_before(client, message.array, message.spec, message.source)
 
     def ran(self, client: Client, message: msg.Run) -> None:
         """The client had sent this run."""
@@ -83,7 +83,7 @@ class Resumptions(ControlPart):
 
     @handles_client(msg.Resumed)
     def _resumed(self, client: Client, message: msg.Resumed) -> None:
-        """The client has told everything: what it holds is lost, until it is rebuilt."""
+        """Rebuild the arrays of a returning client: all count as lost until then."""
         if client.resuming is None:
             self._env.count("messages_refused")
             return
@@ -107,30 +107,30 @@ class Resumptions(ControlPart):
     def _take_over(self, client: Client, message: msg.Resumed) -> None:
         lineage = client.lineage
         try:
-            known_arrays = message.known.whole().arrays
+            entries = message.known.value().arrays
         except ProtocolError:
-            known_arrays = ()
-        for known in known_arrays:
+            entries = ()
+        for entry in entries:
             try:
-                self._check(client, known.spec)
+                self._check(client, entry.spec)
             except Error:
                 self._env.count("messages_refused")
                 continue
-            if client_of(known.array) == client.number:
-                lineage.add_known(known.array, client.one_spec(known.spec))
+            if client_of(entry.array) == client.number:
+                lineage.add_known(entry.array, client.one_spec(entry.spec))
         own = (n for n in message.held if client_of(n) == client.number and not is_repeat(n))
         held = dict.fromkeys(own)
         lineage.release([array for array in lineage.origins if array not in held])
         for failed in message.failed:
             if failed.array in held:
-                client.arrays.add(failed.array, Array.failed(failed.error))
+                client.arrays.add(failed.array, ArrayEntry.failed(failed.error))
             elif failed.array in lineage.origins:
                 lineage.origins[failed.array].error = failed.error
         for number in held:
             if number not in client.arrays:
                 origin = lineage.origins.get(number)
                 spec = origin.spec if origin is not None else NOWHERE
-                lost = Array(spec, "", (), ArrayState.LOST, cause=_RESTARTED)
+                lost = ArrayEntry(spec, "", (), ArrayState.LOST, cause=_RESTARTED)
                 client.arrays.add(number, lost)
         for array in filter(client.owns, message.copied):
             lineage.was_replicated(array)

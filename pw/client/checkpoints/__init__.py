@@ -1,0 +1,1 @@
+"""Saving and restoring arrays: on hosts, and in files."""

@@ -1,0 +1,137 @@
+"""`pw.status()`: the state of the cluster, as an object, as tables, and in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pw.client.connection import current
+from pw.client.display.tables import Shown, Table
+from pw.client.keywords import checks_keywords
+from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
+from pw.core.waits import LOOKING_S
+
+__all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "status"]
+
+
+_COUNTS = ("devices", "slices", "queued", "launched", "formed")
+_PLACE = ("name", "state", "pid", "devices")
+_OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClusterStatus(Shown):
+    """The state of a cluster at the time of the question; prints as tables."""
+
+    address: str | None
+    """Address of the controller, for PW_ADDRESS; None if other processes cannot reach it."""
+    pw_version: str
+    jax_version: str
+    policy: str
+    islands: tuple[IslandInfo, ...]
+    other_hosts: tuple[HostInfo, ...]
+    """Hosts that have no place in an island: spare and draining ones."""
+    clients: tuple[ClientInfo, ...]
+    runs: tuple[RunInfo, ...]
+    hidden_clients: int = 0
+    """Number of clients of other tenants, which this one may not see."""
+    hidden_runs: int = 0
+    """Number of runs in flight of clients of other tenants."""
+    awaited_islands: int = 0
+    """Number of islands that a starting cluster waits for."""
+
+    @classmethod
+    def of(cls, reply: Status, address: str | None) -> ClusterStatus:
+        """Complete the controller's answer with its address."""
+        return cls(address, *(getattr(reply, field.name) for field in fields(cls)[1:]))
+
+    @property
+    def hosts(self) -> tuple[HostInfo, ...]:
+        """All connected hosts."""
+        placed = tuple(host for island in self.islands for host in island.hosts)
+        return (*placed, *self.other_hosts)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all islands."""
+        return sum(island.devices for island in self.islands)
+
+    @property
+    def head(self) -> str:
+        """One line about the controller."""
+        where = f"controller {self.address}" if self.address else "controller in this process"
+        line = f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
+        if self.awaited_islands:
+            are = "is" if self.awaited_islands == 1 else "are"
+            line += f"; {self.awaited_islands} of its islands {are} still to come"
+        if self.hidden_clients:
+            clients = "1 client" if self.hidden_clients == 1 else f"{self.hidden_clients} clients"
+            runs = "1 run" if self.hidden_runs == 1 else f"{self.hidden_runs} runs"
+            line += f"; not shown: {clients} of other tenants, with {runs}"
+        return line
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the tables of islands, hosts, clients and runs."""
+        islands = [
+            (i.name, i.state, i.platform, f"{len(i.hosts)}/{i.expected_hosts}", *_of(i, _COUNTS))
+            for i in self.islands
+        ]
+        hosts = [
+            (h.island or "any", *_of(h, _PLACE), "yes" if h.python else "no", h.endpoint)
+            for h in self.hosts
+        ]
+        by_tenant = bool(self.hidden_clients) or len({c.tenant for c in self.clients}) > 1
+        tenant = ("tenant",) * by_tenant
+        clients = [
+            (
+                c.number,
+                c.name + _note(c),
+                *_of(c, tenant),
+                *_of(c, _OWNED),
+                ", ".join(c.awaited_hosts),
+            )
+            for c in self.clients
+        ]
+        runs = [(r.run, r.function, ", ".join(r.islands), f"{r.age_s:.1f}") for r in self.runs]
+        return (
+            Table("Islands", ("island", "state", "platform", "hosts", *_COUNTS), tuple(islands)),
+            Table(
+                "Hosts",
+                ("island", "host", "state", "pid", "devices", "python", "endpoint"),
+                tuple(hosts),
+            ),
+            Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
+            Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
+        )
+
+    def foot(self) -> tuple[str, ...]:
+        """Say how to find a slow host, while gangs compute: only a comparison over seconds can name one."""
+        gangs = any(island.launched and island.expected_hosts > 1 for island in self.islands)
+        return ("Does a slow host hold up its gang? pw status --slow 10 compares them.",) * gangs
+
+
+def _note(client: ClientInfo) -> str:
+    if client.is_me:
+        return " (this one)"
+    return f" (silent for {client.silent_s:.0f} s)" if client.silent_s else ""
+
+
+def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(info, name) for name in names)
+
+
+@checks_keywords
+def status(timeout_s: float = LOOKING_S) -> ClusterStatus:
+    """Return the state of the cluster: islands, hosts, clients, and runs in flight.
+
+    In a terminal the result prints as tables, in a notebook it shows as such; a script reads its attributes,
+    as in `sum(island.devices for island in pw.status().islands)`.
+
+    Args:
+        timeout_s: how long to wait for the controller's answer, in seconds.
+
+    Raises:
+        ConnectionFailed: the controller has not answered within `timeout_s`, or is gone for good.
+    """
+    session = current.runtime()
+    return ClusterStatus.of(session.ask.status(timeout_s), session.endpoint)

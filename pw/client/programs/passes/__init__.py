@@ -1,0 +1,1 @@
+"""Passes that rewrite the jaxpr of a program."""

@@ -1,1 +1,0 @@
-"""From Python functions to programs: jit, pmap, program, host functions."""

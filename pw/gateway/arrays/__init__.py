@@ -1,0 +1,1 @@
+"""The arrays of one client, its devices, and its transfers."""

@@ -1,0 +1,1 @@
+"""Modules that a client compiles and runs."""

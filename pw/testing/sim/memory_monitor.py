@@ -1,0 +1,65 @@
+"""The monitor of schedulers' memory: what views and leased launches take there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pw.sched.island.memory_report import counted
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.world import Violation, World
+
+
+def watch_memory(cluster: SimCluster, island: str) -> None:
+    """Watch the memory of an island from now on: a view takes none, and leases take what was set aside."""
+    scheduler = cluster.schedulers.get(island)
+    memory: Any = None if scheduler is None else scheduler.admission.memory
+    if memory is None:
+        return
+    reserve, end = memory.reserve, memory.end
+
+    def watched(act: Callable[..., Any], *args: Any) -> Any:
+        before = counted_bytes(memory)
+        result = act(*args)
+        cluster.world.checked["views' memory"] += 1
+        if counted_bytes(memory) > before:
+            raise Violation("views", f"{island} counts memory for a view")
+        return result
+
+    def reserved(program: int, args: Any, results: Any) -> Any:
+        needs = memory.programs.get(program)
+        has_views = needs is not None and any(one.shards for one in needs.memory.outputs)
+        # A small host value is no array: hosts make it for the view.
+        if has_views and all(isinstance(arg, int) for arg in args):
+            return watched(reserve, program, args, results)
+        return reserve(program, args, results)
+
+    def ended(claim: Any) -> None:
+        outputs = () if claim.needs is None else claim.needs.memory.outputs
+        if any(output.shards for output in outputs):
+            watched(end, claim)
+        else:
+            end(claim)
+
+    memory.reserve, memory.end = reserved, ended
+    _watch_lent(cluster.world, island, memory)
+
+
+def _watch_lent(world: World, island: str, memory: Any) -> None:
+    """Check that what is reserved for a leased launch was set aside before, and is counted."""
+    claim = memory.claim
+
+    def claimed(room: Any, *run: Any) -> Any:
+        reservation = claim(room, *run)
+        world.checked["lent memory"] += 1
+        if room.peaks < 0 or any(one.arrays_bytes < 0 for one in counted(memory)):
+            words = f"{island} reserves memory for a leased launch that was not set aside"
+            raise Violation("memory", words)
+        return reservation
+
+    memory.claim = claimed
+
+
+def counted_bytes(memory: Any) -> int:
+    """Return what a scheduler counts on all devices of its island together."""
+    return int(memory.settled().sum())
