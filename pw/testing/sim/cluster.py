@@ -216,8 +216,9 @@ class SimCluster(Site):
         ]
 
     def stopped_until_s(self) -> float:
-        """Return when the last host that was stopped goes on, in simulated seconds."""
-        return max((host.node.paused_until_s for host in self.hosts if host.node), default=0.0)
+        """Return when the last process that was stopped goes on, in simulated seconds."""
+        nodes = [self.node, *(host.node for host in self.hosts if host.node)]
+        return max(node.paused_until_s for node in nodes)
 
     def census(self) -> Counter[str]:
         """Count what all actors hold; it must be nothing when all clients have left."""
