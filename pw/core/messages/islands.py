@@ -119,7 +119,7 @@ class IslandFormed(Local, frozen=True, tag=17):
     """True if other processes compile for the hosts, so that a crash of a compiler does not crash a host."""
 
 
-class IslandLost(Local, frozen=True, tag=18):
+class EpochEnded(Local, frozen=True, tag=18):
     """ResourceManager to Controller (local): an island has left its epoch; its values are lost."""
 
     island: str
