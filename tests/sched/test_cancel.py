@@ -348,11 +348,11 @@ def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() ->
     while world.links["c", "controller"]:
         world.deliver("c", "controller")
     known = world.client(client.number)
-    assert len(known.backlog) == 2, "the second program is being compiled"
+    assert len(known.stream) == 2, "the second program is being compiled"
     client.tell(msg.Cancel((y,)))
     while world.links["c", "controller"]:
         world.deliver("c", "controller")
-    assert not known.backlog
+    assert not known.stream
     np.testing.assert_array_equal(client.value(z), X + 1)
     assert kind(client.value(y)) == "Cancelled"
     assert known.arrays.held.keys() == {y, z}

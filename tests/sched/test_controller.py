@@ -424,11 +424,11 @@ def test_what_reads_an_array_of_another_client_waits_in_its_stream() -> None:
     importer.tell(msg.CreateArray(array, spec, 1, msg.OfferSource(token, 0)))
     importer.run(program, array)
     world.settle()
-    assert len(world.client(importer.number).backlog) == 1
+    assert len(world.client(importer.number).stream) == 1
     x = exporter.upload(X, stage.spec)
     exporter.tell(msg.Offer(exporter.id(), token, (x,), (stage.spec,)))
     world.settle()
-    assert not world.client(importer.number).backlog
+    assert not world.client(importer.number).stream
 
 
 def test_a_long_backlog_goes_on_over_several_turns() -> None:
@@ -440,7 +440,7 @@ def test_a_long_backlog_goes_on_over_several_turns() -> None:
     for request in asked:
         client.tell(msg.Inquire(request, (y,)))
     stage.deliver("c", "controller")
-    backlog = world.client(client.number).backlog
+    backlog = world.client(client.number).stream.backlog
     assert len(backlog) == 1 + len(asked)
     client.tell(msg.Cancel((y,)))
     stage.deliver("c", "controller")

@@ -597,8 +597,8 @@ def test_an_island_that_does_not_come_back_is_given_up() -> None:
     assert not client.failed, "it waits"
     world.wait(31)
     world.wait(61)
-    assert client.failed[array].kind == "HostLost"
-    assert client.failed[late].kind == "HostLost"
+    assert client.failed[array].kind == "IslandLost"
+    assert client.failed[late].kind == "IslandLost"
     other = client.program(chain([cluster.a]))
     (fine,) = client.run(other, X)
     np.testing.assert_array_equal(client.value(fine), X + 1)

@@ -495,7 +495,7 @@ def test_another_controller_goes_on_with_those_that_wait_for_others(
         checkpoint.result(0)
     assert entries(tmp_path) == {f"{number}" for number in range(5)}
     (client,) = world.control.sessions.clients
-    assert not client.backlog
+    assert not client.stream
     assert not world.control.saves.count(client)
     assert not world.control.checkpoints.count(client)
     np.testing.assert_array_equal(user.value(arrays[-1]), X + 6)

@@ -56,7 +56,7 @@ class ClientOrder(ControlPart):
     def _received(self, client: Client, message: Ordered) -> None:
         if client.resuming is not None and type(message) in self._resuming:
             self._resuming[type(message)](client, message)
-        elif self._is_held(client) or not self._proceed(client, message):
+        elif self._is_held(client) or not self.proceed(client, message):
             client.stream.backlog.append(message)
 
     def _is_held(self, client: Client) -> bool:
@@ -77,14 +77,14 @@ class ClientOrder(ControlPart):
             if not backlog:
                 return
             message = backlog.popleft()
-            if not self._proceed(client, message):
+            if not self.proceed(client, message):
                 backlog.appendleft(message)
                 return
         if not self._later:
             self._env.call_later(0.0, self._later.clear)
         self._later.add(client.number)
 
-    def _proceed(self, client: Client, message: Ordered) -> bool:
+    def proceed(self, client: Client, message: Ordered) -> bool:
         """Handle a message, or set it aside; return False if it waits, and all that come after it."""
         if client.slices.unbound and (away := client.away) is not None:
             rest = client.stream.aside.sift(message, away)
@@ -93,10 +93,11 @@ class ClientOrder(ControlPart):
             message = rest
         if self.obstacle(client, message):
             return False
-        self._handle(client, message)
+        self.carry_out(client, message)
         return True
 
-    def _handle(self, client: Client, message: Ordered) -> None:
+    def carry_out(self, client: Client, message: Ordered) -> None:
+        """Handle a message whose turn it is."""
         if isinstance(message, msg.Delete):
             arrays = self.handovers.keep(client, message.arrays)
             self._islands.release(client.number, client.delete(arrays))

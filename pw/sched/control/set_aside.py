@@ -65,9 +65,9 @@ class SetAside:
     """Numbers of the arrays of which lost ones are made again."""
     _needed_in: tuple[frozenset[int], int] | None = None
     """State of what is away for which these were found."""
-    _made: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
     """Numbers of arrays that the messages will make."""
-    _read: set[int] = field(default_factory=set)
+    arguments: set[int] = field(default_factory=set)
     """Numbers of arrays that the messages need."""
     _programs: set[int] = field(default_factory=set)
     _leases: set[int] = field(default_factory=set)
@@ -86,17 +86,17 @@ class SetAside:
             later = [one for one in message.arrays if one in lost or self._is_kept(one)]
             if not later:
                 return message
-            self._add(msg.Delete(tuple(later)), away)
+            self.add(msg.Delete(tuple(later)), away)
             now = tuple(one for one in message.arrays if one not in later)
             return replace(message, arrays=now) if now else None
         if self._can_pass(message, away):
             return message
-        self._add(message, away)
+        self.add(message, away)
         return None
 
     def _is_kept(self, array: int) -> bool:
         """Whether an array must not go, because something that waits needs or makes it."""
-        return array in self._needed or array in self._read or array in self._made
+        return array in self._needed or array in self.arguments or array in self.results
 
     def _can_pass(self, message: Ordered, away: Away) -> bool:
         lost = away.arrays.lost.keys()
@@ -109,7 +109,7 @@ class SetAside:
             return (
                 program.slices.isdisjoint(away.slices)
                 and lost.isdisjoint(args)
-                and self._made.isdisjoint(args)
+                and self.results.isdisjoint(args)
                 and not any(map(self._is_kept, arrays_in(donated)))
                 and message.lease not in self._leases
                 and not (self._has_effects and _has_effects(program))
@@ -122,27 +122,29 @@ class SetAside:
             is_there = program is None or program.slices.isdisjoint(away.slices)
             return is_there and message.program not in self._programs
         if isinstance(message, (msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
-            return lost.isdisjoint(message.arrays) and self._made.isdisjoint(message.arrays)
+            # Of what the client does not hold any more, a host that is away may know.
+            return all(one in away.arrays and one not in lost for one in message.arrays)
         return False
 
-    def _add(self, message: Ordered, away: Away) -> None:
+    def add(self, message: Ordered, away: Away) -> None:
+        """Set a message aside."""
         self.messages.append(message)
         if isinstance(message, msg.Run):
             program = away.programs.get(message.program)
             self.overtaken.add(message.run)
-            self._made.update(message.results)
-            self._read.update(arrays_in(message.args))
+            self.results.update(message.results)
+            self.arguments.update(arrays_in(message.args))
             self._programs.add(message.program)
             if message.lease:
                 self._leases.add(message.lease)
             self._has_effects |= program is not None and _has_effects(program)
         elif isinstance(message, msg.CreateArray):
-            self._made.add(message.array)
+            self.results.add(message.array)
         elif isinstance(message, msg.Offer):
             self.overtaken.add(message.run)
-            self._read.update(message.arrays)
+            self.arguments.update(message.arrays)
         elif isinstance(message, (msg.Delete, msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
-            self._read.update(message.arrays)
+            self.arguments.update(message.arrays)
 
     def may_go_on(self, away: Away | None) -> bool:
         """Whether to look again at what was set aside: other slices are away, or other arrays are lost."""
@@ -152,7 +154,7 @@ class SetAside:
         """Take all messages out, in their order."""
         messages = self.messages
         self.messages = []
-        for numbers in (self._made, self._read, self._programs, self._leases):
+        for numbers in (self.results, self.arguments, self._programs, self._leases):
             numbers.clear()
         self._has_effects = False
         self._needed_in = None

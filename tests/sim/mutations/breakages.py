@@ -550,7 +550,7 @@ def pass_everything(proceed: Callable[..., bool], client: Any, message: Any) -> 
     """Let everything pass what was set aside."""
     if client.away is None:
         return proceed(client, message)
-    proceed.__self__._handle(client, message)  # type: ignore[attr-defined]
+    proceed.__self__.carry_out(client, message)  # type: ignore[attr-defined]
     return True
 
 
@@ -558,7 +558,7 @@ def set_all_aside(proceed: Callable[..., bool], client: Any, message: Any) -> bo
     """Set everything aside while an island is away."""
     if (away := client.away) is None:
         return proceed(client, message)
-    client.stream.aside._add(message, away)
+    client.stream.aside.add(message, away)
     return True
 
 

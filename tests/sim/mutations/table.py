@@ -792,31 +792,31 @@ row(
 # What needs an island that is away, or what comes of that, is handled at once.
 row(
     "away-passes-everything",
-    wrap("controller.stream._proceed", breakages.pass_everything),
+    wrap("controller.stream.proceed", breakages.pass_everything),
     seen("away", 4, "oracle", "actors never raise"),
 )
 # Everything waits while an island is away.
 row(
     "away-holds-everything",
-    wrap("controller.stream._proceed", breakages.set_all_aside),
-    seen("away", 0, "others go on"),
+    wrap("controller.stream.proceed", breakages.set_all_aside),
+    seen("away", 4, "others go on"),
 )
 # A message passes a run whose results it reads.
 row(
     "away-forgets-what-is-made",
-    wrap("controller.stream._proceed", partial(breakages.forget_aside, "_made")),
+    wrap("controller.stream.proceed", partial(breakages.forget_aside, "results")),
     seen("away", 4, "oracle"),
 )
 # A message takes away what a waiting run reads.
 row(
     "away-forgets-what-is-read",
-    wrap("controller.stream._proceed", partial(breakages.forget_aside, "_read")),
+    wrap("controller.stream.proceed", partial(breakages.forget_aside, "arguments")),
     seen("away", 4, "oracle"),
 )
 # A run that was passed is taken for one that has come before.
 row(
     "away-forgets-who-was-passed",
-    wrap("controller.stream._proceed", partial(breakages.forget_aside, "overtaken")),
+    wrap("controller.stream.proceed", partial(breakages.forget_aside, "overtaken")),
     seen("away", 10, "liveness", "credits", "oracle"),
 )
 # What waited returns in the opposite order.
