@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from pw.client.functions.pmap import pmap
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
+    from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
     from pw.client.looking.plan import plan
     from pw.client.looking.show import show
@@ -125,6 +126,9 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoints.checkpoint",
     "restore": "pw.client.checkpoints.files",
     "drain": "pw.client.checkpoints.checkpoint",
+    "IslandEvent": "pw.client.looking.islands",
+    "island_events": "pw.client.looking.islands",
+    "on_island_event": "pw.client.looking.islands",
     "memory": "pw.client.looking.memory",
     "plan": "pw.client.looking.plan",
     "profile": "pw.operating.profiling.profile",
@@ -174,6 +178,9 @@ __all__ = [
     "Checkpoint",
     "restore",
     "drain",
+    "IslandEvent",
+    "island_events",
+    "on_island_event",
     "memory",
     "plan",
     "profile",

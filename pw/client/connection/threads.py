@@ -147,6 +147,7 @@ class SessionOnNode:
                 runtime.session_ended,
                 runtime.calls.arrived,
                 partial(node.post_threadsafe, "session"),
+                runtime.island_readers.changed,
             ),
         )
         self._leases, self._lines = self._session.leases, self._session.lines

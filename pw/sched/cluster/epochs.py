@@ -295,6 +295,7 @@ class Epochs(Part):
             hosts,
             min(limits) if limits else None,
             platform_of(island.platform).is_host,
+            island.device_count,
         )
         self.env.send(CONTROL, formed)
         self.slices.bind_again(island)

@@ -21,6 +21,7 @@
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
+| watches | a client that watches islands hears each change once, and knows all in the end (in `watching`) |
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
