@@ -192,9 +192,8 @@ class IslandEvents(_IslandReader, AsyncIterator[IslandEvent]):
                 if self.is_over:
                     raise StopAsyncIteration
                 if self._waiter is not None:
-                    raise RuntimeError(
-                        "the script waits for the next of these events already; call pw.island_events() for each loop"
-                    )
+                    words = "the script waits for the next of these events already"
+                    raise RuntimeError(f"{words}; call pw.island_events() for each loop")
                 waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await waiter

@@ -18,10 +18,10 @@ def island_events() -> IslandEvents:
             print(event.island, event.what, event.devices)
 
     First comes the present state of each island, as an event with `is_present`. Then each change comes once, in
-    the order in which the controller saw it. There are two exceptions, after which the last event of each island
-    still says how it is now. If more than 256 events wait for a slow reader, it gets the present state of each
-    island in their place, with `is_present`. If the controller is started again, all that happened to an island
-    before this session is attached again is one event.
+    the order in which the controller saw it. There are two exceptions, and after them the last event of each
+    island still says how it is now. If more than 256 events wait for a slow reader, it gets the present state
+    of each island in their place, with `is_present`. If the controller is started again, all that happened to
+    an island before this session is attached again is one event.
 
     A slow reader holds up nothing else, and each of several readers gets all events. They end with the session.
 
