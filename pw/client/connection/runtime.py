@@ -326,6 +326,10 @@ class Runtime:
         bound = self.thread.bound(slice)
         return () if bound is None else bound.devices
 
+    def is_lost(self, slice: int) -> bool:
+        """Whether a slice has no devices now: its island was lost, or it was given back."""
+        return self.thread.is_lost(slice)
+
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
         self._tell(msg.ReleaseSlice(slice))

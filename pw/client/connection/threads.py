@@ -204,6 +204,10 @@ class SessionOnNode:
         session = self._session
         return session.link.journal.bound.get(slice) or session.hosts.slices.get(slice)
 
+    def is_lost(self, slice: int) -> bool:
+        """Whether a slice has no devices now: its island was lost, or it was given back."""
+        return slice not in self._session.hosts.slices
+
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
         return self._thread.call(lambda: self.node.network.trouble_of(CONTROLLER))

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +29,7 @@ from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
-from pw.core.waits import CLIENT_TIMEOUT_S
+from pw.core.waits import CLIENT_TIMEOUT_S, RECOVERY_S
 from pw.processes.daemons import (
     LocalDaemon,
     options,
@@ -48,9 +48,10 @@ class LocalHost:
     Tests send signals to its process ids.
     """
 
-    def __init__(self, name: str, worker: LocalDaemon) -> None:
+    def __init__(self, name: str, start: Callable[[], LocalDaemon]) -> None:
         self.name = name
-        self._worker = worker
+        self._start = start
+        self._worker = start()
 
     @property
     def pid(self) -> int:
@@ -83,6 +84,11 @@ class LocalHost:
         self._worker.kill()
         self._worker.stop()
 
+    def restart(self) -> None:
+        """Start a host again that `kill` has ended, as if its machine had been switched on."""
+        if self.exit_code() is not None:
+            self._worker = self._start()
+
     def __repr__(self) -> str:
         return f"LocalHost({self.name!r}, pid={self.pid})"
 
@@ -108,6 +114,7 @@ class LocalCluster:
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a client keeps what it owns after its machine has ceased to answer, in seconds.
         client_timeout_s: how long a silent client keeps it while its machine answers, in seconds.
+        recovery_timeout_s: how long calls wait for an island that was lost before they fail, in seconds.
         heartbeat_s: the interval of a worker's heartbeats. It is lost if its machine does not answer three of
             them, and if it says nothing for 10 s, or for three of them.
         allow_python: let the workers run `pw.host_function`s.
@@ -137,6 +144,7 @@ class LocalCluster:
         events: bool = False,
         lease_s: float = 10.0,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
+        recovery_timeout_s: float = RECOVERY_S,
         heartbeat_s: float = 1.0,
         allow_python: bool = False,
         compile_cache: str | os.PathLike[str] | None = None,
@@ -180,7 +188,12 @@ class LocalCluster:
         self._end_on_sigterm()
         start_fork_server()  # several daemons, and one import of JAX
         try:
-            where = options(bind=self._folder.controller, policy=policy, events=self.events or None)
+            where = options(
+                bind=self._folder.controller,
+                policy=policy,
+                events=self.events or None,
+                recovery_timeout=recovery_timeout_s,
+            )
             controller = self._start("pw.cli.controller", [*where, *common])
             self.address = controller.address(START_S)
             common += options(
@@ -219,8 +232,16 @@ class LocalCluster:
         if variable := platform_of(self._platform).visible:
             shown = os.environ.get(variable)
             environment[variable] = visible_gpus(len(self.hosts), self._devices_per_host, shown)
-        worker = self._start("pw.cli.worker", [*arguments, *options(name=name)], environment)
-        self.hosts.append(LocalHost(name, worker))
+        arguments = [*arguments, *options(name=name)]
+        place = len(self._children)
+
+        def start() -> LocalDaemon:
+            del self._children[place : place + 1]  # of the process that was killed
+            worker = LocalDaemon("pw.cli.worker", arguments, environment)
+            self._children.insert(place, worker)
+            return worker
+
+        self.hosts.append(LocalHost(name, start))
 
     def _wait(self, hosts: int, connect: bool) -> None:
         """Wait until all islands are formed; connect this process if that is wanted."""
