@@ -208,6 +208,20 @@ def _settle(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+class IslandListener(_IslandReader):
+    """Calls a function with each event on the session's thread, for code of pw that lives there."""
+
+    def __init__(self, readers: IslandReaders, heard: Callable[[IslandEvent], object]) -> None:
+        super().__init__(readers)
+        self._heard = heard
+        readers.add(self)
+
+    def wake(self) -> None:
+        """Call it; with the lock."""
+        while self.queue:
+            self._heard(self.queue.popleft())
+
+
 class IslandCallback(_IslandReader):
     """Calls a function with each event, in a thread of its own, until it is closed.
 
