@@ -9,8 +9,9 @@ import pytest
 from pw.client.session.island_news import IslandChange, change
 from pw.client.session.thread_messages import FollowIslands
 from pw.core import messages as msg
-from pw.core.ids import CONTROL, CONTROLLER
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address
 from pw.core.waits import RECOVERY_S
+from pw.sched.control.watches import UNNAMED
 from tests.sched.test_controller_restart import Cluster
 from tests.stages.samples import some
 
@@ -92,6 +93,23 @@ def test_an_island_is_given_up_and_may_still_return() -> None:
     cluster.hosts["b0"].start()
     cluster.world.settle()
     assert cluster.heard() == [("b", "returned", 2)]
+
+
+def test_other_tenants_do_not_hear_whose_call_ended_an_epoch() -> None:
+    cluster = Watched()
+    island = f"scheduler/{cluster.island_b}"
+    for tenant, words in (("operator", "'train' has not ended"), ("rivals", UNNAMED)):
+        client = cluster.world.client(cluster.user.number)
+        client.tenant = tenant
+        cluster.changes.clear()
+        epoch = cluster.ready()["b"]
+        reason = msg.EndEpoch("b", epoch, "'train' has not ended")
+        cluster.world.post(Address(CONTROLLER, island), RESOURCES, reason)
+        cluster.world.settle()
+        left, returned = cluster.changes
+        assert (left.what, returned.what) == ("left", "returned")
+        assert words in left.state.reason
+    assert "train" not in left.state.reason
 
 
 def test_nothing_is_sent_where_nothing_listens() -> None:

@@ -129,6 +129,8 @@ class IslandLost(Local, frozen=True, tag=18):
     error: ErrorReport
     host: str = ""
     """Name of the lost host, if that is the reason."""
+    is_private: bool = False
+    """True if the error may name what a client computes."""
 
 
 class CoordinationStarted(Local, frozen=True, tag=19):

@@ -19,10 +19,13 @@ import msgspec
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.ids import Address
+from pw.core.tenants import OPERATOR
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
 
 NOT_YET = "the controller was started again, and the island has not been formed since"
+UNNAMED = "a call did not end on it, or its hosts could not go on together"
+"""Reason for clients of other tenants than that whose call this was."""
 
 
 @dataclass(eq=False)
@@ -36,6 +39,8 @@ class IslandWatches(ControlPart):
         self._states: dict[str, msg.IslandState] = {}
         self._lost_s: dict[str, float] = {}
         """Time at which each island that is away left its last epoch, in seconds."""
+        self._private: set[str] = set()
+        """Islands that are away for a reason that may name what a client computes."""
         self._watchers: dict[int, dict[str, msg.IslandState]] = {}
         """By client: states of islands that only the client has heard of."""
         self._timers: set[tuple[int, msg.IslandState]] = set()
@@ -52,13 +57,15 @@ class IslandWatches(ControlPart):
             if name not in self._states
         }
         states = [
-            self._state_for(client, state) for state in (*self._states.values(), *own.values())
+            self._masked(client, self._state_for(client, state))
+            for state in (*self._states.values(), *own.values())
         ]
         self._env.send(client.address, msg.IslandStates(tuple(states), is_all=True))
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._lost_s.pop(message.island, None)
+        self._private.discard(message.island)
         for own in self._watchers.values():
             own.pop(message.island, None)
         self._change(
@@ -77,6 +84,8 @@ class IslandWatches(ControlPart):
         if former is None or former.epoch != message.epoch:
             former = msg.IslandState(message.island, message.epoch, is_ready=False)
         self._lost_s[message.island] = self._env.now_s()
+        if message.is_private:
+            self._private.add(message.island)
         self._change(msgspec.structs.replace(former, is_ready=False, reason=message.error.message))
 
     def client_left(self, client: Client) -> None:
@@ -117,5 +126,11 @@ class IslandWatches(ControlPart):
         if self._states.get(state.island, own.get(state.island)) == state:
             self._tell(client, msgspec.structs.replace(state, is_given_up=True))
 
+    def _masked(self, client: Client, state: msg.IslandState) -> msg.IslandState:
+        """Return a state whose reason names no other tenant's work."""
+        if state.is_ready or state.island not in self._private or client.tenant == OPERATOR:
+            return state
+        return msgspec.structs.replace(state, reason=UNNAMED)
+
     def _tell(self, client: Client, state: msg.IslandState) -> None:
-        self._env.send(client.address, msg.IslandStates((state,)))
+        self._env.send(client.address, msg.IslandStates((self._masked(client, state),)))
