@@ -5,7 +5,7 @@ the training, and starts it again. Then it trains once more without losses, is t
 and compares the losses bit for bit.
 
 A loss that the cluster repairs in time is a pause, which the loop does not notice. Only then an island is given
-up: what waited for it raises `pw.HostLost` or `pw.ArrayLost`. The loop goes back to its last checkpoint, whose
+up: what waited for it raises `pw.IslandLost` or `pw.ArrayLost`. The loop goes back to its last checkpoint, whose
 parameters lie whole on each island: one `pw.put` moves them to a mesh of the islands that are left.
 """
 
@@ -134,7 +134,7 @@ def elastic(
                 pw.checkpoint(trainer.params).result()
                 saved, saved_at = trainer.params, step
             losses.append(trainer.step(step))
-        except (pw.HostLost, pw.ArrayLost):
+        except (pw.IslandLost, pw.ArrayLost):
             left = islands.wait_for(len(trainer.islands) - 1)
             trainer.use(left, saved)
             plan = {at: names for at, names in plan.items() if at < saved_at}
@@ -156,7 +156,10 @@ def told(slices: dict[str, Any], plan: dict[int, tuple[str, ...]]) -> list[float
 
 def main() -> None:
     """Train through a loss, then without one, and compare."""
-    with pw.LocalCluster(2, devices_per_host=2, recovery_timeout_s=PATIENCE_S) as cluster:
+    with (
+        pw.LocalCluster(2, devices_per_host=2, connect=False) as cluster,
+        pw.connect(cluster.address, recovery_timeout=PATIENCE_S),
+    ):
         islands = Islands(2)
         devices = pw.make_virtual_device_set()
         slices = {name: devices.add_slice(devices=2, island=name) for name in islands.now()}

@@ -21,7 +21,7 @@ from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
 from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
 from pw.core.tickets import Tickets
-from pw.core.waits import RECONNECT_S, RECOVERY_S
+from pw.core.waits import MOVE_S, RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
 from pw.transport.links.node import Node
 from pw.transport.log import recent
@@ -92,6 +92,7 @@ def add_controller(
     rules: ShareRules = NO_RULES,
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
+    move_s: float = MOVE_S,
     stall_s: float = STALL_S,
     first_client: int = 1,
     events: Sink | None = None,
@@ -109,6 +110,7 @@ def add_controller(
         rules: what clients may ask of it, and the shares of tenants.
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
+        move_s: how long slices wait for a lost island before they move to another one, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
@@ -134,7 +136,8 @@ def add_controller(
         )
 
     resources = node.add(
-        "resources", lambda env: ResourceManager(env, tickets.public, claims, expected_islands)
+        "resources",
+        lambda env: ResourceManager(env, tickets.public, claims, expected_islands, move_s),
     )
     node.add("services", lambda env: CoordinationActor(env, services))
 

@@ -38,7 +38,7 @@ from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
 from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
-from pw.core.waits import CLIENT_TIMEOUT_S, RECOVERY_S
+from pw.core.waits import CLIENT_TIMEOUT_S, MOVE_S, RECOVERY_S
 from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
 from pw.transport.access.private import PrivateFolder
@@ -101,6 +101,13 @@ def serve(
             min=1.0, help="Seconds that work waits for an island to come back, before it fails."
         ),
     ] = RECOVERY_S,
+    move_after: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds after which slices of an island that does not come back move to one with room.",
+        ),
+    ] = MOVE_S,
     events: Annotated[
         str,
         typer.Option(
@@ -181,6 +188,7 @@ def serve(
         rules=rules,
         bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
+        move_s=move_after,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,

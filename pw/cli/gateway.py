@@ -20,6 +20,7 @@ import uvloop
 
 from pw.cli import embedded
 from pw.cli.process import Daemon, check_bind, command, configure_logging
+from pw.client.connection.current import recovery_s
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
@@ -89,7 +90,9 @@ class _Sessions:
                 count, 1, devices, platform=platform, device_memory=memory, connect=False
             )
             start = remote(cluster.enter_context(local).address, self._thread)
-        runtime = Runtime(start, self._share, self._priority, name=self._name)
+        runtime = Runtime(
+            start, self._share, self._priority, recovery_s=recovery_s(), name=self._name
+        )
         cluster.callback(runtime.close)
         self._address = runtime.endpoint or ""
         return runtime, self._devices(runtime), lambda: None
@@ -112,6 +115,7 @@ class _Sessions:
             remote(self._address, self._thread, self._security),
             self._share,
             self._priority,
+            recovery_s=recovery_s(),
             name=self._name,
         )
         try:

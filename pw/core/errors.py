@@ -288,13 +288,34 @@ class HostLost(Error):
     """A host left its island while it was needed.
 
     Cause:
-        A worker or its machine died, hung, or lost its network, and its island has not come back within
-        `--recovery-timeout` (60 s).
+        A worker or its machine died, hung, or lost its network. If its island does not come back, the
+        error is an `IslandLost`.
 
     What to do:
         `pw status` shows which host is missing. Start its worker again, or one with `--spare`; then
         call again. The worker's log has its last words.
     """
+
+
+class IslandLost(HostLost):
+    """An island did not come back in time, and was given up.
+
+    Other islands go on, and what lies there is left. `arrays_left` and `arrays_lost` name what this
+    client held, by type and by the function that made it, some dozens of each; `pw.arrays_lost(tree)` says
+    which arrays of one of the script's own trees are lost. When the island returns, it is a new one.
+
+    Cause:
+        Too few hosts of the island have come back within `pw.connect(recovery_timeout=)`, or
+        `pw-controller --recovery-timeout` (60 s), and no other island had room.
+
+    What to do:
+        Go on with fewer devices: ask for new ones (`pw.make_virtual_device_set()`, in plain JAX
+        `jax.devices()`), and begin there from what is left or from the last checkpoint; or start the
+        island's workers again. [Elastic training](elastic.md) shows both.
+    """
+
+    arrays_left: tuple[str, ...] = ()
+    arrays_lost: tuple[str, ...] = ()
 
 
 class ArrayLost(Error):
@@ -430,6 +451,10 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
     message: str
     where: str = ""
     traceback: str = ""
+    left: tuple[str, ...] = ()
+    """Names of arrays that are left, of an `IslandLost`."""
+    lost: tuple[str, ...] = ()
+    """Names of arrays that are lost with the island."""
 
     @classmethod
     def of(
@@ -438,7 +463,11 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
         """Describe `error`; an exception that is not pw's own becomes `kind` (or InternalError)."""
         if isinstance(error, Error):
             remote = error.__notes__[0] if getattr(error, "__notes__", None) else ""
-            return cls(type(error).__name__, str(error), where, remote)
+            report = cls(type(error).__name__, str(error), where, remote)
+            if isinstance(error, IslandLost):
+                lists = {"left": error.arrays_left, "lost": error.arrays_lost}
+                report = msgspec.structs.replace(report, **lists)
+            return report
         text = "".join(traceback_module.format_exception(error))
         name = (kind or InternalError).__name__
         return cls(name, f"{type(error).__name__}: {error}", where, text)
@@ -449,6 +478,8 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
         fault = _FAULT if self.kind in _FAULTS and not self.message.endswith(_FAULT) else ""
         by_name = {kind.__name__: kind for kind in kinds()}
         error = by_name.get(self.kind, Error)(f"{self.message}{where}{fault}")
+        if isinstance(error, IslandLost):
+            error.arrays_left, error.arrays_lost = self.left, self.lost
         if self.traceback:
             error.add_note(f"Traceback on {self.where or 'the remote side'}:\n{self.traceback}")
         return error

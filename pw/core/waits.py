@@ -4,6 +4,8 @@ from __future__ import annotations
 
 RECOVERY_S = 60.0
 """Seconds for which what needs a lost island waits for it, before it fails."""
+MOVE_S = 30.0
+"""Seconds after which the slices of a lost island move to one that has room."""
 CLUSTER_START_S = 300.0
 """Seconds for which requests for devices wait for the islands of a cluster that starts: machines boot, and
 images are pulled."""

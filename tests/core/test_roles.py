@@ -32,7 +32,7 @@ KINDS = [
 TAGS = """
     Hello=1 Refused=2 Heartbeat=3 Goodbye=4 PeerLost=5 PeerRefused=6 PeerSilent=7 RegisterHost=10
     HostRejected=11 FormIsland=12 IslandJoined=13 IslandJoinFailed=14 LeaveIsland=15
-    Directory=16 IslandFormed=17 IslandLost=18 CoordinationStarted=19 StartCoordination=20
+    Directory=16 IslandFormed=17 EpochEnded=18 CoordinationStarted=19 StartCoordination=20
     StopCoordination=21 EndEpoch=22 AskToLeave=23 DrainHost=24 Leave=25 HostEmptied=26 Draining=27 Attach=30
     Attached=31 Identify=32 Evicted=33 AllocateSlice=34 SliceBound=35 SliceRefused=36
     ReleaseSlice=37 SliceLost=38 RegisterProgram=40 ReleaseProgram=41 Run=42 RunFailed=43
@@ -120,7 +120,7 @@ def test_local_messages_never_come_from_another_node() -> None:
     for role in ("controller", "client-1", "host"):
         for actor in ("controller", "resources", "scheduler/a", "services"):
             assert not permits(role, actor, m.Submit)
-            assert not permits(role, actor, m.IslandLost)
+            assert not permits(role, actor, m.EpochEnded)
             assert not permits(role, actor, m.StartCoordination)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -79,11 +80,13 @@ def test_a_user_hears_of_each_change_once() -> None:
     assert cluster.heard() == [("b", "left", 1), ("b", "returned", 2)]
 
 
-def test_an_island_is_given_up_and_may_still_return() -> None:
+@pytest.mark.parametrize("patience_s", [None, 5.0])
+def test_an_island_is_given_up_and_may_still_return(patience_s: float | None) -> None:
     cluster = Watched()
+    cluster.world.client(cluster.user.number).recovery_s = patience_s
     cluster.heard()
     cluster.hosts["b0"].die()
-    cluster.time(RECOVERY_S - 1)
+    cluster.time((patience_s or RECOVERY_S) - 1)
     assert cluster.heard() == [("b", "left", 1)]
     cluster.time(2)
     assert cluster.heard() == [("b", "given_up", 1)]
@@ -110,6 +113,15 @@ def test_other_tenants_do_not_hear_whose_call_ended_an_epoch() -> None:
         assert (left.what, returned.what) == ("left", "returned")
         assert words in left.state.reason
     assert "train" not in left.state.reason
+
+
+def test_an_island_is_never_given_up_for_a_client_that_waits_without_end() -> None:
+    cluster = Watched()
+    cluster.world.client(cluster.user.number).recovery_s = math.inf
+    cluster.heard()
+    cluster.hosts["b0"].die()
+    cluster.time(2 * RECOVERY_S)
+    assert cluster.heard() == [("b", "left", 1)]
 
 
 def test_nothing_is_sent_where_nothing_listens() -> None:

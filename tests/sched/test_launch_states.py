@@ -88,7 +88,7 @@ def test_a_launch_is_ready_when_its_producers_have_ended() -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_how_a_launch_is_taken_away(launched: bool) -> None:
-    lost = msg.IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0")
+    lost = msg.EpochEnded("i", 1, ErrorReport("HostLost", "gone"), "h0")
     for message, queued, in_flight in (
         (msg.CancelRun(Watched().submit.run), LaunchState.CANCELLED, LaunchState.IN_FLIGHT),
         (msg.RemoveClient(1), LaunchState.CANCELLED, LaunchState.IN_FLIGHT),

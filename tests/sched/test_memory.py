@@ -799,7 +799,7 @@ def test_a_new_epoch_starts_with_nothing_held() -> None:
     bench.run(bench.program(1, needs(50)))
     bench.run(bench.program(2, needs(50)))
     error = ErrorReport("HostLost", "gone")
-    bench.tell(msg.IslandLost("i", 1, error), msg.IslandFormed("i", 2, bench.hosts, 100))
+    bench.tell(msg.EpochEnded("i", 1, error), msg.IslandFormed("i", 2, bench.hosts, 100))
     assert (bench.used, bench.memory.claims) == (0, 0)
     bench.run(bench.program(1, needs(100)))
     assert bench.used == 100

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, executor_of, session_of
+from pw.core.waits import MOVE_S
 from pw.sched.cluster.epochs import REJOIN_S
-from pw.sched.cluster.slices import MOVE_S, RESUME_S
+from pw.sched.cluster.slices import RESUME_S
 from pw.testing import InProcessCluster
 from tests.sched.test_resources import Bench
 from tests.stages.daemons import until

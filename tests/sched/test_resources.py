@@ -10,10 +10,9 @@ import pytest
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of, session_of
-from pw.core.waits import CLUSTER_START_S
+from pw.core.waits import CLUSTER_START_S, MOVE_S
 from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
 from pw.sched.cluster.manager import ResourceManager
-from pw.sched.cluster.slices import MOVE_S
 from tests.stages.actors import TICKETS, Services, World
 
 
@@ -126,7 +125,7 @@ def test_a_full_island_takes_no_host() -> None:
     bench.host("late", hosts=2)
     (rejected,) = bench.told("late", msg.HostRejected)
     assert "i0, i1" in rejected.error.message
-    assert not bench.news(msg.IslandLost)
+    assert not bench.news(msg.EpochEnded)
 
 
 def test_a_host_that_comes_while_a_seat_is_kept_gets_it_if_it_stays_free() -> None:
@@ -148,13 +147,13 @@ def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -
         bench.lose("i0")
         assert bench.told("i1", msg.LeaveIsland)[-1].epoch == epoch
         assert not bench.told("i0", msg.LeaveIsland)
-        assert bench.news(msg.IslandLost)[-1].error.kind == "HostLost"
+        assert bench.news(msg.EpochEnded)[-1].error.kind == "HostLost"
         assert bench.news(msg.Directory)[-1].peers == ()
         assert bench.world.to(SERVICES, msg.StopCoordination)[-1].epoch == epoch
         bench.lose("i1")
         bench.island("i", 2, 1, epoch + 1)
         assert bench.news(msg.IslandFormed)[-1].epoch == epoch + 1
-    assert len(bench.news(msg.IslandLost)) == 3
+    assert len(bench.news(msg.EpochEnded)) == 3
 
 
 def test_a_host_that_waits_for_others_hears_that_it_has_its_seat() -> None:
@@ -196,9 +195,9 @@ def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
     bench.joined("y", epoch=2)
     assert [formed.epoch for formed in bench.news(msg.IslandFormed)] == [2]
     bench.say(Address("controller", "scheduler/i"), msg.EndEpoch("i", 1, "old"))
-    assert not bench.news(msg.IslandLost)
+    assert not bench.news(msg.EpochEnded)
     bench.say(Address("controller", "scheduler/i"), msg.EndEpoch("i", 2, "a gap"))
-    assert len(bench.news(msg.IslandLost)) == 1
+    assert len(bench.news(msg.EpochEnded)) == 1
     assert all(bench.told(node, msg.LeaveIsland)[-1].reason == "a gap" for node in ("x", "y"))
 
 
@@ -209,7 +208,7 @@ def test_a_host_that_comes_again_begins_a_new_epoch_and_may_have_changed() -> No
     assert not bench.told("i0", msg.HostRejected)
     bench.joined("i0", epoch=2, devices=8)
     assert [formed.epoch for formed in bench.news(msg.IslandFormed)] == [1, 2]
-    assert len(bench.news(msg.IslandLost)) == 1
+    assert len(bench.news(msg.EpochEnded)) == 1
 
 
 def test_a_host_that_has_not_what_it_announced_ends_the_epoch() -> None:

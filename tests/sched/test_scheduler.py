@@ -313,7 +313,7 @@ def test_what_may_take_any_time_is_not_passed_by_others() -> None:
     bench.end(bench.launches()[1])
     assert bench.owners()[1:] == [1] * 2 * UNKNOWN_AT_ONCE + [2]
     bench.tell(
-        msg.IslandLost("i", 1, ErrorReport("HostLost", "gone")), msg.IslandFormed("i", 2, ("h0",))
+        msg.EpochEnded("i", 1, ErrorReport("HostLost", "gone")), msg.IslandFormed("i", 2, ("h0",))
     )
     bench.hosts = ("h0",)
     bench.tell(*[bench.submission(1) for _ in range(2 * UNKNOWN_AT_ONCE)])
@@ -325,7 +325,7 @@ def test_what_was_lost_with_an_epoch_does_not_count_as_under_way() -> None:
     bench.client(1)
     bench.tell(*[bench.submission(1) for _ in range(UNKNOWN_AT_ONCE)])
     bench.tell(
-        msg.IslandLost("i", 1, ErrorReport("HostLost", "gone")),
+        msg.EpochEnded("i", 1, ErrorReport("HostLost", "gone")),
         msg.IslandFormed("i", 2, bench.hosts),
     )
     bench.tell(bench.submission(1))
@@ -396,7 +396,7 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
     assert len(bench.world.to(RESOURCES, msg.EndEpoch)) == 1
     assert bench.scheduler.in_flight.programs_on("h0") == [client_id(2, 1)]
     for _ in range(STRIKES):
-        bench.tell(msg.IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
+        bench.tell(msg.EpochEnded("i", 1, ErrorReport("HostLost", "gone"), "h0"))
         bench.tell(msg.IslandFormed("i", 1, bench.hosts), hangs)
     (refused,) = bench.world.to(CONTROL, msg.RunRefused)
     assert refused.run == hangs.run

@@ -53,6 +53,7 @@ def connect(
     priority: int = 0,
     keep_bytes: int | None = None,
     reconnect_s: float = RECONNECT_S,
+    recovery_timeout: float | None = None,
     worker_output: bool | None = None,
 ) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else that of JAX's devices if they
@@ -80,6 +81,9 @@ def connect(
             `pw.put(..., keep=True)` and `pw.checkpoint`.
         reconnect_s: how long calls wait, in seconds, for a lost controller. When it is started again at its
             address, all calls go on.
+        recovery_timeout: how long, in seconds, what needs a lost island waits until it is given up
+            (`pw.IslandLost`), `math.inf` for as long as it takes; `PW_RECOVERY_TIMEOUT`, else as long as
+            `pw-controller --recovery-timeout` says. Other islands go on meanwhile.
         worker_output: show the output, warnings and log records of `pw.host_function`s here, as `(host) line`;
             `PW_WORKER_OUTPUT` (0 or 1), else yes. A host sends at most 1,000 lines and 64 KiB a second, and
             counts the lines that it leaves out.
@@ -91,8 +95,8 @@ def connect(
     Raises:
         ConnectionFailed: no controller answers at the address; where nothing listens there, after about 4 s.
         VersionMismatch: the controller runs other versions of pw or jax.
-        ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
-            neither 0 nor 1.
+        ValueError: `share` is not positive, `reconnect_s`, `recovery_timeout` or `keep_bytes` is negative, or
+            PW_WORKER_OUTPUT is neither 0 nor 1.
         AccessRefused: one end refuses the other's certificate, another machine is to be reached without any,
             or `share` or `priority` is above what the controller allows.
         Error: this process is connected to another address, or the credentials cannot be used.
@@ -116,6 +120,7 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
+        patience_s = recovery_s(recovery_timeout)
         warn_of_misspelt(os.environ)
         if address is None:
             start = importlib.import_module(EMBEDDED).start
@@ -129,6 +134,7 @@ def connect(
             priority,
             keep_bytes=_keep_bytes(keep_bytes),
             reconnect_s=reconnect_s,
+            recovery_s=patience_s,
             worker_output=is_wanted(worker_output),
         )
         use(session)
@@ -159,6 +165,25 @@ def _keep_bytes(size_bytes: int | None) -> int:
     if not text.isdecimal():
         raise ValueError(f"keep_bytes (PW_KEEP_BYTES) must be a number of bytes, not {text!r}")
     return int(text)
+
+
+def recovery_s(timeout_s: float | None = None) -> float | None:
+    """Return how long a session waits for lost islands, in seconds; None for as long as the cluster says.
+
+    Raises ValueError if `timeout_s`, or else `PW_RECOVERY_TIMEOUT`, is no number of seconds.
+    """
+    text = os.environ.get("PW_RECOVERY_TIMEOUT") if timeout_s is None else str(timeout_s)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ValueError(
+            f"recovery_timeout (PW_RECOVERY_TIMEOUT) must be a number of seconds, 0 or more, not {text!r}"
+        )
+    return value
 
 
 def use(other: Any) -> Any:

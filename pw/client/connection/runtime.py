@@ -81,6 +81,7 @@ class Runtime:
         connect_s: float = CONNECT_S,
         keep_bytes: int = KEEP_BYTES,
         reconnect_s: float = RECONNECT_S,
+        recovery_s: float | None = None,
         worker_output: bool | None = None,
         name: str = "",
     ) -> None:
@@ -138,7 +139,10 @@ class Runtime:
         whose = filter(None, (name or process_name(), self.thread.certificate))
         name = ", ".join(whose)[:NAME_CHARACTERS]
         show = None if self._output is None else self._output.show
-        self.thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s, show))
+        opening = Open(
+            name, share, priority, keep_bytes, attached, reconnect_s, show, recovery_s=recovery_s
+        )
+        self.thread.post(opening)
         try:
             answer = attached.result(connect_s)
             self.thread.wait_for_hosts()

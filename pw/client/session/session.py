@@ -141,7 +141,9 @@ class ClientSession(Actor):
     def _on_open(self, sender: Address, note: Open) -> None:
         self._attaching = note.attached
         self.uploads.keep_bytes = note.keep_bytes
-        self._attach = msg.Attach(note.name, note.share, note.priority, line=self.lines.name)
+        self._attach = msg.Attach(
+            note.name, note.share, note.priority, line=self.lines.name, recovery_s=note.recovery_s
+        )
         self._reconnect_s = note.reconnect_s
         self._output = self.lines.on_output = note.output
         self.link.keeps = note.reconnect_s > 0

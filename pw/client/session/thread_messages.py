@@ -60,6 +60,8 @@ class Open:
     """Seconds in which the session looks for a lost controller."""
     output: Callable[[str, tuple[OutputLine, ...]], None] | None = None
     """Takes the output of host functions; None if hosts shall not send it."""
+    recovery_s: float | None = None
+    """Seconds in which a lost island may come back; None for as many as the cluster says."""
 
 
 class Tell(msgspec.Struct, frozen=True):

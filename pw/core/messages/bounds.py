@@ -72,5 +72,8 @@ Topology = Annotated[tuple[DeviceCount, ...], Meta(max_length=DIMENSIONS)]
 Devices = Annotated[tuple[DeviceAddress, ...], Meta(max_length=DEVICES)]
 """Devices of a slice."""
 
+Seconds = Annotated[float, Meta(ge=0)]
+"""Length of time in seconds; it may be infinite."""
+
 Share = Annotated[float, Meta(ge=1e-6, le=1e6)]
 """Weight of a client."""

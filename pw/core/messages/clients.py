@@ -15,6 +15,7 @@ from pw.core.messages.bounds import (
     ManyArrays,
     Name,
     RunArguments,
+    Seconds,
     Share,
     Specs,
     Topology,
@@ -36,6 +37,8 @@ class Attach(ClientToController, frozen=True, tag=30):
     """Claim to that number (see `Attached`)."""
     line: Name = ""
     """Node of the client's lines (`pw.client.session.lines`); empty if it has none."""
+    recovery_s: Seconds | None = None
+    """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
 
 
 class Attached(ControllerToSession, frozen=True, tag=31):

@@ -121,7 +121,7 @@ class IslandFormed(Local, frozen=True, tag=17):
     """Number of devices of the island."""
 
 
-class IslandLost(Local, frozen=True, tag=18):
+class EpochEnded(Local, frozen=True, tag=18):
     """ResourceManager to Controller (local): an island has left its epoch; its values are lost."""
 
     island: str

@@ -29,7 +29,7 @@ from pw.core.actors.watchdog import STALL_S
 from pw.core.installed import DASHBOARD, check_extra, is_installed
 from pw.core.platforms import platform_of
 from pw.core.sizes import parse_size
-from pw.core.waits import CLIENT_TIMEOUT_S, RECOVERY_S
+from pw.core.waits import CLIENT_TIMEOUT_S, MOVE_S, RECOVERY_S
 from pw.processes.daemons import (
     LocalDaemon,
     options,
@@ -114,7 +114,8 @@ class LocalCluster:
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a client keeps what it owns after its machine has ceased to answer, in seconds.
         client_timeout_s: how long a silent client keeps it while its machine answers, in seconds.
-        recovery_timeout_s: how long calls wait for an island that was lost before they fail, in seconds.
+        recovery_timeout_s: how long what needs a lost island waits until it is given up, in seconds.
+        move_after_s: after how long slices of a lost island move to one that has room, in seconds.
         heartbeat_s: the interval of a worker's heartbeats. It is lost if its machine does not answer three of
             them, and if it says nothing for 10 s, or for three of them.
         allow_python: let the workers run `pw.host_function`s.
@@ -145,6 +146,7 @@ class LocalCluster:
         lease_s: float = 10.0,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         recovery_timeout_s: float = RECOVERY_S,
+        move_after_s: float = MOVE_S,
         heartbeat_s: float = 1.0,
         allow_python: bool = False,
         compile_cache: str | os.PathLike[str] | None = None,
@@ -193,6 +195,7 @@ class LocalCluster:
                 policy=policy,
                 events=self.events or None,
                 recovery_timeout=recovery_timeout_s,
+                move_after=move_after_s,
             )
             controller = self._start("pw.cli.controller", [*where, *common])
             self.address = controller.address(START_S)

@@ -25,7 +25,7 @@ from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
-from pw.sched.cluster.slices import MOVE_S, SliceTable, WaitedEnough
+from pw.sched.cluster.slices import SliceTable, WaitedEnough
 
 RETRY_S = 0.5
 """Seconds before an island is formed again whose epoch could not begin."""
@@ -140,7 +140,7 @@ class Epochs(Part):
             island.awaited = set(island.ranks) - island.hosts.keys()
             island.epoch = message.epoch
             self.env.call_later(REJOIN_S, Overdue(name, island.epoch))
-            self.env.call_later(MOVE_S, partial(self._move, name, island.epoch))
+            self.env.call_later(self.slices.move_s, partial(self._move, name, island.epoch))
             self.env.log("info", "island found", island=name, epoch=message.epoch, host=node)
         else:
             island = former
@@ -379,10 +379,10 @@ class Epochs(Part):
         if was_ready:
             error = HostLost(f"island {island.name!r} stopped: {reason}")
             report = ErrorReport.of(error)
-            self.env.send(CONTROL, msg.IslandLost(island.name, epoch, report, lost, is_private))
+            self.env.send(CONTROL, msg.EpochEnded(island.name, epoch, report, lost, is_private))
         self.announce()
         self.env.call_later(REJOIN_S, Overdue(island.name, epoch))
-        self.env.call_later(MOVE_S, partial(self._move, island.name, epoch))
+        self.env.call_later(self.slices.move_s, partial(self._move, island.name, epoch))
         self._fill(island)
 
     def _stay(self, island: Island, lost: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pw.core.actors.actor import Actor, Env
 from pw.core.messages import HostInfo, IslandInfo, PeerLost
 from pw.core.tenants import NO_SECRET, Claims
+from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
@@ -17,11 +18,16 @@ class ResourceManager(Actor):
     """Owns all devices of all islands and maps virtual devices to them."""
 
     def __init__(
-        self, env: Env, tickets: bytes, claims: Claims = NO_SECRET, expected_islands: int = 1
+        self,
+        env: Env,
+        tickets: bytes,
+        claims: Claims = NO_SECRET,
+        expected_islands: int = 1,
+        move_s: float = MOVE_S,
     ) -> None:
         super().__init__(env)
         self.inventory = Inventory(expected_islands=expected_islands)
-        self.slices = SliceTable(env, self.inventory)
+        self.slices = SliceTable(env, self.inventory, move_s)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(

@@ -18,15 +18,13 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
-from pw.core.waits import CLUSTER_START_S
+from pw.core.waits import CLUSTER_START_S, MOVE_S
 from pw.sched.cluster.fitting import choose, fits, refusal, suits
 from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
 from pw.sched.cluster.slice_states import BoundSlice, SliceEvent, SliceState
 
-MOVE_S = 30.0
-"""Seconds for which slices wait for their island before they move to another one."""
-RESUME_S = 60.0
-"""Seconds for which slices of an earlier controller wait for any island that has room."""
+RESUME_S = 30.0
+"""Seconds for which slices of an earlier controller wait after that for any island that has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,8 @@ class SliceTable(Part):
 
     env: Env
     inventory: Inventory
+    move_s: float = MOVE_S
+    """Seconds for which slices wait for their island before they move to another one."""
     _slices: dict[int, BoundSlice] = field(default_factory=dict, init=False)
     """Slices by number: parked ones in the order in which they were parked, bound ones in the order of
     binding."""
@@ -52,12 +52,12 @@ class SliceTable(Part):
     def _allocate(self, sender: Address, request: AllocateSlice) -> None:
         if request.resumed:
             self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
-            self.env.call_later(MOVE_S, WaitedEnough(request.slice, False))
-            self.env.call_later(RESUME_S, WaitedEnough(request.slice, True))
+            self.env.call_later(self.move_s, WaitedEnough(request.slice, False))
+            self.env.call_later(self.move_s + RESUME_S, WaitedEnough(request.slice, True))
         piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
         if not request.resumed and piece.state is SliceState.PARKED:
-            waits_s = CLUSTER_START_S if self.inventory.awaited_islands else MOVE_S
+            waits_s = CLUSTER_START_S if self.inventory.awaited_islands else self.move_s
             self.env.call_later(waits_s, WaitedEnough(request.slice, True))
 
     @handles(ReleaseSlice)

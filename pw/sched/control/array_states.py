@@ -205,6 +205,11 @@ class ArrayTable:
         """Return an array that the client holds, or that is discarded and still arriving."""
         return self.held.get(number) or self.discarded.get(number)
 
+    def is_good(self, number: int) -> bool:
+        """Whether the client holds an array that is on its hosts, or arrives there."""
+        array = self.held.get(number)
+        return array is not None and array.is_good
+
     def all(self) -> Iterator[tuple[int, ArrayEntry]]:
         """Yield all arrays that `find` returns, with their numbers."""
         yield from self.held.items()

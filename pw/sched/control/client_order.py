@@ -1,9 +1,11 @@
 """The stream of each client: its messages are handled in the order in which the client sent them.
 
 A message that must wait goes to the client's backlog, and all later ones with it. A run waits until
-its program is compiled: then a compile error fails it on all hosts alike. Every message waits during
-recovery. At the end of each turn of the controller, and nowhere else, the backlog goes on by at most
-`AT_ONCE`. `Run` and `CreateArray` of a client that tells what an earlier controller knew do not wait.
+its program is compiled: then a compile error fails it on all hosts alike. While islands are away, what
+needs them is set aside and the rest goes on (`set_aside`); when they are back, every message waits until
+what was lost is brought back. At the end of each turn of the controller, and nowhere else, the backlog
+goes on by at most `AT_ONCE`. `Run` and `CreateArray` of a client that tells what an earlier controller
+knew do not wait.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.ids import arrays_in
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
-from pw.sched.control.clients import Client, Ordered
+from pw.sched.control.clients import Client
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.set_aside import Ordered
 
 CHECKPOINTS_AT_ONCE = 2
 """Number of a client's checkpoints under way, of each kind: each has a copy of its arrays in host memory."""
@@ -53,22 +56,45 @@ class ClientOrder(ControlPart):
     def _received(self, client: Client, message: Ordered) -> None:
         if client.resuming is not None and type(message) in self._resuming:
             self._resuming[type(message)](client, message)
-        elif client.backlog or self.obstacle(client, message):
-            client.backlog.append(message)
-        else:
-            self._handle(client, message)
+        elif self._is_held(client) or not self._proceed(client, message):
+            client.stream.backlog.append(message)
+
+    def _is_held(self, client: Client) -> bool:
+        """Whether earlier messages come first."""
+        stream = client.stream
+        return bool(stream.backlog) or (
+            bool(stream.aside.messages) and stream.aside.may_go_on(client.away)
+        )
 
     def go_on(self, client: Client) -> None:
         """Handle messages that do not have to wait any more; if there are many, the rest in the next turns."""
         if client.number in self._later:
             return
+        backlog, aside = client.stream.backlog, client.stream.aside
+        if aside.messages and aside.may_go_on(client.away):
+            backlog.extendleft(reversed(aside.take()))
         for _ in range(AT_ONCE):
-            if not client.backlog or self.obstacle(client, client.backlog[0]):
+            if not backlog:
                 return
-            self._handle(client, client.backlog.popleft())
+            message = backlog.popleft()
+            if not self._proceed(client, message):
+                backlog.appendleft(message)
+                return
         if not self._later:
             self._env.call_later(0.0, self._later.clear)
         self._later.add(client.number)
+
+    def _proceed(self, client: Client, message: Ordered) -> bool:
+        """Handle a message, or set it aside; return False if it waits, and all that come after it."""
+        if client.slices.unbound and (away := client.away) is not None:
+            rest = client.stream.aside.sift(message, away)
+            if rest is None:
+                return True
+            message = rest
+        if self.obstacle(client, message):
+            return False
+        self._handle(client, message)
+        return True
 
     def _handle(self, client: Client, message: Ordered) -> None:
         if isinstance(message, msg.Delete):
@@ -81,7 +107,7 @@ class ClientOrder(ControlPart):
 
     def obstacle(self, client: Client, message: Ordered) -> str:
         """Return what a message waits for, in words; empty if it does not have to wait."""
-        if client.recovering:
+        if client.recovering and client.away is None:
             return "the recovery of what was lost with a host"
         if isinstance(message, msg.Run):
             program = client.programs.get(message.program)
@@ -112,15 +138,15 @@ class ClientOrder(ControlPart):
         """Take the `wanted` runs out of a backlog; a `Delete` of their donated arrays replaces each."""
         runs: list[msg.Run] = []
         rest: list[Ordered] = []
-        for message in client.backlog:
+        for message in client.stream:
             if not (isinstance(message, msg.Run) and wanted(message)):
                 rest.append(message)
                 continue
             runs.append(message)
+            client.stream.aside.overtaken.discard(message.run)
             if donated := client.donated_to(message):
                 rest.append(msg.Delete(donated))  # an earlier run may have to make them
-        client.backlog.clear()
-        client.backlog.extend(rest)
+        client.stream.replace(rest)
         return runs
 
     def _inquire(self, client: Client, message: msg.Inquire) -> None:
@@ -136,11 +162,23 @@ class ClientOrder(ControlPart):
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
-        """Mark the uploads in the backlog as sent to no hosts, so that they are asked for again.
+        """Mark the uploads to this host that wait as sent to no hosts, so that they are asked for again.
 
         Launches under a lease may not have arrived either.
         """
-        for place, waiting in enumerate(client.backlog):
-            if isinstance(waiting, msg.CreateArray):
-                client.backlog[place] = msgspec.structs.replace(waiting, bound=0)
+        if any(_is_upload_to(client, message.host, one) for one in client.stream):
+            waiting = [
+                msgspec.structs.replace(one, bound=0)
+                if _is_upload_to(client, message.host, one)
+                else one
+                for one in client.stream
+            ]
+            client.stream.replace(waiting)
         self._islands.tell_all(msg.HolderCutOff(client.number, message.host))
+
+
+def _is_upload_to(client: Client, host: str, message: Ordered) -> bool:
+    """Whether a message announces an array of a slice that is or was on a host."""
+    if not isinstance(message, msg.CreateArray):
+        return False
+    return host in client.slices.hosts.get(message.spec.placement.slice, ())

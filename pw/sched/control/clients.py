@@ -7,7 +7,7 @@ once. Each part of the controller changes only what it owns here.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
@@ -19,19 +19,7 @@ from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
-
-Ordered = (
-    msg.Run
-    | msg.Delete
-    | msg.CreateArray
-    | msg.Offer
-    | msg.ReleaseProgram
-    | msg.ReleaseSlice
-    | msg.Checkpoint
-    | msg.SaveArrays
-    | msg.Inquire
-)
-"""Messages that the controller handles in the client's order."""
+from pw.sched.control.set_aside import Away, Stream
 
 
 class ClientSlices:
@@ -92,6 +80,8 @@ class Client:
     (`pw.core.tenants`)."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    recovery_s: float | None = None
+    """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)
@@ -109,8 +99,8 @@ class Client:
     """Imported arrays that no run of the exporter makes yet: the client's runs that read them wait."""
     offered: Counter[int] = field(default_factory=Counter)
     """Arrays that stay until another client has taken them, counted (`pw.sched.control.handovers`)."""
-    backlog: deque[Ordered] = field(default_factory=deque)
-    """Messages that wait for what the first of them needs (`pw.sched.control.client_order`)."""
+    stream: Stream = field(default_factory=Stream)
+    """Messages that wait."""
     last_run: int = 0
     """Number of the newest run that the client sent."""
     early_losses: dict[int, str] = field(default_factory=dict)
@@ -125,9 +115,25 @@ class Client:
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)
 
     @property
+    def away(self) -> Away | None:
+        """What the client is without while it waits for islands; None if it does not, or if all of it waits."""
+        if not self.slices.unbound or self.resuming is not None:
+            return None
+        return Away(self.slices.unbound.keys(), self.arrays, self.lineage, self.programs)
+
+    @property
     def recovering(self) -> bool:
-        """Whether the client's stream waits until something is rebuilt."""
+        """Whether something of the client is to be rebuilt."""
         return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
+
+    def is_new(self, run: int) -> bool:
+        """Whether a run has not come before, which is noted; one that later ones have passed is new."""
+        if run > self.last_run:
+            self.last_run = run
+            return True
+        is_new = run in self.stream.aside.overtaken
+        self.stream.aside.overtaken.discard(run)
+        return is_new
 
     def one_spec(self, spec: ArraySpec) -> ArraySpec:
         """Return the one object for all specs that equal `spec`.

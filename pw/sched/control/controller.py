@@ -98,7 +98,7 @@ class Controller(Actor):
         losses = Losses(sessions, runs)
         replays = Replays(sessions, registry, runs, handovers)
         rebuilder = self._rebuilder = Rebuilder(
-            sessions, slices, registry, replicas, replays, handovers, recovery_s
+            sessions, slices, registry, replicas, replays, handovers
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, handovers)
         inquiries = Inquiries(sessions)
@@ -132,7 +132,7 @@ class Controller(Actor):
             *(ends, uploads, stream, handovers, watches, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
-                msg.IslandLost: (
+                msg.EpochEnded: (
                     *(SliceRequests, ProgramRegistry, Losses),
                     *(Checkpoints, Rebuilder, Saves),
                 )
@@ -234,8 +234,8 @@ class Controller(Actor):
             self.sessions.scheduler_added(message.island)
         self.env.send(scheduler_of(message.island), message)
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         """Tell the scheduler first; the parts then hold the clients that need the island."""
         self._islands.left(message.island)
         self.env.send(scheduler_of(message.island), message)

@@ -126,10 +126,9 @@ class HandoverTable(ControlPart):
 
     def offer(self, client: Client, message: Offer) -> None:
         """A client offers arrays."""
-        if client_of(message.run) != client.number or message.run <= client.last_run:
+        if client_of(message.run) != client.number or not client.is_new(message.run):
             self._env.count("messages_duplicate")
             return
-        client.last_run = message.run
         error = _why_not(client, message)
         handover = self._offered(client, message, error)
         if handover is not None:
@@ -426,7 +425,7 @@ class HandoverTable(ControlPart):
         exporter.offered.subtract(guarded.keys())
         exporter.offered = +exporter.offered
         if deleted := self.keep(exporter, tuple(handover.deleted)):
-            exporter.backlog.appendleft(Delete(deleted))  # in order with recovery
+            exporter.stream.backlog.appendleft(Delete(deleted))  # in order with recovery
         handover.deleted.clear()
 
     def _end(self, handover: Handover, error: ErrorReport) -> None:
@@ -455,8 +454,8 @@ class HandoverTable(ControlPart):
         return any(handover.until_s > now_s for handover in alone)
 
     def client_left(self, client: Client) -> None:
-        """End the offers of a client, also those in its backlog, and forget the arrays that it has taken."""
-        for message in client.backlog:
+        """End the offers of a client, also those that wait, and forget the arrays that it has taken."""
+        for message in client.stream:
             if isinstance(message, Offer):
                 self._offered(client, message, _ENDED)
         for handover in list(self._handovers.values()):

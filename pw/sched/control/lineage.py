@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
@@ -242,6 +242,26 @@ class Lineage:
         """Return what has become unneeded since the last call."""
         unneeded, self._unneeded = self._unneeded, Unneeded()
         return unneeded
+
+    def sources(self, arrays: Iterable[int], is_there: Callable[[int], bool]) -> set[int]:
+        """Return the arrays, of those that are there, of which others can be made again.
+
+        Args:
+            arrays: arrays that are to be made again.
+            is_there: whether an array exists, so that it need not be made again.
+        """
+        sources: set[int] = set()
+        seen: set[int] = set()
+        stack = list(arrays)
+        while stack:
+            array = stack.pop()
+            origin = self.origins.get(array)
+            if array in seen or origin is None or origin.maker is None:
+                continue
+            seen.add(array)
+            for arg in arrays_in(origin.maker.args):
+                (sources.add if is_there(arg) else stack.append)(arg)
+        return sources
 
     # --- what is still needed -------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class Publishing(ControlPart):
         for host in message.hosts:
             self._env.send(coordinator_of(host), msg.Observe(PERIOD_S))
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         reason = message.error.message
         self.events.publish(EpochEvent("lost", message.island, message.epoch, (), reason))
 

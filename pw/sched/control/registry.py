@@ -13,7 +13,7 @@ import msgspec
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
+from pw.core.errors import Error, ErrorReport, IslandLost, NotOwner, ProtocolError
 from pw.core.ids import Address, client_of, is_repeat, scheduler_of
 from pw.core.messages.artifacts import Artifacts
 from pw.core.programs.program import Program
@@ -95,7 +95,7 @@ class ProgramRegistry(ControlPart):
             if unbound and unbound <= client.slices.unbound.keys():
                 return  # it is lowered when they are bound
             if unbound:
-                raise ArrayLost(
+                raise IslandLost(
                     f"the devices that {program.body.name!r} is to run on were lost with their "
                     "island, and have not come back. Ask for others with "
                     "pw.make_virtual_device_set(); pw.status() shows what is there"
@@ -131,8 +131,8 @@ class ProgramRegistry(ControlPart):
             program.error = message.error
             program.installing.clear()
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         """Do not wait until an island has compiled that has left its epoch."""
         for client in self.sessions.clients:
             for program in (*client.programs.values(), *client.retired.values()):

@@ -83,10 +83,9 @@ class RunsInFlight(ControlPart):
     def start(self, client: Client, message: msg.Run) -> None:
         """Submit a run to the scheduler of each of its islands, or refuse it."""
         number = message.run
-        if client_of(number) != client.number or is_repeat(number) or number <= client.last_run:
+        if client_of(number) != client.number or is_repeat(number) or not client.is_new(number):
             self._env.count("messages_duplicate")
             return
-        client.last_run = message.run
         try:
             if client.credits_used >= RUN_CREDITS:
                 raise ProtocolError(f"a client has more than {RUN_CREDITS} runs in flight")
@@ -117,7 +116,8 @@ class RunsInFlight(ControlPart):
 
     def _spoil_early(self, client: Client, run: RunInFlight) -> None:
         """A host may have lost a result of a leased run before the client told of the run."""
-        for number in [one for one in client.early_losses if one <= run.number]:
+        over = (one for one in client.early_losses if one <= run.number)
+        for number in [one for one in over if not client.stream.will_make(one)]:
             host, array = client.early_losses.pop(number), client.arrays.get(number)
             if number in run.results and array is not None and host in array.hosts:
                 name = run.record.program.body.name

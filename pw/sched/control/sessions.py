@@ -201,7 +201,8 @@ class Sessions(Part):
         elif not self._numbers.claim(number):
             self.env.send(sender, msg.Evicted(self._numbers.why_gone(number)))
             return None
-        client = Client(sender, number, message.name, share, priority, tenant, line=message.line)
+        client = Client(sender, number, message.name, share, priority, tenant, message.line)
+        client.recovery_s = message.recovery_s
         client.repeats = self._numbers.first << 16
         self._clients[number] = self._nodes[sender.node] = client
         self.islands.tell_all(self._added(client))

@@ -1,7 +1,8 @@
 """The slices of clients: asks for them, knows how they are bound, and gives them back.
 
 A slice whose island is lost is *unbound* until the resource manager binds it again, to the same
-ranks of hosts that have come back or of spares. After `recovery_s` it is given up (`GiveUp`).
+ranks of hosts that have come back or of spares. After the client's `recovery_s`, or that of the cluster, it
+is given up (`GiveUp`).
 
 Recovery may need a slice that the client has given back. It *borrows* the slice: it asks for it as
 the client did, and gives it back when nothing lies or arrives there any more.
@@ -9,6 +10,7 @@ the client did, and gives it back when nothing lies or arrives there any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,9 +35,11 @@ _NOT_BORROWED = ErrorReport.of(
 class GiveUp:
     """Timer: what was unbound by this loss should be bound again by now."""
 
+    client: int
     island: str
     error: ErrorReport
     loss: int
+    waited_s: float
 
 
 @dataclass(eq=False)
@@ -166,27 +170,31 @@ class SliceRequests(ControlPart):
 
     # --- lost -------------------------------------------------------------------------------------
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         loss = self.new_loss()
         gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
+        waiting: dict[int, Client] = {}
         for number in gone:
             del self._bindings[number]
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
+            waiting[client.number] = client
             self._env.send(client.address, msg.SliceLost(number, message.error))
-        if gone:
-            self.expect(loss, message.error, message.island)
+        for client in waiting.values():
+            self.expect(client, loss, message.error, message.island)
 
     def new_loss(self) -> int:
         """Return a number for something that unbinds slices."""
         self._losses += 1
         return self._losses
 
-    def expect(self, loss: int, error: ErrorReport, island: str = "") -> None:
-        """Wait for the slices that a loss has unbound, for `recovery_s` at most."""
-        self._env.call_later(self.recovery_s, GiveUp(island, error, loss))
+    def expect(self, client: Client, loss: int, error: ErrorReport, island: str = "") -> None:
+        """Wait for the slices that a loss has unbound, for as long as the client may wait."""
+        wait_s = self.recovery_s if client.recovery_s is None else client.recovery_s
+        if wait_s < math.inf:
+            self._env.call_later(wait_s, GiveUp(client.number, island, error, loss, wait_s))
 
     def borrow(self, client: Client, numbers: Iterable[int]) -> None:
         """Have slices bound again that a client gave back."""
@@ -195,7 +203,7 @@ class SliceRequests(ControlPart):
             client.slices.borrowed.add(number)
             client.slices.unbound[number] = loss
             self._env.send(RESOURCES, client.slices.requests[number])
-        self.expect(loss, _NOT_BORROWED)
+        self.expect(client, loss, _NOT_BORROWED)
 
     def give_up(self, client: Client, numbers: Iterable[int]) -> None:
         """Do not wait any more until these slices are bound."""

@@ -12,7 +12,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pw.core import messages as msg
-from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArrayLost,
+    Error,
+    ErrorReport,
+    IslandLost,
+    NotOwner,
+    ProtocolError,
+)
 from pw.core.events import TransferEvent
 from pw.core.ids import client_of, is_repeat, run_name, store_of
 from pw.core.messages.checks import check_source
@@ -101,7 +109,7 @@ class UploadTable(ControlPart):
     def _nowhere(self, client: Client, message: msg.CreateArray) -> Error:
         """Return why an array has no devices."""
         if message.spec.placement.slice in client.slices.owned:
-            return ArrayLost(
+            return IslandLost(
                 f"the array {message.spec.short} cannot be put where it was to go: a host was "
                 "lost, and its island has not come back. Put it again when it has (see pw.status()), or "
                 "on other devices"

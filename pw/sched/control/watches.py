@@ -11,6 +11,7 @@ away until it is formed, and is given up like an island that was lost at this mo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,8 +79,8 @@ class IslandWatches(ControlPart):
             )
         )
 
-    @handles(msg.IslandLost)
-    def _lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _lost(self, sender: Address, message: msg.EpochEnded) -> None:
         former = self._states.get(message.island)
         if former is None or former.epoch != message.epoch:
             former = msg.IslandState(message.island, message.epoch, is_ready=False)
@@ -108,14 +109,14 @@ class IslandWatches(ControlPart):
         if left_s <= 0.0:
             return msgspec.structs.replace(state, is_given_up=True)
         timer = client.number, state
-        if timer not in self._timers:
+        if timer not in self._timers and left_s < math.inf:
             self._timers.add(timer)
             self._env.call_later(left_s, partial(self.give_up, *timer))
         return state
 
     def _patience_s(self, client: Client) -> float:
         """Return for how long what a client has on a lost island waits for the island, in seconds."""
-        return self.recovery_s
+        return self.recovery_s if client.recovery_s is None else client.recovery_s
 
     def give_up(self, number: int, state: msg.IslandState) -> None:
         """Tell a client of an island that has not come back."""

@@ -83,8 +83,8 @@ class Admission(Part):
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._reset(message.device_memory_bytes)
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self._reset(None)
 
     def _reset(self, capacity_bytes: int | None) -> None:

@@ -168,8 +168,8 @@ class InFlight(Part):
         elif has_turn is not None:
             self.env.call_later(HEAD_S, partial(self._overdue, run, epoch, reason, has_turn))
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         for task in self.launches.values():
             task.happened(LaunchEvent.LOSE)
             if self.env.recorder.on:

@@ -489,8 +489,8 @@ class LaunchLeases(Part):
             if message.program in lease.programs:
                 self._close(lease, "install")
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self.table.clear()
         self.indices = 0
         self._due.clear()

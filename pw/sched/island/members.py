@@ -56,8 +56,8 @@ class Members(Part):
         self.compiles_apart = message.compiles_apart
         self._set_hosts(message.hosts)
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self._set_hosts(())
         self.drops.clear()
 

@@ -139,8 +139,8 @@ class IslandPrograms(Part):
     def _answer(self, program: int, install: int, error: ErrorReport | None) -> None:
         self.env.send(CONTROL, msg.ProgramInstalled(self.island, program, error, install))
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self.queues.clear()
         for program in self.installed.values():
             program.compiling.clear()

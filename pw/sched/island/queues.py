@@ -61,8 +61,8 @@ class Queues(Part):
         if self.members.hosts:
             self.members.drop_on(self.members.hosts).clients.append(message.client)
 
-    @handles(msg.IslandLost)
-    def _epoch_ended(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         """Nothing that is queued can be launched; the controller has told the clients."""
         for tasks in self.runs.values():
             for task in tasks:

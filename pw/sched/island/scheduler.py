@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import TREES, CancelRun, ClientUse, IslandLost, RemoveClient, Submit, Trees
+from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClient, Submit, Trees
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
@@ -91,7 +91,7 @@ class IslandScheduler(Actor):
                     Queues,
                     Admission,
                 ),  # which forgets what they have reserved
-                IslandLost: (InFlight, Queues, LaunchLeases),
+                EpochEnded: (InFlight, Queues, LaunchLeases),
             },
         )
         env.recorder.unfinished[env.address.actor] = self._record_unfinished
@@ -116,8 +116,8 @@ class IslandScheduler(Actor):
         now_s = self.env.now_s()
         return ((client, queue.use(now_s)) for client, queue in self.queues.clients.items())
 
-    @handles(IslandLost)
-    def _host_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(EpochEnded)
+    def _host_lost(self, sender: Address, message: EpochEnded) -> None:
         """Handled before the parts forget what the host was doing."""
         self.window.clear()
         if message.host:

@@ -69,6 +69,8 @@ class SimCluster(Site):
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)
+        self.given_up: set[int] = set()
+        """Numbers of slices whose island clients have given up."""
         self.deals: dict[int, Any] = {}
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.launched: list[tuple[float, int, int]] = []

@@ -49,6 +49,7 @@ class Faults:
             ("crash", profile.crashes * scale, self._crash),
             ("supervisor", profile.supervisor_stops * scale, self._stop_supervisor),
             ("machine", profile.machine_crashes * scale, self._crash_machine),
+            ("island", profile.island_losses, self._lose_island),
             ("controller", profile.restarts, self._restart_controller),
             ("client", profile.client_deaths, self._kill_client),
             ("intruder", profile.intrusions, self._intrude),
@@ -196,6 +197,19 @@ class Faults:
             host.crash(machine=True)
             if random.random() < 0.7:
                 host.restart_later(random.uniform(3.0, 20.0))
+
+    def _lose_island(self, random: Random) -> None:
+        """All machines of an island die, and come back together, when its clients may have given it up."""
+        island = random.choice(self._cluster.status() or (None,))
+        hosts = [one for one in self._cluster.hosts if island and one.island == island.name]
+        if any(host.node is None for host in hosts):
+            return
+        self._world.ledger.injected["island lost"] += 1
+        restart_s = random.choice((4.0, 20.0, 80.0)) * random.uniform(0.5, 1.5)
+        for host in hosts:
+            self._note("machine crash", host.name)
+            host.crash(machine=True)
+            host.restart_later(restart_s + random.uniform(0.0, 0.5))
 
     def _restart_controller(self, random: Random) -> None:
         """The controller dies or stops; hosts and clients go on, and look for the next one."""

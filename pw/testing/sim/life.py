@@ -6,6 +6,7 @@ are allocated here as well, because a session without one can do nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +130,22 @@ class Life:
         self.copies = not keeps or self.random.random() < 0.3
         self.oracle = Oracle(self.name, keeps, self.world.ledger, self._nodes_of)
         promise = self._promise("attach", self._on_attached)
+        self.recovery_s: float | None = None
+        """How long the user waits for lost islands, in seconds; None for as long as the cluster says."""
+        if self.world.profile.island_losses:
+            waits = self.world.streams(f"{self.name}/recovery")
+            self.recovery_s = waits.choice((None, 0.0, 2.0, 10.0, math.inf))
         self.node.post(
-            "session", Open(self.name, self.share, self.priority, keep_bytes, promise, RECONNECT_S)
+            "session",
+            Open(
+                self.name,
+                self.share,
+                self.priority,
+                keep_bytes,
+                promise,
+                RECONNECT_S,
+                recovery_s=self.recovery_s,
+            ),
         )
 
     def _claim(self) -> tuple[float, int]:

@@ -20,6 +20,8 @@
 | start | while the cluster starts, requests for devices are not refused; none waits if its island is ready |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
+| others go on | what waits for an island that is away needs it (in `away`) |
+| given up | an island is given up when its client's time is over, and not before (in `away`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
 | watches | a client that watches islands hears each change once, and knows all in the end (in `watching`) |
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
@@ -49,6 +51,7 @@ from pw.core.programs.plan import Execute
 from pw.core.sharding import Box
 from pw.core.waits import CLUSTER_START_S
 from pw.devices.host.store import ObjectStore
+from pw.testing.sim.away import AwayMonitor
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
@@ -76,6 +79,7 @@ class Monitors:
         self._settled: Counter[str] = Counter()
         watch_launches(cluster)
         LeaseMonitor(cluster)
+        AwayMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -84,7 +88,7 @@ class Monitors:
         world.watch_handled(msg.Fetch, self._asked)
         world.watch_sent(msg.Run, self._run_sent)
         world.watch_sent(msg.RunsSettled, self._credits_back)
-        world.watch_sent(msg.IslandLost, self._island_lost)
+        world.watch_sent(msg.EpochEnded, self._island_lost)
         world.watch_handled(msg.IslandFormed, self._island_formed)
         self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
         world.watch_sent(msg.Holdings, self._told_of_copies)
@@ -312,7 +316,7 @@ class Monitors:
 
     # --- epochs --------------------------------------------------------------------------------------
 
-    def _island_lost(self, sender: Address, to: Address, message: msg.IslandLost) -> None:
+    def _island_lost(self, sender: Address, to: Address, message: msg.EpochEnded) -> None:
         """An epoch ends: its fault has touched all hosts of the island."""
         ledger = self._world.ledger
         if not ledger.any:

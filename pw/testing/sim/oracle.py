@@ -29,7 +29,7 @@ from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
 
 INFRASTRUCTURE = frozenset(
-    ("HostLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
+    ("HostLost", "IslandLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
 )
 _TRUE = b"\x01"
 """Predicate of a branch that is taken."""

@@ -40,6 +40,9 @@ class SimProfile:
     """Number of crashes of machines: peers do not see the connections end, and the supervisor dies as well."""
     supervisor_stops: float = 0.0
     """Number of times that a supervisor stops for a while, and takes nothing from its runtime."""
+    island_losses: float = 0.0
+    """Number of times that all machines of an island die, and come back much later, if at all. Then clients
+    say how long they wait for islands."""
     client_deaths: float = 0.0
     intrusions: float = 0.0
     """Number of messages of clients that only hosts and the controller may send."""
@@ -237,6 +240,8 @@ PROFILES = {
         _lossy("views-lost", runs=60, views=0.4, **_LITTLE_MEMORY),
         SimProfile("islands", hosts=8, runs=60, cuts=0.4),
         _lossy("islands-lost", hosts=8, runs=60, cuts=0.4, **_NETWORK),
+        SimProfile("away", hosts=8, runs=80, span_s=60.0, cuts=0.2, moves=0.4, island_losses=2.0),
+        _lossy("away-lost", hosts=8, runs=80, cuts=0.2, moves=0.4, island_losses=1.0, **_NETWORK),
         SimProfile("ragged", runs=60, ragged=0.5),
         _lossy("ragged-lost", runs=60, ragged=0.5, **_NETWORK),
         SimProfile("shares", runs=60, handovers=0.3, views=0.1),

@@ -16,7 +16,7 @@ import numpy as np
 from pw.client.session.thread_messages import Ask, Await, Forget, Get, Put, Tell
 from pw.core import messages as msg
 from pw.core.compact import Compact
-from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
+from pw.core.errors import ArrayDeleted, ArrayLost, CheckpointFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.compiling import ask_compiler
@@ -312,8 +312,10 @@ class SimClient(Life):
         return None if wrong is None or self._is_excused(array, error) else wrong
 
     def _is_excused(self, array: int, error: BaseException) -> bool:
-        """Whether the end of another user's session explains the error of what that one handed over."""
+        """Whether the end of another user's session, or of an island, explains an error."""
         words = str(error)
+        if not self.cluster.given_up.isdisjoint(self.oracle.arrays[array].slices):
+            return isinstance(error, (HostLost, ArrayLost))
         if MOVED in words:
             return self.world.ledger.any
         made_of = self.oracle.arrays[array].made_of
@@ -437,7 +439,7 @@ class SimClient(Life):
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
             client = self.cluster.controller.sessions.get(self.attached.client)
-            if client is None or client.recovering or client.backlog or client.offered:
+            if client is None or client.recovering or len(client.stream) or client.offered:
                 world.after(SETTLED_S, self._check_out, life)
                 return
             world.checked["census"] += 1

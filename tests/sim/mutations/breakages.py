@@ -541,3 +541,44 @@ class FarAhead(dict[bytes, Any]):
     def __setitem__(self, artifact: bytes, ahead: Any) -> None:
         ahead.most = 16
         super().__setitem__(artifact, ahead)
+
+
+# --- islands that are away -----------------------------------------------------------------------
+
+
+def pass_everything(proceed: Callable[..., bool], client: Any, message: Any) -> bool:
+    """Let everything pass what was set aside."""
+    if client.away is None:
+        return proceed(client, message)
+    proceed.__self__._handle(client, message)  # type: ignore[attr-defined]
+    return True
+
+
+def set_all_aside(proceed: Callable[..., bool], client: Any, message: Any) -> bool:
+    """Set everything aside while an island is away."""
+    if (away := client.away) is None:
+        return proceed(client, message)
+    client.stream.aside._add(message, away)
+    return True
+
+
+def forget_aside(field: str, proceed: Callable[..., bool], client: Any, message: Any) -> bool:
+    """Forget something of what was set aside."""
+    getattr(client.stream.aside, field).clear()
+    return proceed(client, message)
+
+
+def return_backwards(go_on: Callable[..., None], client: Any) -> None:
+    """Return what was set aside in the opposite order."""
+    aside = client.stream.aside
+    if aside.messages and aside.may_go_on(client.away):
+        aside.messages.reverse()
+    go_on(client)
+
+
+def give_up_early(expect: Callable[..., None], client: Any, *rest: Any) -> None:
+    """Give an island up after half of the client's time."""
+    patience_s = client.recovery_s
+    client.recovery_s = 30.0 if patience_s is None else patience_s / 2
+    expect(client, *rest)
+    client.recovery_s = patience_s

@@ -803,3 +803,50 @@ row(
     wrap("controller.handovers.is_asked", lambda is_asked, number: False),
     seen("shares-lost", 9800328, "liveness"),
 )
+
+# --- islands that are away -----------------------------------------------------------------------
+
+# What needs an island that is away, or what comes of that, is handled at once.
+row(
+    "away-passes-everything",
+    wrap("controller.stream._proceed", breakages.pass_everything),
+    seen("away", 4, "oracle", "actors never raise"),
+)
+# Everything waits while an island is away.
+row(
+    "away-holds-everything",
+    wrap("controller.stream._proceed", breakages.set_all_aside),
+    seen("away", 0, "others go on"),
+)
+# A message passes a run whose results it reads.
+row(
+    "away-forgets-what-is-made",
+    wrap("controller.stream._proceed", partial(breakages.forget_aside, "_made")),
+    seen("away", 4, "oracle"),
+)
+# A message takes away what a waiting run reads.
+row(
+    "away-forgets-what-is-read",
+    wrap("controller.stream._proceed", partial(breakages.forget_aside, "_read")),
+    seen("away", 4, "oracle"),
+)
+# A run that was passed is taken for one that has come before.
+row(
+    "away-forgets-who-was-passed",
+    wrap("controller.stream._proceed", partial(breakages.forget_aside, "overtaken")),
+    seen("away", 10, "liveness", "credits", "oracle"),
+)
+# What waited returns in the opposite order.
+row(
+    "away-returns-backwards",
+    wrap("controller.stream.go_on", breakages.return_backwards),
+    seen("away", 4, "oracle"),
+)
+# An island is never given up.
+row("away-waits-for-ever", forget("controller.slices.expect"), seen("away", 5, "given up"))
+# An island is given up before the client's time is over.
+row(
+    "away-gives-up-early",
+    wrap("controller.slices.expect", breakages.give_up_early),
+    seen("away", 5, "given up"),
+)

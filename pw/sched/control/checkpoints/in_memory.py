@@ -159,8 +159,8 @@ class Checkpoints(ControlPart):
         for copying in list(self._under_way):
             self._go_on_without(copying, gone)
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         for copying in list(self._under_way):
             leave = [host for host, island in copying.islands.items() if island == message.island]
             self._go_on_without(copying, leave)

@@ -201,8 +201,8 @@ class Saves(ControlPart):
                 self._lose(save, node)
         self._proceed()
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         """Do not wait for the hosts of a lost island: they may not have got the order to write."""
         for save in self.under_way.values():
             for host in [host for host in save.missing if save.islands[host] == message.island]:

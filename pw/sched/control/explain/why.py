@@ -151,7 +151,7 @@ class Explainer(ControlPart):
             client.number,
             client.name,
             used_credits,
-            len(client.backlog),
+            len(client.stream),
             tuple(self._waits_for(client)),
             self.sessions.silent_s(client),
         )
@@ -190,8 +190,9 @@ class Explainer(ControlPart):
             names = sorted({repr(p.body.name) for p in programs if p.installing})
             when = f", when {', '.join(names)} has been compiled" if names else ""
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
-        if client.backlog and not client.recovering:
-            yield self.stream.obstacle(client, client.backlog[0]) or "its turn"
+        backlog = client.stream.backlog
+        if backlog and (not client.recovering or client.away is not None):
+            yield self.stream.obstacle(client, backlog[0]) or "its turn"
         for number, array in islice(client.arrays.arriving(ARRAYS_LOOKED_AT), WORK_TOLD):
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pw.core.actors.actor import handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in, is_repeat
-from pw.core.messages import ArraysLost, IslandLost, RunFailed
+from pw.core.messages import ArraysLost, EpochEnded, RunFailed
 from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import pause_s
@@ -40,8 +40,8 @@ class Losses(ControlPart):
 
     runs: RunsInFlight
 
-    @handles(IslandLost)
-    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+    @handles(EpochEnded)
+    def _epoch_ended(self, sender: Address, message: EpochEnded) -> None:
         arriving: set[int] = set()
         for client in self.sessions.clients:
             for number, array in list(client.arrays.all()):
@@ -99,7 +99,8 @@ class Losses(ControlPart):
         array = client.arrays.get(number)
         if array is None:
             is_known = number <= client.last_run or is_repeat(number)
-            if not is_known and len(client.early_losses) < EARLY_LOSSES:
+            is_to_come = not is_known or client.stream.will_make(number)
+            if is_to_come and len(client.early_losses) < EARLY_LOSSES:
                 client.early_losses.setdefault(number, host)
             return
         if array.error is not None:

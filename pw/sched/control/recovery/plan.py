@@ -43,6 +43,7 @@ def plan_recovery(
     can_bring: Callable[[int], bool] = lambda array: True,
     is_asked: Callable[[int], bool] = lambda array: False,
     brought: Collection[int] = (),
+    away: Collection[int] = (),
 ) -> RecoveryPlan:
     """Return how to bring back the lost arrays of a client, and make what others want of it.
 
@@ -56,6 +57,7 @@ def plan_recovery(
         can_bring: whether the client that an array was taken from can make it again.
         is_asked: whether that client was asked for it, and has not submitted the run that makes it.
         brought: what the client does not hold, and was asked for.
+        away: slices that are expected back. What needs one of them is left for a later plan.
 
     A run that reads an array for which another client was asked is left for a later plan, when that
     client has submitted its run. Otherwise each could wait for a run that stands behind the other's.
@@ -87,6 +89,7 @@ def plan_recovery(
         else:
             plan.lost[array] = error
     seen: set[int] = set()
+    waiting: set[int] = set()
     while stack:
         array = stack.pop()
         held = arrays.get(array)
@@ -96,7 +99,9 @@ def plan_recovery(
         origin = lineage.origins.get(array)
         cause = held.cause if held is not None and held.is_lost else None
         sources = sources_of(origin.spec, replicas.get(array, {})) if origin else None
-        if origin is not None and not bound(origin.spec.placement.slice):
+        if origin is not None and origin.spec.placement.slice in away:
+            waiting.add(array)
+        elif origin is not None and not bound(origin.spec.placement.slice):
             plan.lost[array] = _lost(origin, cause, _NOWHERE)
         elif sources is not None and not (origin is not None and can_share(origin)):
             plan.restores[array] = sources
@@ -112,13 +117,15 @@ def plan_recovery(
             plan.lost[array] = _lost(origin, cause, _IMPURE)
         elif origin.maker.in_vain(now_s):
             plan.lost[array] = _lost(origin, cause, _IN_VAIN)
+        elif not origin.maker.program.slices.isdisjoint(away):
+            waiting.add(array)
         elif not all(map(bound, origin.maker.program.slices)):
             plan.lost[array] = _lost(origin, cause, _NOWHERE)
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
     imports = [a for a in plan.uploads if isinstance(lineage.origins[a].source, OfferSource)]
-    waiting = set(imports)
+    waiting.update(imports)
     for order in sorted(records):
         record = records[order]
         missing = next((arg for arg in arrays_in(record.args) if arg in plan.lost), None)

@@ -1,9 +1,9 @@
 """Brings back what clients had on hosts that were lost.
 
 Theory of operation. A client with something lost, or with a slice that is not bound, is
-*recovering*: its stream waits. When its slices are bound again, the lost arrays are restored from
-replicas where there are any, and the rest is run again from there (`plan` works out what, `replay`
-does it). Then the client's stream goes on; the client has noticed nothing but the delay.
+*recovering*. What needs a slice that is away waits. Of the rest, lost arrays are restored from
+replicas where there are any, and the others are made again by running what made them (`plan` works
+out what, `replay` does it). Then the client's stream goes on; the client has noticed nothing but the delay.
 
 What cannot be brought back fails, with the reason. So does what needs a slice that is given up.
 """
@@ -18,7 +18,7 @@ import msgspec
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ErrorReport
+from pw.core.errors import ErrorReport, IslandLost
 from pw.core.ids import Address
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
@@ -33,6 +33,8 @@ from pw.sched.control.slices import GiveUp, SliceRequests
 
 LOOK_S = 0.5
 """Seconds between two looks for hosts that have what clients miss."""
+NAMED = 32
+"""Number of arrays that the error of a lost island names, of those that are left and of those that are lost."""
 
 
 @dataclass(eq=False)
@@ -44,7 +46,6 @@ class Rebuilder(ControlPart):
     replicas: ReplicaTable
     replays: Replays
     handovers: HandoverTable
-    recovery_s: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,8 +53,8 @@ class Rebuilder(ControlPart):
 
     # --- when it can go on ------------------------------------------------------------------------
 
-    @handles(msg.IslandLost)
-    def _island_lost(self, sender: Address, message: msg.IslandLost) -> None:
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         for client in list(self.sessions.clients):
             self.proceed(client)
 
@@ -83,11 +84,13 @@ class Rebuilder(ControlPart):
         return False
 
     def proceed(self, client: Client) -> None:
-        """Rebuild what a client has lost, once its slices are bound and its programs compiled."""
-        if client.slices.unbound or client.resuming is not None:
+        """Rebuild what was lost and needs no slice that is away, once the programs are compiled."""
+        if client.resuming is not None:
             return
-        self.handovers.prepare(client)
-        if client.arrays.lost or client.wanted:
+        is_whole = not client.slices.unbound
+        if is_whole:
+            self.handovers.prepare(client)
+        if client.arrays.lost or (client.wanted and is_whole):
             plan = self._plan(client)
             if self._waits_for_replicas(client, plan):
                 self._looks.start()
@@ -98,13 +101,14 @@ class Rebuilder(ControlPart):
                 self._fail(client, (number,), error)
                 self.handovers.failed(client, number, error)
             self.replays.carry_out(client, plan)
-        self.replicas.top_up(client)
+        if is_whole:
+            self.replicas.top_up(client)
 
     def _plan(self, client: Client) -> RecoveryPlan:
         def bound(number: int) -> bool:
             return number in self._islands.bindings or client.slices.may_borrow(number)
 
-        replicas = self.replicas.of(client)
+        replicas, away = self.replicas.of(client), client.slices.unbound.keys()
         client.brought = {
             number: name
             for number, name in client.brought.items()
@@ -116,10 +120,11 @@ class Rebuilder(ControlPart):
             replicas,
             bound,
             self._env.now_s(),
-            client.wanted,
+            () if away else client.wanted,
             self.handovers.can_bring,
             self.handovers.is_asked,
             client.brought,
+            away,
         )
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:
@@ -155,27 +160,44 @@ class Rebuilder(ControlPart):
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, timer: GiveUp) -> None:
-        for client in list(self.sessions.clients):
-            gone = {n for n, loss in client.slices.unbound.items() if loss == timer.loss}
-            if gone:
-                self._env.log(
-                    "warning", "island given up", island=timer.island, client=client.number
-                )
-                for names, slices in _by_hosts(client, gone).items():
-                    where = f" on {' and '.join(names)}, which the slice names," if names else ""
-                    words = (
-                        f"{timer.error.message}; there were no devices to go on with{where} for "
-                        f"{self.recovery_s:g} s. Start its hosts again (see pw.status()), or "
-                        "ask for other devices with pw.make_virtual_device_set() and compute there"
-                    )
-                    error = msgspec.structs.replace(timer.error, message=words)
-                    self._abandon(client, slices, error)
+        client = self.sessions.get(timer.client)
+        if client is None:
+            return
+        gone = {n for n, loss in client.slices.unbound.items() if loss == timer.loss}
+        if not gone:
+            return
+        self._env.log("warning", "island given up", island=timer.island, client=client.number)
+        left, lost = self._left_and_lost(client, gone)
+        for names, slices in _by_hosts(client, gone).items():
+            where = f" on {' and '.join(names)}, which the slice names," if names else ""
+            words = (
+                f"{timer.error.message}; there were no devices to go on with{where} for "
+                f"{timer.waited_s:g} s. Start its hosts again (see pw.status()), or "
+                "ask for other devices with pw.make_virtual_device_set() and compute there"
+            )
+            error = msgspec.structs.replace(
+                timer.error, kind=IslandLost.__name__, message=words, left=left, lost=lost
+            )
+            self._abandon(client, slices, error)
 
     @handles(msg.SliceRefused)
     def _slice_refused(self, sender: Address, message: msg.SliceRefused) -> None:
         client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices.unbound:
             self._abandon(client, {message.slice}, message.error)
+
+    def _left_and_lost(
+        self, client: Client, gone: set[int]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the client's arrays on other slices than these, and of those on these."""
+        left: list[str] = []
+        lost: list[str] = []
+        for number, array in client.arrays.held.items():
+            slice = array.spec.placement.slice
+            name = named(array.spec, client.lineage.origins.get(number)).removeprefix("the array ")
+            if array.error is None and len(names := lost if slice in gone else left) < NAMED:
+                names.append(name)
+        return tuple(left), tuple(lost)
 
     def _abandon(self, client: Client, gone: set[int], error: ErrorReport) -> None:
         """Fail what lay on slices that will not be bound, and what needs it."""

@@ -94,7 +94,7 @@ class Resumptions(ControlPart):
         client.patient_until_s = self._env.now_s() + PATIENCE_S
         self.replicas.claim(client)
         if client.slices.unbound:
-            self.slices.expect(loss, _RESTARTED)
+            self.slices.expect(client, loss, _RESTARTED)
         self.rebuilder.proceed(client)
 
     def _check(self, client: Client, spec: ArraySpec) -> None:

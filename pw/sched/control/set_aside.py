@@ -1,0 +1,192 @@
+"""The part of a client's stream that waits for islands that are away, while the rest goes on.
+
+Theory of operation. A message that needs a slice whose island is away, or an array that was lost, is *set
+aside*. A later message passes it if it needs nothing that it will make, and takes nothing away that
+it reads: then no value depends on their order. Nor does it take away what lost arrays will be made of
+again. What has effects keeps its order with all that has.
+When an island is back or given up, or arrays are made again, all that was set aside returns to the front
+of the stream, in its order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from pw.core import messages as msg
+from pw.core.ids import arrays_in
+from pw.sched.control.array_states import ArrayTable
+from pw.sched.control.lineage import Lineage
+from pw.sched.control.programs import RegisteredProgram
+
+Ordered = (
+    msg.Run
+    | msg.Delete
+    | msg.CreateArray
+    | msg.Offer
+    | msg.ReleaseProgram
+    | msg.ReleaseSlice
+    | msg.Checkpoint
+    | msg.SaveArrays
+    | msg.Inquire
+)
+"""Messages that the controller handles in the client's order."""
+
+
+@dataclass(slots=True)
+class Away:
+    """What a client is without while islands are away."""
+
+    slices: Set[int]
+    """Numbers of the slices that are expected back."""
+    arrays: ArrayTable
+    lineage: Lineage
+    programs: Mapping[int, RegisteredProgram]
+
+    @property
+    def state(self) -> tuple[frozenset[int], int]:
+        """The slices that are away, and the number of lost arrays: while it stays, so does what can pass."""
+        return frozenset(self.slices), len(self.arrays.lost)
+
+
+@dataclass(slots=True, eq=False)
+class SetAside:
+    """Messages of one client that wait for islands that are away."""
+
+    messages: list[Ordered] = field(default_factory=list)
+    overtaken: set[int] = field(default_factory=set)
+    """Numbers of runs that later ones have passed, or may have."""
+    _since: tuple[frozenset[int], int] | None = None
+    """State of what is away in which the first message was set aside."""
+    _needed: Set[int] = frozenset()
+    """Numbers of the arrays of which lost ones are made again."""
+    _needed_in: tuple[frozenset[int], int] | None = None
+    """State of what is away for which these were found."""
+    _made: set[int] = field(default_factory=set)
+    """Numbers of arrays that the messages will make."""
+    _read: set[int] = field(default_factory=set)
+    """Numbers of arrays that the messages need."""
+    _programs: set[int] = field(default_factory=set)
+    _leases: set[int] = field(default_factory=set)
+    _has_effects: bool = False
+
+    def sift(self, message: Ordered, away: Away) -> Ordered | None:
+        """Return what of a message can go on now; the rest is set aside."""
+        state = away.state
+        if not self.messages:
+            self._since = state
+        if self._needed_in != state:
+            self._needed_in = state
+            self._needed = away.lineage.sources(away.arrays.lost, away.arrays.is_good)
+        if isinstance(message, msg.Delete):
+            lost = away.arrays.lost
+            later = [one for one in message.arrays if one in lost or self._is_kept(one)]
+            if not later:
+                return message
+            self._add(msg.Delete(tuple(later)), away)
+            now = tuple(one for one in message.arrays if one not in later)
+            return replace(message, arrays=now) if now else None
+        if self._can_pass(message, away):
+            return message
+        self._add(message, away)
+        return None
+
+    def _is_kept(self, array: int) -> bool:
+        """Whether an array must not go, because something that waits needs or makes it."""
+        return array in self._needed or array in self._read or array in self._made
+
+    def _can_pass(self, message: Ordered, away: Away) -> bool:
+        lost = away.arrays.lost.keys()
+        if isinstance(message, msg.Run):
+            program = away.programs.get(message.program)
+            if program is None:
+                return True  # it is refused
+            args = arrays_in(message.args)
+            donated = (message.args[at] for at in program.body.donated if at < len(message.args))
+            return (
+                program.slices.isdisjoint(away.slices)
+                and lost.isdisjoint(args)
+                and self._made.isdisjoint(args)
+                and not any(map(self._is_kept, arrays_in(donated)))
+                and message.lease not in self._leases
+                and not (self._has_effects and _has_effects(program))
+            )
+        if isinstance(message, msg.CreateArray):
+            is_taken = isinstance(message.source, msg.OfferSource)
+            return not is_taken and message.spec.placement.slice not in away.slices
+        if isinstance(message, msg.ReleaseProgram):
+            program = away.programs.get(message.program)
+            is_there = program is None or program.slices.isdisjoint(away.slices)
+            return is_there and message.program not in self._programs
+        if isinstance(message, (msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
+            return lost.isdisjoint(message.arrays) and self._made.isdisjoint(message.arrays)
+        return False
+
+    def _add(self, message: Ordered, away: Away) -> None:
+        self.messages.append(message)
+        if isinstance(message, msg.Run):
+            program = away.programs.get(message.program)
+            self.overtaken.add(message.run)
+            self._made.update(message.results)
+            self._read.update(arrays_in(message.args))
+            self._programs.add(message.program)
+            if message.lease:
+                self._leases.add(message.lease)
+            self._has_effects |= program is not None and _has_effects(program)
+        elif isinstance(message, msg.CreateArray):
+            self._made.add(message.array)
+        elif isinstance(message, msg.Offer):
+            self.overtaken.add(message.run)
+            self._read.update(message.arrays)
+        elif isinstance(message, (msg.Delete, msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
+            self._read.update(message.arrays)
+
+    def may_go_on(self, away: Away | None) -> bool:
+        """Whether to look again at what was set aside: other slices are away, or other arrays are lost."""
+        return bool(self.messages) and (away is None or self._since != away.state)
+
+    def take(self) -> list[Ordered]:
+        """Take all messages out, in their order."""
+        messages = self.messages
+        self.messages = []
+        for numbers in (self._made, self._read, self._programs, self._leases):
+            numbers.clear()
+        self._has_effects = False
+        self._needed_in = None
+        return messages
+
+
+class Stream:
+    """The messages of one client that wait."""
+
+    __slots__ = ("aside", "backlog")
+
+    def __init__(self) -> None:
+        self.backlog: deque[Ordered] = deque()
+        """Messages that wait for what the first of them needs (`pw.sched.control.client_order`)."""
+        self.aside = SetAside()
+
+    def __len__(self) -> int:
+        return len(self.aside.messages) + len(self.backlog)
+
+    def __iter__(self) -> Iterator[Ordered]:
+        yield from self.aside.messages
+        yield from self.backlog
+
+    def replace(self, messages: Iterable[Ordered]) -> None:
+        """Have these messages wait in place of all that do."""
+        messages = list(messages)
+        self.aside.take()
+        self.backlog.clear()
+        self.backlog.extend(messages)
+
+    def will_make(self, array: int) -> bool:
+        """Whether a run that waits makes an array."""
+        return any(isinstance(one, msg.Run) and array in one.results for one in self)
+
+
+def _has_effects(program: RegisteredProgram) -> bool:
+    return not all(one.traits.is_repeatable for one in program.body.computations)
