@@ -5,8 +5,8 @@ the training, and starts it again. Then it trains once more without losses, is t
 and compares the losses bit for bit.
 
 A loss that the cluster repairs in time is a pause, which the loop does not notice. Only then an island is given
-up: what waited for it raises `pw.IslandLost` or `pw.ArrayLost`. The loop goes back to its last checkpoint, whose
-parameters lie whole on each island: one `pw.put` moves them to a mesh of the islands that are left.
+up: what waited for it raises `pw.IslandLost` or `pw.ArrayLost`. The loop goes back to its last checkpoint, of
+which each island has all parameters: one `pw.put` moves them to a mesh of the islands that are left.
 """
 
 from __future__ import annotations
