@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from pw.client.functions.pmap import pmap
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
+    from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
     from pw.client.looking.plan import plan
     from pw.client.looking.show import show
@@ -126,6 +127,9 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoints.checkpoint",
     "restore": "pw.client.checkpoints.files",
     "drain": "pw.client.checkpoints.checkpoint",
+    "IslandEvent": "pw.client.looking.islands",
+    "island_events": "pw.client.looking.islands",
+    "on_island_event": "pw.client.looking.islands",
     "arrays_lost": "pw.client.looking.lost",
     "memory": "pw.client.looking.memory",
     "plan": "pw.client.looking.plan",
@@ -176,6 +180,9 @@ __all__ = [
     "Checkpoint",
     "restore",
     "drain",
+    "IslandEvent",
+    "island_events",
+    "on_island_event",
     "arrays_lost",
     "memory",
     "plan",

@@ -22,7 +22,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     what: str
 
 
-class IslandEvent(Event, frozen=True):
+class EpochEvent(Event, frozen=True):
     """`ready`: its hosts have joined a new epoch. `lost`: it has left the epoch."""
 
     topic: ClassVar[str] = "island"
@@ -107,7 +107,7 @@ class CountersEvent(Event, frozen=True):
 
 
 KINDS: tuple[type[Event], ...] = (
-    IslandEvent,
+    EpochEvent,
     HostEvent,
     ClientEvent,
     RunEvent,

@@ -23,6 +23,7 @@ def test_byte_pairs() -> None:
     [
         (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
         (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
+        (["examples.elastic"], r"on \[2, 1, 2\] islands; all 60 losses are\nthe same, bit for bit"),
         long(
             ["examples.moe", "--steps", "12"],
             r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",

@@ -860,6 +860,8 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     before = total(state)
     assert float(before) == 28
     daemons = cluster._children
+    epochs = {}
+    pw.on_island_event(lambda event: epochs.setdefault(event.island, []).append((event.what, event.epoch)))
     steps, restarts = 0, 0
     while steps < 120:
         state = first(state)
@@ -885,6 +887,10 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     new = pw.jit(lambda x: x - 1)(state)
     assert np.array_equal(new, np.arange(8.0) + steps - 1)
     until(lambda: not current.runtime().ask.status().clients[0].runs, "the end of all runs")
+    for island in ("island-0", "island-1"):
+        until(lambda: ("returned", 1 + restarts) in epochs[island], "the events of all islands")
+        ready = [event for event in epochs[island] if event[0] != "left"]
+        assert ready == [("joined", 1), ("returned", 2), ("returned", 3)], epochs
     print("went on after", restarts)
 """
 

@@ -29,9 +29,9 @@ from pw.core.events import (
     TOPICS,
     ClientEvent,
     CountersEvent,
+    EpochEvent,
     Event,
     HostEvent,
-    IslandEvent,
     RunEvent,
     TransferEvent,
 )
@@ -85,7 +85,7 @@ def cluster(kept: Kept) -> Iterator[InProcessCluster]:
 def test_islands_and_hosts_are_published_when_they_come(
     cluster: InProcessCluster, kept: Kept
 ) -> None:
-    islands = kept.of(IslandEvent)
+    islands = kept.of(EpochEvent)
     assert sorted((e.what, e.island, e.epoch, e.hosts) for e in islands) == [
         ("ready", "island-0", 1, ("host-0",)),
         ("ready", "island-1", 1, ("host-1",)),

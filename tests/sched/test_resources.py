@@ -81,7 +81,7 @@ def test_an_island_is_formed_when_all_its_hosts_have_come() -> None:
     bench.joined("y")
     assert not bench.news(msg.IslandFormed)
     bench.joined("x")
-    assert bench.news(msg.IslandFormed) == [msg.IslandFormed("i", 1, ("x", "y"), None, True)]
+    assert bench.news(msg.IslandFormed) == [msg.IslandFormed("i", 1, ("x", "y"), None, True, 2)]
     assert {peer.node for peer in bench.news(msg.Directory)[-1].peers} == {"x", "y"}
     bench.joined("x")
     assert len(bench.news(msg.IslandFormed)) == 1, "a second answer forms nothing"

@@ -155,6 +155,9 @@ class LocalRuntime:
     def island(self, slice: int) -> str:
         return ""  # as it was bound
 
+    def is_lost(self, slice: int) -> bool:
+        return False
+
     def release_slice(self, slice: int) -> None:
         self.released_slices.append(slice)
 

@@ -54,6 +54,25 @@ class JoinedArray(Array):
             part.delete()
         self._fetching = None
 
+    def surviving(self, island: str = "") -> Array | None:
+        """Return a part that has all elements, on an island that is not lost; None without one.
+
+        Args:
+            island: name of the island to be preferred.
+        """
+        survivors = [
+            part
+            for one, part in zip(self._type.islands, self._parts, strict=True)
+            if one.is_whole and not self._runtime.is_lost(part._type.spec.placement.slice)
+        ]
+        nearest = (part for part in survivors if part._type.sharding.mesh.slice.island == island)
+        return next(nearest, survivors[0] if survivors else None)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an island that has a part is lost."""
+        return any(self._runtime.is_lost(part._type.spec.placement.slice) for part in self._parts)
+
     def start_fetch(self) -> Waiting[Any]:
         """Return the future of the value here; the first call fetches the parts that it is made of."""
         self._check_usable()
@@ -61,7 +80,8 @@ class JoinedArray(Array):
             islands, shape = self._type.islands, self._type.spec.shape
             needed = list(dict.fromkeys(at for at, _ in sources(islands)))
             if islands[needed[0]].is_whole:
-                return self._parts[needed[0]].start_fetch()
+                survivor = self.surviving()
+                return (self._parts[needed[0]] if survivor is None else survivor).start_fetch()
             fetched = [self._parts[at].start_fetch() for at in needed]
             self._fetching = _all_of(
                 fetched,

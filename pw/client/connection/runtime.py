@@ -22,6 +22,7 @@ import numpy as np
 
 from pw.client.connection.calls import Calls
 from pw.client.connection.handovers import Handovers
+from pw.client.connection.island_events import IslandReaders
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions
 from pw.client.connection.released import Released
@@ -113,6 +114,7 @@ class Runtime:
         """True if this is the copy of a session in a forked process."""
         _runtimes.add(self)
         self.calls = Calls(self._post)
+        self.island_readers = IslandReaders(self._post)
         self.thread = start(self)
         """Thread in which the session's actors live."""
         self.ask = Questions(self._post, self.thread.address)
@@ -221,6 +223,7 @@ class Runtime:
             self._run_credits.close()
             self._released.close()
             self.thread.post(Close(self._closing, closed))
+        self.island_readers.end(None)
         with contextlib.suppress(TimeoutError):
             failed = {one.run: one.error for one in closed.result(CLOSE_S)}
             for run, name in self._run_credits.with_effects(failed).items():
@@ -258,6 +261,7 @@ class Runtime:
                 self.alive = False
                 self._run_credits.close()
                 self._released.close()
+        self.island_readers.end(self.ended)
 
     def tick(self) -> None:
         """Release the arrays and programs without handles; called on the session's thread now and then."""
@@ -325,6 +329,10 @@ class Runtime:
         """Return the devices to which a slice is bound, or was last; none if it was given back."""
         bound = self.thread.bound(slice)
         return () if bound is None else bound.devices
+
+    def is_lost(self, slice: int) -> bool:
+        """Whether a slice has no devices now: its island was lost, or it was given back."""
+        return self.thread.is_lost(slice)
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""

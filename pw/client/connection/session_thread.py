@@ -72,6 +72,9 @@ class SessionThread(Protocol):
     def bound(self, slice: int) -> SliceBound | None:
         """Return how a slice is bound, or was last; None if it was given back."""
 
+    def is_lost(self, slice: int) -> bool:
+        """Whether a slice has no devices now: its island was lost, or it was given back."""
+
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
 

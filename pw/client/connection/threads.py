@@ -147,6 +147,7 @@ class SessionOnNode:
                 runtime.session_ended,
                 runtime.calls.arrived,
                 partial(node.post_threadsafe, "session"),
+                runtime.island_readers.changed,
             ),
         )
         self._leases, self._lines = self._session.leases, self._session.lines
@@ -202,6 +203,10 @@ class SessionOnNode:
         # There is no journal beside the controller, where a host that is lost ends the session.
         session = self._session
         return session.link.journal.bound.get(slice) or session.hosts.slices.get(slice)
+
+    def is_lost(self, slice: int) -> bool:
+        """Whether a slice has no devices now: its island was lost, or it was given back."""
+        return slice not in self._session.hosts.slices
 
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""

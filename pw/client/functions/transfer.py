@@ -14,7 +14,7 @@ import numpy as np
 import pw.client.functions.function  # noqa: F401 - compiles the operators of what is put
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
-from pw.client.arrays.joined import uploaded
+from pw.client.arrays.joined import JoinedArray, uploaded
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
@@ -131,6 +131,12 @@ def _put(leaf: Any, target: OwnSharding | None, keep: bool) -> Any:
         type_ = source.with_sharding(target)
         if type_ is source:
             return leaf
+        if isinstance(leaf, JoinedArray) and leaf.has_lost:
+            survivor = leaf.surviving(target.mesh.slice.island)
+            if survivor is not None and type_.parts and all(one.is_whole for one in type_.islands):
+                return JoinedArray([_put(leaf, to.sharding, keep) for to in type_.parts], type_)
+            if survivor is not None:
+                return _put(survivor, target, keep)
     else:
         source = aval_of(signature_of(leaf))
         type_ = ArrayType.of(source, target)

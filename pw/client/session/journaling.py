@@ -31,11 +31,12 @@ KEEP_LEASES = (
     msg.ReleaseProgram,
     msg.CreateArray,
     msg.Inquire,
+    msg.WatchIslands,
 )
 """Messages to the controller that end no lease: they have no place among launches."""
 
-_NOT_HELD = (msg.InputGone, msg.LinkLost)
-"""Answers and news that only the lost controller can use."""
+_NOT_HELD = (msg.InputGone, msg.LinkLost, msg.WatchIslands)
+"""Answers, news and watches that only the lost controller can use."""
 
 
 class JournalingEnv:

@@ -19,6 +19,7 @@ import msgspec
 
 from pw.client.session.callbacks import Callbacks
 from pw.client.session.hosts import Hosts
+from pw.client.session.island_news import IslandChange, IslandNews
 from pw.client.session.journaling import JournalingEnv
 from pw.client.session.leases import Leases
 from pw.client.session.lines import Lines
@@ -68,6 +69,7 @@ class ClientSession(Actor):
         on_end: Callable[[Error], None] = lambda error: None,
         on_call: Callable[[Called], None] = lambda call: None,
         post: Callable[[object], None] | None = None,
+        on_island: Callable[[IslandChange], None] = lambda change: None,
     ) -> None:
         link = self.link = JournalingEnv(env)
         super().__init__(link)
@@ -91,6 +93,7 @@ class ClientSession(Actor):
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
         self.timelines = Timelines(link, self.hosts)
+        self.islands = IslandNews(link, on_island)
         to_itself = partial(env.send, env.address)
         failed = self.requests.failed.__contains__
         self.lines = Lines(link, self.hosts, post or to_itself, failed)
@@ -103,7 +106,7 @@ class ClientSession(Actor):
         self.requests.asked_hosts = lambda: self.lines.asked_hosts
         self.compose(link.journal, self.hosts, self.uploads, self.callbacks, self.timelines)
         self.requests.withdraw_from_lines = self.lines.withdraw
-        self.compose(self.requests, self.lines, self.leases)
+        self.compose(self.requests, self.lines, self.leases, self.islands)
 
     def put(self, note: Put, post: Callable[[object], None]) -> None:
         """Post a note that uploads a value; a small one goes over lines, so launches may read it.
@@ -158,6 +161,7 @@ class ClientSession(Actor):
             self.env.log("info", "attached to the controller again")
             self.hosts.forget_slices(self.link.journal.slices.keys())
             self._on_credits(self.link.resume())
+            self.islands.attached_again()
         if self._attaching is not None:
             resolve(self._attaching, message)
             self._attaching = None

@@ -203,6 +203,13 @@ class AwaitHosts:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowIslands:
+    """Tell the runtime what happens to islands, or do so no more."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End the session, and fail all open futures; settled then, with the `RunFailed`s that no call raised."""
 

@@ -40,6 +40,9 @@ Tree = Annotated[bytes, Meta(max_length=TREE_BYTES)]
 Hosts = Annotated[tuple[Name, ...], Meta(max_length=_HOSTS)]
 """Names of hosts."""
 
+Islands = Annotated[tuple[Name, ...], Meta(max_length=_HOSTS)]
+"""Names of islands."""
+
 HostCount = Annotated[int, Meta(ge=0, le=_HOSTS)]
 """Number of hosts."""
 

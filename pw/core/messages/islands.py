@@ -14,7 +14,7 @@ from pw.core.messages.base import (
     HostToResources,
     Local,
 )
-from pw.core.messages.bounds import Count, DeviceCount, HostCount, Hosts, Name
+from pw.core.messages.bounds import Count, DeviceCount, HostCount, Hosts, Islands, Name
 
 
 class RegisterHost(HostToResources, frozen=True, tag=10):
@@ -117,6 +117,8 @@ class IslandFormed(Local, frozen=True, tag=17):
     """Bytes of memory of each device; None where nothing limits it."""
     compiles_apart: bool = False
     """True if other processes compile for the hosts, so that a crash of a compiler does not crash a host."""
+    devices: int = 0
+    """Number of devices of the island."""
 
 
 class EpochEnded(Local, frozen=True, tag=18):
@@ -127,6 +129,8 @@ class EpochEnded(Local, frozen=True, tag=18):
     error: ErrorReport
     host: str = ""
     """Name of the lost host, if that is the reason."""
+    is_private: bool = False
+    """True if the error may name what a client computes."""
 
 
 class CoordinationStarted(Local, frozen=True, tag=19):
@@ -190,3 +194,37 @@ class Leave(ControllerToExecutor, frozen=True, tag=25):
     """ResourceManager to HostExecutor: this host is drained; it ends for good."""
 
     reason: str
+
+
+class WatchIslands(ClientToController, frozen=True, tag=230):
+    """ClientSession to Controller: tell this client the state of each island, now and when it changes."""
+
+    is_on: bool
+    """False to tell it no more."""
+    awaited: Islands = ()
+    """Islands that the client has heard of from an earlier controller."""
+
+
+class IslandState(msgspec.Struct, frozen=True, array_like=True):
+    """The state of an island, for a client that watches islands."""
+
+    island: str
+    epoch: int
+    """Epoch in which the island is, or was last."""
+    is_ready: bool
+    is_given_up: bool = False
+    """True if it has been away for longer than clients wait for a lost island."""
+    hosts: tuple[str, ...] = ()
+    """Names of the island's hosts in that epoch, in the order of their ranks."""
+    devices: int = 0
+    """Number of devices of those hosts."""
+    reason: str = ""
+    """Why the island is not ready; empty if it is."""
+
+
+class IslandStates(ControllerToSession, frozen=True, tag=231):
+    """Controller to ClientSession: the states of these islands, to a client that watches islands."""
+
+    islands: tuple[IslandState, ...]
+    is_all: bool = False
+    """True if the controller knows no other island: the answer to `WatchIslands`."""

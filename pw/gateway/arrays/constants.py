@@ -66,10 +66,17 @@ class Constants:
         kept = any(constant.stored for constant in self._constants.values())
         self._sweeping = self._loop.call_later(UNUSED_S, self._sweep) if kept else None
 
+    def islands_changed(self, event: object) -> None:
+        """Forget all values: those that were to go to an island while it was away have failed."""
+        self._forget()
+
     def clear(self) -> None:
-        """Forget all values."""
+        """Forget all values, and sweep no more."""
         if self._sweeping is not None:
             self._sweeping.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
         for constant in self._constants.values():
             constant.release()
         self._constants.clear()

@@ -101,6 +101,15 @@ class Devices:
             islands.append(DevicesOfIsland(tuple(positions), own, self.placement(own)))
         return islands
 
+    def alike(self, placement: Placement) -> list[Placement]:
+        """Return placements on as many devices of each other slice that has so many."""
+        count = len(placement.devices)
+        return [
+            Placement(one.id, tuple(range(count)))
+            for one in self.slices
+            if one.id != placement.slice and one.size >= count
+        ]
+
     def by_slice(self, numbers: Iterable[int]) -> dict[Slice, list[int]]:
         """Group positions in `numbers` by the slice of the device there."""
         groups: dict[Slice, list[int]] = {}

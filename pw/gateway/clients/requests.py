@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from pw.client.connection.island_events import IslandListener
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected
 from pw.gateway.arrays.arrays import ProxyArrays
@@ -63,6 +64,8 @@ class GatewayClient:
         self._waits = Waits(self._loop, tell)
         self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         self._constants = Constants(self._loop)
+        readers = runtime.island_readers
+        self._islands = IslandListener(readers, self._constants.islands_changed)
         transfers = self._transfers = Transfers(
             self.arrays, self.buffers, devices, self._runs, self._constants
         )
@@ -124,6 +127,7 @@ class GatewayClient:
         self._caller.close()
         self._runs.close()
         self.arrays.clear()
+        self._islands.close()
         self._constants.clear()
 
     def _store_error(self, kind: str, body: Any, error: BaseException) -> None:

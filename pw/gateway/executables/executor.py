@@ -9,13 +9,15 @@ and each execution is a run of it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from pw.core.errors import HostLost
 from pw.core.messages import Detail
-from pw.core.programs.stablehlo import Facts, Stablehlo
+from pw.core.programs.stablehlo import Facts, Stablehlo, encode
 from pw.core.sharding import Placement
 from pw.gateway.arrays.arrays import ProxyArray, Stored
 from pw.gateway.arrays.devices import Devices
@@ -26,6 +28,11 @@ from pw.gateway.executables.completion import with_completion
 from pw.gateway.executables.foreseen import SmallModules
 from pw.gateway.executables.tokens import has_tokens, without_tokens
 from pw.gateway.protocol import statuses
+
+FACTS_KEPT = 1024
+"""Modules whose facts are kept, for the time when their island is away."""
+_FactsKey = tuple[bytes, int]
+"""SHA-256 of a module, and the number of its devices."""
 
 
 class Ran(NamedTuple):
@@ -43,6 +50,8 @@ class Executor:
         self._devices = devices
         self._runs = runs
         self._small = SmallModules()
+        self._compiled: dict[_FactsKey, Facts] = {}
+        """Facts of the modules that hosts have compiled last."""
 
     # --- compiling -----------------------------------------------------------------------------------
 
@@ -74,10 +83,38 @@ class Executor:
         return describe(devices, placement, code, facts, has_completion=has_completion)
 
     async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
+        """Return what the compiler says of a module, if need be on an island with the same devices.
+
+        So not the call fails whose island is away, but its run. Raises HostLost if all of them are away, and
+        none has compiled the module before.
+        """
+        key = hashlib.sha256(encode(code)).digest(), len(placement.devices)
+        runtime = self._runs.runtime
+        if not runtime.is_lost(placement.slice) or not self._may_ask_elsewhere(key, placement):
+            try:
+                return await self._asked(key, code, placement)
+            except HostLost:
+                if not self._may_ask_elsewhere(key, placement):
+                    raise
+        if (facts := self._compiled.get(key)) is not None:
+            return facts
+        return await self._asked(key, code, self._elsewhere(placement)[0])
+
+    def _may_ask_elsewhere(self, key: _FactsKey, placement: Placement) -> bool:
+        return key in self._compiled or bool(self._elsewhere(placement))
+
+    def _elsewhere(self, placement: Placement) -> list[Placement]:
+        is_lost = self._runs.runtime.is_lost
+        return [one for one in self._devices.alike(placement) if not is_lost(one.slice)]
+
+    async def _asked(self, key: _FactsKey, code: Stablehlo, placement: Placement) -> Facts:
         asked = self._runs.runtime.ask.compile(code, placement, Detail.FACTS)
-        compiled = await self._runs.waited(asked)
-        assert compiled.facts is not None
-        return compiled.facts
+        facts = (await self._runs.waited(asked)).facts
+        assert facts is not None
+        self._compiled[key] = facts
+        if len(self._compiled) > FACTS_KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return facts
 
     def register(self, executable: GatewayExecutable) -> None:
         """Register the program that donates what it can."""

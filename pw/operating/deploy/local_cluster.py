@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -48,9 +48,10 @@ class LocalHost:
     Tests send signals to its process ids.
     """
 
-    def __init__(self, name: str, worker: LocalDaemon) -> None:
+    def __init__(self, name: str, start: Callable[[], LocalDaemon]) -> None:
         self.name = name
-        self._worker = worker
+        self._start = start
+        self._worker = start()
 
     @property
     def pid(self) -> int:
@@ -82,6 +83,11 @@ class LocalHost:
                 os.kill(runtime, signal.SIGKILL)
         self._worker.kill()
         self._worker.stop()
+
+    def restart(self) -> None:
+        """Start a host again that `kill` has ended, as if its machine had been switched on."""
+        if self.exit_code() is not None:
+            self._worker = self._start()
 
     def __repr__(self) -> str:
         return f"LocalHost({self.name!r}, pid={self.pid})"
@@ -229,8 +235,16 @@ class LocalCluster:
         if variable := platform_of(self._platform).visible:
             shown = os.environ.get(variable)
             environment[variable] = visible_gpus(len(self.hosts), self._devices_per_host, shown)
-        worker = self._start("pw.cli.worker", [*arguments, *options(name=name)], environment)
-        self.hosts.append(LocalHost(name, worker))
+        arguments = [*arguments, *options(name=name)]
+        place = len(self._children)
+
+        def start() -> LocalDaemon:
+            del self._children[place : place + 1]  # of the process that was killed
+            worker = LocalDaemon("pw.cli.worker", arguments, environment)
+            self._children.insert(place, worker)
+            return worker
+
+        self.hosts.append(LocalHost(name, start))
 
     def _wait(self, hosts: int, connect: bool) -> None:
         """Wait until all islands are formed; connect this process if that is wanted."""

@@ -44,6 +44,7 @@ from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
+from pw.sched.control.watches import IslandWatches
 
 
 class Controller(Actor):
@@ -123,11 +124,12 @@ class Controller(Actor):
             msg.Offer: handovers.offered_before,
         }
         stream.set_handlers(in_order, resuming)
+        watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
-            *(ends, uploads, stream, handovers, self.recordings),
+            *(ends, uploads, stream, handovers, watches, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -183,6 +185,7 @@ class Controller(Actor):
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
         self.recordings.forget_node(client.address.node)
+        self.watches.client_left(client)
 
     def turn_ended(self) -> None:
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.events import CountersEvent, HostEvent, IslandEvent, RecoveryEvent, Sink, TransferEvent
+from pw.core.events import CountersEvent, EpochEvent, HostEvent, RecoveryEvent, Sink, TransferEvent
 from pw.core.ids import CONTROLLER, Address, client_of, coordinator_of, run_name
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
@@ -51,14 +51,14 @@ class Publishing(ControlPart):
 
     @handles(msg.IslandFormed)
     def _island_formed(self, sender: Address, message: msg.IslandFormed) -> None:
-        self.events.publish(IslandEvent("ready", message.island, message.epoch, message.hosts))
+        self.events.publish(EpochEvent("ready", message.island, message.epoch, message.hosts))
         for host in message.hosts:
             self._env.send(coordinator_of(host), msg.Observe(PERIOD_S))
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         reason = message.error.message
-        self.events.publish(IslandEvent("lost", message.island, message.epoch, (), reason))
+        self.events.publish(EpochEvent("lost", message.island, message.epoch, (), reason))
 
     @handles(msg.Directory)
     def _hosts_are(self, sender: Address, message: msg.Directory) -> None:

@@ -26,6 +26,9 @@ PERMANENT = frozenset(
             "_hosts",
             "_directory",
             "_absent",
+            "_states",
+            "_lost_s",
+            "_private",
         ),
         # one entry for each device, host or island
         *("_below", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),

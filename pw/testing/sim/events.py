@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pw.core.events import (
     ClientEvent,
     CountersEvent,
+    EpochEvent,
     Event,
     HostEvent,
-    IslandEvent,
     RecoveryEvent,
     RunEvent,
     TransferEvent,
@@ -35,7 +35,7 @@ class EventLog:
         self._recovering: set[int] = set()
         self._epochs: dict[str, int] = {}
         self._takes: dict[type[Event], Callable[..., str]] = {
-            IslandEvent: self._island,
+            EpochEvent: self._island,
             HostEvent: self._host,
             ClientEvent: self._client,
             RunEvent: self._run,
@@ -60,7 +60,7 @@ class EventLog:
                 f"no end was published of clients {left}, runs {self._runs}, recoveries {self._recovering}",
             )
 
-    def _island(self, event: IslandEvent) -> str:
+    def _island(self, event: EpochEvent) -> str:
         if event.what == "ready":
             if event.island in self._ready:
                 return "it was ready before"

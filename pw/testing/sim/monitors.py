@@ -23,6 +23,7 @@
 | others go on | what waits for an island that is away needs it (in `away`) |
 | given up | an island is given up when its client's time is over, and not before (in `away`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
+| watches | a client that watches islands hears each change once, and knows all in the end (in `watching`) |
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |

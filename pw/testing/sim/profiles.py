@@ -97,6 +97,8 @@ class SimProfile:
     quick: float = 0.0
     """Probability, for each computation on one host with nothing before it, that its host computes it in the
     turn in which it is launched."""
+    watchers: int = 0
+    """Number of further users, who only watch islands."""
     timelines: float = 0.0
     """Probability, for each act of a client, that it records a timeline."""
     branches: float = 0.15
@@ -223,6 +225,17 @@ PROFILES = {
             spares=0.3,
         ),
         _lossy("events", events=True),
+        SimProfile(
+            "watchers",
+            span_s=30.0,
+            watchers=2,
+            crashes=3.0,
+            machine_crashes=0.5,
+            restarts=1.5,
+            spares=0.3,
+            **_NETWORK,
+        ),
+        SimProfile("watchers-left", span_s=30.0, watchers=2, crashes=1.0, drains=1.0),
         SimProfile("views", runs=80, views=0.4),
         _lossy("views-lost", runs=60, views=0.4, **_LITTLE_MEMORY),
         SimProfile("islands", hosts=8, runs=60, cuts=0.4),

@@ -17,6 +17,7 @@ from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.profiles import FAULTS, SimProfile
 from pw.testing.sim.tenants import Tenancy, Tenant
 from pw.testing.sim.trace import Digest, Trace
+from pw.testing.sim.watching import Watches
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
 
@@ -115,6 +116,7 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     cluster.users = clients
     tenancy = Tenancy(cluster, clients)
     faults = Faults(cluster, clients)
+    watches = Watches(cluster)
 
     def done() -> bool:
         for client in clients:  # noqa: SIM110 - after each event: a generator takes longer
@@ -134,6 +136,7 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
         raise Violation("liveness", _stuck(cluster, clients))
     if not world.run(world.now_s + FORMED_S, budget, cluster.formed):
         raise Violation("liveness", "islands are not formed though all hosts are up")
+    watches.check(budget)
     world.run(world.now_s + AFTERMATH_S, budget, lambda: False)
     if cluster.census():
         gc.collect()

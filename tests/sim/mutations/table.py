@@ -86,6 +86,23 @@ row(
     seen("events", 6, "events"),
 )
 
+# --- watches of islands --------------------------------------------------------------------------
+
+# A client does not watch on when there is another controller.
+row(
+    "forget-to-watch-again",
+    forget("client.session.islands.attached_again"),
+    seen("watchers", 33, "watches"),
+)
+# The controller tells a client only the states of the moment in which it begins to watch.
+row(
+    "tell-no-change-of-islands",
+    drop(m.IslandStates, when=lambda it: not it.is_all),
+    seen("watchers", 18, "watches"),
+)
+# The controller tells no client that an island has not come back.
+row("give-up-no-island", forget("controller.watches.give_up"), seen("watchers-left", 33, "watches"))
+
 # --- gang scheduling -----------------------------------------------------------------------------
 
 # Two launches reach one host of a gang in the opposite order.
