@@ -19,7 +19,8 @@ from pw.core.actors.watchdog import STALL_S
 from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
-from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, TenantRights
+from pw.core.tenants import NO_SECRET, Claims
 from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
@@ -89,7 +90,7 @@ def add_controller(
     secret: bytes,
     claims: Claims = NO_SECRET,
     policy: str = "fifo",
-    rules: ShareRules = NO_RULES,
+    rights: TenantRights = NO_BOUNDS,
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
     stall_s: float = STALL_S,
@@ -106,7 +107,7 @@ def add_controller(
             to hosts.
         claims: of all controllers of this cluster, one after the other.
         policy: name of the scheduling policy of every island.
-        rules: what clients may ask of it, and the shares of tenants.
+        rights: of all tenants.
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
@@ -168,7 +169,7 @@ def add_controller(
             awaited_islands=lambda: resources.inventory.awaited_islands,
             events=events,
             claims=claims,
-            rules=rules,
+            rights=rights,
             uses=uses,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",

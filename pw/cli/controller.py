@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from typing import Annotated
@@ -33,11 +32,13 @@ from pw.cli.process import (
     host_of,
 )
 from pw.cli.publisher import Publisher, check_events
+from pw.cli.rights import RightsFile
 from pw.core.actors.watchdog import STALL_S
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
-from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
+from pw.core.rights import NewRights
+from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import CLIENT_TIMEOUT_S, RECOVERY_S
 from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
@@ -59,10 +60,17 @@ def serve(
     policy: Annotated[
         str, typer.Option(help=f"Which client goes next on an island: {', '.join(POLICIES)}.")
     ] = "fifo",
+    tenants: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Rights of tenants, as TOML; read again on SIGHUP. docs/tenants.md has the table.",
+        ),
+    ] = "",
     max_share: Annotated[
-        float,
+        float | None,
         typer.Option(min=1.0, help="The largest share that a client may ask for; by default any."),
-    ] = math.inf,
+    ] = None,
     max_priority: Annotated[
         int | None,
         typer.Option(min=0, help="The highest priority that a client may ask for; by default any."),
@@ -137,10 +145,9 @@ def serve(
     """
     if policy not in POLICIES:
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
-    if tenant_shares and policy != "share":
-        raise typer.BadParameter("--tenant-shares is for --policy share")
+    rights_file = RightsFile(tenants, policy, max_share, max_priority, tenant_shares)
     try:
-        rules = ShareRules(max_share, max_priority, shares_of_tenants(tenant_shares))
+        rights = rights_file.read()
     except Error as error:
         raise typer.BadParameter(str(error)) from None
     check_log_level(log_level)
@@ -178,7 +185,7 @@ def serve(
         if security.credentials
         else NO_SECRET,
         policy=policy,
-        rules=rules,
+        rights=rights,
         bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
         stall_s=stall_after,
@@ -191,6 +198,7 @@ def serve(
         log("info", "publishes events", CONTROLLER, endpoint=publisher.endpoint)
     if not daemon.announce(Announcement(network.endpoint)):
         typer.echo(f"pw-controller listens at {network.endpoint}")
+    rights_file.follow(loop, lambda rights: node.post("controller", NewRights(rights)))
     if beside is not None:
         beside.start(network.endpoint, loop)
 

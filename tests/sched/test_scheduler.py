@@ -688,7 +688,7 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts(seeds: list[int]) ->
         check_order(world)
         world.wait(1300)
         assert empty([host.current for host in hosts])
-        assert world.control.runs.used_credits()[client.number] == 0
+        assert world.client(client.number).usage.runs == 0
         assert client.credits == client.sent_runs
 
 

@@ -16,7 +16,7 @@ from pw.core.tenants import OPERATOR
 
 
 class AddClient(Local, frozen=True, tag=60):
-    """Controller to IslandScheduler (local): a new client, with its weight and priority."""
+    """Controller to IslandScheduler (local): a client, with its weight and priority; again when they change."""
 
     client: int
     share: float

@@ -19,6 +19,7 @@ from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
+from pw.sched.control.usage import ClientUsage
 
 Ordered = (
     msg.Run
@@ -92,6 +93,8 @@ class Client:
     (`pw.core.tenants`)."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    usage: ClientUsage = field(default_factory=lambda: ClientUsage(OPERATOR))
+    """What the client has, as the ledger counts it."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)
@@ -118,8 +121,6 @@ class Client:
     resuming: Resumption | None = None
     patient_until_s: float = -math.inf
     """Time until which recovery waits for hosts that may have replicas, in seconds."""
-    credits_used: int = 0
-    """Number of the client's runs in flight that use a credit."""
     repeats: int = 0
     """Number of ids that `new_id` has returned."""
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)

@@ -12,13 +12,14 @@ opens no bulk channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
-from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, NewRights, TenantRights
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims, may_touch
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
@@ -44,6 +45,7 @@ from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
+from pw.sched.control.usage import Usage
 
 
 class Controller(Actor):
@@ -66,7 +68,7 @@ class Controller(Actor):
         events: Sink | None = None,
         only_transfers: bool = False,
         claims: Claims = NO_SECRET,
-        rules: ShareRules = NO_RULES,
+        rights: TenantRights = NO_BOUNDS,
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
         lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
         awaited_islands: Callable[[], int] = int,
@@ -81,10 +83,10 @@ class Controller(Actor):
         self._counters = counters
         self._uses = uses
         self._lines = lines
-        self._rules = rules
+        self.usage = Usage(rights)
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
-            env, self._islands, tickets, first_client, events, claims, rules, heard_s
+            env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
         slices = self.slices = SliceRequests(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
@@ -151,6 +153,15 @@ class Controller(Actor):
         if client is not None and message.resume:
             client.resuming = Resumption(self.slices.new_loss())
 
+    @handles(NewRights)
+    def _rights_changed(self, sender: Address, news: NewRights) -> None:
+        """What tenants have stays theirs, also if it is more than they may have now."""
+        self.usage.rights = news.rights
+        self.sessions.rights_changed()
+        for tenant in dict.fromkeys(client.tenant for client in self.sessions.clients):
+            self.slices.try_again(tenant)
+            self.registry.try_again(tenant)
+
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
         client = self.sessions.at(message.node)
@@ -171,7 +182,7 @@ class Controller(Actor):
             name=client.name,
             reason=reason,
             arrays=len(client.arrays),
-            runs=self.runs.used_credits()[client.number],
+            runs=client.usage.runs,
         )
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
@@ -182,6 +193,7 @@ class Controller(Actor):
             self._publishing.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
+        self.registry.client_left(client)
         self.recordings.forget_node(client.address.node)
 
     def turn_ended(self) -> None:
@@ -242,7 +254,7 @@ class Controller(Actor):
         client = self.sessions.of(sender)
         if client is None:
             return
-        if client.tenant != OPERATOR:
+        if not self.usage.rights.of(client.tenant).may_drain:
             refused = self.sessions.objection(client, f"drain host {message.node}", "")
             self.env.send(sender, msg.Answered(message.request, refused))
             return
@@ -257,7 +269,7 @@ class Controller(Actor):
         asker = self.sessions.of(sender)
         if asker is None:
             return
-        used, uses, nothing = self.runs.used_credits(), self._uses(), msg.ClientUse()
+        uses, nothing = self._uses(), msg.ClientUse()
         islands = self._island_status()
         sees = self.sessions.sight(asker.number)
         seen = [client for client in self.sessions.clients if sees(client.number)]
@@ -278,11 +290,11 @@ class Controller(Actor):
                         len(client.arrays),
                         len(client.programs),
                         len(client.slices.owned),
-                        used[client.number],
+                        client.usage.runs,
                         client.address == sender,
                         self.slices.awaited_hosts(client, islands),
                         client.tenant,
-                        self._rules.tenants.get(client.tenant, 1.0),
+                        self.usage.rights.of(client.tenant).share,
                         uses.get(client.number, nothing),
                         self.sessions.silent_s(client),
                     )
@@ -291,10 +303,21 @@ class Controller(Actor):
                 tuple(run for run in self.runs.status() if sees(run.client)),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
                 len(self.sessions.clients) - len(seen),
-                sum(count for number, count in used.items() if not sees(number)),
+                sum(one.usage.runs for one in self.sessions.clients if not sees(one.number)),
                 self._awaited_islands(),
+                tuple(self._tenants(asker.tenant)),
             ),
         )
+
+    def _tenants(self, asker: str) -> Iterator[msg.TenantInfo]:
+        """Yield the tenants that a client of a tenant may see."""
+        rights = self.usage.rights
+        for tenant in sorted(
+            {client.tenant for client in self.sessions.clients} | rights.named.keys()
+        ):
+            if may_touch(asker, tenant):
+                own, amounts = rights.of(tenant), self.usage.amounts(tenant)
+                yield msg.TenantInfo(tenant, own.share, amounts, own.bounds())
 
     @handles(msg.GetStats)
     def _stats(self, sender: Address, message: msg.GetStats) -> None:

@@ -17,7 +17,8 @@ from pw.core.messages import (
     at_position,
     size_of,
 )
-from pw.core.tenants import NO_RULES, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, Rights, TenantRights
+from pw.core.tenants import Claims
 from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
@@ -63,9 +64,11 @@ class SimCluster(Site):
         super().__init__(world)
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
-        self.rules = NO_RULES
+        self.rights = NO_BOUNDS
         if world.profile.divided:
-            self.policy, self.rules = "share", ShareRules(tenants={"single": 2.0, "visitor": 16.0})
+            self.policy = "share"
+            shares = {"single": 2.0, "visitor": 16.0}
+            self.rights = TenantRights(named={n: Rights(share=s) for n, s in shares.items()})
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)
@@ -168,7 +171,7 @@ class SimCluster(Site):
                 first_client=1 + (self.starts - 1) * self.numbers_apart,
                 events=self.events,
                 claims=self.claims,
-                rules=self.rules,
+                rights=self.rights,
             ),
         )
         for act in self.on_start["controller"]:
