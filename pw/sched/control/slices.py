@@ -12,7 +12,7 @@ the slices of the tenant that wait longer. Borrowed slices do not count: recover
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -135,6 +135,11 @@ class SliceRequests(ControlPart):
         self._waiting.pop(number, None)
         self.sessions.usage.give(client.number, Resource.DEVICES, number)
         self.try_again(client.tenant)
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Slices that wait until their tenant has given devices back."""
+        return self._waiting.keys()
 
     def over_quota(self, client: Client) -> int:
         """Return how many devices a client waits for that its tenant has to give back first."""

@@ -29,6 +29,7 @@ from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site
 from pw.testing.sim.looping import LENDING
 from pw.testing.sim.node import SimNode
+from pw.testing.sim.quotas import INJECTED, random_rights
 from pw.testing.sim.world import World
 
 SECRET = b"simulated"
@@ -69,6 +70,9 @@ class SimCluster(Site):
             self.policy = "share"
             shares = {"single": 2.0, "visitor": 16.0}
             self.rights = TenantRights(named={n: Rights(share=s) for n, s in shares.items()})
+        if world.profile.quotas:
+            self.rights = random_rights(world.streams("quotas"))
+            world.ledger.injected[INJECTED] += 1
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)

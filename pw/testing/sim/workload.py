@@ -18,6 +18,7 @@ from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
+from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.cut import cut_function
@@ -453,6 +454,9 @@ class SimClient(Life):
                 # island wait for a host that is stopped: it is not lost before it hangs for 10 s.
                 world.at(settled_s, self._check_out, life)
                 return
+            counted = {one for one, amounts in client.usage.amounts.items() if amounts}
+            if counted - {Resource.DEVICES} or client.usage.runs:
+                raise Violation("ledger", f"{self.name}, which has deleted all, has {counted}")
             if held:
                 raise Violation(
                     "census", f"of {self.name}, which has deleted all: {'; '.join(held)}"

@@ -541,3 +541,14 @@ class FarAhead(dict[bytes, Any]):
     def __setitem__(self, artifact: bytes, ahead: Any) -> None:
         ahead.most = 16
         super().__setitem__(artifact, ahead)
+
+
+# --- what tenants may have ------------------------------------------------------------------------
+
+
+def without_another_try(client_left: Callable[..., None], client: Any) -> None:
+    """Give back the slices of a client that left, and let the slices of its tenant wait on."""
+    slices: Any = client_left.__self__  # type: ignore[attr-defined]
+    slices.try_again = lambda tenant: None
+    client_left(client)
+    del slices.try_again
