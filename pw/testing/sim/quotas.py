@@ -39,6 +39,16 @@ def random_rights(random: Random) -> TenantRights:
     return TenantRights(named=named)
 
 
+def counted_for_nothing(client: Any) -> bool:
+    """Whether a client that has deleted all has an amount of what does not exist any more.
+
+    Replicas stay while another client may need what is made of them.
+    """
+    amounts = client.usage.amounts
+    replicas = amounts.get(Resource.HOST_MEMORY, {}).keys()
+    return bool(amounts.get(Resource.PROGRAMS)) or not replicas <= client.lineage.origins.keys()
+
+
 class QuotaMonitor:
     """Watches the ledger of each controller."""
 

@@ -18,7 +18,6 @@ from pw.core import messages as msg
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
-from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.cut import cut_function
@@ -30,6 +29,7 @@ from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
+from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
@@ -454,9 +454,10 @@ class SimClient(Life):
                 # island wait for a host that is stopped: it is not lost before it hangs for 10 s.
                 world.at(settled_s, self._check_out, life)
                 return
-            counted = {one for one, amounts in client.usage.amounts.items() if amounts}
-            if counted - {Resource.DEVICES} or client.usage.runs:
-                raise Violation("ledger", f"{self.name}, which has deleted all, has {counted}")
+            if client.usage.runs or counted_for_nothing(client):
+                raise Violation(
+                    "ledger", f"{self.name}, which has deleted all, is counted for more"
+                )
             if held:
                 raise Violation(
                     "census", f"of {self.name}, which has deleted all: {'; '.join(held)}"
