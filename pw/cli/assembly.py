@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S
 from pw.core.events import Sink
@@ -97,6 +98,7 @@ def add_controller(
     first_client: int = 1,
     events: Sink | None = None,
     expected_islands: int = 1,
+    account_sink: AccountSink | None = None,
 ) -> CoordinationServices:
     """Give `node` the actors of a controller process.
 
@@ -114,6 +116,7 @@ def add_controller(
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
         expected_islands: how many islands the cluster has when it has started.
+        account_sink: keeps what clients have used; None to keep it while the controller runs.
 
     Returns:
         The coordination services; close them when the node is closed.
@@ -171,6 +174,10 @@ def add_controller(
             claims=claims,
             rights=rights,
             uses=uses,
+            take_spent=lambda client: (
+                one for scheduler in schedulers.values() for one in scheduler.spending.take(client)
+            ),
+            account_sink=account_sink,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 import uvloop
 
+from pw.cli.accounts import AccountsFile
 from pw.cli.assembly import add_controller
 from pw.cli.beside import Beside
 from pw.cli.process import (
@@ -65,6 +66,14 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="Rights of tenants, as TOML; read again on SIGHUP. docs/tenants.md has the table.",
+        ),
+    ] = "",
+    accounts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Append what clients use to this file, one JSON line a minute for each client that used "
+            "something; a later controller goes on from it.",
         ),
     ] = "",
     max_share: Annotated[
@@ -175,6 +184,7 @@ def serve(
         credentials=security.credentials,
         insecure=security.insecure,
     )
+    accounts_file = AccountsFile(accounts) if accounts else None
     publisher = Publisher(loop, events) if events else None
     node = Node(CONTROLLER, loop, network)
     services = add_controller(
@@ -192,6 +202,7 @@ def serve(
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,
         expected_islands=islands,
+        account_sink=accounts_file,
     )
     log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
     if publisher is not None:
@@ -205,6 +216,8 @@ def serve(
     def teardown() -> None:
         if beside is not None:
             beside.close()
+        if accounts_file is not None:
+            accounts_file.close()
         node.close()
         services.leave()
         if publisher is not None:

@@ -125,6 +125,9 @@ class TenantInfo(msgspec.Struct, frozen=True, array_like=True):
     """Amounts that the tenant has, by the name of the right, and its `runs` in flight; bytes for memory."""
     bounds: dict[str, int]
     """Amounts that the tenant may have, by the name of the right; a right without a bound is left out."""
+    spent: dict[str, float] = {}
+    """Amounts that the tenant has used (`pw.core.accounts.Spent`), by name, since the file of accounts began,
+    or since the controller started."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):

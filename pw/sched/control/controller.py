@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from msgspec.structs import asdict
+
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink, Spent
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
@@ -23,6 +26,7 @@ from pw.core.tenants import NO_SECRET, OPERATOR, Claims, may_touch
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
+from pw.sched.control.accounts import Accounts, Take
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import ReplicaTable
@@ -72,6 +76,8 @@ class Controller(Actor):
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
         lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
         awaited_islands: Callable[[], int] = int,
+        take_spent: Take = lambda client: (),
+        account_sink: AccountSink | None = None,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -88,12 +94,13 @@ class Controller(Actor):
         sessions = self.sessions = Sessions(
             env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
+        accounts = self.accounts = Accounts(sessions, take_spent, account_sink)
         slices = self.slices = SliceRequests(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = RunsInFlight(sessions, credits_at_once)
         replicas = self.replicas = ReplicaTable(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
-        saves = self.saves = Saves(sessions)
+        saves = self.saves = Saves(sessions, accounts)
         handovers = self.handovers = HandoverTable(sessions, registry, runs)
         stream = self.stream = ClientOrder(sessions, checkpoints, saves, handovers)
         losses = Losses(sessions, runs)
@@ -109,7 +116,7 @@ class Controller(Actor):
         measured = MemoryReports(sessions, inquiries, island_status)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
-        uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
+        uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends, accounts)
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
@@ -150,6 +157,8 @@ class Controller(Actor):
         if (former := self.sessions.at(sender.node)) is not None:
             self._remove(former, "attached again")
         client = self.sessions.attach(sender, message, self.replicas.unclaimed)
+        if client is not None:
+            self.accounts.attached(client)
         if client is not None and message.resume:
             client.resuming = Resumption(self.slices.new_loss())
 
@@ -184,6 +193,7 @@ class Controller(Actor):
             arrays=len(client.arrays),
             runs=client.usage.runs,
         )
+        self.accounts.client_left(client)
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
@@ -311,13 +321,13 @@ class Controller(Actor):
 
     def _tenants(self, asker: str) -> Iterator[msg.TenantInfo]:
         """Yield the tenants that a client of a tenant may see."""
-        rights = self.usage.rights
-        for tenant in sorted(
-            {client.tenant for client in self.sessions.clients} | rights.named.keys()
-        ):
+        rights, sums = self.usage.rights, self.accounts.sums()
+        here = {client.tenant for client in self.sessions.clients}
+        for tenant in sorted(here | rights.named.keys() | sums.keys()):
             if may_touch(asker, tenant):
                 own, amounts = rights.of(tenant), self.usage.amounts(tenant)
-                yield msg.TenantInfo(tenant, own.share, amounts, own.bounds())
+                spent = asdict(sums.get(tenant, Spent()))
+                yield msg.TenantInfo(tenant, own.share, amounts, own.bounds(), spent)
 
     @handles(msg.GetStats)
     def _stats(self, sender: Address, message: msg.GetStats) -> None:

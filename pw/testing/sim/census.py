@@ -39,6 +39,7 @@ PERMANENT = frozenset(
             "_recent",
             "recent",
             "_strikes",
+            "_sums",
         ),
     )
 )

@@ -24,6 +24,7 @@ from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
+from pw.testing.sim.accounts import SimAccounts
 from pw.testing.sim.census import held
 from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site
@@ -80,6 +81,7 @@ class SimCluster(Site):
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.launched: list[tuple[float, int, int]] = []
         """Time, run and segment of each launch, if users record timelines."""
+        self.accounts = SimAccounts(self)
         self.users: list[Any] = []
         """Users, for those that hand arrays to each other."""
         self.expected_islands = 0
@@ -176,6 +178,10 @@ class SimCluster(Site):
                 events=self.events,
                 claims=self.claims,
                 rights=self.rights,
+                take_spent=lambda client: (
+                    one for each in schedulers.values() for one in each.spending.take(client)
+                ),
+                account_sink=self.accounts,
             ),
         )
         for act in self.on_start["controller"]:

@@ -26,6 +26,7 @@
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
 | quotas | no tenant has more than it may have (in `quotas`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
+| accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
@@ -416,6 +417,7 @@ class Monitors:
             self._cluster.events.check_end(
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
+        self._cluster.accounts.check_end()
         check_idle(self._world)
         held = self._cluster.census()
         if held:

@@ -25,6 +25,7 @@ from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, scheduler_of, store_of
 from pw.core.messages.copying import OBJECTS, weight_of
 from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.sched.control.accounts import Accounts
 from pw.sched.control.checkpoints.in_memory import objection
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
@@ -47,11 +48,15 @@ class _Save:
     """Names of hosts that are there: the first of them commits."""
     error: ErrorReport | None = None
     committing: bool = False
+    size_bytes: int = 0
+    """Bytes of all files."""
 
 
 @dataclass(eq=False)
 class Saves(ControlPart):
     """Checkpoints that are being written to disk."""
+
+    accounts: Accounts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +134,8 @@ class Saves(ControlPart):
         for island, theirs in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, (), tuple(theirs)))
         self.under_way[message.checkpoint] = _Save(
-            client, message, files, islands, set(files), list(files)
+            *(client, message, files, islands, set(files), list(files)),
+            size_bytes=sum(sizes_bytes.values()),
         )
 
     def _makes_sense(self, message: msg.SaveArrays) -> bool:
@@ -175,6 +181,8 @@ class Saves(ControlPart):
         if save is None:
             self._env.count("messages_stale")
             return
+        if message.error is None and self.sessions.get(save.client.number) is save.client:
+            self.accounts.stored(save.client, save.size_bytes)
         self._answer(save, message.error)
         self._proceed()
 
