@@ -32,6 +32,8 @@ class AccountsFile:
         self._is_failing = False
         try:
             Path(path).touch(0o600)
+            if not Path(path).is_file():
+                raise OSError("it is no file")
             self._read()
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it is open until `close`
         except OSError as error:

@@ -138,7 +138,11 @@ def add_controller(
         )
 
     resources = node.add(
-        "resources", lambda env: ResourceManager(env, tickets.public, claims, expected_islands)
+        "resources",
+        lambda env: ResourceManager(
+            *(env, tickets.public, claims, expected_islands),
+            lambda host: control.usage.rights.bounds_python_on(host),
+        ),
     )
     node.add("services", lambda env: CoordinationActor(env, services))
 
@@ -155,7 +159,7 @@ def add_controller(
         return totals
 
     versions = Versions.installed()
-    node.add(
+    control = node.add(
         "controller",
         lambda env: Controller(
             env,

@@ -834,20 +834,16 @@ row(
     seen("quotas", 25, "quotas"),
 )
 # The accounts have no launches that end after their client has left.
-row(
-    "forget-late-launches",
-    forget("scheduler.spending.ended_late"),
-    seen("quotas", 1, "accounts"),
-)
+row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 10, "accounts"))
 # The accounts have each launch twice.
 row(
     "account-twice",
     wrap("controller.accounts.take", lambda take, client: [*take(client)] * 2),
-    seen("quotas", 1, "accounts"),
+    seen("quotas", 0, "accounts"),
 )
 # The accounts lose what the disk had no room for.
 row(
     "lose-what-is-not-written",
     wrap("cluster.accounts.write", lambda write, entries: write(entries) or True),
-    seen("quotas", 1, "accounts"),
+    seen("quotas", 23, "accounts"),
 )
