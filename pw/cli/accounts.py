@@ -14,6 +14,8 @@ from pw.core.errors import ArgumentError
 from pw.core.ids import CONTROLLER
 from pw.transport.log import log
 
+_DECODER = msgspec.json.Decoder(AccountEntry)
+
 
 class AccountsFile:
     """Appends entries to a file (`pw.core.accounts.AccountSink`).
@@ -35,7 +37,7 @@ class AccountsFile:
             if not Path(path).is_file():
                 raise OSError("it is no file")
             self._read()
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it is open until `close`
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - it is open until `close`
         except OSError as error:
             raise ArgumentError(f"--accounts {path} cannot be used: {error}") from None
 
@@ -47,7 +49,7 @@ class AccountsFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    entry = msgspec.json.decode(line, type=AccountEntry)
+                    entry = _DECODER.decode(line)
                 except msgspec.DecodeError as error:
                     raise ArgumentError(
                         f"--accounts {self._path}, line {number} is no entry of an account: {error}"
@@ -70,9 +72,9 @@ class AccountsFile:
             for entry in entries
         ).encode()
         try:
-            before_bytes = self._file.seek(0, 2)
-            if self._file.write(lines) != len(lines):
-                self._file.truncate(before_bytes)
+            before_bytes = self.file.seek(0, 2)
+            if self.file.write(lines) != len(lines):
+                self.file.truncate(before_bytes)
                 raise OSError("there is no room for a whole line")
         except OSError as error:
             if not self._is_failing:
@@ -84,9 +86,9 @@ class AccountsFile:
 
     def close(self) -> None:
         """Write what was used until now, and close the file. Idempotent."""
-        if not self._file.closed:
+        if not self.file.closed:
             self.settle()
-            self._file.close()
+            self.file.close()
 
 
 def _rounded(fields: dict[str, object]) -> dict[str, object]:

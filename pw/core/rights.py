@@ -103,8 +103,8 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def bounds(self) -> dict[str, int]:
         """Return the bounds of all resources that have one, by name."""
-        found = {resource.value: self.bound(resource) for resource in Resource}
-        return {name: bound for name, bound in found.items() if bound is not None}
+        bounds = {resource.value: self.bound(resource) for resource in Resource}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def check(self, share: float, priority: int) -> None:
         """Raise QuotaExceeded if a client of the tenant may not ask for this share, or this priority."""
@@ -297,9 +297,9 @@ def _converted(text: str, file: str, section: Section, row: Mapping[str, Any]) -
     return msgspec.convert(row, Rights, dec_hook=_size)
 
 
-def _size(kind: type, value: object) -> object:
+def _size(right: type, value: object) -> object:
     """Return the bytes of a size in the file. Raises ValueError if it is none."""
-    if kind is not Size or isinstance(value, bool) or not isinstance(value, int | str):
+    if right is not Size or isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("it is no size")
     return Size(parse_size(str(value)))
 

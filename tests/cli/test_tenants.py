@@ -282,7 +282,7 @@ def test_entries_wait_for_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     file = AccountsFile(str(tmp_path / "accounts.jsonl"))
     entry = AccountEntry(tenant="red", client=1, device_s=1.0)
     with open("/dev/full", "ab", buffering=0) as full:
-        monkeypatch.setattr(file, "_file", full)
+        monkeypatch.setattr(file, "file", full)
         assert not file.write([entry])
         monkeypatch.undo()
     assert file.write([entry])

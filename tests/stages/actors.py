@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink
 from pw.core.actors.actor import Actor
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
@@ -277,6 +278,7 @@ class World:
         credits_at_once: int = 1,
         island_status: Callable[[], tuple[msg.IslandInfo, ...]] = tuple,
         rights: TenantRights = NO_BOUNDS,
+        account_sink: AccountSink | None = None,
     ) -> Controller:
         """The actors of a controller process; it keeps no credits, or no world would come to rest."""
         tickets = TICKETS if first_client == 1 else Tickets(first_client.to_bytes(4, "big"))
@@ -305,6 +307,12 @@ class World:
                 first_client=first_client,
                 credits_at_once=credits_at_once,
                 rights=rights,
+                take_spent=lambda client: (
+                    one
+                    for scheduler in self.schedulers.values()
+                    for one in scheduler.spending.take(client)
+                ),
+                account_sink=account_sink,
             ),
         )
         return self.control
