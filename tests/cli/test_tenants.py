@@ -30,6 +30,9 @@ devices = 3
 clients = 2
 programs = 2
 python = ["h"]
+
+[tenants.green]
+python = false
 """
 
 HOLD = """
@@ -58,6 +61,21 @@ else:
 """
 
 
+CALL = """
+import jax, numpy as np, pw
+
+def double(x):
+    return 2 * x
+
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+function = pw.host_function(double, jax.ShapeDtypeStruct((3,), np.float32), mesh=mesh)
+try:
+    print(np.asarray(function(np.ones(3, np.float32))), flush=True)
+except pw.PythonRefused as error:
+    print("refused", error, flush=True)
+"""
+
+
 class Cluster:
     """A controller with a file of rights and one of accounts, a host `h` of four devices, and certificates."""
 
@@ -71,7 +89,7 @@ class Cluster:
             for name, role, tenant in (
                 ("controller", Role.CONTROLLER, ""),
                 ("h", Role.WORKER, ""),
-                *((one, Role.CLIENT, one) for one in ("red", "blue", "operator")),
+                *((one, Role.CLIENT, one) for one in ("red", "blue", "green", "operator")),
             )
         }
         self.bind = "tcp://127.0.0.1:0"
@@ -151,6 +169,13 @@ def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluste
     second.kill()
     until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
     assert not cluster.status()["red"]["amounts"].get("devices")
+
+
+@pytest.mark.processes
+def test_python_functions_run_for_tenants_that_may(cluster: Cluster) -> None:
+    red, green = cluster.script("red", CALL), cluster.script("green", CALL)
+    assert _out(red) == "[2. 2. 2.]\n"
+    assert "it may run none in this cluster (python in pw-controller --tenants)" in _out(green)
 
 
 @pytest.mark.processes
