@@ -61,6 +61,18 @@ else:
 """
 
 
+WAIT = """
+import sys, time, pw
+slices = pw.make_virtual_device_set()
+print("asks", flush=True)
+try:
+    slices.add_slice(devices=int(sys.argv[1]))
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+while True:
+    time.sleep(1)
+"""
+
 CALL = """
 import jax, numpy as np, pw
 
@@ -132,6 +144,13 @@ class Cluster:
         assert asked.end() == 0, asked.err
         return {one["tenant"]: one for one in json.loads(asked.out)["tenants"]}
 
+    def why(self) -> str:
+        asked = self.start(
+            *("pw.cli.main", "why", "--address", self.address), PW_CREDENTIALS=self.keys["operator"]
+        )
+        assert asked.end() == 0, asked.err
+        return asked.out.replace("\n", " ")
+
     def entries(self) -> list[AccountEntry]:
         lines = self.accounts.read_bytes().splitlines()
         return [msgspec.json.decode(line, type=AccountEntry) for line in lines]
@@ -169,6 +188,22 @@ def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluste
     second.kill()
     until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
     assert not cluster.status()["red"]["amounts"].get("devices")
+
+
+@pytest.mark.processes
+def test_a_wait_that_is_interrupted_takes_no_devices_later(cluster: Cluster) -> None:
+    first = cluster.script("red", HOLD, 2)
+    first.until_says("computed")
+    second = cluster.script("red", WAIT, 2)
+    second.until_says("asks")
+    until(lambda: "devices, until tenant 'red'" in cluster.why(), "a slice that waits")
+    second.process.send_signal(signal.SIGINT)
+    second.until_says("stopped")
+    first.kill()
+    until(lambda: cluster.status()["red"]["amounts"]["clients"] == 1, "one client of red")
+    assert "devices" not in cluster.status()["red"]["amounts"]
+    second.kill()
+    until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
 
 
 @pytest.mark.processes

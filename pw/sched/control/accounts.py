@@ -40,7 +40,7 @@ class Accounts(ControlPart):
         self._ticker = Ticker(self._env, ENTRIES_S, self._write_again)
 
     def sums(self) -> Mapping[str, Spent]:
-        """Return what each tenant has used."""
+        """Return what each tenant has used; what is looked at once a minute as it was then."""
         self._collect()
         return self._sums
 
@@ -64,14 +64,6 @@ class Accounts(ControlPart):
             entry.leaves = True
             self._write({client.number: entry})
 
-    def uploaded(self, client: Client, size_bytes: int) -> None:
-        """An array of a client has come to its devices."""
-        self._add(client.number, client.tenant, Spent(uploaded_bytes=size_bytes))
-
-    def stored(self, client: Client, size_bytes: int) -> None:
-        """A checkpoint of a client is on disk."""
-        self._add(client.number, client.tenant, Spent(stored_bytes=size_bytes))
-
     def settle(self) -> None:
         """Write all that was used until now."""
         self._collect()
@@ -94,13 +86,18 @@ class Accounts(ControlPart):
         return bool(news)
 
     def _sample(self, client: Client) -> None:
-        """Count the memory of a client since the last time."""
-        now_s = self._env.now_s()
+        """Take what the controller itself knows of a client since the last time."""
+        now_s, usage = self._env.now_s(), client.usage
         passed_s = now_s - self._sampled_s[client.number]
         self._sampled_s[client.number] = now_s
         size_bytes = sum(array.spec.size_bytes for array in client.arrays.held.values())
-        if size_bytes and passed_s:
-            spent = Spent(memory_byte_s=size_bytes * passed_s)
+        spent = Spent(
+            memory_byte_s=size_bytes * passed_s,
+            uploaded_bytes=usage.uploaded_bytes,
+            stored_bytes=usage.stored_bytes,
+        )
+        usage.uploaded_bytes = usage.stored_bytes = 0
+        if spent:
             self._add(client.number, client.tenant, spent)
 
     def _add(self, number: int, tenant: str, spent: Spent) -> None:

@@ -94,13 +94,13 @@ class Controller(Actor):
         sessions = self.sessions = Sessions(
             env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
-        accounts = self.accounts = Accounts(sessions, take_spent, account_sink)
+        self.accounts = Accounts(sessions, take_spent, account_sink)
         slices = self.slices = SliceRequests(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = RunsInFlight(sessions, credits_at_once)
         replicas = self.replicas = ReplicaTable(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
-        saves = self.saves = Saves(sessions, accounts)
+        saves = self.saves = Saves(sessions)
         handovers = self.handovers = HandoverTable(sessions, registry, runs)
         stream = self.stream = ClientOrder(sessions, checkpoints, saves, handovers)
         losses = Losses(sessions, runs)
@@ -116,7 +116,7 @@ class Controller(Actor):
         measured = MemoryReports(sessions, inquiries, island_status)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
-        uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends, accounts)
+        uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,

@@ -36,8 +36,6 @@ class RegisteredProgram:
     only_transfers: bool = False
     """True if edges go from host to host only."""
     error: ErrorReport | None = None
-    exceeds: bool = False
-    """True if the tenant has as many programs as it may: it is installed when others are released."""
     segment_count: int = 0
     parts: dict[str, Submit] = field(default_factory=dict)
     """Part of a run that is submitted to each island, without arguments and results."""

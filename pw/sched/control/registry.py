@@ -7,6 +7,7 @@ devices. An error in a program is kept with it, and poisons each of its runs.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass
 
 import msgspec
@@ -45,6 +46,8 @@ class ProgramRegistry(ControlPart):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.artifacts = Artifacts()
+        self._waiting: dict[int, RegisteredProgram] = {}
+        """Programs for which their tenant had no room, the oldest first."""
 
     @handles_client(msg.RegisterProgram)
     def _register(self, client: Client, message: msg.RegisterProgram) -> None:
@@ -79,31 +82,39 @@ class ProgramRegistry(ControlPart):
 
     def _may_count(self, client: Client, program: RegisteredProgram) -> bool:
         """Count a program; if the tenant has as many as it may, its runs fail until others are released."""
-        usage, amounts = self.sessions.usage, {program.program: 1}
+        usage, number = self.sessions.usage, program.program
         if client.resuming is not None:
-            usage.keep(client.number, Resource.PROGRAMS, amounts)
+            usage.keep(client.number, Resource.PROGRAMS, {number: 1})
             return True
         try:
-            usage.take(client.number, Resource.PROGRAMS, amounts)
+            usage.take(client.number, Resource.PROGRAMS, {number: 1})
         except QuotaExceeded as error:
             program.error = said_of(f"{program.body.name!r} cannot run", ErrorReport.of(error))
-            program.exceeds = True
-            self._env.count("programs_over_quota")
-        else:
-            program.error, program.exceeds = None, False
-        return not program.exceeds
+            self._waiting.setdefault(number, program)
+            return False
+        self._waiting.pop(number, None)
+        return True
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Programs that are not installed because their tenant has as many as it may."""
+        return self._waiting.keys()
 
     def try_again(self, tenant: str) -> None:
         """Install programs for which the tenant had no room, the first ones first, while there is some."""
-        for client in self.sessions.clients:
-            for program in client.programs.values():
-                if client.tenant == tenant and program.exceeds:
-                    if not self._may_count(client, program):
-                        return
-                    self._lower(client, program)
+        for number, program in list(self._waiting.items()):
+            client = self.sessions.owner(number)
+            if client is None or client.tenant != tenant:
+                continue
+            if not self._may_count(client, program):
+                return
+            program.error = None
+            self._lower(client, program)
 
     def client_left(self, client: Client) -> None:
         """The programs of a client count no more."""
+        for number in client.programs:
+            self._waiting.pop(number, None)
         self.try_again(client.tenant)
 
     def own(self, client: Client, body: Program, kept: int) -> RegisteredProgram:
@@ -122,7 +133,7 @@ class ProgramRegistry(ControlPart):
 
     def _lower(self, client: Client, program: RegisteredProgram) -> None:
         """Bind a program to devices and install it there, if all its slices are bound."""
-        if program.exceeds:
+        if program.program in self._waiting:
             return
         bindings = self._islands.bindings
         try:
@@ -208,6 +219,7 @@ class ProgramRegistry(ControlPart):
             for island, hosts in program.hosts.items():
                 uninstall = msg.UninstallProgram(program.program, hosts)
                 self._env.send(scheduler_of(island), uninstall)
+            self._waiting.pop(program.program, None)
             if self.sessions.usage.give(client.number, Resource.PROGRAMS, program.program):
                 self.try_again(client.tenant)
 

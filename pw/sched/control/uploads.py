@@ -17,7 +17,6 @@ from pw.core.events import TransferEvent
 from pw.core.ids import client_of, is_repeat, run_name, store_of
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec, layout_of
-from pw.sched.control.accounts import Accounts
 from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
@@ -40,7 +39,6 @@ class UploadTable(ControlPart):
     losses: Losses
     replays: Replays
     ends: RunEnds
-    accounts: Accounts
 
     # --- announced by the client ------------------------------------------------------------------
 
@@ -203,7 +201,7 @@ class UploadTable(ControlPart):
         if array.awaited:
             return
         if array.input and array.error is None:
-            self.accounts.uploaded(client, array.spec.size_bytes)
+            client.usage.uploaded_bytes += array.spec.size_bytes
         if self._events is not None and array.input and array.error is None:
             self._events.publish(_uploaded(client, number, array))
         was_discarded = client.arrays.arrive(number, array)

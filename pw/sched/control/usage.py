@@ -34,6 +34,10 @@ class ClientUsage:
     tenant: str
     runs: int = 0
     """Number of the client's runs in flight that use a credit."""
+    uploaded_bytes: int = 0
+    """Bytes that the client has put on devices, and that its account does not have yet."""
+    stored_bytes: int = 0
+    """Bytes of its checkpoints on disk, which its account does not have yet."""
     amounts: dict[Resource, dict[int, int]] = field(default_factory=dict)
     """Amounts of each resource, by the id of what they are for."""
 
@@ -117,9 +121,13 @@ class Usage:
     def exceeded(self, tenant: str, resource: Resource, more: int) -> QuotaExceeded:
         """Return the error of a tenant that may not have so much more of a resource."""
         bound = self.rights.of(tenant).bound(resource) or 0
+        is_in = (
+            resource is not Resource.CLIENTS
+        )  # another one, who only looks, is not let in either
+        look = "; pw status --tenants shows what there is" if is_in else ""
         return QuotaExceeded(
             f"tenant {tenant!r} has {in_words(resource, self.amount(tenant, resource))} and may have "
             f"{in_words(resource, bound)}; {in_words(resource, more)} more cannot be had. "
             f"{_ADVICE[resource].capitalize()}, or have the operator raise {resource.value} in pw-controller "
-            "--tenants; pw status --tenants shows what there is"
+            f"--tenants{look}"
         )

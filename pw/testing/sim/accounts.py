@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.core.accounts import AccountEntry, Spent
 from pw.testing.sim.world import Violation
-
-if TYPE_CHECKING:
-    from pw.testing.sim.cluster import SimCluster
 
 NO_ROOM = 0.1
 """Share of writes for which the disk has no room."""
@@ -23,7 +20,7 @@ NO_ROOM = 0.1
 class SimAccounts:
     """The file of accounts of a simulated cluster (`pw.core.accounts.AccountSink`)."""
 
-    def __init__(self, cluster: SimCluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         self.settle: Callable[[], object] = lambda: None
         self.entries: list[AccountEntry] = []
         self._cluster = cluster

@@ -9,17 +9,14 @@ waits for room does so only while there is none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, RESOURCES, Address, is_repeat
 from pw.core.rights import Resource, Rights, Size, TenantRights
 from pw.testing.sim.world import Violation
-
-if TYPE_CHECKING:
-    from pw.testing.sim.cluster import SimCluster
 
 INJECTED = "quotas"
 """Name of what excuses the errors of users that exceed a bound."""
@@ -52,7 +49,7 @@ def counted_for_nothing(client: Any) -> bool:
 class QuotaMonitor:
     """Watches the ledger of each controller."""
 
-    def __init__(self, cluster: SimCluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         if not cluster.world.profile.quotas:
             return
         self._cluster = cluster
@@ -135,7 +132,7 @@ class QuotaMonitor:
     def _totals(self) -> Counter[tuple[str, Resource]]:
         """Return what tenants have, as the clients' tables have it."""
         control = self._cluster.controller
-        waiting = control.slices.waiting
+        waiting, programs = control.slices.waiting, control.registry.waiting
         totals: Counter[tuple[str, Resource]] = Counter()
         for client in control.sessions.clients:
             slices, tenant = client.slices, client.tenant
@@ -144,7 +141,7 @@ class QuotaMonitor:
                 slices.requests[number].devices for number in slices.owned - waiting
             )
             totals[tenant, Resource.PROGRAMS] += sum(
-                not (is_repeat(number) or program.exceeds or not program.body.name)
+                not (is_repeat(number) or number in programs or not program.body.name)
                 for number, program in client.programs.items()
             )
         return totals
@@ -168,12 +165,13 @@ class QuotaMonitor:
     def _wanted(self, tenant: str, resource: Resource) -> int:
         """Return how much the oldest of a tenant's work wants that waits for a resource; 0 if none does."""
         control = self._cluster.controller
-        clients = [client for client in control.sessions.clients if client.tenant == tenant]
-        if resource is Resource.PROGRAMS:
-            return any(one.exceeds for client in clients for one in client.programs.values())
-        if resource is Resource.DEVICES:
-            for number in control.slices.waiting:
-                owner = control.sessions.owner(number)
-                if owner in clients:
-                    return owner.slices.requests[number].devices
+        waiting: Set[int] = frozenset()
+        if resource in (Resource.DEVICES, Resource.PROGRAMS):
+            part = control.slices if resource is Resource.DEVICES else control.registry
+            waiting = part.waiting
+        for number in waiting:
+            owner = control.sessions.owner(number)
+            if owner is not None and owner.tenant == tenant:
+                is_slice = resource is Resource.DEVICES
+                return int(owner.slices.requests[number].devices) if is_slice else 1
         return 0

@@ -25,7 +25,6 @@ from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, scheduler_of, store_of
 from pw.core.messages.copying import OBJECTS, weight_of
 from pw.core.sharding import ArraySpec, DeviceAddress
-from pw.sched.control.accounts import Accounts
 from pw.sched.control.checkpoints.in_memory import objection
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
@@ -55,8 +54,6 @@ class _Save:
 @dataclass(eq=False)
 class Saves(ControlPart):
     """Checkpoints that are being written to disk."""
-
-    accounts: Accounts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,8 +178,8 @@ class Saves(ControlPart):
         if save is None:
             self._env.count("messages_stale")
             return
-        if message.error is None and self.sessions.get(save.client.number) is save.client:
-            self.accounts.stored(save.client, save.size_bytes)
+        if message.error is None:
+            save.client.usage.stored_bytes += save.size_bytes
         self._answer(save, message.error)
         self._proceed()
 
