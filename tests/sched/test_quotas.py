@@ -100,6 +100,19 @@ def test_who_waits_goes_on(how: str) -> None:
     assert stage.usage.amount(RED, Resource.DEVICES) == (10 if how == "other rights" else 2)
 
 
+def test_a_slice_that_waits_is_refused_when_its_tenant_can_never_have_it_any_more() -> None:
+    stage = Stage(devices=4)
+    stage.slice(stage.r1, 3)
+    stage.slice(stage.r2, 3)
+    small = stage.slice(stage.r1, 1)
+    assert small not in stage.r1.bound
+    stage.new_rights(devices=2)
+    (words,) = stage.refusals(stage.r2)
+    assert words.startswith("QuotaExceeded: tenant 'red' has 3 devices and may have 2 devices")
+    stage.new_rights(devices=4)
+    assert small in stage.r1.bound
+
+
 def test_a_slice_that_no_island_has_counts_no_more() -> None:
     stage = Stage(devices=100)
     stage.slice(stage.r1, 99)

@@ -110,21 +110,25 @@ class SliceRequests(ControlPart):
             return PythonRefused(
                 f"tenant {tenant!r} asks for hosts that run its Python functions; {words}"
             )
-        if client.resuming is not None or usage.can_ever_have(
-            tenant, Resource.DEVICES, message.devices
-        ):
+        is_back = client.resuming is not None and message.formerly
+        if is_back or usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
             return None
         return usage.exceeded(tenant, Resource.DEVICES, message.devices)
 
     def try_again(self, tenant: str) -> None:
         """Ask for the slices of a tenant that wait, the oldest first, while it may have their devices."""
+        usage = self.sessions.usage
         for number, message in list(self._waiting.items()):
             client = self.sessions.owner(number)
             if client is None or client.tenant != tenant:
                 continue
+            if not usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
+                error = usage.exceeded(tenant, Resource.DEVICES, message.devices)
+                refused = msg.SliceRefused(number, ErrorReport.of(error))
+                self._refused(RESOURCES, refused)  # which tries the others again
+                return
             try:
-                amounts = {number: message.devices}
-                self.sessions.usage.take(client.number, Resource.DEVICES, amounts)
+                usage.take(client.number, Resource.DEVICES, {number: message.devices})
             except QuotaExceeded:
                 return
             del self._waiting[number]

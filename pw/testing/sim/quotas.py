@@ -1,9 +1,9 @@
 """Tenants that reach their bounds, and the promise that none has more and that nothing stays counted.
 
-With the profile's `quotas`, users are of two tenants, whose bounds the seed chooses. A user whose slice waits
-for devices of its tenant gives up after a while, in the hope of a smaller one. The monitor compares the ledger
-with what clients have (`ledger`), and what the resource manager is asked for with the bound (`quotas`). What
-waits for room does so only while there is none.
+With the profile's `quotas`, users are of two tenants, whose bounds the seed chooses, and changes at times. A user
+whose slice waits for devices of its tenant gives up after a while, in the hope of a smaller one. The monitor
+compares the ledger with what clients have (`ledger`), and what the resource manager is asked for with the bound
+(`quotas`). What waits for room does so only while there is none.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, RESOURCES, Address, is_repeat
-from pw.core.rights import Resource, Rights, Size, TenantRights
+from pw.core.rights import NewRights, Resource, Rights, Size, TenantRights
 from pw.testing.sim.world import Violation
 
+CHANGES = 2
+"""Number of times that the operator changes the bounds."""
 INJECTED = "quotas"
 """Name of what excuses the errors of users that exceed a bound."""
 
@@ -46,6 +48,19 @@ def counted_for_nothing(client: Any) -> bool:
     return bool(amounts.get(Resource.PROGRAMS)) or not replicas <= client.lineage.origins.keys()
 
 
+def change_rights(cluster: Any, random: Random) -> None:
+    """Have the operator change the bounds at some moments, as by SIGHUP."""
+
+    def change() -> None:
+        cluster.rights = random_rights(random)
+        cluster.world.checked["rights changed"] += 1
+        if cluster.node.alive:
+            cluster.node.post("controller", NewRights(cluster.rights))
+
+    for _ in range(CHANGES):
+        cluster.world.at(random.uniform(0.5, cluster.world.profile.span_s), change)
+
+
 class QuotaMonitor:
     """Watches the ledger of each controller."""
 
@@ -54,6 +69,7 @@ class QuotaMonitor:
             return
         self._cluster = cluster
         self._world = world = cluster.world
+        change_rights(cluster, world.streams("changes of rights"))
         self._bound: dict[int, int] = {}
         """Devices of each slice that the resource manager was asked for and has not got back."""
         self._past: set[int] = set()
@@ -65,7 +81,7 @@ class QuotaMonitor:
         world.watch_sent(msg.InstallProgram, self._installed)
         for kind in (
             *(msg.RegisterProgram, msg.ReleaseProgram, msg.AllocateSlice, msg.ReleaseSlice),
-            *(msg.SliceRefused, msg.PeerLost, msg.Resumed, msg.Checkpoint),
+            *(msg.SliceRefused, msg.PeerLost, msg.Resumed, msg.Checkpoint, NewRights),
         ):
             world.watch_handled(kind, self._handling)
 
@@ -84,7 +100,7 @@ class QuotaMonitor:
         self._bound[message.slice] = message.devices
         self._world.checked["quotas"] += 1
         is_back = client.resuming is not None and message.formerly
-        rights = self._cluster.rights.of(client.tenant)
+        rights = control.usage.rights.of(client.tenant)
         total = sum(
             devices
             for number, devices in self._bound.items()
