@@ -1,9 +1,9 @@
 """Tenants that reach their bounds, and the promise that none has more and that nothing stays counted.
 
-With the profile's `quotas`, users are of two tenants, whose bounds the seed chooses, and changes at times. A user
-whose slice waits for devices of its tenant gives up after a while, in the hope of a smaller one. The monitor
-compares the ledger with what clients have (`ledger`), and what the resource manager is asked for with the bound
-(`quotas`). What waits for room does so only while there is none.
+With the profile's `quotas`, users are of two tenants, whose bounds the seed chooses, and changes at times.
+A user whose slice waits for devices of its tenant gives up after a while, in the hope of a smaller one. The
+monitor compares the ledger with what clients have (`ledger`), and what the resource manager is asked for with
+the bound (`quotas`). What waits for room does so only while there is none.
 """
 
 from __future__ import annotations
