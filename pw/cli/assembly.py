@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S
 from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
-from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, TenantRights
+from pw.core.tenants import NO_SECRET, Claims
 from pw.core.tickets import Tickets
 from pw.core.waits import MOVE_S, RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
@@ -89,7 +91,7 @@ def add_controller(
     secret: bytes,
     claims: Claims = NO_SECRET,
     policy: str = "fifo",
-    rules: ShareRules = NO_RULES,
+    rights: TenantRights = NO_BOUNDS,
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
     move_s: float = MOVE_S,
@@ -97,6 +99,7 @@ def add_controller(
     first_client: int = 1,
     events: Sink | None = None,
     expected_islands: int = 1,
+    account_sink: AccountSink | None = None,
 ) -> CoordinationServices:
     """Give `node` the actors of a controller process.
 
@@ -107,7 +110,7 @@ def add_controller(
             to hosts.
         claims: of all controllers of this cluster, one after the other.
         policy: name of the scheduling policy of every island.
-        rules: what clients may ask of it, and the shares of tenants.
+        rights: of all tenants.
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         move_s: how long slices wait for a lost island before they move to another one, in seconds.
@@ -115,6 +118,7 @@ def add_controller(
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
         expected_islands: how many islands the cluster has when it has started.
+        account_sink: keeps what clients have used; None to keep it while the controller runs.
 
     Returns:
         The coordination services; close them when the node is closed.
@@ -137,7 +141,10 @@ def add_controller(
 
     resources = node.add(
         "resources",
-        lambda env: ResourceManager(env, tickets.public, claims, expected_islands, move_s),
+        lambda env: ResourceManager(
+            *(env, tickets.public, claims, expected_islands, move_s),
+            lambda host: control.usage.rights.bounds_python_on(host),
+        ),
     )
     node.add("services", lambda env: CoordinationActor(env, services))
 
@@ -154,7 +161,7 @@ def add_controller(
         return totals
 
     versions = Versions.installed()
-    node.add(
+    control = node.add(
         "controller",
         lambda env: Controller(
             env,
@@ -171,8 +178,12 @@ def add_controller(
             awaited_islands=lambda: resources.inventory.awaited_islands,
             events=events,
             claims=claims,
-            rules=rules,
+            rights=rights,
             uses=uses,
+            take_spent=lambda client: (
+                one for scheduler in schedulers.values() for one in scheduler.spending.take(client)
+            ),
+            account_sink=account_sink,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),

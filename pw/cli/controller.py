@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 import uvloop
 
+from pw.cli.accounts import AccountsFile
 from pw.cli.assembly import add_controller
 from pw.cli.beside import Beside
 from pw.cli.process import (
@@ -33,11 +33,13 @@ from pw.cli.process import (
     host_of,
 )
 from pw.cli.publisher import Publisher, check_events
+from pw.cli.rights import RightsFile
 from pw.core.actors.watchdog import STALL_S
 from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
-from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
+from pw.core.rights import NewRights
+from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import CLIENT_TIMEOUT_S, MOVE_S, RECOVERY_S
 from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
@@ -59,10 +61,25 @@ def serve(
     policy: Annotated[
         str, typer.Option(help=f"Which client goes next on an island: {', '.join(POLICIES)}.")
     ] = "fifo",
+    tenants: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Rights of tenants, as TOML; read again on SIGHUP. docs/tenants.md has the table.",
+        ),
+    ] = "",
+    accounts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Append what clients use to this file, one JSON line a minute for each client that used "
+            "something; a later controller goes on from it.",
+        ),
+    ] = "",
     max_share: Annotated[
-        float,
+        float | None,
         typer.Option(min=1.0, help="The largest share that a client may ask for; by default any."),
-    ] = math.inf,
+    ] = None,
     max_priority: Annotated[
         int | None,
         typer.Option(min=0, help="The highest priority that a client may ask for; by default any."),
@@ -144,10 +161,9 @@ def serve(
     """
     if policy not in POLICIES:
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
-    if tenant_shares and policy != "share":
-        raise typer.BadParameter("--tenant-shares is for --policy share")
+    rights_file = RightsFile(tenants, policy, max_share, max_priority, tenant_shares)
     try:
-        rules = ShareRules(max_share, max_priority, shares_of_tenants(tenant_shares))
+        rights = rights_file.read()
     except Error as error:
         raise typer.BadParameter(str(error)) from None
     check_log_level(log_level)
@@ -175,6 +191,7 @@ def serve(
         credentials=security.credentials,
         insecure=security.insecure,
     )
+    accounts_file = AccountsFile(accounts) if accounts else None
     publisher = Publisher(loop, events) if events else None
     node = Node(CONTROLLER, loop, network)
     services = add_controller(
@@ -185,7 +202,7 @@ def serve(
         if security.credentials
         else NO_SECRET,
         policy=policy,
-        rules=rules,
+        rights=rights,
         bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
         move_s=move_after,
@@ -193,18 +210,22 @@ def serve(
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,
         expected_islands=islands,
+        account_sink=accounts_file,
     )
     log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
     if publisher is not None:
         log("info", "publishes events", CONTROLLER, endpoint=publisher.endpoint)
     if not daemon.announce(Announcement(network.endpoint)):
         typer.echo(f"pw-controller listens at {network.endpoint}")
+    rights_file.follow(loop, lambda rights: node.post("controller", NewRights(rights)))
     if beside is not None:
         beside.start(network.endpoint, loop)
 
     def teardown() -> None:
         if beside is not None:
             beside.close()
+        if accounts_file is not None:
+            accounts_file.close()
         node.close()
         services.leave()
         if publisher is not None:

@@ -25,6 +25,9 @@ def status(
             help="Compare the hosts of gangs for so many seconds, and name slow ones.",
         ),
     ] = 0.0,
+    tenants: Annotated[
+        bool, typer.Option("--tenants", help="Show what tenants have, may have and have used.")
+    ] = False,
     timeout: Timeout = 3.0,
 ) -> None:
     """Show the islands, hosts, clients and runs of a cluster.
@@ -33,7 +36,8 @@ def status(
     """
     from pw.cli import requests
 
-    requests.status(address_of(address, credentials, insecure), timeout, slow).show(as_json=as_json)
+    where = address_of(address, credentials, insecure)
+    requests.status(where, timeout, slow, by_tenant=tenants).show(as_json=as_json)
 
 
 def memory(

@@ -55,13 +55,16 @@ class Answer(NamedTuple):
             typer.echo(json.dumps(self.document, indent=2) if as_json else self.shown)
 
 
-def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
+def status(
+    address: str, timeout_s: float, compared_s: float = 0.0, *, by_tenant: bool = False
+) -> Answer:
     """Return the state of a cluster, without the client that has asked.
 
     Args:
         address: the controller's.
         timeout_s: how long to wait for its answer.
         compared_s: how long to compare the hosts of gangs; 0 for not at all.
+        by_tenant: True to show what tenants have, may have and have used.
     """
     slow: tuple[SlowHost, ...] = ()
     with connected(address, timeout_s) as session:
@@ -75,6 +78,8 @@ def status(address: str, timeout_s: float, compared_s: float = 0.0) -> Answer:
     clients = tuple(client for client in state.clients if not client.is_me)
     state = msgspec.structs.replace(state, clients=clients)
     document, shown = status_document(address, state), ClusterStatus.of(state, address)
+    if by_tenant:
+        return Answer(document, shown.by_tenant)
     if not compared_s:
         return Answer(document, shown)
     words = [one.words for one in slow] or [f"no host of a gang was slow in {compared_s:g} s"]
@@ -98,6 +103,7 @@ def status_document(address: str, state: Status) -> dict[str, Any]:
         "hidden_clients": state.hidden_clients,
         "hidden_runs": state.hidden_runs,
         "awaited_islands": state.awaited_islands,
+        "tenants": [_fields(tenant, name="tenant") for tenant in state.tenants],
     }
 
 

@@ -34,13 +34,26 @@ class AccessRefused(ConnectionFailed):
     """A process may not be in the cluster, or may not do what it asked for: its credentials do not allow it.
 
     Cause:
-        A certificate is missing, expired, revoked, of another authority, or of another role; or a
-        client asks for a larger share or priority than the controller allows.
+        A certificate is missing, expired, revoked, of another authority, or of another role; or the
+        tenant of the client may not do this.
 
     What to do:
         `pw keys show FILE` says what is in a file and why it cannot be used. Issue another with `pw
         keys issue`, and install it with `pw join`. On one machine, run as the user who has started the
         cluster.
+    """
+
+
+class QuotaExceeded(AccessRefused):
+    """A client asks for more than its tenant may have.
+
+    Cause:
+        The clients of one tenant together have as many devices, programs, connections or bytes as the
+        controller allows; or a client asks for a larger share or priority.
+
+    What to do:
+        The message has the numbers. Give back what is not needed (`pw status --tenants` shows what each
+        tenant has), ask for less, or ask the operator to raise the right in `pw-controller --tenants`.
     """
 
 

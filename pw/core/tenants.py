@@ -2,18 +2,16 @@
 
 The tenant of a client is in its certificate. A client sees and changes what clients of its tenant
 have. The tenant `OPERATOR` sees and changes everything; a client on a link without a certificate
-has its rights. Tenants share devices by `ShareRules`.
+has its rights. How much a tenant may have is in `pw.core.rights`.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from pw.core.errors import AccessRefused, ArgumentError
+from pw.core.errors import ArgumentError
 from pw.core.ids import CONTROLLER
 
 OPERATOR = "operator"
@@ -28,40 +26,6 @@ _NUMBERS = range(1, 1 << 63)
 def may_touch(tenant: str, other: str) -> bool:
     """Whether clients of a tenant may see and change what clients of the `other` tenant have."""
     return tenant in (OPERATOR, other)
-
-
-@dataclass(frozen=True, slots=True)
-class ShareRules:
-    """Bounds of what clients may ask of the scheduling policy, and the shares of tenants."""
-
-    max_share: float = math.inf
-    """Largest share that a client may ask for."""
-    max_priority: int | None = None
-    """Highest priority that a client may ask for; None for any."""
-    tenants: Mapping[str, float] = field(default_factory=dict)
-    """Shares of tenants under the policy `share`; 1 for those that are not here."""
-
-    def check(self, share: float, priority: int) -> None:
-        """Raise AccessRefused if a client may not ask for this share, or this priority."""
-        if share > self.max_share:
-            raise AccessRefused(
-                f"share={share:g} is more than a client may have in this cluster; connect with "
-                f"share={self.max_share:g} or less (pw-controller --max-share)"
-            )
-        if self.max_priority is not None and priority > self.max_priority:
-            raise AccessRefused(
-                f"priority={priority} is more than a client may have in this cluster; connect with "
-                f"priority={self.max_priority} or less (pw-controller --max-priority)"
-            )
-
-    def bounded(self, share: float, priority: int) -> tuple[float, int]:
-        """Return the share and the priority, or the bounds where they are above."""
-        highest = priority if self.max_priority is None else min(priority, self.max_priority)
-        return min(share, self.max_share), highest
-
-
-NO_RULES = ShareRules()
-"""Rules by which clients may ask for any share and priority, and tenants have equal shares."""
 
 
 def shares_of_tenants(text: str) -> dict[str, float]:

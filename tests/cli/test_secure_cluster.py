@@ -123,7 +123,7 @@ def test_a_tenant_that_asks_for_all_gets_its_own_share(cluster: Closed) -> None:
     assert fair.out == "1 of the 2 of research\n"
     refused, shares = greedy.out.splitlines()
     assert "refused: share=1e+06 is more than" in refused
-    assert "share=8 or less (pw-controller --max-share)" in refused
+    assert "share=8 or less (pw-controller --max-share," in refused
     assert shares == "8 of the 1 of rivals"
 
 

@@ -20,6 +20,7 @@ from bench.bars import stored_table
 from pw.cli import controller, worker
 from pw.cli.main import app
 from pw.core.errors import Error, kinds
+from pw.core.rights import definitions
 
 _PART = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
@@ -94,4 +95,24 @@ def _row(parameter: Any) -> str:
     return f"| {shown} | {value} | {meaning}{variable} |\n"
 
 
-PARTS = {"bars": stored_table, "errors": errors, "commands": commands}
+def rights() -> str:
+    """Return the table of the rights of tenants."""
+    rows = [
+        (f"`{one.name}`", one.form, one.unit, _default(one.default), one.meaning)
+        for one in definitions()
+    ]
+    head = "| right | value | unit | default | what it bounds |\n|---|---|---|---|---|\n"
+    return head + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _default(value: object) -> str:
+    return (
+        "no bound"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+    )
+
+
+PARTS = {"bars": stored_table, "errors": errors, "commands": commands, "rights": rights}

@@ -57,7 +57,7 @@ class Stage:
         self.world.settle()
         assert not self.world.control.runs.in_flight
         for client in self.world.control.sessions.clients:
-            assert self.world.control.runs.used_credits()[client.number] == 0
+            assert self.world.client(client.number).usage.runs == 0
         assert self.client.credits == self.client.sent_runs
 
 

@@ -15,7 +15,8 @@ from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, run_name, session_of
 from pw.core.messages.owners import OwnerMark, visible
-from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
+from pw.core.rights import rights_of_options
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims, may_touch, shares_of_tenants
 from pw.sched.control.explain.memory import OTHERS, with_holders
 from tests.stages.actors import Recorder, World
 from tests.stages.scripted import SMALL, Client, chain, join, split
@@ -83,15 +84,15 @@ def test_only_its_tenant_and_operators_may_touch_what_a_client_has(
 @pytest.mark.parametrize(
     ("share", "priority", "words"),
     [
-        (4.5, 0, "share=4 or less (pw-controller --max-share)"),
-        (1.0, 3, "priority=2 or less (pw-controller --max-priority)"),
+        (4.5, 0, "share=4 or less (pw-controller --max-share,"),
+        (1.0, 3, "priority=2 or less (pw-controller --max-priority,"),
         (4.0, 2, ""),
     ],
 )
 def test_shares_and_priorities_have_bounds(share: float, priority: int, words: str) -> None:
     """A client that comes back to a controller with lower bounds goes on, within them."""
     world = World(1)
-    world.controller(rules=ShareRules(4.0, 2, {RED: 3.0}))
+    world.controller(rights=rights_of_options(4.0, 2, {RED: 3.0}))
     world.host("h0", "i", 1)
     world.tenants = {"new": RED, "back": RED}
     world.settle()
@@ -103,7 +104,7 @@ def test_shares_and_priorities_have_bounds(share: float, priority: int, words: s
         error.error.message for error in new.of(msg.Evicted) if words in error.error.message
     ] == [error.reason for error in new.of(msg.Evicted)]
     assert {error.error.kind for error in new.of(msg.Evicted)} == (
-        {"AccessRefused"} if words else set()
+        {"QuotaExceeded"} if words else set()
     )
     asked = {} if words else {"new": (share, priority)}
     shown = {one.name: (one.share, one.priority) for one in world.control.sessions.clients}

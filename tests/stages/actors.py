@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink
 from pw.core.actors.actor import Actor
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
 from pw.core.recorder import Recorder as Recordings
-from pw.core.tenants import NO_RULES, OPERATOR, ShareRules
+from pw.core.rights import NO_BOUNDS, TenantRights
+from pw.core.tenants import OPERATOR
 from pw.core.tickets import Tickets
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
@@ -275,7 +277,8 @@ class World:
         first_client: int = 1,
         credits_at_once: int = 1,
         island_status: Callable[[], tuple[msg.IslandInfo, ...]] = tuple,
-        rules: ShareRules = NO_RULES,
+        rights: TenantRights = NO_BOUNDS,
+        account_sink: AccountSink | None = None,
     ) -> Controller:
         """The actors of a controller process; it keeps no credits, or no world would come to rest."""
         tickets = TICKETS if first_client == 1 else Tickets(first_client.to_bytes(4, "big"))
@@ -303,7 +306,13 @@ class World:
                 lambda: dict(self.counters),
                 first_client=first_client,
                 credits_at_once=credits_at_once,
-                rules=rules,
+                rights=rights,
+                take_spent=lambda client: (
+                    one
+                    for scheduler in self.schedulers.values()
+                    for one in scheduler.spending.take(client)
+                ),
+                account_sink=account_sink,
             ),
         )
         return self.control

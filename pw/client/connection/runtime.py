@@ -48,6 +48,7 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     InsufficientDevices,
+    QuotaExceeded,
 )
 from pw.core.ids import NAME_CHARACTERS, arrays_in, client_id
 from pw.core.programs.program import Program
@@ -254,7 +255,10 @@ class Runtime:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
         with self.lock:
             if self._closing is None:
-                how = " with other credentials" if isinstance(error, AccessRefused) else ""
+                is_stranger = isinstance(error, AccessRefused) and not isinstance(
+                    error, QuotaExceeded
+                )
+                how = " with other credentials" if is_stranger else ""
                 words = f"{error}. This session is over; pw.connect(){how} begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
@@ -302,9 +306,10 @@ class Runtime:
         topology: tuple[int, ...] | None = None,
         **how: Any,
     ) -> msg.SliceBound:
-        """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused.
+        """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused, QuotaExceeded.
 
-        The controller bounds the wait for devices that are not there yet.
+        The controller bounds the wait for devices that are not there yet; not the wait until the clients of the
+        same tenant have given back devices.
         """
         where = f" of island {island}" if island else ""
         bound: Future[msg.SliceBound] = self.ask.waiting(f"{devices} devices{where}")
@@ -312,6 +317,9 @@ class Runtime:
         self._post(Allocate(request, bound))
         try:
             return bound.result()
+        except KeyboardInterrupt:  # nothing will have the slice
+            self.release_slice(request.slice)
+            raise
         except InsufficientDevices as error:
             if self.address is not None or any((kind, island, topology, *how.values())):
                 raise

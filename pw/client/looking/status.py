@@ -8,10 +8,19 @@ from typing import Any
 from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
-from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
+from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status, TenantInfo
+from pw.core.sizes import size_in_words
 from pw.core.waits import LOOKING_S
 
-__all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "status"]
+__all__ = [
+    "ClientInfo",
+    "ClusterStatus",
+    "HostInfo",
+    "IslandInfo",
+    "RunInfo",
+    "TenantInfo",
+    "status",
+]
 
 
 _COUNTS = ("devices", "slices", "queued", "launched", "formed")
@@ -39,6 +48,8 @@ class ClusterStatus(Shown):
     """Number of runs in flight of clients of other tenants."""
     awaited_islands: int = 0
     """Number of islands that a starting cluster waits for."""
+    tenants: tuple[TenantInfo, ...] = ()
+    """Tenants that this client may see: what each has, may have, and has used."""
 
     @classmethod
     def of(cls, reply: Status, address: str | None) -> ClusterStatus:
@@ -104,10 +115,70 @@ class ClusterStatus(Shown):
             Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
 
+    @property
+    def by_tenant(self) -> TenantsStatus:
+        """What tenants have, may have and have used; prints as a table."""
+        return TenantsStatus(self)
+
     def foot(self) -> tuple[str, ...]:
         """Say how to find a slow host, while gangs compute: only a comparison over seconds can name one."""
         gangs = any(island.launched and island.expected_hosts > 1 for island in self.islands)
         return ("Does a slow host hold up its gang? pw status --slow 10 compares them.",) * gangs
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TenantsStatus(Shown):
+    """The tenants of a cluster; prints as a table."""
+
+    status: ClusterStatus
+    """State of the whole cluster."""
+
+    @property
+    def head(self) -> str:
+        """One line about the controller."""
+        return self.status.head
+
+    @property
+    def tenants(self) -> tuple[TenantInfo, ...]:
+        """Tenants that this client may see."""
+        return self.status.tenants
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the tables of what tenants have and may have, and of what they have used."""
+        kinds = ("clients", "devices", "programs", "host_memory")
+        has = [
+            (one.name, one.share, *(_of_bound(one, kind) for kind in kinds), one.amounts["runs"])
+            for one in self.tenants
+        ]
+        used = [
+            (
+                one.name,
+                round(one.spent["device_s"], 3),
+                int(one.spent["launches"]),
+                round(one.spent["compile_s"], 3),
+                f"{one.spent['memory_byte_s'] / (3600 << 30):.3f} GiB h",
+                *(
+                    size_in_words(int(one.spent[kind]))
+                    for kind in ("uploaded_bytes", "stored_bytes")
+                ),
+            )
+            for one in self.tenants
+        ]
+        return (
+            Table("Tenants", ("tenant", "share", *kinds, "runs"), tuple(has)),
+            Table(
+                "Used",
+                ("tenant", "device s", "launches", "compile s", "memory", "uploaded", "stored"),
+                tuple(used),
+            ),
+        )
+
+
+def _of_bound(tenant: TenantInfo, kind: str) -> str:
+    """Return what a tenant has of a kind, and of how much, if that is bounded."""
+    words = size_in_words if kind == "host_memory" else str
+    amount = words(tenant.amounts.get(kind, 0))
+    return f"{amount} of {words(tenant.bounds[kind])}" if kind in tenant.bounds else amount
 
 
 def _note(client: ClientInfo) -> str:

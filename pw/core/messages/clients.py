@@ -97,6 +97,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """Names of hosts: bind the slice to as many devices of each, in this order, and to no others."""
     python: bool = False
     """True to bind the slice to hosts that run clients' Python functions."""
+    python_hosts: Hosts = ()
+    """Names of the only hosts that run Python functions of the tenant, from the controller; empty for all."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):

@@ -16,7 +16,7 @@ from pw.core.tenants import OPERATOR
 
 
 class AddClient(Local, frozen=True, tag=60):
-    """Controller to IslandScheduler (local): a new client, with its weight and priority."""
+    """Controller to IslandScheduler (local): a client, with its weight and priority; again when they change."""
 
     client: int
     share: float
@@ -163,6 +163,8 @@ class Installed(HostToScheduler, frozen=True, tag=72):
     temporary_bytes: tuple[int, ...] = ()
     """Bytes of device memory that each computation takes while it runs, besides arguments and results."""
     install: int = 0
+    compile_s: float = 0.0
+    """Seconds from the order until all was compiled."""
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):

@@ -115,6 +115,21 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     """Seconds for which nothing has come from the client; 0 unless that is long."""
 
 
+class TenantInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What the clients of a tenant have together, and may have (`pw.core.rights`)."""
+
+    name: str
+    share: float
+    """Weight of the tenant among tenants, where the policy is `share`."""
+    amounts: dict[str, int]
+    """Amounts that the tenant has, by the name of the right, and its `runs` in flight; bytes for memory."""
+    bounds: dict[str, int]
+    """Amounts that the tenant may have, by the name of the right; a right without a bound is left out."""
+    spent: dict[str, float] = {}
+    """Amounts that the tenant has used (`pw.core.accounts.Spent`), by name, since the file of accounts began,
+    or since the controller started."""
+
+
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):
     """A call in flight, one of the oldest of its client."""
 
@@ -149,6 +164,8 @@ class Status(ControllerToSession, frozen=True, tag=48):
     """Number of calls in flight of those clients."""
     awaited_islands: int = 0
     """Number of islands that a cluster that starts still waits for."""
+    tenants: tuple[TenantInfo, ...] = ()
+    """Tenants that the asker may see: those with clients, and those with rights of their own."""
 
 
 class GetStats(ClientToController, ClientToStore, frozen=True, tag=49):

@@ -28,6 +28,7 @@ class Installs(dict[int, HostProgram]):
     def install(self, sender: Address, message: Install) -> None:
         """Compile a program, and answer when all its computations are compiled or one has failed."""
         body, plan = message.body.value(), message.plan.value()
+        began_s = self._env.now_s()
         program = HostProgram.of(message.program, message.install, body, plan)
         program.tenant = message.tenant
         earlier = self.get(message.program)
@@ -42,9 +43,11 @@ class Installs(dict[int, HostProgram]):
         def answer() -> None:
             sizes = tuple([temporary.get(key, 0) for key in program.keys]) if temporary else ()
             error = failures[0] if failures else None
-            self._env.send(
-                sender, Installed(message.epoch, message.program, error, sizes, message.install)
+            compile_s = self._env.now_s() - began_s
+            installed = Installed(
+                message.epoch, message.program, error, sizes, message.install, compile_s
             )
+            self._env.send(sender, installed)
 
         def compiled(key: bytes, result: ErrorReport | int | None) -> None:
             waiting.discard(key)

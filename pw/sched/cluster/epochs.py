@@ -15,12 +15,13 @@ Clients tell it of their slices, which wait for their islands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.errors import AccessRefused, Error, ErrorReport, HostLost
+from pw.core.errors import AccessRefused, ArgumentError, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.platforms import platform_of
 from pw.core.tenants import Claims
@@ -62,6 +63,8 @@ class Epochs(Part):
     tickets: bytes
     """Public key with which hosts check the tickets of clients."""
     claims: Claims
+    names_python_on: Callable[[str], bool]
+    """Whether the rights of tenants say whose Python functions a host runs."""
 
     # --- hosts ---------------------------------------------------------------------------------------
 
@@ -72,6 +75,13 @@ class Epochs(Part):
         if message.island and not host.may_join(message.island):
             self.env.audit("refused", node=node, reason=not_allowed(host))
             self._reject(host, AccessRefused(not_allowed(host)))
+            return
+        if message.python_tenants and self.names_python_on(node):
+            twice = ArgumentError(
+                f"pw-worker --python-tenants and pw-controller --tenants both say whose Python functions host "
+                f"{node} runs; start it with --allow-python instead"
+            )
+            self._reject(host, twice)
             return
         for island in self.inventory.islands.values():
             if node in island.hosts and island.state != "waiting":

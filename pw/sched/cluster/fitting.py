@@ -72,6 +72,13 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
                 f"host {node!r} has no place in an island: it {what} (see pw status). Hosts of islands "
                 f"are: {', '.join(sorted(seated)) or 'none yet'}{_to_come(inventory)}"
             )
+    if request.python and request.python_hosts:
+        named_hosts = set(request.hosts) - set(request.python_hosts)
+        if named_hosts or not seated.keys() & set(request.python_hosts):
+            return PythonRefused(
+                f"Python functions of your tenant run on {', '.join(request.python_hosts)} only (python in "
+                f"pw-controller --tenants); hosts of islands are: {', '.join(sorted(seated)) or 'none yet'}"
+            )
     if request.python:
         named = [seated[node] for node in request.hosts] or list(seated.values())
         willing = sorted(n for n, host in seated.items() if host.registration.python)
@@ -129,12 +136,15 @@ def _ranks(island: Island, request: AllocateSlice) -> Sequence[int]:
     return [
         island.ranks.index(node)
         for node in nodes
-        if node in island.ranks and (not request.python or _runs_python(island, node))
+        if node in island.ranks
+        and (not request.python or _runs_python(island, node, request.python_hosts))
     ]
 
 
-def _runs_python(island: Island, node: str) -> bool:
+def _runs_python(island: Island, node: str, only: Sequence[str]) -> bool:
     """Return whether a host runs Python functions; a host that is away may say so when it is back."""
+    if only and node not in only:
+        return False
     host = island.hosts.get(node)
     return host is None or host.registration.python
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pw.core.actors.actor import Actor, Env
 from pw.core.messages import HostInfo, IslandInfo, PeerLost
@@ -24,11 +24,12 @@ class ResourceManager(Actor):
         claims: Claims = NO_SECRET,
         expected_islands: int = 1,
         move_s: float = MOVE_S,
+        names_python_on: Callable[[str], bool] = lambda host: False,
     ) -> None:
         super().__init__(env)
         self.inventory = Inventory(expected_islands=expected_islands)
         self.slices = SliceTable(env, self.inventory, move_s)
-        epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
+        epochs = Epochs(env, self.inventory, self.slices, tickets, claims, names_python_on)
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(
             *(drains, epochs, self.slices),

@@ -20,6 +20,7 @@ from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.set_aside import Away, Stream
+from pw.sched.control.usage import ClientUsage
 
 
 class ClientSlices:
@@ -80,6 +81,8 @@ class Client:
     (`pw.core.tenants`)."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    usage: ClientUsage = field(default_factory=lambda: ClientUsage(OPERATOR))
+    """What the client has, as the ledger counts it."""
     recovery_s: float | None = None
     """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
     slices: ClientSlices = field(default_factory=ClientSlices)
@@ -108,8 +111,6 @@ class Client:
     resuming: Resumption | None = None
     patient_until_s: float = -math.inf
     """Time until which recovery waits for hosts that may have replicas, in seconds."""
-    credits_used: int = 0
-    """Number of the client's runs in flight that use a credit."""
     repeats: int = 0
     """Number of ids that `new_id` has returned."""
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)

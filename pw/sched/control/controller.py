@@ -12,16 +12,21 @@ opens no bulk channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+from msgspec.structs import asdict
 
 from pw.core import messages as msg
+from pw.core.accounts import AccountSink, Spent
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
-from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, NewRights, TenantRights
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims, may_touch
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
+from pw.sched.control.accounts import Accounts, Take
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import ReplicaTable
@@ -44,6 +49,7 @@ from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
+from pw.sched.control.usage import Usage
 from pw.sched.control.watches import IslandWatches
 
 
@@ -67,10 +73,12 @@ class Controller(Actor):
         events: Sink | None = None,
         only_transfers: bool = False,
         claims: Claims = NO_SECRET,
-        rules: ShareRules = NO_RULES,
+        rights: TenantRights = NO_BOUNDS,
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
         lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
         awaited_islands: Callable[[], int] = int,
+        take_spent: Take = lambda client: (),
+        account_sink: AccountSink | None = None,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -82,11 +90,12 @@ class Controller(Actor):
         self._counters = counters
         self._uses = uses
         self._lines = lines
-        self._rules = rules
+        self.usage = Usage(rights)
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
-            env, self._islands, tickets, first_client, events, claims, rules, heard_s
+            env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
+        self.accounts = Accounts(sessions, take_spent, account_sink)
         slices = self.slices = SliceRequests(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = RunsInFlight(sessions, credits_at_once)
@@ -150,8 +159,19 @@ class Controller(Actor):
         if (former := self.sessions.at(sender.node)) is not None:
             self._remove(former, "attached again")
         client = self.sessions.attach(sender, message, self.replicas.unclaimed)
+        if client is not None:
+            self.accounts.attached(client)
         if client is not None and message.resume:
             client.resuming = Resumption(self.slices.new_loss())
+
+    @handles(NewRights)
+    def _rights_changed(self, sender: Address, news: NewRights) -> None:
+        """What tenants have stays theirs, also if it is more than they may have now."""
+        self.usage.rights = news.rights
+        self.sessions.rights_changed()
+        for tenant in dict.fromkeys(client.tenant for client in self.sessions.clients):
+            self.slices.try_again(tenant)
+            self.registry.try_again(tenant)
 
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
@@ -173,8 +193,9 @@ class Controller(Actor):
             name=client.name,
             reason=reason,
             arrays=len(client.arrays),
-            runs=self.runs.used_credits()[client.number],
+            runs=client.usage.runs,
         )
+        self.accounts.client_left(client)
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
@@ -184,6 +205,7 @@ class Controller(Actor):
             self._publishing.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
+        self.registry.client_left(client)
         self.recordings.forget_node(client.address.node)
         self.watches.client_left(client)
 
@@ -245,7 +267,7 @@ class Controller(Actor):
         client = self.sessions.of(sender)
         if client is None:
             return
-        if client.tenant != OPERATOR:
+        if not self.usage.rights.of(client.tenant).may_drain:
             refused = self.sessions.objection(client, f"drain host {message.node}", "")
             self.env.send(sender, msg.Answered(message.request, refused))
             return
@@ -260,7 +282,7 @@ class Controller(Actor):
         asker = self.sessions.of(sender)
         if asker is None:
             return
-        used, uses, nothing = self.runs.used_credits(), self._uses(), msg.ClientUse()
+        uses, nothing = self._uses(), msg.ClientUse()
         islands = self._island_status()
         sees = self.sessions.sight(asker.number)
         seen = [client for client in self.sessions.clients if sees(client.number)]
@@ -281,11 +303,11 @@ class Controller(Actor):
                         len(client.arrays),
                         len(client.programs),
                         len(client.slices.owned),
-                        used[client.number],
+                        client.usage.runs,
                         client.address == sender,
                         self.slices.awaited_hosts(client, islands),
                         client.tenant,
-                        self._rules.tenants.get(client.tenant, 1.0),
+                        self.usage.rights.of(client.tenant).share,
                         uses.get(client.number, nothing),
                         self.sessions.silent_s(client),
                     )
@@ -294,10 +316,21 @@ class Controller(Actor):
                 tuple(run for run in self.runs.status() if sees(run.client)),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
                 len(self.sessions.clients) - len(seen),
-                sum(count for number, count in used.items() if not sees(number)),
+                sum(one.usage.runs for one in self.sessions.clients if not sees(one.number)),
                 self._awaited_islands(),
+                tuple(self._tenants(asker.tenant)),
             ),
         )
+
+    def _tenants(self, asker: str) -> Iterator[msg.TenantInfo]:
+        """Yield the tenants that a client of a tenant may see."""
+        rights, sums = self.usage.rights, self.accounts.sums()
+        here = {client.tenant for client in self.sessions.clients}
+        for tenant in sorted(here | rights.named.keys() | sums.keys()):
+            if may_touch(asker, tenant):
+                own, amounts = rights.of(tenant), self.usage.amounts(tenant)
+                spent = asdict(sums.get(tenant, Spent()))
+                yield msg.TenantInfo(tenant, own.share, amounts, own.bounds(), spent)
 
     @handles(msg.GetStats)
     def _stats(self, sender: Address, message: msg.GetStats) -> None:

@@ -7,17 +7,27 @@ devices. An error in a program is kept with it, and poisons each of its runs.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass
 
 import msgspec
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import Error, ErrorReport, IslandLost, NotOwner, ProtocolError
+from pw.core.errors import (
+    Error,
+    ErrorReport,
+    IslandLost,
+    NotOwner,
+    ProtocolError,
+    PythonRefused,
+    QuotaExceeded,
+)
 from pw.core.ids import Address, client_of, is_repeat, scheduler_of
 from pw.core.messages.artifacts import Artifacts
 from pw.core.programs.program import Program
 from pw.core.programs.program_checks import check_program
+from pw.core.rights import Resource
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -36,6 +46,8 @@ class ProgramRegistry(ControlPart):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.artifacts = Artifacts()
+        self._waiting: dict[int, RegisteredProgram] = {}
+        """Programs for which their tenant had no room, the oldest first."""
 
     @handles_client(msg.RegisterProgram)
     def _register(self, client: Client, message: msg.RegisterProgram) -> None:
@@ -65,8 +77,45 @@ class ProgramRegistry(ControlPart):
             program.error = ErrorReport.of(
                 ProtocolError(f"program {body.name!r} came without all its artifacts")
             )
-        elif error is None:
+        elif error is None and self._may_count(client, program):
             self._lower(client, program)
+
+    def _may_count(self, client: Client, program: RegisteredProgram) -> bool:
+        """Count a program; if the tenant has as many as it may, its runs fail until others are released."""
+        usage, number = self.sessions.usage, program.program
+        if client.resuming is not None:
+            usage.keep(client.number, Resource.PROGRAMS, {number: 1})
+            return True
+        try:
+            usage.take(client.number, Resource.PROGRAMS, {number: 1})
+        except QuotaExceeded as error:
+            program.error = said_of(f"{program.body.name!r} cannot run", ErrorReport.of(error))
+            self._waiting.setdefault(number, program)
+            return False
+        self._waiting.pop(number, None)
+        return True
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Programs that are not installed because their tenant has as many as it may."""
+        return self._waiting.keys()
+
+    def try_again(self, tenant: str) -> None:
+        """Install programs for which the tenant had no room, the first ones first, while there is some."""
+        for number, program in list(self._waiting.items()):
+            client = self.sessions.owner(number)
+            if client is None or client.tenant != tenant:
+                continue
+            if not self._may_count(client, program):
+                return
+            program.error = None
+            self._lower(client, program)
+
+    def client_left(self, client: Client) -> None:
+        """The programs of a client count no more."""
+        for number in client.programs:
+            self._waiting.pop(number, None)
+        self.try_again(client.tenant)
 
     def own(self, client: Client, body: Program, kept: int) -> RegisteredProgram:
         """Return the controller's own program for a client; the last `kept` ones stay installed."""
@@ -84,6 +133,8 @@ class ProgramRegistry(ControlPart):
 
     def _lower(self, client: Client, program: RegisteredProgram) -> None:
         """Bind a program to devices and install it there, if all its slices are bound."""
+        if program.program in self._waiting:
+            return
         bindings = self._islands.bindings
         try:
             if any(number not in client.slices for number in program.slices):
@@ -100,6 +151,7 @@ class ProgramRegistry(ControlPart):
                     "island, and have not come back. Ask for others with "
                     "pw.make_virtual_device_set(); pw.status() shows what is there"
                 )
+            self._check_python(client, program.body)
             installs = program.lower(bindings, self._islands.limited)
         except Error as error:
             program.error = ErrorReport.of(error)
@@ -107,6 +159,22 @@ class ProgramRegistry(ControlPart):
         for island, install in installs:
             install = msgspec.structs.replace(install, tenant=client.tenant)
             self._env.send(scheduler_of(island), install)
+
+    def _check_python(self, client: Client, body: Program) -> None:
+        """Raise PythonRefused if a Python function is on a host that does not run those of the tenant."""
+        rights = self.sessions.usage.rights.of(client.tenant)
+        if rights.python is True:
+            return
+        for computation in body.computations:
+            if not computation.traits.runs_on_host:
+                continue
+            place = computation.placement
+            for host in {at.host for at in self._islands.bindings[place.slice].located(place)}:
+                if not rights.runs_python_on(host):
+                    raise PythonRefused(
+                        f"{computation.name!r} is a Python function of tenant {client.tenant!r}, which runs "
+                        f"none on {host}; {rights.python_in_words()}"
+                    )
 
     @handles(msg.SliceBound)
     def _slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
@@ -151,6 +219,9 @@ class ProgramRegistry(ControlPart):
             for island, hosts in program.hosts.items():
                 uninstall = msg.UninstallProgram(program.program, hosts)
                 self._env.send(scheduler_of(island), uninstall)
+            self._waiting.pop(program.program, None)
+            if self.sessions.usage.give(client.number, Resource.PROGRAMS, program.program):
+                self.try_again(client.tenant)
 
     # --- replays ----------------------------------------------------------------------------------
 

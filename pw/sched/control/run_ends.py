@@ -179,7 +179,8 @@ class RunEnds(ControlPart):
         """An operator cancels a run, or all runs, of any client."""
         client = self.sessions.get(message.client)
         error: Error | None = None
-        if client is not None and not asker.may_touch(client):
+        rights = self.sessions.usage.rights.of(asker.tenant)
+        if client is not None and not (asker.may_touch(client) or rights.may_cancel):
             what = f"cancel runs of client {client.number}, which is of another tenant"
             refused = self.sessions.objection(asker, what, "clients of that tenant")
             self._env.send(asker.address, msg.Answered(message.request, refused))

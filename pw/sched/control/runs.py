@@ -54,10 +54,6 @@ class RunsInFlight(ControlPart):
         self._timer = Ticker(self._env, CREDITS_S, self._give_back)
         self._env.recorder.unfinished[self._env.address.actor] = self._record_unfinished
 
-    def used_credits(self) -> Counter[int]:
-        """Return how many credits each client uses, by its number."""
-        return Counter(run.client for run in self.in_flight.values() if run.credited)
-
     def status(self) -> tuple[msg.RunInfo, ...]:
         """Describe the oldest runs in flight of each client."""
         shown: Counter[int] = Counter()
@@ -87,7 +83,7 @@ class RunsInFlight(ControlPart):
             self._env.count("messages_duplicate")
             return
         try:
-            if client.credits_used >= RUN_CREDITS:
+            if client.usage.runs >= RUN_CREDITS:
                 raise ProtocolError(f"a client has more than {RUN_CREDITS} runs in flight")
             program = program_of(client, message)
             awaits = check_arguments(client, program, message.args)
@@ -151,7 +147,7 @@ class RunsInFlight(ControlPart):
             self._env.now_s(),
             credited=donated is not None,
         )
-        client.credits_used += donated is not None
+        client.usage.runs += donated is not None
         if self._events is not None:
             self._news.append(("began", self.in_flight[number], 0.0, ""))
         for island, submit in program.submissions(number, args, results, awaits):
@@ -284,7 +280,7 @@ class RunsInFlight(ControlPart):
         if run.credited:
             client = self.sessions.get(run.client)
             assert client is not None, "the runs of a client leave with it"
-            client.credits_used -= 1
+            client.usage.runs -= 1
             self._credit(run.client)
 
     def _record(self, run: RunInFlight, ended_s: float = 0.0) -> None:

@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.errors import AccessRefused, ErrorReport
+from pw.core.errors import AccessRefused, ErrorReport, QuotaExceeded
 from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
+from pw.core.rights import Resource
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims
 from pw.core.tickets import Tickets
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
+from pw.sched.control.usage import Usage
 
 RUN_CREDITS = 512
 """Number of runs that a client may have in flight before its calls block."""
@@ -124,7 +126,7 @@ class Sessions(Part):
         first_client: int,
         events: Sink | None = None,
         claims: Claims = NO_SECRET,
-        rules: ShareRules = NO_RULES,
+        usage: Usage | None = None,
         heard_s: Callable[[str], float | None] = lambda node: None,
     ) -> None:
         self.env = env
@@ -133,7 +135,8 @@ class Sessions(Part):
         self.islands = islands
         self._tickets = tickets
         self.claims = claims
-        self._rules = rules
+        self.usage = usage or Usage()
+        """The ledger of all that clients have."""
         self._heard_s = heard_s
         self._recent: dict[str, float] = {}
         """Time of the last refusal to each node that was written down, in seconds."""
@@ -189,19 +192,22 @@ class Sessions(Part):
             self.refused(sender.node, tenant, message.name, reason)
             self.env.send(sender, msg.Evicted(UNPROVEN))
             return None
-        share, priority = self._rules.bounded(message.share, message.priority)
+        rights = self.usage.rights.of(tenant)
+        if number and not self._numbers.claim(number):
+            self.env.send(sender, msg.Evicted(self._numbers.why_gone(number)))
+            return None
         if not number:
             try:
-                self._rules.check(message.share, message.priority)
-            except AccessRefused as error:
+                rights.check(message.share, message.priority)
+                self.usage.check(tenant, Resource.CLIENTS, 1)
+            except QuotaExceeded as error:
                 self.refused(sender.node, tenant, message.name, str(error))
                 self.env.send(sender, msg.Evicted(str(error), error=ErrorReport.of(error)))
                 return None
             number = self._numbers.take(in_use)
-        elif not self._numbers.claim(number):
-            self.env.send(sender, msg.Evicted(self._numbers.why_gone(number)))
-            return None
-        client = Client(sender, number, message.name, share, priority, tenant, message.line)
+        usage = self.usage.attach(number, tenant)
+        asked = rights.bounded(message.share, message.priority)
+        client = Client(sender, number, message.name, *asked, tenant, message.line, usage)
         client.recovery_s = message.recovery_s
         client.repeats = self._numbers.first << 16
         self._clients[number] = self._nodes[sender.node] = client
@@ -263,6 +269,7 @@ class Sessions(Part):
         if self.events is not None:
             self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._nodes[client.address.node], self._clients[client.number]
+        self.usage.leave(client.number)
         self.islands.tell_all(msg.RemoveClient(client.number))
 
     def scheduler_added(self, island: str) -> None:
@@ -271,7 +278,7 @@ class Sessions(Part):
             self.env.send(scheduler_of(island), self._added(client))
 
     def _added(self, client: Client) -> msg.AddClient:
-        share = self._rules.tenants.get(client.tenant, 1.0)
+        share = self.usage.rights.of(client.tenant).share
         return msg.AddClient(
             client.number,
             client.share,
@@ -281,6 +288,13 @@ class Sessions(Part):
             client.address.node,
             client.line,
         )
+
+    def rights_changed(self) -> None:
+        """Bound the shares and priorities of clients by new rights, and tell all schedulers."""
+        for client in self.clients:
+            rights = self.usage.rights.of(client.tenant)
+            client.share, client.priority = rights.bounded(client.share, client.priority)
+            self.islands.tell_all(self._added(client))
 
     @handles(msg.Directory)
     def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:

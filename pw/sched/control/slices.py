@@ -6,20 +6,32 @@ is given up (`GiveUp`).
 
 Recovery may need a slice that the client has given back. It *borrows* the slice: it asks for it as
 the client did, and gives it back when nothing lies or arrives there any more.
+
+A slice whose devices are more than its tenant may have waits until the tenant has given some back, behind
+the slices of the tenant that wait longer. Borrowed slices do not count: recovery must not wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import msgspec
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, ProtocolError
+from pw.core.errors import (
+    Error,
+    ErrorReport,
+    HostLost,
+    InsufficientDevices,
+    ProtocolError,
+    PythonRefused,
+    QuotaExceeded,
+)
 from pw.core.ids import RESOURCES, Address, client_of
+from pw.core.rights import Resource
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -52,6 +64,8 @@ class SliceRequests(ControlPart):
         super().__post_init__()
         self._bindings = self._islands.bindings
         self._losses = 0
+        self._waiting: dict[int, msg.AllocateSlice] = {}
+        """Requests that wait until their tenant has given devices back, by slice, the oldest first."""
 
     # --- asked for and bound ----------------------------------------------------------------------
 
@@ -69,17 +83,76 @@ class SliceRequests(ControlPart):
             error = ProtocolError("bad hosts of a slice")
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
+        else:
+            error = self._never(client, message)
         if error is not None:
             self._env.send(client.address, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
+        python = self.sessions.usage.rights.of(client.tenant).python
+        only = python if isinstance(python, tuple) else ()
+        message = msgspec.structs.replace(message, python_hosts=only)
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
             message, resumed=False, formerly="", former_hosts=()
         )
         slices.hosts[message.slice] = set(message.former_hosts)
-        if client.resuming is not None:
+        if client.resuming is not None and message.formerly:
+            amounts = {message.slice: message.devices}
+            self.sessions.usage.keep(client.number, Resource.DEVICES, amounts)
+            self._env.send(RESOURCES, message)
+        else:
+            self._waiting[message.slice] = message
+            self.try_again(client.tenant)
+        if client.resuming is not None and message.slice not in self._waiting:
             slices.unbound[message.slice] = client.resuming.loss
-        self._env.send(RESOURCES, message)
+
+    def _never(self, client: Client, message: msg.AllocateSlice) -> Error | None:
+        """Return why a tenant can never have a slice."""
+        usage, tenant = self.sessions.usage, client.tenant
+        if message.python and not usage.rights.of(tenant).python:
+            words = usage.rights.of(tenant).python_in_words()
+            return PythonRefused(
+                f"tenant {tenant!r} asks for hosts that run its Python functions; {words}"
+            )
+        is_back = client.resuming is not None and message.formerly
+        if is_back or usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
+            return None
+        return usage.exceeded(tenant, Resource.DEVICES, message.devices)
+
+    def try_again(self, tenant: str) -> None:
+        """Ask for the slices of a tenant that wait, the oldest first, while it may have their devices."""
+        usage = self.sessions.usage
+        for number, message in list(self._waiting.items()):
+            client = self.sessions.owner(number)
+            if client is None or client.tenant != tenant:
+                continue
+            if not usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
+                error = usage.exceeded(tenant, Resource.DEVICES, message.devices)
+                refused = msg.SliceRefused(number, ErrorReport.of(error))
+                self._refused(RESOURCES, refused)  # which tries the others again
+                return
+            try:
+                usage.take(client.number, Resource.DEVICES, {number: message.devices})
+            except QuotaExceeded:
+                return
+            del self._waiting[number]
+            self._env.send(RESOURCES, message)
+
+    def _give(self, client: Client, number: int) -> None:
+        """The devices of a slice count no more."""
+        self._waiting.pop(number, None)
+        self.sessions.usage.give(client.number, Resource.DEVICES, number)
+        self.try_again(client.tenant)
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Slices that wait until their tenant has given devices back."""
+        return self._waiting.keys()
+
+    def over_quota(self, client: Client) -> int:
+        """Return how many devices a client waits for that its tenant has to give back first."""
+        waiting = (one for number, one in self._waiting.items() if client.owns(number))
+        return sum(message.devices for message in waiting)
 
     @handles(msg.SliceBound)
     def _bound(self, sender: Address, message: msg.SliceBound) -> None:
@@ -108,6 +181,7 @@ class SliceRequests(ControlPart):
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self._env.send(client.address, message)
+            self._give(client, message.slice)
 
     def awaited_hosts(self, client: Client, islands: Iterable[msg.IslandInfo]) -> tuple[str, ...]:
         """Return the hosts that a client's slices name, and without which they are not bound.
@@ -130,7 +204,9 @@ class SliceRequests(ControlPart):
     def unplaced(self, client: Client) -> int:
         """Return how many devices a client has asked for and not got yet."""
         slices = client.slices
-        waiting = slices.owned - self._bindings.keys() - slices.unbound.keys()
+        waiting = (
+            slices.owned - self._bindings.keys() - slices.unbound.keys() - self._waiting.keys()
+        )
         return sum(slices.requests[number].devices for number in waiting)
 
     # --- given back -------------------------------------------------------------------------------
@@ -140,6 +216,7 @@ class SliceRequests(ControlPart):
         if message.slice in client.slices.owned:
             client.slices.owned.discard(message.slice)
             self._unbind(client, message.slice)
+            self._give(client, message.slice)
 
     def return_borrowed(self, client: Client) -> None:
         """Give back the borrowed slices on which nothing lies or arrives any more."""
@@ -166,7 +243,9 @@ class SliceRequests(ControlPart):
         """Give back all slices of a client."""
         for number in client.slices.owned | client.slices.borrowed:
             self._bindings.pop(number, None)
+            self._waiting.pop(number, None)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
+        self.try_again(client.tenant)
 
     # --- lost -------------------------------------------------------------------------------------
 

@@ -208,6 +208,8 @@ class UploadTable(ControlPart):
             self.ends.fail(error, arrays=(number,))
         if array.awaited:
             return
+        if array.input and array.error is None:
+            client.usage.uploaded_bytes += array.spec.size_bytes
         if self._events is not None and array.input and array.error is None:
             self._events.publish(_uploaded(client, number, array))
         was_discarded = client.arrays.arrive(number, array)

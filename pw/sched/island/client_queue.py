@@ -67,6 +67,8 @@ class ClientQueue:
     """Seconds for which the launches that have ended were queued, in all."""
     device_s: float = 0.0
     """Device time of these launches, in seconds: of each device, in all."""
+    settled: tuple[float, int] = (0.0, 0)
+    """Values of `device_s` and `ended_launches` up to which the accounts have taken them."""
 
     @property
     def head_arrival(self) -> int:

@@ -23,6 +23,7 @@ from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
+from pw.sched.island.spending import Spending
 from pw.sched.island.window import SiteGroup, Window
 
 HEAD_S = 1.0
@@ -45,6 +46,7 @@ class InFlight(Part):
     queues: Queues
     watchdog: Watchdog
     leases: LeaseTable
+    spending: Spending
     launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
     """Launches in flight by the first host of the gang, the oldest first."""
     device_s: float = field(default=0.0, init=False)
@@ -132,6 +134,8 @@ class InFlight(Part):
         queue = self.queues.clients.get(client_of(here.run))
         if queue is not None:
             queue.ended(task, now_s)
+        else:
+            self.spending.ended_late(task)
         self.device_s += task.device_s
         if self.policy.keeps_accounts:
             more_us = time_us - task.estimate_us

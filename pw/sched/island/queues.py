@@ -46,7 +46,11 @@ class Queues(Part):
     @handles(msg.AddClient)
     def _client_added(self, sender: Address, message: msg.AddClient) -> None:
         stake = Stake(message.client, message.share, message.tenant, message.tenant_share)
-        self.clients[message.client] = ClientQueue(stake, message.priority)
+        queue = self.clients.get(message.client)
+        if queue is None:
+            self.clients[message.client] = ClientQueue(stake, message.priority)
+        else:
+            queue.stake, queue.priority = stake, message.priority
 
     @handles(msg.RemoveClient)
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:

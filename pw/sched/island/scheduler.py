@@ -32,6 +32,7 @@ from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
+from pw.sched.island.spending import Spending
 from pw.sched.island.window import Window
 
 
@@ -61,8 +62,9 @@ class IslandScheduler(Actor):
         )
         self.queues = queues = Queues(env, members, policy, window, quarantine, admission, programs)
         self._lent = table = LeaseTable()
+        self.spending = spending = Spending(queues)
         self.in_flight = in_flight = InFlight(
-            env, members, policy, window, quarantine, admission, queues, watchdog, table
+            env, members, policy, window, quarantine, admission, queues, watchdog, table, spending
         )
         self._launcher = launcher = Launcher(
             env, members, policy, window, admission, programs, in_flight, queues, watchdog, table
@@ -82,11 +84,13 @@ class IslandScheduler(Actor):
                 launcher,
                 leases,
                 reports,
+                spending,
             ),
             order={
                 Submit: (LaunchLeases, Queues),
                 CancelRun: (InFlight, Queues),  # which removes the launches
                 RemoveClient: (
+                    Spending,
                     LaunchLeases,
                     Queues,
                     Admission,

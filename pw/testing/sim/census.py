@@ -42,6 +42,7 @@ PERMANENT = frozenset(
             "_recent",
             "recent",
             "_strikes",
+            "_sums",
         ),
     )
 )

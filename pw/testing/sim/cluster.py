@@ -17,17 +17,20 @@ from pw.core.messages import (
     at_position,
     size_of,
 )
-from pw.core.tenants import NO_RULES, Claims, ShareRules
+from pw.core.rights import NO_BOUNDS, Rights, TenantRights
+from pw.core.tenants import Claims
 from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
+from pw.testing.sim.accounts import SimAccounts
 from pw.testing.sim.census import held
 from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site
 from pw.testing.sim.looping import LENDING
 from pw.testing.sim.node import SimNode
+from pw.testing.sim.quotas import INJECTED, random_rights
 from pw.testing.sim.world import World
 
 SECRET = b"simulated"
@@ -63,9 +66,14 @@ class SimCluster(Site):
         super().__init__(world)
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
-        self.rules = NO_RULES
+        self.rights = NO_BOUNDS
         if world.profile.divided:
-            self.policy, self.rules = "share", ShareRules(tenants={"single": 2.0, "visitor": 16.0})
+            self.policy = "share"
+            shares = {"single": 2.0, "visitor": 16.0}
+            self.rights = TenantRights(named={n: Rights(share=s) for n, s in shares.items()})
+        if world.profile.quotas:
+            self.rights = random_rights(world.streams("quotas"))
+            world.ledger.injected[INJECTED] += 1
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)
@@ -75,6 +83,7 @@ class SimCluster(Site):
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.launched: list[tuple[float, int, int]] = []
         """Time, run and segment of each launch, if users record timelines."""
+        self.accounts = SimAccounts(self)
         self.users: list[Any] = []
         """Users, for those that hand arrays to each other."""
         self.expected_islands = 0
@@ -170,7 +179,11 @@ class SimCluster(Site):
                 first_client=1 + (self.starts - 1) * self.numbers_apart,
                 events=self.events,
                 claims=self.claims,
-                rules=self.rules,
+                rights=self.rights,
+                take_spent=lambda client: (
+                    one for each in schedulers.values() for one in each.spending.take(client)
+                ),
+                account_sink=self.accounts,
             ),
         )
         for act in self.on_start["controller"]:

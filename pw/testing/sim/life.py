@@ -22,9 +22,9 @@ from pw.client.session.thread_messages import (
     Tell,
     TellLaunched,
 )
-from pw.core.errors import Disconnected, Error, InsufficientDevices
+from pw.core.errors import Disconnected, Error, InsufficientDevices, QuotaExceeded
 from pw.core.ids import CONTROLLER, client_id
-from pw.core.messages import AllocateSlice, Attached, Run, SliceBound
+from pw.core.messages import AllocateSlice, Attached, ReleaseSlice, Run, SliceBound
 from pw.core.sharding import ArraySpec
 from pw.core.waits import RECONNECT_S
 from pw.testing.sim.bulk import SimBulk
@@ -164,8 +164,7 @@ class Life:
         ticket = self.serial
 
         def settled(result: Any, error: BaseException | None) -> None:
-            if self.lives == life and self.node.alive:
-                del self.open[ticket]
+            if self.lives == life and self.node.alive and self.open.pop(ticket, ""):
                 then(result, error)
 
         self.open[ticket] = what
@@ -315,13 +314,26 @@ class Life:
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:
             if answer is not None:
                 self.slices[answer.slice] = answer
-            elif isinstance(error, InsufficientDevices):
+            elif isinstance(error, (InsufficientDevices, QuotaExceeded)):
                 self.refused += 1
                 self.world.after(self.random.uniform(0.05, 0.5), self._retry, self.lives)
             else:
                 self._cut_off(error)
 
         self._post(Allocate(request, self._promise("allocate", bound)))
+        if self.world.profile.quotas:
+            patience_s = self.random.uniform(0.5, 4.0)
+            self.world.after(patience_s, self._wait_no_more, self.lives, self.serial, request.slice)
+
+    def _wait_no_more(self, life: int, ticket: int, slice_: int) -> None:
+        """Ask for another slice: other clients of the tenant may keep what this one needs for long."""
+        if life != self.lives or not self.node.alive or self.session.closed is not None:
+            return
+        if self.open.pop(ticket, ""):
+            self.world.checked["waits for devices given up"] += 1
+            self._post(Tell(ReleaseSlice(slice_)))
+            if not self.final:
+                self.world.after(self.random.uniform(0.05, 0.5), self._retry, self.lives)
 
     def _retry(self, life: int) -> None:
         if life == self.lives and self.node.alive and self.session.closed is None:
@@ -332,6 +344,13 @@ class Life:
         if not isinstance(error, Error):
             raise Violation("errors are typed", f"{self.name}: {error!r}")
         world = self.world
+        if (
+            isinstance(error, QuotaExceeded) and world.profile.quotas
+        ):  # its tenant has enough clients
+            world.checked["clients refused"] += 1
+            self.closing = True
+            world.after(0.0, self._close, self.node)
+            return
         controller = world.nodes.get(CONTROLLER)
         is_unanswered = world.ledger.injected["controller killed"] or (
             controller and controller.paused

@@ -27,6 +27,9 @@
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
+| quotas | no tenant has more than it may have (in `quotas`) |
+| ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
+| accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
@@ -56,6 +59,7 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
+from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.world import SimProcess, Violation
 
@@ -80,6 +84,7 @@ class Monitors:
         watch_launches(cluster)
         LeaseMonitor(cluster)
         AwayMonitor(cluster)
+        QuotaMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -417,6 +422,7 @@ class Monitors:
             self._cluster.events.check_end(
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
+        self._cluster.accounts.check_end()
         check_idle(self._world)
         held = self._cluster.census()
         if held:

@@ -194,6 +194,8 @@ class Oracle:
             return violation
         if kind == "OutOfDeviceMemory" and self._ledger.injected["memory is short"]:
             return None
+        if kind == "QuotaExceeded" and self._ledger.injected["quotas"]:
+            return None
         if kind == "ComputationFailed":
             injected = self._ledger.failed_computation(words.split(" [on ")[0])
             if injected is not None:

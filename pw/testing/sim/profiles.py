@@ -48,6 +48,8 @@ class SimProfile:
     """Number of messages of clients that only hosts and the controller may send."""
     trespasses: float = 0.0
     """Number of requests for what clients of another tenant have; there are two tenants."""
+    quotas: bool = False
+    """True if users are of two tenants that have bounds."""
     late_leases: float = 0.0
     """Probability, for each lease and host, that launches of the holder may reach the host before the lease."""
     floods: float = 0.0
@@ -202,6 +204,18 @@ PROFILES = {
         SimProfile("intruders", intrusions=20.0),
         SimProfile(
             "trespasses", span_s=12.0, clients=4, trespasses=20.0, restarts=1.5, handovers=0.1
+        ),
+        SimProfile(
+            "quotas",
+            clients=6,
+            runs=60,
+            span_s=12.0,
+            quotas=True,
+            checkpoints=0.1,
+            slices_given_back=0.15,
+            client_deaths=6.0,
+            restarts=0.3,
+            crashes=0.3,
         ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),

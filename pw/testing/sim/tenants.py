@@ -248,13 +248,13 @@ class Tenancy:
 
     def _dues(self, residents: Sequence[Tenant]) -> list[float]:
         """Return the part due to each: of its tenant's part, by its share."""
-        tenant_of, shares = self._cluster.world.tenant_of, self._cluster.rules.tenants
+        tenant_of, rights = self._cluster.world.tenant_of, self._cluster.rights
         asked: dict[str, float] = {}
         for user in residents:
             name = tenant_of(user.name)
             asked[name] = asked.get(name, 0.0) + user.share
-        total = sum(shares.get(name, 1.0) for name in asked)
+        total = sum(rights.of(name).share for name in asked)
         return [
-            shares.get(name, 1.0) / total * user.share / asked[name]
+            rights.of(name).share / total * user.share / asked[name]
             for user, name in ((user, tenant_of(user.name)) for user in residents)
         ]

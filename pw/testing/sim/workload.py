@@ -29,6 +29,7 @@ from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
+from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
@@ -455,6 +456,10 @@ class SimClient(Life):
                 # island wait for a host that is stopped: it is not lost before it hangs for 10 s.
                 world.at(settled_s, self._check_out, life)
                 return
+            if client.usage.runs or counted_for_nothing(client):
+                raise Violation(
+                    "ledger", f"{self.name}, which has deleted all, is counted for more"
+                )
             if held:
                 raise Violation(
                     "census", f"of {self.name}, which has deleted all: {'; '.join(held)}"

@@ -161,7 +161,7 @@ class World:
     def tenant_of(self, node: str) -> str:
         """Return the tenant of a node: the operator, but for users that have tenants."""
         if node.startswith(CLIENT_PREFIX):
-            if self.profile.trespasses:
+            if self.profile.trespasses or self.profile.quotas:
                 return self.tenants(node)
             if self.profile.divided:
                 return tenant_in_turn(node, self.profile.clients)

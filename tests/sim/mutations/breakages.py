@@ -582,3 +582,14 @@ def give_up_early(expect: Callable[..., None], client: Any, *rest: Any) -> None:
     client.recovery_s = 30.0 if patience_s is None else patience_s / 2
     expect(client, *rest)
     client.recovery_s = patience_s
+
+
+# --- what tenants may have ------------------------------------------------------------------------
+
+
+def without_another_try(client_left: Callable[..., None], client: Any) -> None:
+    """Give back the slices of a client that left, and let the slices of its tenant wait on."""
+    slices: Any = client_left.__self__  # type: ignore[attr-defined]
+    slices.try_again = lambda tenant: None
+    client_left(client)
+    del slices.try_again

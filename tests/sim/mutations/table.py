@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pw.core import messages as m
 from pw.core.programs.guards import is_skipped
+from pw.core.rights import Resource
 from pw.core.tenants import OPERATOR
 from tests.sim.mutations import breakages, operators
 from tests.sim.mutations.operators import (
@@ -849,4 +850,64 @@ row(
     "away-gives-up-early",
     wrap("controller.slices.expect", breakages.give_up_early),
     seen("away", 5, "given up"),
+)
+
+# --- what tenants may have ------------------------------------------------------------------------
+
+# The ledger counts the devices of a slice that was given back.
+row(
+    "count-devices-for-ever",
+    wrap(
+        "controller.usage.give",
+        lambda give, client, resource, key: (
+            resource is not Resource.DEVICES and give(client, resource, key)
+        ),
+    ),
+    seen("quotas", 2, "ledger"),
+)
+# The ledger counts the programs that were released.
+row(
+    "count-programs-for-ever",
+    wrap(
+        "controller.usage.give",
+        lambda give, client, resource, key: (
+            resource is not Resource.PROGRAMS and give(client, resource, key)
+        ),
+    ),
+    seen("quotas", 5, "ledger"),
+)
+# The ledger counts the replicas of arrays that were deleted.
+row(
+    "count-replicas-for-ever",
+    wrap(
+        "controller.usage.give",
+        lambda give, client, resource, key: (
+            resource is not Resource.HOST_MEMORY and give(client, resource, key)
+        ),
+    ),
+    seen("quotas", 9, "ledger"),
+)
+# The ledger counts what a client had that was killed.
+row("count-clients-that-left", forget("controller.usage.leave"), seen("quotas", 37, "ledger"))
+# The controller compares nothing with the bounds.
+row("leave-out-the-bounds", forget("controller.usage.check"), seen("quotas", 6, "quotas"))
+# A slice waits on after a client of its tenant has left.
+row(
+    "wait-on-after-a-client-left",
+    wrap("controller.slices.client_left", breakages.without_another_try),
+    seen("quotas", 25, "quotas"),
+)
+# The accounts have no launches that end after their client has left.
+row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 10, "accounts"))
+# The accounts have each launch twice.
+row(
+    "account-twice",
+    wrap("controller.accounts.take", lambda take, client: [*take(client)] * 2),
+    seen("quotas", 0, "accounts"),
+)
+# The accounts lose what the disk had no room for.
+row(
+    "lose-what-is-not-written",
+    wrap("cluster.accounts.write", lambda write, entries: write(entries) or True),
+    seen("quotas", 23, "accounts"),
 )

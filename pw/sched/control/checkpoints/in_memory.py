@@ -8,15 +8,24 @@ refuse, and then its answer is an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
+from pw.core.errors import (
+    ArrayDeleted,
+    ErrorReport,
+    HostLost,
+    NotOwner,
+    PlacementError,
+    QuotaExceeded,
+)
 from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.sharding import Box
+from pw.core.rights import Resource
+from pw.core.sharding import Box, box_shape, dtype_of
 from pw.sched.control.checkpoints.replicas import OFFER_S, ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
@@ -78,6 +87,7 @@ class Checkpoints(ControlPart):
         """Have arrays copied to host memory, after the client's earlier work."""
         copying = _Copying(client, message.request)
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
+        amounts: dict[int, int] = {}
         for number in dict.fromkeys(message.arrays):
             array = client.arrays.get(number)
             origin = client.lineage.origins.get(number)
@@ -106,6 +116,13 @@ class Checkpoints(ControlPart):
                     box = array.spec.box(position)
                     copying.holders[number, box] = host
                     missing |= {(keeper, box) for keeper in (host, *targets)}
+            itemsize = dtype_of(array.spec.dtype).itemsize
+            amounts[number] = sum(math.prod(box_shape(box)) * itemsize for _, box in missing)
+        try:
+            self.sessions.usage.take(client.number, Resource.HOST_MEMORY, amounts)
+        except QuotaExceeded as error:
+            self._env.send(client.address, msg.Answered(message.request, ErrorReport.of(error)))
+            return
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, tuple(copies)))
         self._offers.start()

@@ -47,6 +47,8 @@ class _Save:
     """Names of hosts that are there: the first of them commits."""
     error: ErrorReport | None = None
     committing: bool = False
+    size_bytes: int = 0
+    """Bytes of all files."""
 
 
 @dataclass(eq=False)
@@ -129,7 +131,8 @@ class Saves(ControlPart):
         for island, theirs in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, (), tuple(theirs)))
         self.under_way[message.checkpoint] = _Save(
-            client, message, files, islands, set(files), list(files)
+            *(client, message, files, islands, set(files), list(files)),
+            size_bytes=sum(sizes_bytes.values()),
         )
 
     def _makes_sense(self, message: msg.SaveArrays) -> bool:
@@ -175,6 +178,8 @@ class Saves(ControlPart):
         if save is None:
             self._env.count("messages_stale")
             return
+        if message.error is None:
+            save.client.usage.stored_bytes += save.size_bytes
         self._answer(save, message.error)
         self._proceed()
 

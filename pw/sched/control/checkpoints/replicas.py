@@ -20,6 +20,7 @@ from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.actors.ticker import Ticker
 from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, store_of
+from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec, Box
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Origin
@@ -309,6 +310,7 @@ class ReplicaTable(ControlPart):
         """Have hosts drop their replicas of these arrays."""
         by_host: dict[str, list[int]] = {}
         for array in arrays:
+            self.sessions.usage.give(client_of(array), Resource.HOST_MEMORY, array)
             for host in self._replicas.pop(array, ()):
                 by_host.setdefault(host, []).append(array)
         for key in {*self._offered, *self._refusals}:

@@ -30,6 +30,7 @@ from pw.core.ids import (
     serial_of,
 )
 from pw.core.messages.owners import visible
+from pw.core.rights import Resource, in_words
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.client_order import ClientOrder
@@ -115,7 +116,6 @@ class Explainer(ControlPart):
         answers = yield msg.HostReport, questions
         hosts = {at.node: report for at, report in answers.items() if report.host == at.node}
         silent = sorted({at.node for at in questions} - hosts.keys())
-        used = self.runs.used_credits()
         everything = msg.Explanation(
             request,
             "",
@@ -123,13 +123,14 @@ class Explainer(ControlPart):
             tuple(work),
             tuple(hosts[host] for host in sorted(hosts)),
             tuple(msg.HostSilence(host, self._silent_s(host)) for host in silent),
-            tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
+            tuple(self._about(client) for client in self.sessions.clients),
             tuple(self._left(asker, work)),
         )
         sees = self.sessions.sight(asker) if asker else lambda number: True
         facts = visible(everything, sees)
         lines = [*story(facts, awaited, run, self._run_name)]
-        if hidden := sum(runs for number, runs in used.items() if not sees(number)):
+        clients = self.sessions.clients
+        if hidden := sum(one.usage.runs for one in clients if not sees(one.number)):
             lines.append(f"not shown: {hidden} run{'' if hidden == 1 else 's'} of other tenants")
         return replace(facts, text="\n".join(lines))
 
@@ -146,11 +147,11 @@ class Explainer(ControlPart):
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def _about(self, client: Client, used_credits: int) -> msg.ClientReport:
+    def _about(self, client: Client) -> msg.ClientReport:
         return msg.ClientReport(
             client.number,
             client.name,
-            used_credits,
+            client.usage.runs,
             len(client.stream),
             tuple(self._waits_for(client)),
             self.sessions.silent_s(client),
@@ -185,6 +186,12 @@ class Explainer(ControlPart):
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
         elif count := self.slices.unplaced(client):
             yield f"{count} device{'' if count == 1 else 's'} that no island has yet"
+        elif count := self.slices.over_quota(client):
+            rights = self.sessions.usage.rights.of(client.tenant)
+            yield (
+                f"{in_words(Resource.DEVICES, count)}, until tenant {client.tenant!r}, which may have "
+                f"{rights.devices}, has given some back"
+            )
         elif client.arrays.lost:
             programs = (*client.programs.values(), *client.retired.values())
             names = sorted({repr(p.body.name) for p in programs if p.installing})

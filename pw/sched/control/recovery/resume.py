@@ -17,9 +17,10 @@ from pw.core.errors import Error, ErrorReport, HostLost, NotOwner, ProtocolError
 from pw.core.ids import arrays_in, client_of, is_repeat
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec
+from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import NOWHERE, ArrayEntry, ArrayState
-from pw.sched.control.checkpoints.replicas import ReplicaTable
+from pw.sched.control.checkpoints.replicas import REPLICAS, ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -134,3 +135,6 @@ class Resumptions(ControlPart):
                 client.arrays.add(number, lost)
         for array in filter(client.owns, message.copied):
             lineage.was_replicated(array)
+            if (origin := lineage.origins.get(array)) is not None:
+                amounts = {array: REPLICAS * origin.spec.size_bytes}
+                self.sessions.usage.keep(client.number, Resource.HOST_MEMORY, amounts)

@@ -1,0 +1,133 @@
+"""The ledger: what each client has of each resource, and whether its tenant may have more.
+
+Theory of operation. An amount is counted under the id of what it is for: devices under the number of their
+slice, programs under their own, replicas under their array. So an amount that is counted twice, or given
+back twice, changes nothing. What a tenant has is the sum over its clients, and what a client has is
+forgotten when it leaves. The parts of the controller `take` before they do what needs the resource, and
+`give` when it is over. A part whose work waits for a resource tries again after each `give`.
+
+A bound is compared with what a tenant asks for, not with what it has: a client that comes back from an
+earlier controller keeps what it had (`keep`), and so does a tenant whose bound is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pw.core.errors import QuotaExceeded
+from pw.core.rights import NO_BOUNDS, Resource, TenantRights, in_words
+
+_ADVICE = {
+    Resource.CLIENTS: "close another session",
+    Resource.DEVICES: "ask for fewer",
+    Resource.PROGRAMS: "delete functions that are not called any more, or call them with fewer shapes",
+    Resource.HOST_MEMORY: "delete arrays of earlier checkpoints, or write to disk (pw.checkpoint with a path)",
+    Resource.NAMES: "take back names that are not needed",
+}
+
+
+@dataclass(slots=True, eq=False)
+class ClientUsage:
+    """What one client has."""
+
+    tenant: str
+    runs: int = 0
+    """Number of the client's runs in flight that use a credit."""
+    uploaded_bytes: int = 0
+    """Bytes that the client has put on devices, and that its account does not have yet."""
+    stored_bytes: int = 0
+    """Bytes of its checkpoints on disk, which its account does not have yet."""
+    amounts: dict[Resource, dict[int, int]] = field(default_factory=dict)
+    """Amounts of each resource, by the id of what they are for."""
+
+    def amount(self, resource: Resource) -> int:
+        """Return how much the client has of a resource."""
+        if resource is Resource.CLIENTS:
+            return 1
+        return sum(self.amounts.get(resource, {}).values())
+
+
+class Usage:
+    """What all clients have.
+
+    Args:
+        rights: of all tenants.
+    """
+
+    def __init__(self, rights: TenantRights = NO_BOUNDS) -> None:
+        self.rights = rights
+        self._clients: dict[int, ClientUsage] = {}
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def attach(self, client: int, tenant: str) -> ClientUsage:
+        """Count a client."""
+        usage = self._clients[client] = ClientUsage(tenant)
+        return usage
+
+    def leave(self, client: int) -> None:
+        """Forget all that a client had."""
+        self._clients.pop(client, None)
+
+    def of_tenant(self, tenant: str) -> Iterator[ClientUsage]:
+        """Yield what each client of a tenant has."""
+        return (usage for usage in self._clients.values() if usage.tenant == tenant)
+
+    # --- amounts ----------------------------------------------------------------------------------
+
+    def amount(self, tenant: str, resource: Resource) -> int:
+        """Return how much a tenant has of a resource."""
+        return sum(usage.amount(resource) for usage in self.of_tenant(tenant))
+
+    def amounts(self, tenant: str) -> dict[str, int]:
+        """Return how much a tenant has of each resource, by name, and its runs in flight."""
+        runs = sum(usage.runs for usage in self.of_tenant(tenant))
+        counted = {one.value: self.amount(tenant, one) for one in Resource}
+        return {name: amount for name, amount in counted.items() if amount} | {"runs": runs}
+
+    def can_ever_have(self, tenant: str, resource: Resource, amount: int) -> bool:
+        """Whether a tenant that has nothing else may have so much of a resource."""
+        bound = self.rights.of(tenant).bound(resource)
+        return bound is None or amount <= bound
+
+    def take(self, client: int, resource: Resource, amounts: Mapping[int, int]) -> None:
+        """Count amounts, by the id of what they are for; what was counted for it before is replaced.
+
+        Raises:
+            QuotaExceeded: the tenant would have more than it may; nothing is counted.
+        """
+        usage = self._clients[client]
+        before = usage.amounts.get(resource, {})
+        more = sum(amount - before.get(key, 0) for key, amount in amounts.items())
+        self.check(usage.tenant, resource, more)
+        self.keep(client, resource, amounts)
+
+    def keep(self, client: int, resource: Resource, amounts: Mapping[int, int]) -> None:
+        """Count amounts that a client has already, whatever its tenant may have."""
+        self._clients[client].amounts.setdefault(resource, {}).update(amounts)
+
+    def give(self, client: int, resource: Resource, key: int) -> bool:
+        """Count what is for `key` no more; return whether it was counted."""
+        usage = self._clients.get(client)
+        return usage is not None and usage.amounts.get(resource, {}).pop(key, None) is not None
+
+    def check(self, tenant: str, resource: Resource, more: int) -> None:
+        """Raise QuotaExceeded if a tenant may not have so much more of a resource."""
+        bound = self.rights.of(tenant).bound(resource)
+        if bound is not None and more > 0 and self.amount(tenant, resource) + more > bound:
+            raise self.exceeded(tenant, resource, more)
+
+    def exceeded(self, tenant: str, resource: Resource, more: int) -> QuotaExceeded:
+        """Return the error of a tenant that may not have so much more of a resource."""
+        bound = self.rights.of(tenant).bound(resource) or 0
+        is_in = (
+            resource is not Resource.CLIENTS
+        )  # another one, who only looks, is not let in either
+        look = "; pw status --tenants shows what there is" if is_in else ""
+        return QuotaExceeded(
+            f"tenant {tenant!r} has {in_words(resource, self.amount(tenant, resource))} and may have "
+            f"{in_words(resource, bound)}; {in_words(resource, more)} more cannot be had. "
+            f"{_ADVICE[resource].capitalize()}, or have the operator raise {resource.value} in pw-controller "
+            f"--tenants{look}"
+        )

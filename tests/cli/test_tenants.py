@@ -1,0 +1,351 @@
+"""The file of tenants' rights and the file of accounts, with processes: over TLS, and without certificates."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pw.cli.accounts import AccountsFile
+from pw.core.accounts import AccountEntry, Spent
+from pw.core.errors import ArgumentError
+from pw.core.messages.roles import Role
+from pw.transport.access.authority import Authority
+from tests.cli.test_secure_cluster import issue
+from tests.stages.daemons import Program, start_module, until
+
+RIGHTS = """
+[default]
+devices = 1
+
+[tenants.red]
+share = 2
+devices = 3
+clients = 2
+programs = 2
+python = ["h"]
+
+[tenants.green]
+python = false
+"""
+
+HOLD = """
+import sys, numpy as np, pw
+slices = pw.make_virtual_device_set()
+for devices in map(int, sys.argv[1:]):
+    mesh = pw.Mesh(slices.add_slice(devices=devices).devices, ("x",))
+    print(f"has {devices}", flush=True)
+x = np.arange(12.0, dtype=np.float32)
+assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
+print("computed", flush=True)
+sys.stdin.read() if sys.stdin else None
+import time
+while True:
+    time.sleep(1)
+"""
+
+TRY = """
+import sys, pw
+try:
+    pw.make_virtual_device_set().add_slice(devices=int(sys.argv[1]))
+except pw.AccessRefused as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("has", sys.argv[1], flush=True)
+"""
+
+
+WAIT = """
+import sys, time, pw
+slices = pw.make_virtual_device_set()
+print("asks", flush=True)
+try:
+    slices.add_slice(devices=int(sys.argv[1]))
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+CALL = """
+import jax, numpy as np, pw
+
+def double(x):
+    return 2 * x
+
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+function = pw.host_function(double, jax.ShapeDtypeStruct((3,), np.float32), mesh=mesh)
+try:
+    print(np.asarray(function(np.ones(3, np.float32))), flush=True)
+except pw.PythonRefused as error:
+    print("refused", error, flush=True)
+"""
+
+
+class Cluster:
+    """A controller with a file of rights and one of accounts, a host `h` of four devices, and certificates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.authority = folder, Authority.create()
+        self.rights, self.accounts = folder / "tenants.toml", folder / "accounts.jsonl"
+        self.rights.write_text(RIGHTS)
+        self.started: list[Program] = []
+        self.keys = {
+            name: str(issue(self.authority, folder / f"{name}.pem", role, name, tenant))
+            for name, role, tenant in (
+                ("controller", Role.CONTROLLER, ""),
+                ("h", Role.WORKER, ""),
+                *((one, Role.CLIENT, one) for one in ("red", "blue", "green", "operator")),
+            )
+        }
+        self.bind = "tcp://127.0.0.1:0"
+        self.controller = self.start_controller()
+        self.address = re.findall(r"listens at (\S+)", self.controller.out)[0]
+        self.bind = self.address
+        self.worker = self.start(
+            "pw.cli.worker",
+            *("--controller", self.address, "--island", "i", "--name", "h", "--devices", 4),
+            "--allow-python",
+            PW_CREDENTIALS=self.keys["h"],
+        )
+        self.worker.until_says("island=i")
+
+    def start(self, module: str, *arguments: object, **variables: str) -> Program:
+        self.started.append(start_module(module, *arguments, folder=self.folder, **variables))
+        return self.started[-1]
+
+    def start_controller(self) -> Program:
+        controller = self.start(
+            "pw.cli.controller",
+            *("--bind", self.bind, "--policy", "share", "--credentials", self.keys["controller"]),
+            *("--tenants", self.rights, "--accounts", self.accounts),
+        )
+        controller.until_says("listens at")
+        return controller
+
+    def script(self, tenant: str, script: str, *arguments: object) -> Program:
+        words = ["-c", script, *map(str, arguments)]
+        at = {"PW_ADDRESS": self.address, "PW_CREDENTIALS": self.keys[tenant]}
+        self.started.append(Program(self.folder, words, JAX_PLATFORMS="cpu", **at))
+        return self.started[-1]
+
+    def status(self, tenant: str = "operator") -> dict[str, Any]:
+        asked = self.start(
+            "pw.cli.main",
+            *("status", "--tenants", "--json", "--address", self.address),
+            PW_CREDENTIALS=self.keys[tenant],
+        )
+        assert asked.end() == 0, asked.err
+        return {one["tenant"]: one for one in json.loads(asked.out)["tenants"]}
+
+    def why(self) -> str:
+        asked = self.start(
+            *("pw.cli.main", "why", "--address", self.address), PW_CREDENTIALS=self.keys["operator"]
+        )
+        assert asked.end() == 0, asked.err
+        return asked.out.replace("\n", " ")
+
+    def entries(self) -> list[AccountEntry]:
+        lines = self.accounts.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=AccountEntry) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("tenants"))
+    try:
+        yield cluster
+    finally:
+        for one in reversed(cluster.started):
+            one.kill()
+
+
+@pytest.mark.processes
+def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluster) -> None:
+    first = cluster.script("red", HOLD, 2, 1)
+    first.until_says("computed")
+    second = cluster.script("red", HOLD, 2)
+    until(lambda: cluster.status()["red"]["amounts"].get("clients") == 2, "two clients of red")
+    third = cluster.script("red", TRY, 1)
+    assert third.end() == 0, third.err
+    assert "QuotaExceeded tenant 'red' has 2 clients and may have 2 clients" in third.out
+    never, fits = cluster.script("blue", TRY, 2), cluster.script("blue", TRY, 1)
+    assert never.end() == fits.end() == 0, never.err + fits.err
+    assert "QuotaExceeded tenant 'blue' has 0 devices and may have 1 device; 2 dev" in never.out
+    assert fits.out == "has 1\n"
+    shown = cluster.status()
+    assert shown["red"]["amounts"]["devices"] == 3
+    assert shown["red"]["bounds"] == {"clients": 2, "devices": 3, "programs": 2}
+    assert "has 2" not in second.out
+    first.kill()
+    second.until_says("computed")
+    second.kill()
+    until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
+    assert not cluster.status()["red"]["amounts"].get("devices")
+
+
+@pytest.mark.processes
+def test_a_wait_that_is_interrupted_takes_no_devices_later(cluster: Cluster) -> None:
+    first = cluster.script("red", HOLD, 2)
+    first.until_says("computed")
+    second = cluster.script("red", WAIT, 2)
+    second.until_says("asks")
+    until(lambda: "devices, until tenant 'red'" in cluster.why(), "a slice that waits")
+    second.process.send_signal(signal.SIGINT)
+    second.until_says("stopped")
+    first.kill()
+    until(lambda: cluster.status()["red"]["amounts"]["clients"] == 1, "one client of red")
+    assert "devices" not in cluster.status()["red"]["amounts"]
+    second.kill()
+    until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
+
+
+@pytest.mark.processes
+def test_python_functions_run_for_tenants_that_may(cluster: Cluster) -> None:
+    red, green = cluster.script("red", CALL), cluster.script("green", CALL)
+    assert _out(red) == "[2. 2. 2.]\n"
+    assert "it may run none in this cluster (python in pw-controller --tenants)" in _out(green)
+
+
+@pytest.mark.processes
+def test_rights_are_read_again_and_wrong_ones_are_refused(cluster: Cluster) -> None:
+    def again(text: str, words: str) -> None:
+        before = cluster.controller.err.count(words)
+        cluster.rights.write_text(text)
+        cluster.controller.process.send_signal(signal.SIGHUP)
+        until(lambda: cluster.controller.err.count(words) > before, words)
+
+    try:
+        again(RIGHTS.replace("devices = 1\n", "devices = many\n"), "rights refused")
+        assert "at line 3" in cluster.controller.err
+        again(
+            RIGHTS.replace("devices = 1\n", "devices = -1\n"), "line 3: devices = -1 is not a whole"
+        )
+        assert "QuotaExceeded" in _out(cluster.script("blue", TRY, 2))
+        again(RIGHTS.replace("devices = 1\n", "devices = 2\n"), "rights read again")
+        assert _out(cluster.script("blue", TRY, 2)) == "has 2\n"
+    finally:
+        again(RIGHTS, "rights read again")
+
+
+@pytest.mark.processes
+def test_accounts_go_on_after_a_restart(cluster: Cluster) -> None:
+    def work() -> None:
+        script = cluster.script("red", HOLD, 1)
+        script.until_says("computed")
+        script.kill()
+        until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
+
+    work()
+    before = cluster.status()["red"]["spent"]
+    assert before["device_s"] > 0.0
+    assert before["compile_s"] > 0.0
+    assert before["launches"] >= 1
+    assert any(entry.leaves and entry.tenant == "red" for entry in cluster.entries())
+    cluster.controller.process.send_signal(signal.SIGTERM)
+    assert cluster.controller.end() == 0
+    written = sum(entry.launches for entry in cluster.entries() if entry.tenant == "red")
+    assert written == before["launches"]
+    cluster.controller = cluster.start_controller()
+    shown = cluster.status()["red"]["spent"]
+    assert shown["device_s"] == pytest.approx(before["device_s"], abs=1e-4)
+    work()
+    after = cluster.status()["red"]["spent"]
+    assert after["launches"] > before["launches"]
+    text = cluster.start(
+        *("pw.cli.main", "status", "--tenants", "--address", cluster.address),
+        PW_CREDENTIALS=cluster.keys["red"],
+    )
+    assert text.end() == 0, text.err
+    assert re.search(r"red +2 +0 of 2|red +2 +1 of 2", text.out), text.out
+    assert "blue" not in text.out
+
+
+@pytest.mark.processes
+def test_a_host_does_not_say_again_whose_python_it_runs(cluster: Cluster) -> None:
+    worker = cluster.start(
+        "pw.cli.worker",
+        *("--controller", cluster.address, "--island", "j", "--name", "h/2"),
+        *("--python-tenants", "blue"),
+        PW_CREDENTIALS=cluster.keys["h"],
+    )
+    worker.until_says("island=j")  # no right names it
+    worker.kill()
+    cluster.worker.kill()
+    worker = cluster.start(
+        "pw.cli.worker",
+        *("--controller", cluster.address, "--island", "i", "--name", "h"),
+        *("--python-tenants", "blue"),
+        PW_CREDENTIALS=cluster.keys["h"],
+    )
+    assert worker.end() != 0
+    assert "start it with --allow-python instead" in worker.err
+
+
+def _out(program: Program) -> str:
+    assert program.end() == 0, program.err
+    return program.out
+
+
+# --- without certificates -------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "text", "words"),
+    [
+        ((), "[default]\ndevices = x", "line 2"),
+        (("--max-share", 2), "[default]\nmax_share = 3", "line 2: max_share is given here and by"),
+        ((), "[tenants.red]\nshare = 3", "has shares, and they are for --policy share"),
+    ],
+)
+def test_a_controller_with_wrong_rights_does_not_start(
+    tmp_path: Path, arguments: Any, text: str, words: str
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    bind = ("--bind", "tcp://127.0.0.1:0", "--tenants", file)
+    controller = start_module("pw.cli.controller", *bind, *arguments, folder=tmp_path)
+    assert controller.end() == 1
+    assert words in controller.err
+
+
+def test_the_file_of_accounts_only_grows(tmp_path: Path) -> None:
+    path = tmp_path / "accounts.jsonl"
+    entry: Callable[..., AccountEntry] = lambda n: AccountEntry(  # noqa: E731
+        tenant="red", client=n, name="ann", device_s=0.25, uploaded_bytes=3
+    )
+    file = AccountsFile(str(path))
+    assert not file.sums()
+    assert file.write([entry(1), entry(2)])
+    file.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with path.open("ab") as torn:
+        torn.write(b'{"time": 3, "ten')
+    file = AccountsFile(str(path))
+    assert file.sums() == {"red": Spent(device_s=0.5, uploaded_bytes=6)}
+    assert file.write([entry(3)])
+    file.close()
+    assert [json.loads(line)["client"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    path.write_text("no entry\n")
+    with pytest.raises(ArgumentError, match="line 1 is no entry of an account"):
+        AccountsFile(str(path))
+
+
+def test_entries_wait_for_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = AccountsFile(str(tmp_path / "accounts.jsonl"))
+    entry = AccountEntry(tenant="red", client=1, device_s=1.0)
+    with open("/dev/full", "ab", buffering=0) as full:
+        monkeypatch.setattr(file, "file", full)
+        assert not file.write([entry])
+        monkeypatch.undo()
+    assert file.write([entry])
+    file.close()
+    with pytest.raises(ArgumentError, match="/dev/full cannot be used: it is no file"):
+        AccountsFile("/dev/full")
