@@ -29,7 +29,7 @@ from tests.stages.stage import held, interrupted_in_its_wait, mesh_on, numbers, 
 def _options(name: str) -> list[str]:
     """Names of the arguments with defaults of a function of pw."""
     fun = getattr(pw, name)
-    if not fun.__module__.startswith("pw.") or name in ("Stream", "Schedule"):
+    if not fun.__module__.startswith("pw.") or name in ("IslandEvent", "Stream", "Schedule"):
         return []
     if isinstance(fun, type) and issubclass(fun, Exception):
         return []

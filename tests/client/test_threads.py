@@ -129,6 +129,7 @@ def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPat
             session_ended=None,
             lock=threading.RLock(),
             calls=SimpleNamespace(arrived=None),
+            island_readers=SimpleNamespace(changed=None),
         ),
     )
 
