@@ -35,6 +35,7 @@ from pw.core.errors import (
     InsufficientDevices,
     InternalError,
     IslandFull,
+    NameNotFound,
     NaNFound,
     NotOwner,
     OutOfDeviceMemory,
@@ -74,11 +75,14 @@ if TYPE_CHECKING:
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
     from pw.client.looking.memory import memory
+    from pw.client.looking.names import names
     from pw.client.looking.plan import plan
     from pw.client.looking.show import show
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
+    from pw.client.sharing.lookup import lookup, version_of
+    from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
     from pw.operating.deploy.local_cluster import LocalCluster
     from pw.operating.deploy.on_ray import on_ray
@@ -125,6 +129,12 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoints.checkpoint",
     "restore": "pw.client.checkpoints.files",
     "drain": "pw.client.checkpoints.checkpoint",
+    "publish": "pw.client.sharing.publish",
+    "Publication": "pw.client.sharing.publish",
+    "unpublish": "pw.client.sharing.publish",
+    "lookup": "pw.client.sharing.lookup",
+    "version_of": "pw.client.sharing.lookup",
+    "names": "pw.client.looking.names",
     "memory": "pw.client.looking.memory",
     "plan": "pw.client.looking.plan",
     "profile": "pw.operating.profiling.profile",
@@ -174,6 +184,12 @@ __all__ = [
     "Checkpoint",
     "restore",
     "drain",
+    "publish",
+    "Publication",
+    "unpublish",
+    "lookup",
+    "version_of",
+    "names",
     "memory",
     "plan",
     "profile",
@@ -202,6 +218,7 @@ __all__ = [
     "InsufficientDevices",
     "InternalError",
     "IslandFull",
+    "NameNotFound",
     "NaNFound",
     "NotOwner",
     "OutOfDeviceMemory",

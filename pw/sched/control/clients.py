@@ -29,6 +29,9 @@ Ordered = (
     | msg.ReleaseSlice
     | msg.Checkpoint
     | msg.SaveArrays
+    | msg.Publish
+    | msg.Lookup
+    | msg.Unpublish
     | msg.Inquire
 )
 """Messages that the controller handles in the client's order."""
@@ -92,6 +95,8 @@ class Client:
     (`pw.core.tenants`)."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    is_holder: bool = False
+    """True if no process calls from the address: the client holds what is published under a name."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)

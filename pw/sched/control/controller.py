@@ -33,6 +33,7 @@ from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
+from pw.sched.control.names import NameTable
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -108,12 +109,18 @@ class Controller(Actor):
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
+        names = self.names = NameTable(
+            sessions, slices, replicas, handovers, uploads, self._release
+        )
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
             msg.Offer: handovers.offer,
             msg.Checkpoint: checkpoints.begin,
             msg.SaveArrays: saves.begin,
+            msg.Publish: names.publish,
+            msg.Lookup: names.look_up,
+            msg.Unpublish: names.unpublish,
             msg.ReleaseProgram: registry.release,
             msg.ReleaseSlice: slices.release,
         }
@@ -121,13 +128,14 @@ class Controller(Actor):
             msg.Run: resumptions.ran,
             msg.CreateArray: resumptions.announced,
             msg.Offer: handovers.offered_before,
+            msg.Publish: names.published_before,
         }
         stream.set_handlers(in_order, resuming)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
-            *(ends, uploads, stream, handovers, self.recordings),
+            *(ends, uploads, stream, handovers, names, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.IslandLost: (
@@ -173,6 +181,11 @@ class Controller(Actor):
             arrays=len(client.arrays),
             runs=self.runs.used_credits()[client.number],
         )
+        self._release(client, reason)
+        self.recordings.forget_node(client.address.node)
+        self.names.client_left(client)
+
+    def _release(self, client: Client, reason: str) -> None:
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
@@ -182,14 +195,15 @@ class Controller(Actor):
             self._publishing.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
-        self.recordings.forget_node(client.address.node)
 
     def turn_ended(self) -> None:
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
         self._uploads.settle_taken()
         self._go_on()
-        while (asked := self.handovers.clients_with_news()) or any(
-            client.lineage.has_unneeded for client in self.sessions.clients
+        while (
+            (asked := self.handovers.clients_with_news())
+            or any(client.lineage.has_unneeded for client in self.sessions.clients)
+            or self.names.go_on()
         ):
             for client in asked:
                 self._rebuilder.proceed(client)
@@ -213,10 +227,10 @@ class Controller(Actor):
         """Have the client and the hosts forget what nothing of the client can need any more."""
         unneeded = client.lineage.drain()
         if unneeded.runs:
-            self.env.send(client.address, msg.ForgetRuns(tuple(unneeded.runs)))
+            self.sessions.tell(client, msg.ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self.handovers.forgotten(unneeded.inputs)
-            self.env.send(client.address, msg.ForgetInputs(tuple(unneeded.inputs)))
+            self.sessions.tell(client, msg.ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
         self.checkpoints.forget(client, unneeded.arrays)
@@ -260,7 +274,8 @@ class Controller(Actor):
         used, uses, nothing = self.runs.used_credits(), self._uses(), msg.ClientUse()
         islands = self._island_status()
         sees = self.sessions.sight(asker.number)
-        seen = [client for client in self.sessions.clients if sees(client.number)]
+        clients = [client for client in self.sessions.clients if not client.is_holder]
+        seen = [client for client in clients if sees(client.number)]
         self.env.send(
             sender,
             msg.Status(
@@ -290,7 +305,7 @@ class Controller(Actor):
                 ),
                 tuple(run for run in self.runs.status() if sees(run.client)),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
-                len(self.sessions.clients) - len(seen),
+                len(clients) - len(seen),
                 sum(count for number, count in used.items() if not sees(number)),
                 self._awaited_islands(),
             ),

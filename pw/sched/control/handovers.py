@@ -115,6 +115,8 @@ class HandoverTable(ControlPart):
         self._handovers: dict[bytes, Handover] = {}
         self._of: dict[int, Handover] = {}
         """Handovers by the importer's arrays."""
+        self.ended: list[bytes] = []
+        """Tokens of offers of holders that have ended since the name table looked."""
         self._with_news: dict[int, None] = {}
         """Clients that have something to make, or to repeat, by number."""
         self._timer = Ticker(self._env, LOOK_S, self._end_lonely)
@@ -207,6 +209,12 @@ class HandoverTable(ControlPart):
                 for array in guarded:
                     del left[array]
         return tuple(left)
+
+    def withdraw(self, token: bytes) -> None:
+        """End an offer unless a client has taken it."""
+        handover = self._handovers.get(token)
+        if handover is not None and not handover.imports:
+            self._end(handover, _ENDED)
 
     # --- taken ----------------------------------------------------------------------------------------
 
@@ -432,6 +440,8 @@ class HandoverTable(ControlPart):
     def _end(self, handover: Handover, error: ErrorReport) -> None:
         """Forget a handover; what the importer still waits for fails."""
         self._handovers.pop(handover.token, None)
+        if handover.exporter is not None and handover.exporter.is_holder:
+            self.ended.append(handover.token)
         for number, _ in handover.imports.values():
             self._fail(handover, number, error)
             if self._of.pop(number, None) is not None and handover.record is not None:

@@ -66,7 +66,7 @@ class SliceRequests(ControlPart):
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
         if error is not None:
-            self._env.send(client.address, msg.SliceRefused(message.slice, ErrorReport.of(error)))
+            self.sessions.tell(client, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
@@ -87,7 +87,7 @@ class SliceRequests(ControlPart):
         self._bindings[number] = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
-        self._env.send(client.address, message)
+        self.sessions.tell(client, message)
         client.slices.hosts[number].update(device.host for device in message.devices)
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
@@ -103,7 +103,7 @@ class SliceRequests(ControlPart):
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
-            self._env.send(client.address, message)
+            self.sessions.tell(client, message)
 
     def awaited_hosts(self, client: Client, islands: Iterable[msg.IslandInfo]) -> tuple[str, ...]:
         """Return the hosts that a client's slices name, and without which they are not bound.
@@ -150,7 +150,7 @@ class SliceRequests(ControlPart):
         self.forget_request(client, number)
         self._bindings.pop(number, None)
         self._env.send(RESOURCES, msg.ReleaseSlice(number))
-        self._env.send(client.address, msg.ReleaseSlice(number))
+        self.sessions.tell(client, msg.ReleaseSlice(number))
 
     def forget_request(self, client: Client, number: int) -> None:
         """Forget how a slice was asked for, unless it is in use or a replay may need it."""
@@ -175,7 +175,7 @@ class SliceRequests(ControlPart):
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
-            self._env.send(client.address, msg.SliceLost(number, message.error))
+            self.sessions.tell(client, msg.SliceLost(number, message.error))
         if gone:
             self.expect(loss, message.error, message.island)
 
@@ -196,6 +196,23 @@ class SliceRequests(ControlPart):
             client.slices.unbound[number] = loss
             self._env.send(RESOURCES, client.slices.requests[number])
         self.expect(loss, _NOT_BORROWED)
+
+    def allocate_like(self, client: Client, model: int, devices: int, *, resumed: bool) -> int:
+        """Ask for a slice for a client on the devices of another one's slice; return its number.
+
+        Args:
+            client: the owner of the new slice.
+            model: number of the other slice.
+            devices: number of its devices.
+            resumed: true if that slice may be bound only later, by this controller.
+        """
+        number = client.new_id()
+        request = msg.AllocateSlice(number, devices, None, None, None, like=model)
+        client.slices.owned.add(number)
+        client.slices.requests[number] = request
+        client.slices.hosts[number] = set()
+        self._env.send(RESOURCES, msgspec.structs.replace(request, resumed=resumed))
+        return number
 
     def give_up(self, client: Client, numbers: Iterable[int]) -> None:
         """Do not wait any more until these slices are bound."""

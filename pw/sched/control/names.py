@@ -1,0 +1,492 @@
+"""Names: an array's owner is a client, or a name.
+
+Theory of operation. A name has a *holder*, which is a client without a process: it owns arrays, lineage and
+slices like every other one. To publish is to hand arrays over to the holder, to look up is to hand them over to
+a reader (`pw.sched.control.handovers`). So both are views: they share the memory, either side deletes and
+donates its own arrays, and recovery has the exporter make again what the importer has lost. The holder's slices
+are like those of the publisher, and outlast them.
+
+`versions` says how a version begins and ends. The current version of a name changes in one turn. A lookup
+reads one version, whole. A reader of a version is counted by the offers that the holder makes for it: an offer
+ends when its reader's lineage needs none of its arrays any more.
+
+When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
+arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
+
+A lookup is handled in the order of its client, and waits: for the client's own publications, for the recovery of
+the holder, and up to `wait_s` for a version that is not there yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from pw.core import messages as msg
+from pw.core.actors.actor import handles
+from pw.core.errors import ArgumentError, ArrayDeleted, ArrayLost, Error, ErrorReport, NameNotFound
+from pw.core.ids import Address, client_id, client_of
+from pw.core.sharding import Placement
+from pw.core.tenants import OPERATOR
+from pw.sched.control.checkpoints.replicas import ReplicaTable
+from pw.sched.control.clients import Client
+from pw.sched.control.handovers import HandoverTable
+from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.slices import SliceRequests
+from pw.sched.control.uploads import UploadTable
+from pw.sched.control.versions import Part, SharedName, Version, VersionEvent, VersionState
+
+NAMES = 4096
+"""Number of names of one tenant, at most."""
+WAITING = 1024
+"""Number of lookups of one client that wait, at most."""
+
+_Key = tuple[str, str]
+"""Tenant and name."""
+
+
+class LookupOver(NamedTuple):
+    """Timer: a lookup has waited long enough."""
+
+    client: int
+    request: int
+
+
+class KeepOver(NamedTuple):
+    """Timer: a version has outlasted its maker's session long enough."""
+
+    key: _Key
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A lookup that waits."""
+
+    client: Client
+    message: msg.Lookup
+    is_over: bool = False
+    """True if it does not wait any more for a version that is not there."""
+
+
+@dataclass(eq=False)
+class NameTable(ControlPart):
+    """Names of all tenants."""
+
+    slices: SliceRequests
+    replicas: ReplicaTable
+    handovers: HandoverTable
+    uploads: UploadTable
+    remove: Callable[[Client, str], None]
+    """Releases all that a holder owns."""
+    _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
+    _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
+    _offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
+    """Versions that offers to readers are of, by token."""
+    _waiting: dict[tuple[int, int], _Reader] = field(default_factory=dict, init=False)
+    """Lookups that wait, by client and request."""
+    _has_news: bool = field(default=False, init=False)
+    """True if a lookup that waits may be answered."""
+    _is_blocked: bool = field(default=False, init=False)
+    """True if a lookup waits for the recovery of a holder."""
+
+    # --- published ------------------------------------------------------------------------------------
+
+    def publish(self, client: Client, message: msg.Publish) -> None:
+        """A client publishes a version of a name of its tenant."""
+        runs = [offer.run for offer in message.offers]
+        if any(client_of(run) != client.number or run <= client.last_run for run in runs):
+            self._env.count("messages_duplicate")
+            return
+        error = self._objection(client, message)
+        if error is not None:
+            for run in runs:
+                client.last_run = max(client.last_run, run)
+                client.lineage.refuse_run(run)
+            self._refuse(client, message.request, error)
+            return
+        for offer in message.offers:
+            self.handovers.offer(client, offer)
+        self._begin(client, message, resumed=False)
+
+    def published_before(self, client: Client, message: msg.Publish) -> None:
+        """A client of an earlier controller had published a version."""
+        shared = self._names.get((client.tenant, message.name))
+        versions = () if shared is None else shared.versions.values()
+        if any((client.number, message.request) == one.origin for one in versions):
+            self._env.count("messages_duplicate")
+            return
+        if (error := self._objection(client, message)) is not None:
+            for offer in message.offers:
+                client.lineage.refuse_run(offer.run)
+            self._refuse(client, message.request, error)
+            return
+        for offer in message.offers:
+            self.handovers.offered_before(client, offer)
+        self._begin(client, message, resumed=True)
+
+    def _objection(self, client: Client, message: msg.Publish) -> Error | None:
+        key = client.tenant, message.name
+        if not message.name or "/" in message.name:
+            return ArgumentError(
+                f"{message.name!r} is no name for arrays: it has at least one character, and no slash"
+            )
+        if key not in self._names and sum(one[0] == client.tenant for one in self._names) >= NAMES:
+            return ArgumentError(
+                f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
+                "those that nothing needs"
+            )
+        for offer in message.offers:
+            if not offer.specs or client.slices.devices(offer.specs[0].placement.slice) is None:
+                return ArrayDeleted(
+                    f"an array of {message.name!r} lies on devices that were given back; put it on others "
+                    "first, with pw.put"
+                )
+        return None
+
+    def _begin(self, client: Client, message: msg.Publish, *, resumed: bool) -> None:
+        key = client.tenant, message.name
+        shared = self._names.get(key)
+        if shared is None:
+            words = f"name {message.name!r}"
+            holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
+            shared = self._names[key] = SharedName(client.tenant, message.name, holder)
+        number = message.version if message.version > shared.last else shared.last + 1
+        shared.last = number
+        parts = [
+            Part(offer, self._slice(client, shared, offer, resumed=resumed))
+            for offer in message.offers
+        ]
+        version = Version(number, client.number, message, parts)
+        shared.versions[number] = version
+        self._arriving.append((shared, version))
+
+    def _slice(self, client: Client, shared: SharedName, offer: msg.Offer, *, resumed: bool) -> int:
+        """Return the holder's slice on the devices of an offer."""
+        model = offer.specs[0].placement.slice
+        own = shared.likes.get(model)
+        if own is None or own not in shared.holder.slices.owned:
+            devices = client.slices.devices(model)
+            assert devices is not None, "the publication was checked"
+            own = self.slices.allocate_like(shared.holder, model, devices, resumed=resumed)
+            shared.likes[model] = own
+        return own
+
+    def _take(self, shared: SharedName, part: Part) -> None:
+        """Have the holder take the arrays of an offer."""
+        arrays = []
+        for index, spec in enumerate(part.offer.specs):
+            number = self._new_id(shared)
+            placement = Placement(part.slice, spec.placement.devices)
+            own = msgspec.structs.replace(spec, placement=placement)
+            source = msg.OfferSource(part.offer.token, index)
+            self.uploads.create(shared.holder, msg.CreateArray(number, own, source=source))
+            arrays.append(number)
+        part.arrays = tuple(arrays)
+
+    def _new_id(self, shared: SharedName) -> int:
+        shared.serial += 1
+        return client_id(shared.holder.number, shared.serial)
+
+    # --- what goes on at the end of a turn ------------------------------------------------------------
+
+    def go_on(self) -> bool:
+        """Take, complete and end versions, and answer lookups; return whether other parts have to go on."""
+        went_on = False
+        if self._arriving:
+            arriving, self._arriving = self._arriving, []
+            for shared, version in arriving:
+                went_on |= self._arrive(shared, version)
+        if self.handovers.ended:
+            ended, self.handovers.ended = self.handovers.ended, []
+            for token in ended:
+                entry = self._offered.pop(token, None)
+                if entry is not None:
+                    entry[1].readers.pop(token, None)
+                    went_on |= self._release(*entry)
+        if self._has_news:
+            self._has_news = False
+            for reader in list(self._waiting.values()):
+                if self._answer(reader):
+                    went_on = True
+                    del self._waiting[reader.client.number, reader.message.request]
+        if not went_on:  # the next call is in another turn
+            self._has_news, self._is_blocked = self._is_blocked, False
+        return went_on
+
+    def _arrive(self, shared: SharedName, version: Version) -> bool:
+        """Look at a version that arrives; return whether other parts have to go on."""
+        holder, took, gone = (
+            shared.holder,
+            False,
+            f"{shared.name!r} was lost while it was published",
+        )
+        for part in version.parts:
+            if part.slice not in holder.slices.owned:
+                self._fail(shared, version, ErrorReport.of(ArrayLost(gone)))
+                return True
+            if not part.arrays and part.slice in self._islands.bindings:
+                self._take(shared, part)
+                version.arriving += part.arrays
+                took = True
+        while version.arriving:
+            array = holder.arrays.get(version.arriving[-1])
+            if array is None or array.error is not None:
+                error = None if array is None else array.error
+                self._fail(shared, version, error or ErrorReport.of(ArrayLost(gone)))
+                return True
+            if array.is_lost or array.awaited:
+                break
+            version.arriving.pop()
+        if version.arriving or not all(part.arrays for part in version.parts):
+            self._arriving.append((shared, version))
+            return took
+        self._complete(shared, version)
+        return True
+
+    def _complete(self, shared: SharedName, version: Version) -> None:
+        """All arrays of a version are there: from now on every lookup finds it, and none an older one."""
+        version.happened(VersionEvent.COMPLETE)
+        former, newest = shared.current, version
+        if former is not None and former.number > version.number:
+            former, newest = version, former  # a publisher that was slow, or came back late
+        shared.current = newest
+        self._tell(version.maker, msg.Published(version.publication.request, version.number))
+        if former is not None:
+            self._retire(shared, former)
+        if newest is version and not version.maker:
+            self._keep(shared, version)
+        self._has_news = bool(self._waiting)
+
+    def _fail(self, shared: SharedName, version: Version, error: ErrorReport) -> None:
+        version.happened(VersionEvent.FAIL)
+        refused = msg.RequestFailed(version.publication.request, error)
+        self._tell(version.maker, refused)
+        self._drop(shared, version)
+        self._has_news = bool(self._waiting)
+
+    def _tell(self, number: int, message: object) -> None:
+        client = self.sessions.get(number)
+        if client is not None:
+            self.sessions.tell(client, message)
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    def _retire(self, shared: SharedName, version: Version) -> None:
+        version.happened(VersionEvent.RETIRE)
+        if shared.current is version:
+            shared.current = None
+        self._release(shared, version)
+
+    def _release(self, shared: SharedName, version: Version) -> bool:
+        """Delete a version that is not current, if it has no reader."""
+        if version.state is not VersionState.REPLACED or version.readers:
+            return False
+        version.happened(VersionEvent.RELEASE)
+        self._drop(shared, version)
+        return True
+
+    def _drop(self, shared: SharedName, version: Version) -> None:
+        """Forget a version that is gone, its arrays and slices; with the last one its name."""
+        holder = shared.holder
+        del shared.versions[version.number]
+        for part in version.parts:
+            if not part.arrays:
+                self.handovers.withdraw(part.offer.token)
+        self._islands.release(holder.number, holder.delete(tuple(version.arrays)))
+        used = {part.slice for one in shared.versions.values() for part in one.parts}
+        for model, own in list(shared.likes.items()):
+            if own not in used:
+                del shared.likes[model]
+                self.slices.release(holder, msg.ReleaseSlice(own))
+        if not shared.versions:
+            del self._names[shared.tenant, shared.name]
+            self.remove(holder, "nothing is published under its name")
+
+    def client_left(self, client: Client) -> None:
+        """Keep or end what a client has published; forget its lookups."""
+        for key in [key for key in self._waiting if key[0] == client.number]:
+            del self._waiting[key]
+        for token, (_, version) in list(self._offered.items()):
+            if version.readers.get(token) == client.number:
+                self.handovers.withdraw(token)
+        for shared in list(self._names.values()):
+            for version in list(shared.versions.values()):
+                if version.maker != client.number:
+                    continue
+                version.maker = 0
+                if version is shared.current:
+                    self._keep(shared, version)
+
+    def _keep(self, shared: SharedName, version: Version) -> None:
+        """The maker of the current version has left."""
+        keep_s = version.publication.keep_s
+        if not keep_s:
+            self._retire(shared, version)
+            return
+        if keep_s < math.inf:
+            key = shared.tenant, shared.name
+            self._env.call_later(keep_s, KeepOver(key, version.number))
+        if arrays := tuple(version.arrays):
+            shared.holder.backlog.append(msg.Checkpoint(0, arrays))
+
+    @handles(KeepOver)
+    def _keep_over(self, sender: Address, timer: KeepOver) -> None:
+        shared = self._names.get(timer.key)
+        version = None if shared is None else shared.current
+        if shared is not None and version is not None and version.number == timer.version:
+            if not version.maker:
+                self._retire(shared, version)
+
+    def unpublish(self, client: Client, message: msg.Unpublish) -> None:
+        """A client ends a name."""
+        shared = self._find(client, message.name)
+        if shared is None or shared.current is None:
+            self._refuse(client, message.request, self._not_there(client, message.name))
+        elif client.tenant not in (shared.tenant, OPERATOR):
+            error = self.sessions.objection(
+                client, f"unpublish {message.name!r}", f"clients of {shared.tenant!r}"
+            )
+            self.sessions.tell(client, msg.RequestFailed(message.request, error))
+        else:
+            self._retire(shared, shared.current)
+            self.sessions.tell(client, msg.Answered(message.request, None))
+
+    # --- looked up ------------------------------------------------------------------------------------
+
+    def look_up(self, client: Client, message: msg.Lookup) -> None:
+        """A client looks a name up."""
+        reader = _Reader(client, message, message.wait_s <= 0)
+        if self._answer(reader):
+            return
+        if sum(number == client.number for number, _ in self._waiting) >= WAITING:
+            words = f"a client has more than {WAITING} lookups that wait"
+            self._refuse(client, message.request, ArgumentError(words))
+            return
+        self._waiting[client.number, message.request] = reader
+        if not reader.is_over and message.wait_s < math.inf:
+            self._env.call_later(message.wait_s, LookupOver(client.number, message.request))
+
+    @handles(LookupOver)
+    def _lookup_over(self, sender: Address, timer: LookupOver) -> None:
+        reader = self._waiting.get((timer.client, timer.request))
+        if reader is not None:
+            reader.is_over = True
+            self._has_news = True
+
+    def _find(self, client: Client, name: str) -> SharedName | None:
+        tenant, slash, own = name.partition("/")
+        key = (tenant, own) if slash else (client.tenant, name)
+        shared = self._names.get(key)
+        return shared if shared is not None and shared.may_read(client) else None
+
+    def _answer(self, reader: _Reader) -> bool:
+        """Answer a lookup; return False if it still has to wait."""
+        client, message = reader.client, reader.message
+        shared = self._find(client, message.name)
+        if shared is not None and any(
+            one.state is VersionState.ARRIVING and one.maker == client.number
+            for one in shared.versions.values()
+        ):
+            return False
+        version = None if shared is None else shared.current
+        if shared is not None and message.version:
+            version = shared.versions.get(message.version)
+            if version is None and message.version <= shared.last:
+                newest = (
+                    "" if shared.current is None else f"; the newest is {shared.current.number}"
+                )
+                words = f"version {message.version} of {message.name!r} is gone{newest}"
+                self._refuse(client, message.request, NameNotFound(words))
+                return True
+            if version is not None and version.state is VersionState.ARRIVING:
+                version = None
+        if shared is not None and version is shared.current and (error := shared.error()):
+            self.sessions.tell(client, msg.RequestFailed(message.request, error))
+            return True
+        if shared is None or version is None or version.number <= message.after:
+            if reader.is_over:
+                error = self._not_there(client, message.name, message.version, message.after)
+                self._refuse(client, message.request, error)
+            return reader.is_over
+        holder = shared.holder
+        if holder.recovering or any(
+            part.slice not in self._islands.bindings for part in version.parts
+        ):
+            self._is_blocked = True
+            return False
+        self._offer(shared, version, client, message.request)
+        return True
+
+    def _offer(self, shared: SharedName, version: Version, client: Client, request: int) -> None:
+        """Offer the arrays of a version to a reader."""
+        shares = []
+        for part in version.parts:
+            run = self._new_id(shared)
+            token = self.sessions.claims.permit(run, shared.holder.name, str(client.number))
+            entries = [shared.holder.arrays.get(array) for array in part.arrays]
+            specs = tuple([entry.spec for entry in entries if entry is not None])
+            version.readers[token] = client.number
+            self._offered[token] = shared, version
+            self.handovers.offer(shared.holder, msg.Offer(run, token, part.arrays, specs))
+            devices = shared.holder.slices.devices(part.slice)
+            assert devices is not None, "the slice is bound"
+            shares.append(msg.SharedPart(token, part.slice, devices))
+        found = msg.Found(
+            request, shared.name, version.number, tuple(shares), version.publication.tree
+        )
+        self.sessions.tell(client, found)
+
+    def _not_there(
+        self, client: Client, name: str, version: int = 0, after: int = 0
+    ) -> NameNotFound:
+        shared = self._find(client, name)
+        if shared is not None and shared.current is not None and (version or after):
+            what = f"version {version}" if version else f"version after {after}"
+            return NameNotFound(
+                f"{name!r} has no {what} yet; the newest is {shared.current.number}. Give wait= to "
+                "wait for it"
+            )
+        names = [self._known_as(client, one) for one in self._seen_by(client)]
+        others = f"; there are: {', '.join(names[:8])}" if names else ""
+        return NameNotFound(f"nothing is published as {name!r} for this session{others}")
+
+    def _seen_by(self, client: Client) -> list[SharedName]:
+        shown = (one for one in self._names.values() if one.current is not None)
+        return [one for one in shown if one.may_read(client)]
+
+    def _known_as(self, client: Client, shared: SharedName) -> str:
+        is_own = shared.tenant == client.tenant
+        return shared.name if is_own else f"{shared.tenant}/{shared.name}"
+
+    def _refuse(self, client: Client, request: int, error: Error) -> None:
+        self.sessions.tell(client, msg.RequestFailed(request, ErrorReport.of(error)))
+
+    # --- listed ---------------------------------------------------------------------------------------
+
+    @handles_client(msg.GetNames)
+    def _list(self, client: Client, message: msg.GetNames) -> None:
+        infos = []
+        for shared in self._seen_by(client):
+            version = shared.current
+            assert version is not None, "only such names are seen"
+            readers = {n for one in shared.versions.values() for n in one.readers.values()}
+            infos.append(
+                msg.NameInfo(
+                    shared.name,
+                    shared.tenant,
+                    version.number,
+                    tuple(shared.versions),
+                    sum(len(part.arrays) for part in version.parts),
+                    version.size_bytes,
+                    len(readers),
+                    version.maker,
+                    version.publication.keep_s,
+                    version.publication.to,
+                )
+            )
+        self.sessions.tell(client, msg.Names(message.request, tuple(infos)))
