@@ -182,8 +182,8 @@ def host_leaf(key: str, leaf: Any, caller: str) -> Leaf:
     value = np.asarray(jax.random.key_data(leaf) if prng else leaf)
     if value.nbytes > INLINE_BYTES:
         raise ArgumentError(
-            f"{caller} was given an array of {value.nbytes} bytes at {key or 'the top'} that is in this process. "
-            "Hosts have no copy of it: put it on devices first, with pw.put"
+            f"{caller} was given an array of {value.nbytes} bytes at {key or 'the top'} that is in this "
+            "process. Hosts have no copy of it: put it on devices first, with pw.put"
         )
     return Leaf(key, "", value.shape, value.dtype.name, prng, data=value.tobytes())
 

@@ -1,7 +1,7 @@
 """The description of a published tree: its containers and host values, and how its arrays lie.
 
-The publisher writes it, the controller passes it on, and readers build types and trees from it. A reader does not
-trust it: it may come from another tenant.
+The publisher writes it, the controller passes it on, and readers build types and trees from it. A reader does
+not trust it: it may come from another tenant.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class SharedMesh(msgspec.Struct, frozen=True):
 class SharedLeaf(Leaf, frozen=True, omit_defaults=True):
     """One leaf: a host value, or an array with its sharding."""
 
-    members: list[Member] = []
+    members: tuple[Member, ...] = ()
     """The array; of one over several islands, its part on each."""
     mesh: int = 0
     """Index of its mesh."""
-    axes: list[list[str]] = []
+    axes: tuple[tuple[str, ...], ...] = ()
     """Mesh axes that split each dimension."""
 
     def type(self, meshes: Sequence[OwnMesh]) -> ArrayType:
         """Return the type of the array. Raises an Error, LookupError or ValueError if there is none."""
-        spec = PartitionSpec(*(tuple(axes) or None for axes in self.axes))
+        spec = PartitionSpec(*(axes or None for axes in self.axes))
         type_ = ArrayType.of(self.aval(), OwnSharding.over(meshes[self.mesh], spec))
         if len(self.members) != len(type_.parts or (type_,)):
             raise ValueError("an array has another number of parts than islands")
@@ -117,7 +117,7 @@ def read(
     return shared, types, parts
 
 
-def leaf_of(key: str, array: Array, members: list[Member], mesh: int) -> SharedLeaf:
+def leaf_of(key: str, array: Array, members: Sequence[Member], mesh: int) -> SharedLeaf:
     """Describe an array."""
     type_ = array._type
     return SharedLeaf(
@@ -127,7 +127,7 @@ def leaf_of(key: str, array: Array, members: list[Member], mesh: int) -> SharedL
         type_.spec.dtype,
         type_.key_impl or "",
         array.weak_type,
-        members=members,
+        members=tuple(members),
         mesh=mesh,
-        axes=[list(axes) for axes in type_.sharding.core.spec],
+        axes=type_.sharding.core.spec,
     )

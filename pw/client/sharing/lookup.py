@@ -40,13 +40,14 @@ def lookup(
     """Return the tree that was published under a name, as arrays of this session.
 
     Without `like`, no bytes move: the arrays are views of the published shards, on the devices where these
-    lie, so they lie in memory once. With `like`, only the shards that it asks for travel, straight from the hosts
-    that have them. All arrays are of one version. It is in order with computations and publications of this
-    session: after a `pw.publish` here it finds that version, and waits for it.
+    lie, so they lie in memory once. With `like`, only the shards that it asks for travel, straight from the
+    hosts that have them. All arrays are of one version. It is in order with computations and publications of
+    this session: after a `pw.publish` here it finds that version, and waits for it.
 
     The arrays are read-only: a computation that donates one of them raises. They last as long as this session
     has them, also when newer versions are published, the name ends, or its publisher leaves. If hosts are
-    lost, they are brought back like every other array, as long as the publisher, or replicas, can make them again.
+    lost, they are brought back like every other array, as long as the publisher, or replicas, can make them
+    again.
 
     Args:
         name: the name, of this session's tenant; `tenant/name` for that of another tenant.

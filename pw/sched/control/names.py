@@ -13,8 +13,8 @@ ends when its reader's lineage needs none of its arrays any more.
 When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
 arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
 
-A lookup is handled in the order of its client, and waits: for the client's own publications, for the recovery of
-the holder, and up to `wait_s` for a version that is not there yet.
+A lookup is handled in the order of its client, and waits: for the client's own publications, for the recovery
+of the holder, and up to `wait_s` for a version that is not there yet.
 """
 
 from __future__ import annotations
@@ -338,9 +338,10 @@ class NameTable(ControlPart):
     def _keep_over(self, sender: Address, timer: KeepOver) -> None:
         shared = self._names.get(timer.key)
         version = None if shared is None else shared.current
-        if shared is not None and version is not None and version.number == timer.version:
-            if not version.maker:
-                self._retire(shared, version)
+        if shared is None or version is None or version.maker:
+            return
+        if version.number == timer.version:
+            self._retire(shared, version)
 
     def unpublish(self, client: Client, message: msg.Unpublish) -> None:
         """A client ends a name."""
@@ -405,8 +406,8 @@ class NameTable(ControlPart):
                 return True
             if version is not None and version.state is VersionState.ARRIVING:
                 version = None
-        if shared is not None and version is shared.current and (error := shared.error()):
-            self.sessions.tell(client, msg.RequestFailed(message.request, error))
+        if shared is not None and version is shared.current and (lost := shared.error()):
+            self.sessions.tell(client, msg.RequestFailed(message.request, lost))
             return True
         if shared is None or version is None or version.number <= message.after:
             if reader.is_over:

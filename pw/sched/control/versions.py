@@ -2,9 +2,10 @@
 
 Theory of operation. A *version* is a set of arrays that a holder owns: a client without a process
 (`Sessions.hold`). It begins *arriving*: its publisher hands the arrays over. When all are there it is
-*current*, in one turn of the controller, and the version before it is *replaced*. So there is never a version of
-which a reader could get a part. A version that is not current any more stays as long as readers have arrays of
-it, then it is *gone*. One whose arrays have failed before all were there is gone at once, and nothing else changes.
+*current*, in one turn of the controller, and the version before it is *replaced*. So there is never a version
+of which a reader could get a part. A version that is not current any more stays as long as readers have arrays
+of it, then it is *gone*. One whose arrays have failed before all were there is gone at once, and nothing else
+changes.
 """
 
 from __future__ import annotations
