@@ -215,7 +215,7 @@ class Controller(Actor):
         self.runs.send_credits()
 
     def _go_on(self) -> None:
-        for client in self.sessions.clients:
+        for client in tuple(self.sessions.clients):  # a name may get a holder, or lose it
             self.stream.go_on(client)
             while client.lineage.has_unneeded:
                 self._forget(client)
