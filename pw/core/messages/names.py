@@ -7,7 +7,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pw.core.messages.base import ClientToController, ControllerToSession
+from pw.core.errors import ErrorReport
+from pw.core.messages.base import (
+    ClientToController,
+    ControllerToSession,
+    ControllerToStore,
+    HostToController,
+)
 from pw.core.messages.bounds import Count, Hosts, Name, Tree
 from pw.core.messages.clients import Offer
 
@@ -119,3 +125,17 @@ class Names(ControllerToSession, frozen=True, tag=209):
 
     request: int
     names: tuple[NameInfo, ...]
+
+
+class ConfirmArrays(ControllerToStore, frozen=True, tag=210):
+    """Controller to ObjectStore: answer when this host's shards of these arrays are ready."""
+
+    request: int
+    arrays: tuple[int, ...]
+
+
+class ArraysConfirmed(HostToController, frozen=True, tag=211):
+    """ObjectStore to Controller: the shards are ready, or one of them has this error."""
+
+    request: int
+    error: ErrorReport | None

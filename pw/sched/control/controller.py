@@ -27,6 +27,7 @@ from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
+from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
@@ -109,8 +110,9 @@ class Controller(Actor):
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
+        confirmations = Confirmations(sessions)
         names = self.names = NameTable(
-            sessions, slices, replicas, handovers, uploads, self._release
+            sessions, slices, replicas, handovers, uploads, confirmations, self._release
         )
         in_order: Handlers = {
             msg.Run: runs.start,
@@ -135,12 +137,12 @@ class Controller(Actor):
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
-            *(ends, uploads, stream, handovers, names, self.recordings),
+            *(ends, uploads, stream, handovers, confirmations, names, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.IslandLost: (
                     *(SliceRequests, ProgramRegistry, Losses),
-                    *(Checkpoints, Rebuilder, Saves),
+                    *(Checkpoints, Rebuilder, Saves, Confirmations),
                 )
             },
         )

@@ -22,18 +22,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import ArgumentError, ArrayDeleted, ArrayLost, Error, ErrorReport, NameNotFound
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArgumentError,
+    ArrayDeleted,
+    ArrayLost,
+    Error,
+    ErrorReport,
+    NameNotFound,
+)
 from pw.core.ids import Address, client_id, client_of
 from pw.core.sharding import Placement
 from pw.core.tenants import OPERATOR
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
+from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.slices import SliceRequests
@@ -42,6 +52,8 @@ from pw.sched.control.versions import Part, SharedName, Version, VersionEvent, V
 
 NAMES = 4096
 """Number of names of one tenant, at most."""
+AGAIN_S = 0.1
+"""Seconds before hosts are asked again for arrays of which some were lost."""
 WAITING = 1024
 """Number of lookups of one client that wait, at most."""
 
@@ -63,6 +75,12 @@ class KeepOver(NamedTuple):
     version: int
 
 
+class AskAgain(NamedTuple):
+    """Timer: hosts may have the values of a version now."""
+
+    version: Version
+
+
 @dataclass(slots=True, eq=False)
 class _Reader:
     """A lookup that waits."""
@@ -81,6 +99,7 @@ class NameTable(ControlPart):
     replicas: ReplicaTable
     handovers: HandoverTable
     uploads: UploadTable
+    confirmations: Confirmations
     remove: Callable[[Client, str], None]
     """Releases all that a holder owns."""
     _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
@@ -242,11 +261,33 @@ class NameTable(ControlPart):
             if array.is_lost or array.awaited:
                 break
             version.arriving.pop()
-        if version.arriving or not all(part.arrays for part in version.parts):
-            self._arriving.append((shared, version))
-            return took
-        self._complete(shared, version)
-        return True
+        is_here = not version.arriving and all(part.arrays for part in version.parts)
+        if version.error is not None:
+            self._fail(shared, version, version.error)
+            return True
+        if is_here and version.is_whole and not holder.recovering:
+            self._complete(shared, version)
+            return True
+        if is_here and not version.is_asked and not holder.recovering:
+            version.is_asked = True
+            arrays = [(number, holder.arrays.held[number]) for number in version.arrays]
+            self.confirmations.ask(arrays, partial(self._confirmed, version))
+        self._arriving.append((shared, version))
+        return took
+
+    def _confirmed(self, version: Version, error: ErrorReport | None) -> None:
+        """Hosts have said whether all arrays of a version have their values."""
+        if error is None:
+            version.is_whole = True
+        elif error.kind not in INFRASTRUCTURE:
+            version.error = error
+        else:  # recovery brings what is lost
+            version.arriving = list(version.arrays)
+            self._env.call_later(AGAIN_S, AskAgain(version))
+
+    @handles(AskAgain)
+    def _ask_again(self, sender: Address, timer: AskAgain) -> None:
+        timer.version.is_asked = False
 
     def _complete(self, shared: SharedName, version: Version) -> None:
         """All arrays of a version are there: from now on every lookup finds it, and none an older one."""

@@ -1,7 +1,7 @@
 """The versions of a name, and their states.
 
 Theory of operation. A *version* is a set of arrays that a holder owns: a client without a process
-(`Sessions.hold`). It begins *arriving*: its publisher hands the arrays over. When all are there it is
+(`Sessions.hold`). It begins *arriving*: its publisher hands the arrays over. When all have their values it is
 *current*, in one turn of the controller, and the version before it is *replaced*. So there is never a version
 of which a reader could get a part. A version that is not current any more stays as long as readers have arrays
 of it, then it is *gone*. One whose arrays have failed before all were there is gone at once, and nothing else
@@ -80,6 +80,12 @@ class Version:
     state: VersionState = VersionState.ARRIVING
     arriving: list[int] = field(default_factory=list)
     """Numbers of arrays that were not there at the last look."""
+    is_asked: bool = False
+    """True if the hosts were asked whether all values are there."""
+    is_whole: bool = False
+    """True if they have said so."""
+    error: ErrorReport | None = None
+    """Error of an array that has no value."""
     readers: dict[bytes, int] = field(default_factory=dict)
     """Numbers of the clients that take or have its arrays, by the tokens of their offers."""
 

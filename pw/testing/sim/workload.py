@@ -27,6 +27,7 @@ from pw.testing.sim.handovers import GONE, MOVED, give
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
+from pw.testing.sim.names import share
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.ragged import move_rows
@@ -95,6 +96,7 @@ class SimClient(Life):
             (profile.ragged, self.kinds, partial(move_rows, self)),
             (profile.timelines, True, partial(record, self)),
             (profile.views, self.kinds, self._view),
+            (profile.names, self.kinds, partial(share, self)),
             (profile.streams, self.kinds, self._feed),
             (profile.checkpoints, self.kinds, self._checkpoint),
         ):
