@@ -20,6 +20,7 @@ of the holder, and up to `wait_s` for a version that is not there yet.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,8 @@ from pw.sched.control.versions import Part, SharedName, Version, VersionEvent, V
 
 NAMES = 4096
 """Number of names of one tenant, at most."""
+RECENT = 1 << 16
+"""Number of names that have ended whose version numbers go on, if somebody publishes them again."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
 WAITING = 1024
@@ -103,6 +106,8 @@ class NameTable(ControlPart):
     remove: Callable[[Client, str], None]
     """Releases all that a holder owns."""
     _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
+    _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
+    """Newest version numbers of names that have ended, the one that ended longest ago first."""
     _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
     _offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
@@ -174,6 +179,7 @@ class NameTable(ControlPart):
             words = f"name {message.name!r}"
             holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
             shared = self._names[key] = SharedName(client.tenant, message.name, holder)
+            shared.last = shared.newest = self._recent.pop(key, 0)
         number = message.version if message.version > shared.last else shared.last + 1
         shared.last = number
         parts = [
@@ -292,16 +298,16 @@ class NameTable(ControlPart):
     def _complete(self, shared: SharedName, version: Version) -> None:
         """All arrays of a version are there: from now on every lookup finds it, and none an older one."""
         version.happened(VersionEvent.COMPLETE)
-        former, newest = shared.current, version
-        if former is not None and former.number > version.number:
-            former, newest = version, former  # a publisher that was slow, or came back late
-        shared.current = newest
+        self._has_news = bool(self._waiting)
         self._tell(version.maker, msg.Published(version.publication.request, version.number))
+        if version.number <= shared.newest:  # a later one was faster, or has ended the name
+            self._retire(shared, version)
+            return
+        former, shared.current, shared.newest = shared.current, version, version.number
         if former is not None:
             self._retire(shared, former)
-        if newest is version and not version.maker:
+        if not version.maker:
             self._keep(shared, version)
-        self._has_news = bool(self._waiting)
 
     def _fail(self, shared: SharedName, version: Version, error: ErrorReport) -> None:
         version.happened(VersionEvent.FAIL)
@@ -338,14 +344,19 @@ class NameTable(ControlPart):
         for part in version.parts:
             if not part.arrays:
                 self.handovers.withdraw(part.offer.token)
-        self._islands.release(holder.number, holder.delete(tuple(version.arrays)))
-        used = {part.slice for one in shared.versions.values() for part in one.parts}
-        for model, own in list(shared.likes.items()):
-            if own not in used:
+        if shared.versions:
+            used = {part.slice for one in shared.versions.values() for part in one.parts}
+            unused = {model: own for model, own in shared.likes.items() if own not in used}
+            for model in unused:
                 del shared.likes[model]
-                self.slices.release(holder, msg.ReleaseSlice(own))
-        if not shared.versions:
-            del self._names[shared.tenant, shared.name]
+            holder.backlog.append(msg.Delete(tuple(version.arrays)))  # in order with recovery
+            holder.backlog.extend(map(msg.ReleaseSlice, unused.values()))
+        else:
+            key = shared.tenant, shared.name
+            del self._names[key]
+            self._recent[key] = shared.last
+            if len(self._recent) > RECENT:
+                self._recent.popitem(last=False)
             self.remove(holder, "nothing is published under its name")
 
     def client_left(self, client: Client) -> None:
@@ -387,7 +398,7 @@ class NameTable(ControlPart):
     def unpublish(self, client: Client, message: msg.Unpublish) -> None:
         """A client ends a name."""
         shared = self._find(client, message.name)
-        if shared is None or shared.current is None:
+        if shared is None or (shared.current is None and shared.newest == shared.last):
             self._refuse(client, message.request, self._not_there(client, message.name))
         elif client.tenant not in (shared.tenant, OPERATOR):
             error = self.sessions.objection(
@@ -395,7 +406,9 @@ class NameTable(ControlPart):
             )
             self.sessions.tell(client, msg.RequestFailed(message.request, error))
         else:
-            self._retire(shared, shared.current)
+            shared.newest = shared.last  # also of versions that are still arriving
+            if shared.current is not None:
+                self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
 
     # --- looked up ------------------------------------------------------------------------------------

@@ -121,6 +121,9 @@ class SharedName:
     current: Version | None = None
     last: int = 0
     """Number of the newest version that was ever begun."""
+    newest: int = 0
+    """Highest number of a version that was current, or that has ended with the name: lower ones are not any
+    more."""
     likes: dict[int, int] = field(default_factory=dict)
     """The holder's slices, by those of publishers."""
     serial: int = 0

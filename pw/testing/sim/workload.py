@@ -433,8 +433,10 @@ class SimClient(Life):
         if life != self.lives or not self.node.alive or self.closing:
             return
         world = self.world
-        if self.cluster.node.paused:
-            world.at(self.cluster.node.paused_until_s + SETTLED_S, self._check_out, life)
+        stopped = [node for node in (self.cluster.node, self.node) if node.paused]
+        if stopped:  # a name may want again what this client alone has
+            until_s = max(node.paused_until_s for node in stopped)
+            world.at(until_s + SETTLED_S, self._check_out, life)
             return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
