@@ -85,17 +85,17 @@ def check(tree: Any, value: float) -> None:
 
 def test_a_name_is_looked_up_where_its_arrays_lie(users: Users) -> None:
     tree = weights(mesh_on(0), 3.0)
-    assert pw.publish("base", tree).result(60) == 1
+    assert pw.publish("first", tree).result(60) == 1
     held = bytes_held(users.trainer)
     users.use(users.server)
-    found = pw.lookup("base")
+    found = pw.lookup("first")
     check(found, 3.0)
     assert pw.version_of(found) == 1
     assert found["layer"][0].sharding.spec == P("x")
     assert bytes_held(users.server) == held, "the arrays lie in memory once"
-    info = pw.names()["base"]
+    info = pw.names()["first"]
     assert (info.version, info.readers, info.arrays, info.size_bytes) == (1, 1, 2, 64 * 4 + 8 * 4)
-    assert "base" in str(pw.names())
+    assert "first" in str(pw.names())
 
 
 def test_the_publisher_may_delete_and_donate_what_it_has_published(users: Users) -> None:
@@ -112,10 +112,10 @@ def test_the_publisher_may_delete_and_donate_what_it_has_published(users: Users)
 
 def test_a_lookup_is_read_only(users: Users) -> None:
     mesh = mesh_on(0)
-    pw.publish("base", weights(mesh))
-    found = pw.lookup("base")
+    pw.publish("read", weights(mesh))
+    found = pw.lookup("read")
     double = pw.jit(lambda w: 2 * w, mesh=mesh_of(found), donate_argnums=0)
-    with pytest.raises(pw.ArgumentError, match="version 1 of 'base' and read-only"):
+    with pytest.raises(pw.ArgumentError, match="version 1 of 'read' and read-only"):
         double(found["layer"][0])
     check(found, 0.0)
     copied = pw.jit(lambda w: w + 0, mesh=mesh_of(found))(found["layer"][0])
@@ -128,37 +128,37 @@ def mesh_of(tree: Any) -> Any:
 
 def test_a_version_replaces_the_one_before_it_and_stays_for_its_readers(users: Users) -> None:
     mesh = mesh_on(0)
-    pw.publish("base", weights(mesh, 1.0)).result(60)
+    pw.publish("replaced", weights(mesh, 1.0)).result(60)
     users.use(users.server)
-    old = pw.lookup("base")
+    old = pw.lookup("replaced")
     users.use(users.trainer)
-    assert pw.publish("base", weights(mesh, 2.0)).result(60) == 2
-    assert pw.names()["base"].versions == (1, 2)
+    assert pw.publish("replaced", weights(mesh, 2.0)).result(60) == 2
+    assert pw.names()["replaced"].versions == (1, 2)
     users.use(users.server)
-    check(pw.lookup("base"), 2.0)
-    check(pw.lookup("base", version=1), 1.0)
+    check(pw.lookup("replaced"), 2.0)
+    check(pw.lookup("replaced", version=1), 1.0)
     check(old, 1.0)
     del old
-    until(lambda: pw.names()["base"].versions == (2,), "version 1 goes")
-    with pytest.raises(pw.NameNotFound, match="version 1 of 'base' is gone; the newest is 2"):
-        pw.lookup("base", version=1)
+    until(lambda: pw.names()["replaced"].versions == (2,), "version 1 goes")
+    with pytest.raises(pw.NameNotFound, match="version 1 of 'replaced' is gone; the newest is 2"):
+        pw.lookup("replaced", version=1)
     with pytest.raises(pw.NameNotFound, match="no version after 2 yet; the newest is 2"):
-        pw.lookup("base", after=2)
+        pw.lookup("replaced", after=2)
 
 
 def test_a_lookup_waits_for_a_publisher_and_for_a_version(users: Users) -> None:
     users.use(users.server)
-    with pytest.raises(pw.NameNotFound, match="nothing is published as 'base'"):
-        pw.lookup("base")
-    with pytest.raises(pw.NameNotFound, match="nothing is published as 'base'"):
-        pw.lookup("base", wait=0.05)
-    first, second = (users.server.ask.look_up("base", 0, after, 60.0) for after in (0, 1))
+    with pytest.raises(pw.NameNotFound, match="nothing is published as 'awaited'"):
+        pw.lookup("awaited")
+    with pytest.raises(pw.NameNotFound, match="nothing is published as 'awaited'"):
+        pw.lookup("awaited", wait=0.05)
+    first, second = (users.server.ask.look_up("awaited", 0, after, 60.0) for after in (0, 1))
     users.use(users.trainer)
     mesh = mesh_on(0)
-    pw.publish("base", weights(mesh, 1.0))
+    pw.publish("awaited", weights(mesh, 1.0))
     assert first.result(60).version == 1
     assert not second.done()
-    pw.publish("base", weights(mesh, 2.0))
+    pw.publish("awaited", weights(mesh, 2.0))
     assert second.result(60).version == 2
 
 
@@ -217,11 +217,11 @@ def test_a_name_outlasts_its_maker_as_long_as_it_is_kept(
 
 
 def test_another_session_of_the_tenant_goes_on_with_a_name(users: Users) -> None:
-    pw.publish("base", weights(mesh_on(0), 1.0), keep=True).result(60)
+    pw.publish("other", weights(mesh_on(0), 1.0), keep=True).result(60)
     users.trainer.close()
     users.use(users.server)
-    assert pw.publish("base", weights(mesh_on(1), 2.0)).result(60) == 2
-    check(pw.lookup("base"), 2.0)
+    assert pw.publish("other", weights(mesh_on(1), 2.0)).result(60) == 2
+    check(pw.lookup("other"), 2.0)
 
 
 def test_a_publication_that_fails_leaves_the_version_before_it(users: Users) -> None:

@@ -51,7 +51,7 @@ from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.versions import Part, SharedName, Version, VersionEvent, VersionState
 
-NAMES = 4096
+NAMES = 1024
 """Number of names of one tenant, at most."""
 RECENT = 1 << 16
 """Number of names that have ended whose version numbers go on, if somebody publishes them again."""
@@ -267,17 +267,17 @@ class NameTable(ControlPart):
             if array.is_lost or array.awaited:
                 break
             version.arriving.pop()
-        is_here = not version.arriving and all(part.arrays for part in version.parts)
         if version.error is not None:
             self._fail(shared, version, version.error)
             return True
-        if is_here and version.is_whole and not holder.recovering:
-            self._complete(shared, version)
-            return True
+        is_here = not version.arriving and all(part.arrays for part in version.parts)
         if is_here and not version.is_asked and not holder.recovering:
             version.is_asked = True
             arrays = [(number, holder.arrays.held[number]) for number in version.arrays]
             self.confirmations.ask(arrays, partial(self._confirmed, version))
+        if is_here and version.is_whole and not holder.recovering:
+            self._complete(shared, version)
+            return True
         self._arriving.append((shared, version))
         return took
 
