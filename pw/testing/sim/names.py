@@ -14,7 +14,7 @@ import msgspec
 
 from pw.client.session.thread_messages import Allocate, Ask, Tell
 from pw.core import messages as msg
-from pw.core.errors import Error, InsufficientDevices, NameNotFound
+from pw.core.errors import Error, InsufficientDevices, NameNotFound, OutOfDeviceMemory
 from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement
 from pw.testing.sim.handovers import MOVED, Deal
@@ -170,7 +170,10 @@ def _check_miss(user: User, name: str, error: BaseException | None) -> None:
     if isinstance(error, NameNotFound) or user.session.closed is not None:
         return
     is_lost = type(error).__name__ in _LOST
-    if not (isinstance(error, Error) and is_lost and user.world.ledger.any):
+    ledger = user.world.ledger
+    if isinstance(error, OutOfDeviceMemory) and ledger.injected["memory is short"]:
+        return  # it could not be made again
+    if not (isinstance(error, Error) and is_lost and ledger.any):
         raise Violation("names", f"{user.name} cannot look {name!r} up: {error!r}")
 
 
