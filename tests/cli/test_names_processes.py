@@ -35,14 +35,14 @@ print("done", flush=True)
 """
 
 TRAINER = """
-import sys, numpy as np, pw
+import signal, sys, numpy as np, pw
 pw.connect(sys.argv[1])
 mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2, island="island-0").devices, ("x",))
 x = pw.put(np.arange(4096.0, dtype=np.float32), sharding=pw.NamedSharding(mesh, pw.PartitionSpec("x")))
 x = pw.jit(lambda x: x + 1, mesh=mesh, donate_argnums=0)(x)
 pw.publish("kept", {"x": x}, keep="1h").result(60)
 print("published", flush=True)
-sys.stdin.readline()
+signal.pause()
 """
 
 
