@@ -109,7 +109,7 @@ class NameTable(ControlPart):
     _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
     """Newest version numbers of names that have ended, the one that ended longest ago first."""
     _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
-    _offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
+    offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
     _waiting: dict[tuple[int, int], _Reader] = field(default_factory=dict, init=False)
     """Lookups that wait, by client and request."""
@@ -229,7 +229,7 @@ class NameTable(ControlPart):
         if self.handovers.ended:
             ended, self.handovers.ended = self.handovers.ended, []
             for token in ended:
-                entry = self._offered.pop(token, None)
+                entry = self.offered.pop(token, None)
                 if entry is not None:
                     entry[1].readers.pop(token, None)
                     went_on |= self._release(*entry)
@@ -363,7 +363,7 @@ class NameTable(ControlPart):
         """Keep or end what a client has published; forget its lookups."""
         for key in [key for key in self._waiting if key[0] == client.number]:
             del self._waiting[key]
-        for token, (_, version) in list(self._offered.items()):
+        for token, (_, version) in list(self.offered.items()):
             if version.readers.get(token) == client.number:
                 self.handovers.withdraw(token)
         for shared in list(self._names.values()):
@@ -486,7 +486,7 @@ class NameTable(ControlPart):
             entries = [shared.holder.arrays.get(array) for array in part.arrays]
             specs = tuple([entry.spec for entry in entries if entry is not None])
             version.readers[token] = client.number
-            self._offered[token] = shared, version
+            self.offered[token] = shared, version
             self.handovers.offer(shared.holder, msg.Offer(run, token, part.arrays, specs))
             devices = shared.holder.slices.devices(part.slice)
             assert devices is not None, "the slice is bound"

@@ -17,6 +17,7 @@ from pw.core import messages as msg
 from pw.core.errors import Error, InsufficientDevices, NameNotFound, OutOfDeviceMemory
 from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement
+from pw.sched.control.versions import VersionState
 from pw.testing.sim.handovers import MOVED, Deal
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft
@@ -52,20 +53,21 @@ class Register:
 
     releases: dict[bytes, Release] = field(default_factory=dict)
     """Publications by their trees."""
-    versions: dict[tuple[int, str, str, int], bytes] = field(default_factory=dict)
-    """Tree of each version that was seen, by the controller's start, the tenant, the name and its number."""
+    versions: dict[tuple[int, str, int], bytes] = field(default_factory=dict)
+    """Tree of each version that was seen, by the controller's start, the name and its number."""
     newest: dict[tuple[int, User, int, str], int] = field(default_factory=dict)
     """Newest version that each user has seen, by the controller's start, user, life and name."""
 
-    def see(self, user: User, name: str, version: int, tree: bytes) -> None:
+    def see(self, user: User, found: msg.Found) -> None:
         """Note that a user sees a version. Raises Violation if it is none that the user may see."""
-        start = user.cluster.starts
-        tenant = user.node.tenant if hasattr(user.node, "tenant") else ""
+        start, name, version = user.cluster.starts, found.name, found.version
         user.world.checked["names"] += 1
-        release = self.releases.get(tree)
+        release = self.releases.get(found.tree)
         if release is None or release.name != name:
-            raise Violation("names", f"{user.name} finds {tree!r} as {name!r}")
-        if self.versions.setdefault((start, tenant, name, version), tree) != tree:
+            raise Violation("names", f"{user.name} finds {found.tree!r} as {name!r}")
+        if len(release.parts) != len(found.parts):
+            raise Violation("names", f"{user.name} finds a part of version {version} of {name!r}")
+        if self.versions.setdefault((start, name, version), found.tree) != found.tree:
             raise Violation("names", f"version {version} of {name!r} is two publications")
         seen = self.newest.get((start, user, user.lives, name), 0)
         if version < seen:
@@ -75,6 +77,8 @@ class Register:
 
 def share(user: User) -> None:
     """Publish some arrays, look a name up, or end one."""
+    if user.cluster.node.alive:
+        _check_readers(user.cluster.controller.names)
     draw = user.random.random()
     if draw < 0.45 and user.arrays:
         _publish(user)
@@ -82,6 +86,15 @@ def share(user: User) -> None:
         _look_up(user)
     else:
         _unpublish(user)
+
+
+def _check_readers(names: Any) -> None:
+    """Raise Violation if a version that has readers is gone."""
+    for shared, version in names.offered.values():
+        if version.state is VersionState.GONE:
+            raise Violation(
+                "names", f"version {version.number} of {shared.name!r} went before its readers"
+            )
 
 
 def _publish(user: User) -> None:
@@ -156,7 +169,7 @@ def _look_up(user: User) -> None:
         if answer is None:
             _check_miss(user, name, error)
             return
-        register.see(user, name, answer.version, answer.tree)
+        register.see(user, answer)
         if start == user.cluster.starts and any(one.is_open and one.start == start for one in own):
             raise Violation("names", f"{user.name} does not find what it published before")
         if user.may_take:
