@@ -13,13 +13,15 @@ import msgspec
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.devices import Slice
+from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
 from pw.client.checkpoints.tree import UNREADABLE, Leaf, TreeNode
 from pw.core.errors import Error, ProtocolError
 
+Devices = Sequence[VirtualDevice]
+"""Devices of this process in the place of those of an offer."""
 Member = tuple[int, int]
 """Index of an offer, and of an array in it."""
 
@@ -39,15 +41,15 @@ class SharedMesh(msgspec.Struct, frozen=True):
         devices = [(at[device.slice.id], device.index) for device in mesh.devices.flat]
         return cls(list(mesh.axis_names), list(mesh.devices.shape), devices)
 
-    def mesh(self, slices: Sequence[Slice]) -> OwnMesh:
-        """Return the mesh over these slices. Raises LookupError or ValueError if there is none."""
+    def mesh(self, devices: Sequence[Devices]) -> OwnMesh:
+        """Return the mesh over these devices. Raises LookupError or ValueError if there is none."""
         if math.prod(self.extent) != len(self.devices):
             raise ValueError("a mesh has another number of devices than its shape")
         grid = np.empty(len(self.devices), dtype=object)
         for place, (part, index) in enumerate(self.devices):
-            if not 0 <= part < len(slices) or not 0 <= index < slices[part].size:
+            if not 0 <= part < len(devices) or not 0 <= index < len(devices[part]):
                 raise LookupError("a mesh names a device that its slices do not have")
-            grid[place] = slices[part].devices[index]
+            grid[place] = devices[part][index]
         return OwnMesh(grid.reshape(self.extent), self.axes)
 
 
@@ -83,22 +85,22 @@ _decode = msgspec.json.Decoder(SharedTree).decode
 
 
 def read(
-    tree: bytes, slices: Sequence[Slice]
+    tree: bytes, devices: Sequence[Devices]
 ) -> tuple[SharedTree, list[ArrayType | None], list[dict[int, ArrayType]]]:
     """Return a published tree, the type of each leaf that is an array, and the types of each offer's arrays.
 
     Args:
         tree: the description.
-        slices: slices of this process on the devices of each offer.
+        devices: virtual devices of this process on those of each offer.
 
     Raises:
         ProtocolError: it is nothing that pw writes.
     """
     try:
         shared = _decode(tree)
-        meshes = [mesh.mesh(slices) for mesh in shared.meshes]
+        meshes = [mesh.mesh(devices) for mesh in shared.meshes]
         types: list[ArrayType | None] = []
-        parts: list[dict[int, ArrayType]] = [{} for _ in slices]
+        parts: list[dict[int, ArrayType]] = [{} for _ in devices]
         for leaf in shared.leaves:
             leaf.check()
             types.append(type_ := leaf.type(meshes) if leaf.in_files else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from pw.client.connection import current
 from pw.client.functions.prefixes import spread
 from pw.client.functions.transfer import put
 from pw.client.keywords import checks_keywords
-from pw.client.sharing.description import read
+from pw.client.sharing.description import Devices, read
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.messages import Found, SharedPart
 
@@ -63,6 +63,13 @@ def lookup(
         ShardingError: an array cannot be split as `like` says.
         InsufficientDevices: the devices of the arrays are away.
     """
+    return looked_up(name, version, after, like, wait, lambda slice_: slice_.devices)
+
+
+def looked_up(
+    name: str, version: Any, after: Any, like: Any, wait: Any, place: Callable[[Slice], Devices]
+) -> Any:
+    """Look a name up, for arrays on the devices that `place` returns for a slice; see `lookup`."""
     _check(name, version, after, wait)
     session = current.runtime()
     for left in reversed(range(TRIES)):
@@ -73,7 +80,7 @@ def lookup(
         except InsufficientDevices:
             if not left:
                 raise
-    shared, types, parts = read(found.tree, slices)
+    shared, types, parts = read(found.tree, [place(slice_) for slice_ in slices])
     members: list[list[Array]] = []
     for part, own in zip(found.parts, parts, strict=True):
         ordered = [own[index] for index in range(len(own))]
@@ -142,7 +149,9 @@ def _read_only(array: Array, found: Found) -> Array:
 def _moved(tree: Any, like: Any, found: Found) -> Any:
     """Put the arrays of a tree where `like` says."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
-    like = jax.tree_util.tree_map(lambda one: one.sharding if isinstance(one, Array) else one, like)
+    like = jax.tree_util.tree_map(
+        lambda one: one.sharding if isinstance(one, jax.Array) else one, like
+    )
     targets: Sequence[Any] = spread(like, tree, "like= of pw.lookup")
     results = []
     for leaf, target in zip(leaves, targets, strict=True):
