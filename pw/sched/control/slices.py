@@ -17,7 +17,7 @@ import msgspec
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, ProtocolError
-from pw.core.ids import RESOURCES, Address, client_of
+from pw.core.ids import RESOURCES, Address, client_of, is_repeat
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -68,6 +68,9 @@ class SliceRequests(ControlPart):
         if error is not None:
             self.sessions.tell(client, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
+        is_of_a_name = is_repeat(message.like) and self.sessions.owner(message.like) is None
+        if client.resuming is not None and is_of_a_name:
+            message = msgspec.structs.replace(message, like=0)  # its name has another holder here
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
             message, resumed=False, formerly="", former_hosts=()
