@@ -11,7 +11,7 @@ each byte once to each reader's host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -61,7 +61,7 @@ def run(quick: bool) -> Result:
     return result
 
 
-def _published(array: pw.Array, likes: list[pw.NamedSharding | None]) -> object:
+def _published(array: pw.Array, likes: Sequence[pw.NamedSharding | None]) -> object:
     """Publish, and have both readers look it up."""
     pw.publish("bench", array).result()
     return pw.block_until_ready([pw.lookup("bench", like=like) for like in likes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import pw
-from tests.stages.daemons import Program, until
+from tests.stages.daemons import Program, start_module, until
+from tests.stages.scripts import finish, start_client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -135,40 +137,43 @@ def test_a_name_outlasts_its_trainer_and_a_host(
 
 
 RESTARTED = """
-import os, signal
-import numpy as np
-import pw
-from pw.processes.daemons import LocalDaemon
-from tests.stages.daemons import until
-
-with pw.LocalCluster(hosts_per_island=2, log_level="warning") as cluster:
-    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
-    x = pw.put(np.arange(8.0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec("x")))
-    step = pw.jit(lambda x: x + 1, mesh=mesh)
-    for number in range(1, 3):
-        x = step(x)
-        pw.publish("base", {"x": x, "step": number}).result(60)
-    held = pw.block_until_ready(pw.lookup("base"))
-    controller = cluster._children[0]
-    os.kill(controller.pid, signal.SIGKILL)
-    until(lambda: controller.exit_code() is not None, "the end of the controller")
-    arguments = ["--bind", cluster.address, "--log-level", "warning"]
-    cluster._children[0] = LocalDaemon("pw.cli.controller", arguments)
-    cluster._children[0].address(30)
-    found = pw.lookup("base", wait=60)
-    assert (pw.version_of(found), found["step"]) == (2, 2), pw.version_of(found)
-    for tree in (found, held):
-        assert np.array_equal(pw.get(tree["x"], timeout=60), np.arange(8.0) + 2)
-    assert pw.publish("base", {"x": step(x), "step": 3}).result(60) == 3
-    assert np.array_equal(pw.get(pw.lookup("base")["x"], timeout=60), np.arange(8.0) + 3)
-    print("told again")
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+x = pw.put(np.arange(8.0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec("x")))
+step = pw.jit(lambda x: x + 1, mesh=mesh)
+for number in range(1, 3):
+    x = step(x)
+    pw.publish("base", {"x": x, "step": number}).result(60)
+held = pw.block_until_ready(pw.lookup("base"))
+print("published", flush=True)
+sys.stdin.readline()
+found = pw.lookup("base", wait=60)
+assert (pw.version_of(found), found["step"]) == (2, 2), pw.version_of(found)
+for tree in (found, held):
+    assert np.array_equal(pw.get(tree["x"], timeout=60), np.arange(8.0) + 2)
+assert pw.publish("base", {"x": step(x), "step": 3}).result(60) == 3
+assert np.array_equal(pw.get(pw.lookup("base")["x"], timeout=60), np.arange(8.0) + 3)
+print("told again")
 """
 
 
 def test_publishers_tell_another_controller_of_their_names(tmp_path: Path) -> None:
-    script = Program(tmp_path, ["-c", RESTARTED])
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object) -> Program:
+        started.append(start_module(module, *arguments, folder=tmp_path))
+        return started[-1]
+
     try:
-        assert script.end(120) == 0, script.err
-        assert script.out == "told again\n"
+        controller = start("pw.cli.controller", "--bind", "tcp://127.0.0.1:0")
+        controller.until_says("listens at")
+        address = re.findall(r"listens at (\S+)", controller.out)[0]
+        start("pw.cli.worker", "--controller", address, "--island", "i", "--devices", 2)
+        script = start_client(address, RESTARTED)
+        assert script.stdout.readline() == "published\n"
+        controller.kill()
+        start("pw.cli.controller", "--bind", address).until_says("listens at")
+        script.stdin.write("\n")
+        assert finish(script) == "told again\n"
     finally:
-        script.kill()
+        for one in reversed(started):
+            one.kill()

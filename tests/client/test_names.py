@@ -226,18 +226,19 @@ def test_another_session_of_the_tenant_goes_on_with_a_name(users: Users) -> None
 
 def test_a_publication_that_fails_leaves_the_version_before_it(users: Users) -> None:
     mesh = mesh_on(0)
-    pw.publish("base", weights(mesh, 1.0)).result(60)
-
+    pw.publish("failing", weights(mesh, 1.0)).result(60)
     tree = weights(mesh, 2.0)
     tree["layer"][1].delete()
     with pytest.raises(pw.ArrayDeleted):
-        pw.publish("base", tree)
-    session, specs = users.trainer, weights(mesh, 2.0)["layer"]
-    gone = [(specs[0]._id + 1000, specs[0]._type.spec)]
-    failed = session.publish("base", [gone], b"", 0.0, ())
-    with pytest.raises(pw.ArrayDeleted, match="before it was handed over"):
-        failed.result(60)
-    check(pw.lookup("base"), 1.0)
+        pw.publish("failing", tree)
+    divided = pw.jit(lambda w: 0 / (w * 0), mesh=mesh, check_nans=True)
+    tree = weights(mesh, 3.0)
+    tree["layer"][0] = divided(tree["layer"][0])
+    failing = pw.publish("failing", tree)
+    with pytest.raises(pw.NaNFound):
+        failing.result(60)
+    assert "failed" in repr(failing)
+    check(pw.lookup("failing"), 1.0)
 
 
 def test_versions_never_mix_while_they_are_replaced(users: Users) -> None:

@@ -35,17 +35,17 @@ class NameStage(Stage):
 
     def look_up(self, client: Client, name: str, **how: Any) -> int | str:
         """The version of a name, or the kind of the error."""
-        before = len(client.of(msg.Found)), len(client.of(msg.RequestFailed))
+        before = len(client.of(msg.VersionOffer)), len(client.of(msg.RequestFailed))
         client.tell(msg.Lookup(self.request(), name, **how))
         self.world.settle()
         self.world.wait(1.0)
-        found = client.of(msg.Found)[before[0] :]
+        found = client.of(msg.VersionOffer)[before[0] :]
         failed = client.of(msg.RequestFailed)[before[1] :]
         assert len(found) + len(failed) == 1
         return int(found[0].version) if found else str(failed[0].error.kind)
 
     def names(self, client: Client) -> list[str]:
-        answer = self.ask(client, msg.GetNames(self.request()), msg.Names)
+        answer = self.ask(client, msg.GetNames(self.request()), msg.NameList)
         return [f"{one.tenant}/{one.name}" for one in answer.names]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
-from pw.core.messages import NameInfo, Names
+from pw.core.messages import NameInfo, NameList
 from pw.core.sizes import size_in_words
 from pw.core.waits import LOOKING_S
 
@@ -22,7 +22,7 @@ class ClusterNames(Shown):
     names: tuple[NameInfo, ...]
 
     @classmethod
-    def of(cls, reply: Names) -> ClusterNames:
+    def of(cls, reply: NameList) -> ClusterNames:
         """Return the controller's answer."""
         return cls(tuple(sorted(reply.names, key=lambda one: (one.tenant, one.name))))
 

@@ -277,8 +277,8 @@ class Requests(Part):
         msg.Memory,
         msg.ProgramPlan,
         msg.Published,
-        msg.Found,
-        msg.Names,
+        msg.VersionOffer,
+        msg.NameList,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

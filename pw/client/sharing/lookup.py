@@ -17,7 +17,7 @@ from pw.client.functions.transfer import put
 from pw.client.keywords import checks_keywords
 from pw.client.sharing.description import Devices, read
 from pw.core.errors import ArgumentError, InsufficientDevices
-from pw.core.messages import Found, SharedPart
+from pw.core.messages import SharedPart, VersionOffer
 
 TRIES = 3
 """Number of lookups while hosts are being lost."""
@@ -73,22 +73,24 @@ def looked_up(
     _check(name, version, after, wait)
     session = current.runtime()
     for left in reversed(range(TRIES)):
-        found: Found = session.ask.look_up(name, version or 0, after or 0, float(wait)).result()
+        offer: VersionOffer = session.ask.look_up(
+            name, version or 0, after or 0, float(wait)
+        ).result()
         try:
-            slices = [_slice(session, part) for part in found.parts]
+            slices = [_slice(session, part) for part in offer.parts]
             break
         except InsufficientDevices:
             if not left:
                 raise
-    shared, types, parts = read(found.tree, [place(slice_) for slice_ in slices])
+    shared, types, parts = read(offer.tree, [place(slice_) for slice_ in slices])
     members: list[list[Array]] = []
-    for part, own in zip(found.parts, parts, strict=True):
+    for part, own in zip(offer.parts, parts, strict=True):
         ordered = [own[index] for index in range(len(own))]
         numbers = session.handovers.take(part.token, [type_.spec for type_ in ordered])
         arrays = [
             Array(session, number, type_) for number, type_ in zip(numbers, ordered, strict=True)
         ]
-        members.append([_read_only(array, found) for array in arrays])
+        members.append([_read_only(array, offer) for array in arrays])
     leaves: list[Any] = []
     for leaf, type_ in zip(shared.leaves, types, strict=True):
         if type_ is None:
@@ -97,7 +99,7 @@ def looked_up(
         views = [members[part][index] for part, index in leaf.members]
         leaves.append(JoinedArray(views, type_) if type_.parts else views[0])
     tree = shared.structure.tree(iter(leaves))
-    return tree if like is None else _moved(tree, like, found)
+    return tree if like is None else _moved(tree, like, offer)
 
 
 def version_of(tree: Any) -> int:
@@ -138,19 +140,19 @@ def _slice(session: Any, part: SharedPart) -> Slice:
     return slice_
 
 
-def _read_only(array: Array, found: Found) -> Array:
+def _read_only(array: Array, offer: VersionOffer) -> Array:
     """Note that an array is published: no computation may take its memory."""
     published = array._runtime.published
-    published[array._id] = found.name, found.version
+    published[array._id] = offer.name, offer.version
     weakref.finalize(array, published.pop, array._id, None)
     return array
 
 
-def _moved(tree: Any, like: Any, found: Found) -> Any:
+def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
     """Put the arrays of a tree where `like` says."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     like = jax.tree_util.tree_map(
-        lambda one: one.sharding if isinstance(one, jax.Array) else one, like
+        lambda one: one.sharding if isinstance(one, (Array, jax.Array)) else one, like
     )
     targets: Sequence[Any] = spread(like, tree, "like= of pw.lookup")
     results = []
@@ -161,6 +163,6 @@ def _moved(tree: Any, like: Any, found: Found) -> Any:
         moved = put(leaf, sharding=target)
         if moved is not leaf:
             for member in moved.members:
-                _read_only(member, found)
+                _read_only(member, offer)
         results.append(moved)
     return jax.tree_util.tree_unflatten(structure, results)

@@ -51,7 +51,7 @@ class Published(ControllerToSession, frozen=True, tag=204):
 class Lookup(ClientToController, frozen=True, tag=205):
     """ClientSession to Controller, in order with runs: offer this client the arrays of a version of a name.
 
-    Answered by `Found`, or by `RequestFailed`.
+    Answered by `VersionOffer`, or by `RequestFailed`.
     """
 
     request: int
@@ -75,7 +75,7 @@ class SharedPart(msgspec.Struct, frozen=True, array_like=True):
     devices: int
 
 
-class Found(ControllerToSession, frozen=True, tag=206):
+class VersionOffer(ControllerToSession, frozen=True, tag=206):
     """Controller to ClientSession: a version, whose arrays the client takes by these offers."""
 
     request: int
@@ -120,7 +120,7 @@ class NameInfo(msgspec.Struct, frozen=True, array_like=True):
     """Names of other tenants that may read."""
 
 
-class Names(ControllerToSession, frozen=True, tag=209):
+class NameList(ControllerToSession, frozen=True, tag=209):
     """Controller to ClientSession: the names that the client may read."""
 
     request: int

@@ -21,7 +21,7 @@ Then = Callable[[ErrorReport | None], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Confirmation:
     """A question to the hosts of some arrays."""
 
     islands: dict[str, str]
@@ -33,7 +33,7 @@ class _Question:
 class Confirmations(ControlPart):
     """Questions whether arrays have their values."""
 
-    _questions: dict[int, _Question] = field(default_factory=dict, init=False)
+    _questions: dict[int, _Confirmation] = field(default_factory=dict, init=False)
     _count: int = field(default=0, init=False)
 
     def ask(self, arrays: Iterable[tuple[int, ArrayEntry]], then: Then) -> None:
@@ -48,7 +48,7 @@ class Confirmations(ControlPart):
             then(None)
             return
         self._count += 1
-        self._questions[self._count] = _Question(islands, then)
+        self._questions[self._count] = _Confirmation(islands, then)
         for host, numbers in by_host.items():
             self._env.send(store_of(host), msg.ConfirmArrays(self._count, tuple(numbers)))
 

@@ -49,12 +49,12 @@ from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
-from pw.sched.control.versions import Part, SharedName, Version, VersionEvent, VersionState
+from pw.sched.control.versions import SharedName, Version, VersionEvent, VersionPart, VersionState
 
 NAMES = 1024
 """Number of names of one tenant, at most."""
 RECENT = 1 << 16
-"""Number of names that have ended whose version numbers go on, if somebody publishes them again."""
+"""Number of names that have ended whose version numbers go on, when they are published again."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
 WAITING = 1024
@@ -78,14 +78,14 @@ class KeepOver(NamedTuple):
     version: int
 
 
-class AskAgain(NamedTuple):
+class ConfirmAgain(NamedTuple):
     """Timer: hosts may have the values of a version now."""
 
     version: Version
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
+class _WaitingLookup:
     """A lookup that waits."""
 
     client: Client
@@ -111,7 +111,7 @@ class NameTable(ControlPart):
     _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
-    _waiting: dict[tuple[int, int], _Reader] = field(default_factory=dict, init=False)
+    _waiting: dict[tuple[int, int], _WaitingLookup] = field(default_factory=dict, init=False)
     """Lookups that wait, by client and request."""
     _has_news: bool = field(default=False, init=False)
     """True if a lookup that waits may be answered."""
@@ -183,7 +183,7 @@ class NameTable(ControlPart):
         number = message.version if message.version > shared.last else shared.last + 1
         shared.last = number
         parts = [
-            Part(offer, self._slice(client, shared, offer, resumed=resumed))
+            VersionPart(offer, self._slice(client, shared, offer, resumed=resumed))
             for offer in message.offers
         ]
         version = Version(number, client.number, message, parts)
@@ -201,7 +201,7 @@ class NameTable(ControlPart):
             shared.likes[model] = own
         return own
 
-    def _take(self, shared: SharedName, part: Part) -> None:
+    def take(self, shared: SharedName, part: VersionPart) -> None:
         """Have the holder take the arrays of an offer."""
         arrays = []
         for index, spec in enumerate(part.offer.specs):
@@ -225,14 +225,14 @@ class NameTable(ControlPart):
         if self._arriving:
             arriving, self._arriving = self._arriving, []
             for shared, version in arriving:
-                went_on |= self._arrive(shared, version)
+                went_on |= self.arrive(shared, version)
         if self.handovers.ended:
             ended, self.handovers.ended = self.handovers.ended, []
             for token in ended:
                 entry = self.offered.pop(token, None)
                 if entry is not None:
                     entry[1].readers.pop(token, None)
-                    went_on |= self._release(*entry)
+                    went_on |= self.release(*entry)
         if self._has_news:
             self._has_news = False
             for reader in list(self._waiting.values()):
@@ -243,7 +243,7 @@ class NameTable(ControlPart):
             self._has_news, self._is_blocked = self._is_blocked, False
         return went_on
 
-    def _arrive(self, shared: SharedName, version: Version) -> bool:
+    def arrive(self, shared: SharedName, version: Version) -> bool:
         """Look at a version that arrives; return whether other parts have to go on."""
         holder, took, gone = (
             shared.holder,
@@ -255,7 +255,7 @@ class NameTable(ControlPart):
                 self._fail(shared, version, ErrorReport.of(ArrayLost(gone)))
                 return True
             if not part.arrays and part.slice in self._islands.bindings:
-                self._take(shared, part)
+                self.take(shared, part)
                 version.arriving += part.arrays
                 took = True
         while version.arriving:
@@ -276,7 +276,7 @@ class NameTable(ControlPart):
             arrays = [(number, holder.arrays.held[number]) for number in version.arrays]
             self.confirmations.ask(arrays, partial(self._confirmed, version))
         if is_here and version.is_whole and not holder.recovering:
-            self._complete(shared, version)
+            self.complete(shared, version)
             return True
         self._arriving.append((shared, version))
         return took
@@ -289,13 +289,13 @@ class NameTable(ControlPart):
             version.error = error
         else:  # recovery brings what is lost
             version.arriving = list(version.arrays)
-            self._env.call_later(AGAIN_S, AskAgain(version))
+            self._env.call_later(AGAIN_S, ConfirmAgain(version))
 
-    @handles(AskAgain)
-    def _ask_again(self, sender: Address, timer: AskAgain) -> None:
+    @handles(ConfirmAgain)
+    def _ask_again(self, sender: Address, timer: ConfirmAgain) -> None:
         timer.version.is_asked = False
 
-    def _complete(self, shared: SharedName, version: Version) -> None:
+    def complete(self, shared: SharedName, version: Version) -> None:
         """All arrays of a version are there: from now on every lookup finds it, and none an older one."""
         version.happened(VersionEvent.COMPLETE)
         self._has_news = bool(self._waiting)
@@ -327,9 +327,9 @@ class NameTable(ControlPart):
         version.happened(VersionEvent.RETIRE)
         if shared.current is version:
             shared.current = None
-        self._release(shared, version)
+        self.release(shared, version)
 
-    def _release(self, shared: SharedName, version: Version) -> bool:
+    def release(self, shared: SharedName, version: Version) -> bool:
         """Delete a version that is not current, if it has no reader."""
         if version.state is not VersionState.REPLACED or version.readers:
             return False
@@ -415,7 +415,7 @@ class NameTable(ControlPart):
 
     def look_up(self, client: Client, message: msg.Lookup) -> None:
         """A client looks a name up."""
-        reader = _Reader(client, message, message.wait_s <= 0)
+        reader = _WaitingLookup(client, message, message.wait_s <= 0)
         if self._answer(reader):
             return
         if sum(number == client.number for number, _ in self._waiting) >= WAITING:
@@ -439,7 +439,7 @@ class NameTable(ControlPart):
         shared = self._names.get(key)
         return shared if shared is not None and shared.may_read(client) else None
 
-    def _answer(self, reader: _Reader) -> bool:
+    def _answer(self, reader: _WaitingLookup) -> bool:
         """Answer a lookup; return False if it still has to wait."""
         client, message = reader.client, reader.message
         shared = self._find(client, message.name)
@@ -491,10 +491,10 @@ class NameTable(ControlPart):
             devices = shared.holder.slices.devices(part.slice)
             assert devices is not None, "the slice is bound"
             shares.append(msg.SharedPart(token, part.slice, devices))
-        found = msg.Found(
+        offer = msg.VersionOffer(
             request, shared.name, version.number, tuple(shares), version.publication.tree
         )
-        self.sessions.tell(client, found)
+        self.sessions.tell(client, offer)
 
     def _not_there(
         self, client: Client, name: str, version: int = 0, after: int = 0
@@ -507,8 +507,8 @@ class NameTable(ControlPart):
                 "wait for it"
             )
         names = [self._known_as(client, one) for one in self._seen_by(client)]
-        others = f"; there are: {', '.join(names[:8])}" if names else ""
-        return NameNotFound(f"nothing is published as {name!r} for this session{others}")
+        listed = f"; there are: {', '.join(names[:8])}" if names else ""
+        return NameNotFound(f"nothing is published as {name!r} for this session{listed}")
 
     def _seen_by(self, client: Client) -> list[SharedName]:
         shown = (one for one in self._names.values() if one.current is not None)
@@ -544,4 +544,4 @@ class NameTable(ControlPart):
                     version.publication.to,
                 )
             )
-        self.sessions.tell(client, msg.Names(message.request, tuple(infos)))
+        self.sessions.tell(client, msg.NameList(message.request, tuple(infos)))

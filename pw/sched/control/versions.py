@@ -57,7 +57,7 @@ VERSION = Lifecycle[VersionState, VersionEvent](
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class VersionPart:
     """The arrays of a version on one slice."""
 
     offer: Offer
@@ -76,7 +76,7 @@ class Version:
     maker: int
     """Number of the client that published it; 0 when it has left."""
     publication: Publish
-    parts: list[Part]
+    parts: list[VersionPart]
     state: VersionState = VersionState.ARRIVING
     arriving: list[int] = field(default_factory=list)
     """Numbers of arrays that were not there at the last look."""

@@ -32,7 +32,7 @@ _LOST = INFRASTRUCTURE | {"PlacementError", "InsufficientDevices"}
 
 
 @dataclass(slots=True, eq=False)
-class Release:
+class Edition:
     """One publication."""
 
     deal: Deal
@@ -48,26 +48,26 @@ class Release:
 
 
 @dataclass(slots=True, eq=False)
-class Register:
+class Editions:
     """All publications, and what users have seen of them."""
 
-    releases: dict[bytes, Release] = field(default_factory=dict)
+    by_tree: dict[bytes, Edition] = field(default_factory=dict)
     """Publications by their trees."""
     versions: dict[tuple[int, str, int], bytes] = field(default_factory=dict)
     """Tree of each version that was seen, by the controller's start, the name and its number."""
     newest: dict[tuple[int, User, int, str], int] = field(default_factory=dict)
     """Newest version that each user has seen, by the controller's start, user, life and name."""
 
-    def see(self, user: User, found: msg.Found) -> None:
+    def see(self, user: User, offer: msg.VersionOffer) -> None:
         """Note that a user sees a version. Raises Violation if it is none that the user may see."""
-        start, name, version = user.cluster.starts, found.name, found.version
+        start, name, version = user.cluster.starts, offer.name, offer.version
         user.world.checked["names"] += 1
-        release = self.releases.get(found.tree)
-        if release is None or release.name != name:
-            raise Violation("names", f"{user.name} finds {found.tree!r} as {name!r}")
-        if len(release.parts) != len(found.parts):
+        edition = self.by_tree.get(offer.tree)
+        if edition is None or edition.name != name:
+            raise Violation("names", f"{user.name} finds {offer.tree!r} as {name!r}")
+        if len(edition.parts) != len(offer.parts):
             raise Violation("names", f"{user.name} finds a part of version {version} of {name!r}")
-        if self.versions.setdefault((start, name, version), found.tree) != found.tree:
+        if self.versions.setdefault((start, name, version), offer.tree) != offer.tree:
             raise Violation("names", f"version {version} of {name!r} is two publications")
         seen = self.newest.get((start, user, user.lives, name), 0)
         if version < seen:
@@ -99,7 +99,7 @@ def _check_readers(names: Any) -> None:
 
 def _publish(user: User) -> None:
     """Publish arrays, perhaps of several slices; then perhaps delete one of them."""
-    register: Register = user.cluster.register
+    editions: Editions = user.cluster.editions
     name = user.random.choice(NAMES)
     count = min(len(user.arrays), user.random.choice((1, 2, 3, 5)))
     parts: dict[int, list[int]] = {}
@@ -119,14 +119,14 @@ def _publish(user: User) -> None:
     tree = user.random.randbytes(12)
     deal = Deal(user, user.lives, is_offered=True)
     start = user.cluster.starts
-    release = Release(deal, name, list(parts.values()), specs, user.oracle, start)
-    register.releases[tree] = release
+    edition = Edition(deal, name, list(parts.values()), specs, user.oracle, start)
+    editions.by_tree[tree] = edition
     keep_s = user.random.choice((0.0, 0.0, 0.5, 5.0))
 
     def answered(answer: msg.Published | None, error: BaseException | None) -> None:
-        release.is_open = False
+        edition.is_open = False
         if answer is not None:
-            wrong = [text for array in chosen if (text := release.oracle.check_ready(array))]
+            wrong = [text for array in chosen if (text := edition.oracle.check_ready(array))]
             if wrong:
                 raise Violation("names", f"{user.name} published {wrong[0]}")
             user.world.checked["published"] += 1
@@ -157,25 +157,25 @@ def _look_up(user: User) -> None:
     """Take the arrays of a name, and perhaps move one of them to other devices."""
     name = user.random.choice(NAMES)
     wait_s = user.random.choice((0.0, 0.0, 0.1, 2.0))
-    register: Register = user.cluster.register
+    editions: Editions = user.cluster.editions
     start, life = user.cluster.starts, user.lives
     own = [
-        release
-        for release in register.releases.values()
-        if release.deal.exporter is user and release.deal.life == life and release.name == name
+        edition
+        for edition in editions.by_tree.values()
+        if edition.deal.exporter is user and edition.deal.life == life and edition.name == name
     ]
 
-    def found(answer: msg.Found | None, error: BaseException | None) -> None:
+    def answered(answer: msg.VersionOffer | None, error: BaseException | None) -> None:
         if answer is None:
             _check_miss(user, name, error)
             return
-        register.see(user, answer)
+        editions.see(user, answer)
         if start == user.cluster.starts and any(one.is_open and one.start == start for one in own):
             raise Violation("names", f"{user.name} does not find what it published before")
         if user.may_take:
-            _take(user, answer, register.releases[answer.tree])
+            _take(user, answer, editions.by_tree[answer.tree])
 
-    promise = user._promise(f"look up {name}", found)
+    promise = user._promise(f"look up {name}", answered)
     user._post(Ask(lambda number: msg.Lookup(number, name, wait_s=wait_s), promise))
 
 
@@ -190,15 +190,15 @@ def _check_miss(user: User, name: str, error: BaseException | None) -> None:
         raise Violation("names", f"{user.name} cannot look {name!r} up: {error!r}")
 
 
-def _take(user: User, found: msg.Found, release: Release) -> None:
+def _take(user: User, offer: msg.VersionOffer, edition: Edition) -> None:
     """Ask for slices on the devices of the arrays, and take them when all are bound."""
-    missing = [part for part in found.parts if user.likes.get(part.slice) not in user.slices]
+    missing = [part for part in offer.parts if user.likes.get(part.slice) not in user.slices]
     if not missing:
-        taken: list[int] = []
-        for part, arrays in zip(found.parts, release.parts, strict=True):
-            taken += _take_part(user, part, arrays, release)
+        imports: list[int] = []
+        for part, arrays in zip(offer.parts, edition.parts, strict=True):
+            imports += _take_part(user, part, arrays, edition)
         # A run between the arrays of one offer would wait for those that come behind it.
-        for array in taken:
+        for array in imports:
             if user.random.random() < 0.3 and user.may_run:
                 _move(user, array, user.arrays[array])
         return
@@ -210,28 +210,28 @@ def _take(user: User, found: msg.Found, release: Release) -> None:
             user.slices[answer.slice] = answer
             user.likes[part.slice] = answer.slice
             if user.may_take:
-                _take(user, found, release)
+                _take(user, offer, edition)
         elif not isinstance(error, InsufficientDevices):  # the version is gone, or its hosts are
             user._cut_off(error)
 
     user._post(Allocate(request, user._promise("allocate for a name", bound)))
 
 
-def _take_part(user: User, part: msg.SharedPart, arrays: list[int], release: Release) -> list[int]:
+def _take_part(user: User, part: msg.SharedPart, arrays: list[int], edition: Edition) -> list[int]:
     """Take the arrays of one slice; return their numbers."""
-    taken = []
-    own, together = user.likes[part.slice], [one for group in release.parts for one in group]
+    imports = []
+    own, together = user.likes[part.slice], [one for group in edition.parts for one in group]
     for index, array in enumerate(arrays):
-        imported, spec = user._id(), release.specs[array]
+        imported, spec = user._id(), edition.specs[array]
         spec = msgspec.structs.replace(spec, placement=Placement(own, spec.placement.devices))
-        user.oracle.take(imported, spec, release.oracle, array, together)
+        user.oracle.take(imported, spec, edition.oracle, array, together)
         user.arrays[imported] = spec
-        user.cluster.deals[imported] = release.deal
+        user.cluster.deals[imported] = edition.deal
         source = msg.OfferSource(part.token, index)
         user._post(Tell(msg.CreateArray(imported, spec, source=source)))
         user.world.checked["looked up"] += 1
-        taken.append(imported)
-    return taken
+        imports.append(imported)
+    return imports
 
 
 def _move(user: User, array: int, spec: ArraySpec) -> None:

@@ -574,6 +574,6 @@ def whatever_is_newer(complete: Callable[..., None], shared: Any, version: Any) 
 
 
 def without_counting(release: Callable[..., bool], shared: Any, version: Any) -> bool:
-    """Delete a version whoever reads it."""
+    """Delete a version that has readers."""
     version.readers.clear()
     return release(shared, version)

@@ -140,11 +140,11 @@ def _check_published(
 ) -> None:
     """Raise ArgumentError if an array that a lookup has returned is donated."""
     for array, _ in donated:
-        found = published.get(array.members[0]._id)
-        if found is not None:
+        version = published.get(array.members[0]._id)
+        if version is not None:
             raise ArgumentError(
-                f"{name!r} donates the array {array.aval.str_short()}, which is version {found[1]} of "
-                f"{found[0]!r} and read-only; pass a copy, x.copy(), or do not donate it"
+                f"{name!r} donates the array {array.aval.str_short()}, which is version {version[1]} of "
+                f"{version[0]!r} and read-only; pass a copy, x.copy(), or do not donate it"
             )
 
 
