@@ -11,6 +11,7 @@ each byte once to each reader's host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -79,12 +80,16 @@ def _milliseconds(case: Callable[[], object]) -> float:
 def _sent_bytes(case: Callable[[], object]) -> int:
     """Return the bytes that all hosts send in one call."""
     case()
-
-    def total() -> int:
-        return sum(
-            own["bulk_sent_bytes"] for own in pw.stats().values() if "bulk_sent_bytes" in own
-        )
-
-    before = total()
+    before = _settled_bytes()
     case()
-    return total() - before
+    return _settled_bytes() - before
+
+
+def _settled_bytes() -> int:
+    """Return the bytes that all hosts have sent: a sender counts a little later than its receiver has them."""
+    former, total = -1, 0
+    while former != total:
+        time.sleep(0.1)
+        sent = (of["bulk_sent_bytes"] for of in pw.stats().values() if "bulk_sent_bytes" in of)
+        former, total = total, sum(sent)
+    return total

@@ -14,8 +14,11 @@ from pw.core.messages.base import (
     ControllerToStore,
     HostToController,
 )
-from pw.core.messages.bounds import Count, Hosts, Name, Tree
+from pw.core.messages.bounds import Count, Hosts, Name
 from pw.core.messages.clients import Offer
+
+DESCRIPTION_BYTES = 4 << 20
+"""Bytes of the longest description of a published tree: the controller keeps it."""
 
 EVERY_TENANT = "all"
 """Word in the place of tenants: each of them may read."""
@@ -31,7 +34,7 @@ class Publish(ClientToController, frozen=True, tag=203):
     name: Name
     offers: Annotated[tuple[Offer, ...], Meta(max_length=1 << 10)]
     """The arrays, one offer for each slice."""
-    tree: Tree
+    tree: Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES)]
     """Description of the tree by its publisher, for readers."""
     keep_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds for which the name outlasts the session of its publisher; infinite for no end."""
