@@ -6,8 +6,8 @@ its own for each of them (`CreateArray` with an `OfferSource`). Either may come 
 order of its stream, and the results of that run are arrays of the importer. So the order with the exporter's
 runs and deletes, the memory of shards that several arrays name, and donation are those of every view.
 
-Names are made of handovers (`pw.sched.control.names`): a publisher offers arrays to the holder of a name, and the
-holder offers them to each reader. A holder is a client, so all that follows holds for both.
+Names are made of handovers (`pw.sched.control.names`): a publisher offers arrays to the holder of a name, and
+the holder offers them to each reader. A holder is a client, so all that follows holds for both.
 
 The exporter's lineage keeps a record of that run until the importer needs none of the arrays any more. When the
 importer has lost one, its recovery asks for it (`ask`), and the exporter's recovery runs the record again.
