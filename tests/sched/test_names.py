@@ -11,7 +11,8 @@ import pytest
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL
-from pw.sched.control.names import NAMES, WAITING
+from pw.sched.control.lookups import WAITING
+from pw.sched.control.names import NAMES
 from pw.sched.control.versions import VERSION
 from tests.sched.test_tenants import Stage
 from tests.stages.scripted import Client, split

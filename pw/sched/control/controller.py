@@ -34,6 +34,7 @@ from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
+from pw.sched.control.lookups import Lookups
 from pw.sched.control.names import NameTable
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
@@ -114,6 +115,7 @@ class Controller(Actor):
         names = self.names = NameTable(
             sessions, slices, replicas, handovers, uploads, confirmations, self._release
         )
+        lookups = self.lookups = Lookups(sessions, names)
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
@@ -121,7 +123,7 @@ class Controller(Actor):
             msg.Checkpoint: checkpoints.begin,
             msg.SaveArrays: saves.begin,
             msg.Publish: names.publish,
-            msg.Lookup: names.look_up,
+            msg.Lookup: lookups.look_up,
             msg.Unpublish: names.unpublish,
             msg.ReleaseProgram: registry.release,
             msg.ReleaseSlice: slices.release,
@@ -137,7 +139,7 @@ class Controller(Actor):
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
-            *(ends, uploads, stream, handovers, confirmations, names, self.recordings),
+            *(ends, uploads, stream, handovers, confirmations, names, lookups, self.recordings),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.IslandLost: (
@@ -186,6 +188,7 @@ class Controller(Actor):
         self._release(client, reason)
         self.recordings.forget_node(client.address.node)
         self.names.client_left(client)
+        self.lookups.client_left(client)
 
     def _release(self, client: Client, reason: str) -> None:
         self.checkpoints.client_left(client)
@@ -206,6 +209,7 @@ class Controller(Actor):
             (asked := self.handovers.clients_with_news())
             or any(client.lineage.has_unneeded for client in self.sessions.clients)
             or self.names.go_on()
+            or self.lookups.go_on()
         ):
             for client in asked:
                 self._rebuilder.proceed(client)

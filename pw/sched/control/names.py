@@ -13,8 +13,7 @@ ends when its reader's lineage needs none of its arrays any more.
 When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
 arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
 
-A lookup is handled in the order of its client, and waits: for the client's own publications, for the recovery
-of the holder, and up to `wait_s` for a version that is not there yet.
+`pw.sched.control.lookups` says which version a lookup gets, and when.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.handovers import HandoverTable
-from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.sessions import ControlPart
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.versions import SharedName, Version, VersionEvent, VersionPart, VersionState
@@ -57,18 +56,9 @@ RECENT = 1 << 16
 """Number of names that have ended whose version numbers go on, when they are published again."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
-WAITING = 1024
-"""Number of lookups of one client that wait, at most."""
 
 _Key = tuple[str, str]
 """Tenant and name."""
-
-
-class LookupOver(NamedTuple):
-    """Timer: a lookup has waited long enough."""
-
-    client: int
-    request: int
 
 
 class KeepOver(NamedTuple):
@@ -82,16 +72,6 @@ class ConfirmAgain(NamedTuple):
     """Timer: hosts may have the values of a version now."""
 
     version: Version
-
-
-@dataclass(slots=True, eq=False)
-class _WaitingLookup:
-    """A lookup that waits."""
-
-    client: Client
-    message: msg.Lookup
-    is_over: bool = False
-    """True if it does not wait any more for a version that is not there."""
 
 
 @dataclass(eq=False)
@@ -111,12 +91,8 @@ class NameTable(ControlPart):
     _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
-    _waiting: dict[tuple[int, int], _WaitingLookup] = field(default_factory=dict, init=False)
-    """Lookups that wait, by client and request."""
-    _has_news: bool = field(default=False, init=False)
-    """True if a lookup that waits may be answered."""
-    _is_blocked: bool = field(default=False, init=False)
-    """True if a lookup waits for the recovery of a holder."""
+    has_news: bool = field(default=False, init=False)
+    """True if lookups that wait may be answered; the part that looks at them clears it."""
 
     # --- published ------------------------------------------------------------------------------------
 
@@ -131,7 +107,7 @@ class NameTable(ControlPart):
             for run in runs:
                 client.last_run = max(client.last_run, run)
                 client.lineage.refuse_run(run)
-            self._refuse(client, message.request, error)
+            self.refuse(client, message.request, error)
             return
         for offer in message.offers:
             self.handovers.offer(client, offer)
@@ -147,7 +123,7 @@ class NameTable(ControlPart):
         if (error := self._objection(client, message)) is not None:
             for offer in message.offers:
                 client.lineage.refuse_run(offer.run)
-            self._refuse(client, message.request, error)
+            self.refuse(client, message.request, error)
             return
         for offer in message.offers:
             self.handovers.offered_before(client, offer)
@@ -220,7 +196,7 @@ class NameTable(ControlPart):
     # --- what goes on at the end of a turn ------------------------------------------------------------
 
     def go_on(self) -> bool:
-        """Take, complete and end versions, and answer lookups; return whether other parts have to go on."""
+        """Take, complete and end versions; return whether other parts have to go on."""
         went_on = False
         if self._arriving:
             arriving, self._arriving = self._arriving, []
@@ -233,14 +209,6 @@ class NameTable(ControlPart):
                 if entry is not None:
                     entry[1].readers.pop(token, None)
                     went_on |= self.release(*entry)
-        if self._has_news:
-            self._has_news = False
-            for reader in list(self._waiting.values()):
-                if self._answer(reader):
-                    went_on = True
-                    del self._waiting[reader.client.number, reader.message.request]
-        if not went_on:  # the next call is in another turn
-            self._has_news, self._is_blocked = self._is_blocked, False
         return went_on
 
     def arrive(self, shared: SharedName, version: Version) -> bool:
@@ -298,7 +266,7 @@ class NameTable(ControlPart):
     def complete(self, shared: SharedName, version: Version) -> None:
         """All arrays of a version are there: from now on every lookup finds it, and none an older one."""
         version.happened(VersionEvent.COMPLETE)
-        self._has_news = bool(self._waiting)
+        self.has_news = True
         self._tell(version.maker, msg.Published(version.publication.request, version.number))
         if version.number <= shared.newest:  # a later one was faster, or has ended the name
             self._retire(shared, version)
@@ -314,7 +282,7 @@ class NameTable(ControlPart):
         refused = msg.RequestFailed(version.publication.request, error)
         self._tell(version.maker, refused)
         self._drop(shared, version)
-        self._has_news = bool(self._waiting)
+        self.has_news = True
 
     def _tell(self, number: int, message: object) -> None:
         client = self.sessions.get(number)
@@ -360,9 +328,7 @@ class NameTable(ControlPart):
             self.remove(holder, "nothing is published under its name")
 
     def client_left(self, client: Client) -> None:
-        """Keep or end what a client has published; forget its lookups."""
-        for key in [key for key in self._waiting if key[0] == client.number]:
-            del self._waiting[key]
+        """Keep or end what a client has published, and do not count it as a reader."""
         for token, (_, version) in list(self.offered.items()):
             if version.readers.get(token) == client.number:
                 self.handovers.withdraw(token)
@@ -397,9 +363,9 @@ class NameTable(ControlPart):
 
     def unpublish(self, client: Client, message: msg.Unpublish) -> None:
         """A client ends a name."""
-        shared = self._find(client, message.name)
+        shared = self.find(client, message.name)
         if shared is None or (shared.current is None and shared.newest == shared.last):
-            self._refuse(client, message.request, self._not_there(client, message.name))
+            self.refuse(client, message.request, self.not_there(client, message.name))
         elif client.tenant not in (shared.tenant, OPERATOR):
             error = self.sessions.objection(
                 client, f"unpublish {message.name!r}", f"clients of {shared.tenant!r}"
@@ -411,74 +377,19 @@ class NameTable(ControlPart):
                 self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
 
-    # --- looked up ------------------------------------------------------------------------------------
+    # --- read -----------------------------------------------------------------------------------------
 
-    def look_up(self, client: Client, message: msg.Lookup) -> None:
-        """A client looks a name up."""
-        reader = _WaitingLookup(client, message, message.wait_s <= 0)
-        if self._answer(reader):
-            return
-        if sum(number == client.number for number, _ in self._waiting) >= WAITING:
-            words = f"a client has more than {WAITING} lookups that wait"
-            self._refuse(client, message.request, ArgumentError(words))
-            return
-        self._waiting[client.number, message.request] = reader
-        if not reader.is_over and message.wait_s < math.inf:
-            self._env.call_later(message.wait_s, LookupOver(client.number, message.request))
-
-    @handles(LookupOver)
-    def _lookup_over(self, sender: Address, timer: LookupOver) -> None:
-        reader = self._waiting.get((timer.client, timer.request))
-        if reader is not None:
-            reader.is_over = True
-            self._has_news = True
-
-    def _find(self, client: Client, name: str) -> SharedName | None:
+    def find(self, client: Client, name: str) -> SharedName | None:
+        """Return a name that a client may read, by the text that the client has for it."""
         tenant, slash, own = name.partition("/")
         key = (tenant, own) if slash else (client.tenant, name)
         shared = self._names.get(key)
         return shared if shared is not None and shared.may_read(client) else None
 
-    def _answer(self, reader: _WaitingLookup) -> bool:
-        """Answer a lookup; return False if it still has to wait."""
-        client, message = reader.client, reader.message
-        shared = self._find(client, message.name)
-        if shared is not None and any(
-            one.state is VersionState.ARRIVING and one.maker == client.number
-            for one in shared.versions.values()
-        ):
-            return False
-        version = None if shared is None else shared.current
-        if shared is not None and message.version:
-            version = shared.versions.get(message.version)
-            if version is None and message.version <= shared.last:
-                newest = (
-                    "" if shared.current is None else f"; the newest is {shared.current.number}"
-                )
-                words = f"version {message.version} of {message.name!r} is gone{newest}"
-                self._refuse(client, message.request, NameNotFound(words))
-                return True
-            if version is not None and version.state is VersionState.ARRIVING:
-                version = None
-        if shared is not None and version is shared.current and (lost := shared.error()):
-            self.sessions.tell(client, msg.RequestFailed(message.request, lost))
-            return True
-        if shared is None or version is None or version.number <= message.after:
-            if reader.is_over:
-                error = self._not_there(client, message.name, message.version, message.after)
-                self._refuse(client, message.request, error)
-            return reader.is_over
-        holder = shared.holder
-        if holder.recovering or any(
-            part.slice not in self._islands.bindings for part in version.parts
-        ):
-            self._is_blocked = True
-            return False
-        self._offer(shared, version, client, message.request)
-        return True
-
-    def _offer(self, shared: SharedName, version: Version, client: Client, request: int) -> None:
-        """Offer the arrays of a version to a reader."""
+    def offer(
+        self, shared: SharedName, version: Version, client: Client
+    ) -> tuple[msg.SharedPart, ...]:
+        """Offer the arrays of a version to a reader, which is counted from now on."""
         shares = []
         for part in version.parts:
             run = self._new_id(shared)
@@ -491,26 +402,25 @@ class NameTable(ControlPart):
             devices = shared.holder.slices.devices(part.slice)
             assert devices is not None, "the slice is bound"
             shares.append(msg.SharedPart(token, part.slice, devices))
-        offer = msg.VersionOffer(
-            request, shared.name, version.number, tuple(shares), version.publication.tree
-        )
-        self.sessions.tell(client, offer)
+        return tuple(shares)
 
-    def _not_there(
+    def not_there(
         self, client: Client, name: str, version: int = 0, after: int = 0
     ) -> NameNotFound:
-        shared = self._find(client, name)
+        """Return the error of a lookup that finds nothing."""
+        shared = self.find(client, name)
         if shared is not None and shared.current is not None and (version or after):
             what = f"version {version}" if version else f"version after {after}"
             return NameNotFound(
                 f"{name!r} has no {what} yet; the newest is {shared.current.number}. Give wait= to "
                 "wait for it"
             )
-        names = [self._known_as(client, one) for one in self._seen_by(client)]
+        names = [self._known_as(client, one) for one in self.seen_by(client)]
         listed = f"; there are: {', '.join(names[:8])}" if names else ""
         return NameNotFound(f"nothing is published as {name!r} for this session{listed}")
 
-    def _seen_by(self, client: Client) -> list[SharedName]:
+    def seen_by(self, client: Client) -> list[SharedName]:
+        """Return the names that a client may look up."""
         shown = (one for one in self._names.values() if one.current is not None)
         return [one for one in shown if one.may_read(client)]
 
@@ -518,30 +428,6 @@ class NameTable(ControlPart):
         is_own = shared.tenant == client.tenant
         return shared.name if is_own else f"{shared.tenant}/{shared.name}"
 
-    def _refuse(self, client: Client, request: int, error: Error) -> None:
+    def refuse(self, client: Client, request: int, error: Error) -> None:
+        """Fail a request."""
         self.sessions.tell(client, msg.RequestFailed(request, ErrorReport.of(error)))
-
-    # --- listed ---------------------------------------------------------------------------------------
-
-    @handles_client(msg.GetNames)
-    def _list(self, client: Client, message: msg.GetNames) -> None:
-        infos = []
-        for shared in self._seen_by(client):
-            version = shared.current
-            assert version is not None, "only such names are seen"
-            readers = {n for one in shared.versions.values() for n in one.readers.values()}
-            infos.append(
-                msg.NameInfo(
-                    shared.name,
-                    shared.tenant,
-                    version.number,
-                    tuple(shared.versions),
-                    sum(len(part.arrays) for part in version.parts),
-                    version.size_bytes,
-                    len(readers),
-                    version.maker,
-                    version.publication.keep_s,
-                    version.publication.to,
-                )
-            )
-        self.sessions.tell(client, msg.NameList(message.request, tuple(infos)))
