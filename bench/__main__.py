@@ -36,6 +36,7 @@ SUITE = {
     "dashboard": 240,
     "transfer": 300,
     "exchange": 180,
+    "sharing": 180,
     "feeding": 240,
     "train": 420,
     "gateway": 600,

@@ -36,6 +36,7 @@ from pw.core.errors import (
     InternalError,
     IslandFull,
     IslandLost,
+    NameNotFound,
     NaNFound,
     NotOwner,
     OutOfDeviceMemory,
@@ -77,11 +78,14 @@ if TYPE_CHECKING:
     from pw.client.functions.transfer import block_until_ready, get, put, ready
     from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
+    from pw.client.looking.names import names
     from pw.client.looking.plan import plan
     from pw.client.looking.show import show
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
+    from pw.client.sharing.lookup import lookup, version_of
+    from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
     from pw.operating.deploy.local_cluster import LocalCluster
     from pw.operating.deploy.on_ray import on_ray
@@ -132,6 +136,12 @@ _LAZY = {
     "island_events": "pw.client.looking.islands",
     "on_island_event": "pw.client.looking.islands",
     "arrays_lost": "pw.client.looking.lost",
+    "publish": "pw.client.sharing.publish",
+    "Publication": "pw.client.sharing.publish",
+    "unpublish": "pw.client.sharing.publish",
+    "lookup": "pw.client.sharing.lookup",
+    "version_of": "pw.client.sharing.lookup",
+    "names": "pw.client.looking.names",
     "memory": "pw.client.looking.memory",
     "plan": "pw.client.looking.plan",
     "profile": "pw.operating.profiling.profile",
@@ -185,6 +195,12 @@ __all__ = [
     "island_events",
     "on_island_event",
     "arrays_lost",
+    "publish",
+    "Publication",
+    "unpublish",
+    "lookup",
+    "version_of",
+    "names",
     "memory",
     "plan",
     "profile",
@@ -214,6 +230,7 @@ __all__ = [
     "InsufficientDevices",
     "InternalError",
     "IslandFull",
+    "NameNotFound",
     "NaNFound",
     "NotOwner",
     "OutOfDeviceMemory",

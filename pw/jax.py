@@ -17,7 +17,7 @@ from pw.client.keywords import checks_keywords
 from pw.core.errors import Error
 from pw.transport.access.joined import default_address
 
-__all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
+__all__ = ["connect", "from_jax", "initialize", "lookup", "publish", "sharding_of", "to_jax"]
 
 PLATFORM = "pw"
 _arguments: dict[str, Any] = {}
@@ -184,6 +184,58 @@ def to_jax(tree: Any) -> Any:
 
     leaves, structure = tree_flatten(tree)
     return tree_unflatten(structure, jax_arrays.to_jax(leaves))
+
+
+@checks_keywords
+def publish(name: str, tree: Any, *, keep: Any = None, to: Any = None) -> Any:
+    """Give the arrays of a tree a name, as `pw.publish` does; no bytes move.
+
+    Raises:
+        ArgumentError: the name, `keep` or `to` is none, or the tree has other values.
+        ArrayDeleted: an array was deleted or donated.
+        Error: this process is connected to another cluster.
+    """
+    from pw.client.arrays import jax_arrays
+    from pw.client.sharing import publish as sharing
+
+    jax_arrays.front()  # connects this process to the cluster of JAX's devices
+    return sharing.publish(name, tree, keep=keep, to=to)
+
+
+@checks_keywords
+def lookup(
+    name: str,
+    *,
+    version: int | None = None,
+    after: int | None = None,
+    like: Any = None,
+    wait: float = 0.0,
+) -> Any:
+    """Return the tree that was published under a name, with a `jax.Array` for each array; as `pw.lookup`.
+
+    Without `like` no bytes move. JAX may donate the arrays: their shards are copied first, and what others have
+    stays as it is.
+
+    Args:
+        name: the name, or `tenant/name`.
+        version: number of the version; None for the newest.
+        after: only a version with a higher number.
+        like: a sharding over `jax.devices()`, or a tree prefix of such or of arrays, that say where each
+            array is to lie.
+        wait: seconds to wait until there is such a version.
+
+    Raises:
+        NameNotFound: nothing that this session may read is published under the name.
+        PlacementError: without `like`, the arrays lie on devices that JAX does not have.
+        ShardingError: an array cannot be split as `like` says.
+        Error: JAX has no virtual devices in this process.
+    """
+    from pw.client.arrays import jax_arrays
+    from pw.client.sharing import lookup as sharing
+
+    front = jax_arrays.front()
+    place = front.devices_of if like is None else lambda slice_: slice_.devices
+    return to_jax(sharing.looked_up(name, version, after, like, wait, place))
 
 
 def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:

@@ -57,8 +57,8 @@ def _add(group: str, *commands: Callable[..., None], **settings: Any) -> None:
 _OF_A_SCRIPT = {"allow_interspersed_args": False}
 """Settings of commands that run a script: arguments behind its name are its own."""
 
-_add(LOOK, questions.status, questions.why, questions.memory, questions.plan, questions.events)
-_add(LOOK, questions.trace, questions.top)
+_add(LOOK, questions.status, questions.why, questions.memory, questions.names, questions.plan)
+_add(LOOK, questions.events, questions.trace, questions.top)
 _add(LOOK, dashboard.serve, name="dashboard")
 _add(USE, run.run, context_settings=_OF_A_SCRIPT)
 _add(USE, questions.cancel)

@@ -58,6 +58,24 @@ def memory(
     requests.memory(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
 
 
+def names(
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of a table; sizes in bytes.")
+    ] = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Show what is published under names: versions, bytes, readers, and how long each name stays.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli import requests
+
+    requests.names(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
+
+
 def events(
     topics: Annotated[
         list[str] | None, typer.Argument(help="Topics, as run or host. By default all.")

@@ -1,8 +1,9 @@
-"""What `pw` asks the controller, in a session of its own: status, memory, plan, why, trace, cancel, drain."""
+"""What `pw` asks the controller, in a session of its own: status, names, why, cancel and more."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from pw.client.connection.threads import remote
 from pw.client.connection.waiting import time_left
 from pw.client.display import tables
 from pw.client.looking.memory import ClusterMemory
+from pw.client.looking.names import ClusterNames
 from pw.client.looking.plan import Plan
 from pw.client.looking.status import ClusterStatus
 from pw.core.errors import Error
@@ -127,6 +129,17 @@ def memory(address: str, timeout_s: float) -> Answer:
     with connected(address, timeout_s) as session:
         reply = session.ask.memory(timeout_s)
     return Answer({"address": address} | _document(reply), ClusterMemory.of(reply))
+
+
+def names(address: str, timeout_s: float) -> Answer:
+    """Return what is published; in JSON, sizes are in bytes, and a `keep_s` of null is for good."""
+    with connected(address, timeout_s) as session:
+        shown = ClusterNames.of(session.ask.names(timeout_s))
+    rows = [
+        msgspec.structs.asdict(one) | {"keep_s": None if one.keep_s == math.inf else one.keep_s}
+        for one in shown.names
+    ]
+    return Answer({"address": address, "names": rows}, shown)
 
 
 def plan(address: str, name: str, timeout_s: float) -> Answer:

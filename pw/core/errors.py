@@ -368,6 +368,20 @@ class OutOfHostMemory(Error, MemoryError):
     """
 
 
+class NameNotFound(Error, LookupError):
+    """A name has no arrays for this client, or not the version that it asked for.
+
+    Cause:
+        No session has published the name yet, its publisher has left and did not ask for `keep`, a newer
+        version has replaced the one that was asked for, or the name belongs to a tenant that did not publish
+        it to this one.
+
+    What to do:
+        `pw names` lists the names that you may read, with their versions. Give `wait=` to wait for a
+        publisher; a name of another tenant is `"tenant/name"`.
+    """
+
+
 class CheckpointFailed(Error, OSError):
     """A checkpoint could not be written, or read.
 

@@ -398,3 +398,51 @@ def test_a_revoked_worker_comes_back_when_it_has_new_credentials(tmp_path: Path)
     finally:
         for one in reversed(started):
             one.kill()
+
+
+PUBLISHES = """
+import signal, numpy as np, pw
+x = pw.put(np.arange(1000.0, dtype=np.float32))
+pw.publish("open", {"x": x}, to="all").result(60)
+pw.publish("ours", {"x": x}, to=["friends"]).result(60)
+print("published", flush=True)
+signal.pause()
+"""
+
+LOOKS_UP = """
+import numpy as np, pw
+from tests.stages.daemons import until
+until(lambda: "research/open" in pw.names(), "the name")
+y = pw.lookup("research/open")["x"]
+assert np.array_equal(np.asarray(y), np.arange(1000.0, dtype=np.float32))
+mesh = y.sharding.mesh
+assert float(pw.jit(lambda y: y.sum(), mesh=mesh)(y)) == 499500.0
+assert [one.name for one in pw.names().names] == ["open"], pw.names()
+for name in ("research/ours", "open"):
+    try:
+        pw.lookup(name)
+    except pw.NameNotFound as error:
+        print(error, flush=True)
+    else:
+        raise AssertionError(name)
+try:
+    pw.unpublish("research/open")
+except pw.AccessRefused as error:
+    print("refused:", error, flush=True)
+"""
+
+
+def test_a_name_is_for_the_tenants_that_its_publisher_says(cluster: Closed) -> None:
+    keys = {
+        tenant: cluster.issue(Role.CLIENT, f"names-{tenant}", tenant, address=cluster.address)
+        for tenant in ("research", "rivals")
+    }
+    maker = Program(cluster.folder, ["-c", PUBLISHES], PW_CREDENTIALS=str(keys["research"]))
+    try:
+        maker.until_says("published")
+        reader = Program(cluster.folder, ["-c", LOOKS_UP], PW_CREDENTIALS=str(keys["rivals"]))
+        assert reader.end() == 0, reader.err
+        assert reader.out.count("nothing is published as") == 2
+        assert "refused: tenant 'rivals' may not unpublish" in reader.out
+    finally:
+        maker.kill()

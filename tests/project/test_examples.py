@@ -36,6 +36,10 @@ def test_byte_pairs() -> None:
             ["examples.rollouts"],
             r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n",
         ),
+        long(
+            ["examples.shared_weights"],
+            r"(?s)4 versions.*adapter: the weights take 0 B more\nadapter: loss 0\.[45]\d+ to 0\.[0-4]",
+        ),
         long(["examples.serving", "--seconds", "1"], r"small +1 .* ms\nlarge +3 .* ms"),
     ],
 )

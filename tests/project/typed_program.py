@@ -55,6 +55,9 @@ def use(x: pw.Array, model: Model) -> None:
     model.apply()  # type: ignore[call-arg]
     assert_type(scaled.lower(x).as_text(), str)
 
+    assert_type(pw.publish("base", {"x": x}, keep="1h").result(), int)
+    pw.lookup("base", like=None, for_ever=True)  # type: ignore[call-arg]
+
     assert_type(x.sum(axis=1, keepdims=True), pw.Array)
     assert_type(x.T.is_ready(), bool)
     x.sum(ax=1)  # type: ignore[call-arg]

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.ifrt_programs import ifrt_programs
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.devices import Slice
+from pw.client.arrays.devices import Slice, VirtualDevice
 from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
@@ -86,6 +86,25 @@ class Front:
             own = self._slices[number] = Slice(self.session, bound)
             self._numbers[own.id] = number
         return own
+
+    def devices_of(self, slice_: Slice) -> Sequence[VirtualDevice]:
+        """Return the devices of this process's slices that are JAX's and those of another slice.
+
+        Raises PlacementError if JAX does not have them all.
+        """
+        here = {
+            address: device
+            for number in self._devices
+            for own in (self.slice(number),)
+            for address, device in zip(self.session.devices(own.id), own.devices, strict=True)
+        }
+        addresses = self.session.devices(slice_.id)
+        if not all(address in here for address in addresses):
+            raise PlacementError(
+                "the arrays lie on devices that JAX does not have here; say where they are to go: "
+                "pw.jax.lookup(name, like=sharding), with a sharding over jax.devices()"
+            )
+        return [here[address] for address in addresses]
 
     # --- shardings ------------------------------------------------------------------------------------
 

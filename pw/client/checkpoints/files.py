@@ -19,14 +19,14 @@ from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import OwnMesh, default_mesh
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import OwnSharding
-from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
-from pw.client.checkpoints.tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, read
+from pw.client.arrays.signature import ArrayType, aval_of, is_key, signature_of
+from pw.client.checkpoints.tree import ANCHOR, SINGLE, Leaf, Tree, TreeNode, encode, host_leaf, read
 from pw.client.functions.prefixes import spread
 from pw.client.functions.transfer import put
 from pw.client.functions.wrapped import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, NotOwner, ShardingError, TracerError
-from pw.core.messages import INLINE_BYTES, Described, FileSource
+from pw.core.messages import Described, FileSource
 
 
 def normal_path(path: Any) -> str:
@@ -66,7 +66,7 @@ def save(tree: Any, leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -
                 )
             )
         else:
-            described.append(_host_leaf(key, leaf))
+            described.append(host_leaf(key, leaf, "pw.checkpoint(path=...)"))
     if session is None:
         anchor = put(np.zeros((), np.bool_))
         session = anchor._runtime
@@ -80,23 +80,6 @@ def save(tree: Any, leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -
         where, overwrite, arrays, encode(Tree(described, TreeNode.of(tree)))
     )
     return future
-
-
-def _host_leaf(key: str, leaf: Any) -> Leaf:
-    if isinstance(leaf, str):
-        return Leaf(key, number=("str", leaf))
-    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
-        kind: Any = next(k for k in (bool, int, float, complex) if isinstance(leaf, k))
-        return Leaf(key, number=(kind.__name__, repr(kind(leaf))))
-    dtype = aval_of(signature_of(leaf)).dtype
-    prng = key_impl_of(dtype) or ""
-    value = np.asarray(jax.random.key_data(leaf) if prng else leaf)
-    if value.nbytes > INLINE_BYTES:
-        raise ArgumentError(
-            f"the array of {value.nbytes} bytes at {key or 'the top'} is in this process, and arrays are "
-            "written by the hosts that have them: put it on devices first, with pw.put"
-        )
-    return Leaf(key, "", value.shape, value.dtype.name, prng, data=value.tobytes())
 
 
 @checks_keywords

@@ -14,8 +14,9 @@ import jax
 import msgspec
 import numpy as np
 
-from pw.core.errors import CheckpointFailed
-from pw.core.messages import Described
+from pw.client.arrays.signature import aval_of, key_impl_of, signature_of
+from pw.core.errors import ArgumentError, CheckpointFailed
+from pw.core.messages import INLINE_BYTES, Described
 from pw.core.sharding import dtype_of
 
 _NUMBERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, complex)}
@@ -62,7 +63,7 @@ class Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     def check(self) -> None:
-        """Raise one of `_UNREADABLE` unless it has a value."""
+        """Raise one of `UNREADABLE` unless it has a value."""
         if self.number is None:
             size_bytes = math.prod(self.shape) * dtype_of(self.dtype).itemsize
             if min(self.shape, default=0) < 0:
@@ -148,7 +149,7 @@ encode = msgspec.json.Encoder().encode
 _decode: Any = msgspec.json.Decoder(Tree | list[Leaf]).decode
 
 
-_UNREADABLE = (
+UNREADABLE = (
     msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError,
     ValueError,
 )  # fmt: skip
@@ -164,9 +165,27 @@ def read(described: Described, where: str) -> Tree:
         for leaf in tree.leaves:
             leaf.check()
         tree.structure.count()
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CheckpointFailed(f"the tree in {where} cannot be read: {error}") from None
     return tree
+
+
+def host_leaf(key: str, leaf: Any, caller: str) -> Leaf:
+    """Describe a host value, for this caller. Raises ArgumentError if it is too large, or no value."""
+    if isinstance(leaf, str):
+        return Leaf(key, number=("str", leaf))
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        kind: Any = next(k for k in (bool, int, float, complex) if isinstance(leaf, k))
+        return Leaf(key, number=(kind.__name__, repr(kind(leaf))))
+    dtype = aval_of(signature_of(leaf)).dtype
+    prng = key_impl_of(dtype) or ""
+    value = np.asarray(jax.random.key_data(leaf) if prng else leaf)
+    if value.nbytes > INLINE_BYTES:
+        raise ArgumentError(
+            f"{caller} was given an array of {value.nbytes} bytes at {key or 'the top'} that is in this "
+            "process. Hosts have no copy of it: put it on devices first, with pw.put"
+        )
+    return Leaf(key, "", value.shape, value.dtype.name, prng, data=value.tobytes())
 
 
 def single_tree(shape: tuple[int, ...], dtype: str) -> bytes:

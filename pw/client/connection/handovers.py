@@ -43,6 +43,14 @@ class Handovers:
             self._tell(Offer(number, token, ids, specs))
         return token
 
+    def offers(self, groups: Sequence[Sequence[tuple[int, ArraySpec]]]) -> tuple[Offer, ...]:
+        """Return an offer for each group of arrays, for a message that has them all."""
+        offers = []
+        for number, group in zip(self._ids(len(groups)), groups, strict=True):
+            ids, specs = tuple([one for one, _ in group]), tuple([spec for _, spec in group])
+            offers.append(Offer(number, secrets.token_bytes(OFFER_TOKEN_BYTES), ids, specs))
+        return tuple(offers)
+
     def refuse(self, token: bytes, error: ErrorReport) -> None:
         """Fail the arrays that another session takes with this token: they cannot be offered."""
         with self._lock:

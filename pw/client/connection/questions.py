@@ -142,6 +142,36 @@ class Questions:
         answer = self.waiting(f"a checkpoint of {counted(len(arrays))}")
         return self._ask(lambda request: msg.Checkpoint(request, numbers), answer, numbers)
 
+    def publish(
+        self,
+        name: str,
+        offers: tuple[msg.Offer, ...],
+        tree: bytes,
+        keep_s: float,
+        to: tuple[str, ...],
+    ) -> Future[msg.Published]:
+        """Publish the arrays of these offers under a name."""
+        answer: Future[msg.Published] = self.waiting(f"the publication of {name!r}")
+        arrays = tuple([array for offer in offers for array in offer.arrays])
+        return self._ask(
+            lambda request: msg.Publish(request, name, offers, tree, keep_s, to), answer, arrays
+        )
+
+    def look_up(
+        self, name: str, version: int, after: int, wait_s: float
+    ) -> Future[msg.VersionOffer]:
+        """Ask for the arrays of a name. Fails with NameNotFound."""
+        request = partial(msg.Lookup, name=name, version=version, after=after, wait_s=wait_s)
+        return self._ask(request, self.waiting(f"what is published as {name!r}"))
+
+    def unpublish(self, name: str) -> Future[None]:
+        """End a name. Fails with NameNotFound, or AccessRefused."""
+        return self._ask(partial(msg.Unpublish, name=name), self.waiting(f"the end of {name!r}"))
+
+    def names(self, timeout_s: float = STATUS_S) -> msg.NameList:
+        """Return the names that this client may read. Raises ConnectionFailed if nothing answers."""
+        return self._answered(self._ask(msg.GetNames, Future[msg.NameList]()), timeout_s)
+
     def save(
         self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
     ) -> Future[None]:

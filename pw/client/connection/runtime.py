@@ -100,6 +100,8 @@ class Runtime:
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
         self.handovers = Handovers(self.lock, self._ids, self._tell)
+        self.published: dict[int, tuple[str, int]] = {}
+        """Arrays that lookups have returned, with their name and version: they are read-only."""
         self.noted_in: tuple[dict[int, float], ...] = ()
         """Dictionaries, each of which gets when a run is sent, in seconds of this process's clock
         (`pw.profile`)."""
@@ -512,6 +514,27 @@ class Runtime:
             array = self._id()
             self._post(Tell(msg.CreateArray(array, spec, source=source)))
         return array
+
+    def publish(
+        self,
+        name: str,
+        offers: Sequence[Sequence[tuple[int, ArraySpec]]],
+        tree: bytes,
+        keep_s: float,
+        to: tuple[str, ...],
+    ) -> Future[msg.Published]:
+        """Publish arrays under a name, those of each slice together.
+
+        Args:
+            name: the name.
+            offers: arrays of each slice.
+            tree: description of the tree.
+            keep_s: seconds for which the name outlasts the session.
+            to: other tenants that may read.
+        """
+        with self.lock:  # so that what is posted first has the smaller numbers
+            messages = self.handovers.offers(offers)
+            return self.ask.publish(name, messages, tree, keep_s, to)
 
     def delete(self, arrays: Sequence[int]) -> None:
         """Delete arrays now, in order with the runs that use them."""

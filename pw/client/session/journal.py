@@ -44,6 +44,8 @@ class Journal(Part):
         self.inputs: dict[int, msg.CreateArray] = {}
         self.runs: dict[int, msg.Run] = {}
         self.offers: dict[int, msg.Offer] = {}
+        self.publications: dict[int, msg.Publish] = {}
+        """Versions of names whose arrays the controller may ask for, by request."""
         self.held: dict[int, ArraySpec] = {}
         self._failed: dict[int, ErrorReport] = {}
         self._copied: set[int] = set()
@@ -57,6 +59,7 @@ class Journal(Part):
             msg.Delete: lambda message: self._let_go(message.arrays),
             msg.CreateArray: self._create,
             msg.Offer: lambda message: self.offers.update({message.run: message}),
+            msg.Publish: self._publish,
             msg.RegisterProgram: self._register,
             msg.ReleaseProgram: self._release_program,
             msg.AllocateSlice: lambda message: self.slices.update({message.slice: message}),
@@ -98,6 +101,9 @@ class Journal(Part):
     def _create(self, message: msg.CreateArray) -> None:
         self.inputs[message.array] = message
         self.held[message.array] = message.spec
+
+    def _publish(self, message: msg.Publish) -> None:
+        self.publications[message.request] = self.requests[message.request] = message
 
     def _run(self, message: msg.Run) -> None:
         self.in_flight += 1
@@ -164,10 +170,21 @@ class Journal(Part):
 
     def _forget_run(self, number: int) -> None:
         self.offers.pop(number, None)
+        for request, publication in list(self.publications.items()):
+            if any(offer.run == number for offer in publication.offers):
+                del self.publications[request]
         run = self.runs.pop(number, None)
         if run is not None:
             self._runs_of[run.program] -= 1
             self._drop_program(run.program)
+
+    @handles(msg.Published)
+    def _on_published(self, sender: Address, message: msg.Published) -> None:
+        published = self.publications.get(message.request)
+        if published is not None:
+            self.publications[message.request] = msgspec.structs.replace(
+                published, version=message.version
+            )
 
     @handles(msg.ForgetInputs)
     def _on_forget_inputs(self, sender: Address, message: msg.ForgetInputs) -> None:
@@ -210,6 +227,7 @@ class Journal(Part):
             yield msgspec.structs.replace(created, bound=0)
         yield from self.runs.values()
         yield from self.offers.values()
+        yield from self.publications.values()
         lineage = self.inputs.keys() | {a for run in self.runs.values() for a in run.results}
         self._copied &= self._of_interest()
         self._prune_failed()
@@ -224,5 +242,6 @@ class Journal(Part):
     def _of_interest(self) -> set[int]:
         """Return the arrays that the client has, and those that runs in the journal read."""
         read = {arg for run in self.runs.values() for arg in arrays_in(run.args)}
-        read.update(*(offer.arrays for offer in self.offers.values()))
+        published = (offer for one in self.publications.values() for offer in one.offers)
+        read.update(*(offer.arrays for offer in (*self.offers.values(), *published)))
         return read | self.held.keys()

@@ -276,6 +276,9 @@ class Requests(Part):
         msg.Explanation,
         msg.Memory,
         msg.ProgramPlan,
+        msg.Published,
+        msg.VersionOffer,
+        msg.NameList,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

@@ -23,6 +23,7 @@ from pw.core.messages.islands import *
 from pw.core.messages.leases import *
 from pw.core.messages.links import *
 from pw.core.messages.memory import *
+from pw.core.messages.names import *
 from pw.core.messages.observing import *
 from pw.core.messages.plans import *
 from pw.core.messages.reports import *

@@ -36,6 +36,7 @@ from pw.devices.host.callbacks import HostCallbacks
 from pw.devices.host.checkpoint_files import BlockingCalls, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
+from pw.devices.host.confirming import Confirming
 from pw.devices.host.printing import OutputLines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
@@ -82,6 +83,7 @@ class ObjectStore(Actor):
             self.uploads,
             self.requests,
             self.compilations,
+            Confirming(env, backend, self.arrays),
             self.callbacks,
             self.replicas,
             self.replicas.memory,

@@ -67,6 +67,9 @@ class SliceTable(Part):
             if piece.state is SliceState.BOUND:
                 self.inventory.islands[piece.island].load.subtract(piece.positions)
             piece.happened(SliceEvent.RELEASE)
+            for one in self._slices.values():
+                if one.request.like == message.slice and one.state is SliceState.BOUND:
+                    one.request = msgspec.structs.replace(one.request, like=0)
 
     @handles(WaitedEnough)
     def _waited_enough(self, sender: Address, timer: WaitedEnough) -> None:

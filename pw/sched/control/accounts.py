@@ -58,7 +58,7 @@ class Accounts(ControlPart):
         """Write the last entry of a client; what becomes known later has an entry of its own."""
         self._collect(client.number)
         self._sample(client)
-        del self._sampled_s[client.number]
+        self._sampled_s.pop(client.number, None)
         entry = self._unwritten.get(client.number)
         if entry is not None:
             entry.leaves = True
@@ -88,7 +88,7 @@ class Accounts(ControlPart):
     def _sample(self, client: Client) -> None:
         """Take what the controller itself knows of a client since the last time."""
         now_s, usage = self._env.now_s(), client.usage
-        passed_s = now_s - self._sampled_s[client.number]
+        passed_s = now_s - self._sampled_s.get(client.number, now_s)
         self._sampled_s[client.number] = now_s
         size_bytes = sum(array.spec.size_bytes for array in client.arrays.held.values())
         spent = Spent(

@@ -85,6 +85,8 @@ class Client:
     """What the client has, as the ledger counts it."""
     recovery_s: float | None = None
     """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
+    is_holder: bool = False
+    """True if no process calls from the address: the client holds what is published under a name."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)

@@ -32,12 +32,15 @@ from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
+from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
+from pw.sched.control.lookups import Lookups
+from pw.sched.control.names import NameTable
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -118,12 +121,20 @@ class Controller(Actor):
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
+        confirmations = Confirmations(sessions)
+        names = self.names = NameTable(
+            sessions, slices, replicas, handovers, uploads, confirmations, self._release
+        )
+        lookups = self.lookups = Lookups(sessions, names)
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
             msg.Offer: handovers.offer,
             msg.Checkpoint: checkpoints.begin,
             msg.SaveArrays: saves.begin,
+            msg.Publish: names.publish,
+            msg.Lookup: lookups.look_up,
+            msg.Unpublish: names.unpublish,
             msg.ReleaseProgram: registry.release,
             msg.ReleaseSlice: slices.release,
         }
@@ -131,6 +142,7 @@ class Controller(Actor):
             msg.Run: resumptions.ran,
             msg.CreateArray: resumptions.announced,
             msg.Offer: handovers.offered_before,
+            msg.Publish: names.published_before,
         }
         stream.set_handlers(in_order, resuming)
         watches = self.watches = IslandWatches(sessions, recovery_s)
@@ -139,11 +151,12 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
+            *(confirmations, names, lookups),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
                     *(SliceRequests, ProgramRegistry, Losses),
-                    *(Checkpoints, Rebuilder, Saves),
+                    *(Checkpoints, Rebuilder, Saves, Confirmations),
                 )
             },
         )
@@ -195,6 +208,14 @@ class Controller(Actor):
             arrays=len(client.arrays),
             runs=client.usage.runs,
         )
+        self._release(client, reason)
+        self.recordings.forget_node(client.address.node)
+        self.watches.client_left(client)
+        self.names.client_left(client)
+        self.lookups.client_left(client)
+
+    def _release(self, client: Client, reason: str) -> None:
+        """Release what a client, or the holder of a name, owned."""
         self.accounts.client_left(client)
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
@@ -206,15 +227,16 @@ class Controller(Actor):
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
         self.registry.client_left(client)
-        self.recordings.forget_node(client.address.node)
-        self.watches.client_left(client)
 
     def turn_ended(self) -> None:
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
         self._uploads.settle_taken()
         self._go_on()
-        while (asked := self.handovers.clients_with_news()) or any(
-            client.lineage.has_unneeded for client in self.sessions.clients
+        while (
+            (asked := self.handovers.clients_with_news())
+            or any(client.lineage.has_unneeded for client in self.sessions.clients)
+            or self.names.go_on()
+            or self.lookups.go_on()
         ):
             for client in asked:
                 self._rebuilder.proceed(client)
@@ -226,7 +248,7 @@ class Controller(Actor):
         self.runs.send_credits()
 
     def _go_on(self) -> None:
-        for client in self.sessions.clients:
+        for client in tuple(self.sessions.clients):  # a name may get a holder, or lose it
             self.stream.go_on(client)
             while client.lineage.has_unneeded:
                 self._forget(client)
@@ -238,10 +260,10 @@ class Controller(Actor):
         """Have the client and the hosts forget what nothing of the client can need any more."""
         unneeded = client.lineage.drain()
         if unneeded.runs:
-            self.env.send(client.address, msg.ForgetRuns(tuple(unneeded.runs)))
+            self.sessions.tell(client, msg.ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self.handovers.forgotten(unneeded.inputs)
-            self.env.send(client.address, msg.ForgetInputs(tuple(unneeded.inputs)))
+            self.sessions.tell(client, msg.ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
         self.checkpoints.forget(client, unneeded.arrays)
@@ -285,7 +307,8 @@ class Controller(Actor):
         uses, nothing = self._uses(), msg.ClientUse()
         islands = self._island_status()
         sees = self.sessions.sight(asker.number)
-        seen = [client for client in self.sessions.clients if sees(client.number)]
+        clients = [client for client in self.sessions.clients if not client.is_holder]
+        seen = [client for client in clients if sees(client.number)]
         self.env.send(
             sender,
             msg.Status(
@@ -315,7 +338,7 @@ class Controller(Actor):
                 ),
                 tuple(run for run in self.runs.status() if sees(run.client)),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
-                len(self.sessions.clients) - len(seen),
+                len(clients) - len(seen),
                 sum(one.usage.runs for one in self.sessions.clients if not sees(one.number)),
                 self._awaited_islands(),
                 tuple(self._tenants(asker.tenant)),

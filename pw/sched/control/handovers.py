@@ -6,6 +6,9 @@ its own for each of them (`CreateArray` with an `OfferSource`). Either may come 
 order of its stream, and the results of that run are arrays of the importer. So the order with the exporter's
 runs and deletes, the memory of shards that several arrays name, and donation are those of every view.
 
+Names are made of handovers (`pw.sched.control.names`): a publisher offers arrays to the holder of a name, and
+the holder offers them to each reader. A holder is a client, so all that follows holds for both.
+
 The exporter's lineage keeps a record of that run until the importer needs none of the arrays any more. When the
 importer has lost one, its recovery asks for it (`ask`), and the exporter's recovery runs the record again.
 If the exporter has left, only replicas bring such an array back.
@@ -115,6 +118,8 @@ class HandoverTable(ControlPart):
         self._handovers: dict[bytes, Handover] = {}
         self._of: dict[int, Handover] = {}
         """Handovers by the importer's arrays."""
+        self.ended: list[bytes] = []
+        """Tokens of offers of holders that have ended since the name table looked."""
         self._with_news: dict[int, None] = {}
         """Clients that have something to make, or to repeat, by number."""
         self._timer = Ticker(self._env, LOOK_S, self._end_lonely)
@@ -206,6 +211,12 @@ class HandoverTable(ControlPart):
                 for array in guarded:
                     del left[array]
         return tuple(left)
+
+    def withdraw(self, token: bytes) -> None:
+        """End an offer unless a client has taken it."""
+        handover = self._handovers.get(token)
+        if handover is not None and not handover.imports:
+            self._end(handover, _ENDED)
 
     # --- taken ----------------------------------------------------------------------------------------
 
@@ -431,6 +442,8 @@ class HandoverTable(ControlPart):
     def _end(self, handover: Handover, error: ErrorReport) -> None:
         """Forget a handover; what the importer still waits for fails."""
         self._handovers.pop(handover.token, None)
+        if handover.exporter is not None and handover.exporter.is_holder:
+            self.ended.append(handover.token)
         for number, _ in handover.imports.values():
             self._fail(handover, number, error)
             if self._of.pop(number, None) is not None and handover.record is not None:

@@ -85,6 +85,8 @@ class Publishing(ControlPart):
         """Publish which clients have begun to recover in this turn, and which have recovered."""
         now_s = self._env.now_s()
         for client in self.sessions.clients:
+            if client.is_holder:
+                continue
             recovery = self._recoveries.get(client.number)
             if client.recovering and recovery is None:
                 begun = _Recovery(client.name, len(client.arrays.lost), now_s)

@@ -102,13 +102,13 @@ class RunEnds(ControlPart):
             client = self.runs.withdraw(run, RunTransition.FAIL, error, reason, grace)
             failed.update(run.results)
             client.arrays.fail(run.results, error)
-            self._env.send(client.address, msg.RunFailed(run.number, run.results, error))
+            self.sessions.tell(client, msg.RunFailed(run.number, run.results, error))
 
     def _fail_arrays(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
         """Fail arrays that no run in flight makes."""
         failed = client.arrays.fail(arrays, error)
         if failed:
-            self._env.send(client.address, msg.RunFailed(0, failed, error))
+            self.sessions.tell(client, msg.RunFailed(0, failed, error))
 
     # --- deadlines --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ErrorReport, QuotaExceeded
 from pw.core.events import ClientEvent, Sink
-from pw.core.ids import Address, client_of, scheduler_of
+from pw.core.ids import CONTROLLER, Address, client_of, scheduler_of
 from pw.core.rights import Resource
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims
 from pw.core.tickets import Tickets
@@ -42,6 +42,9 @@ REFUSED_KEPT = 4096
 
 SILENT_S = 3.0
 """Seconds of silence of a client from which on it is reported: a busy machine may delay a heartbeat or two."""
+
+HOLDERS = Address(CONTROLLER, "names")
+"""Address in the place of that of a process, for clients that hold what is published."""
 
 GIVEN_KEPT = 1 << 16
 """Number of clients that have left and are remembered; each `pw status` is a client."""
@@ -177,7 +180,7 @@ class Sessions(Part):
 
     def silent_s(self, client: Client) -> float:
         """Return how long nothing has come from a client, in seconds; 0 unless that is long."""
-        heard_s = self._heard_s(client.address.node) or 0.0
+        heard_s = 0.0 if client.is_holder else self._heard_s(client.address.node) or 0.0
         return heard_s if heard_s >= SILENT_S else 0.0
 
     def attach(self, sender: Address, message: msg.Attach, in_use: Container[int]) -> Client | None:
@@ -226,6 +229,24 @@ class Sessions(Part):
         self.env.send(sender, attached)
         return client
 
+    def hold(self, name: str, tenant: str, in_use: Container[int]) -> Client:
+        """Return a new client without a process, which owns what is published under a name.
+
+        What it is told, nothing hears (`tell`); it is here until `leave`.
+        """
+        number = self._numbers.take(in_use)
+        usage = self.usage.attach(number, tenant, is_holder=True)
+        client = Client(HOLDERS, number, name, tenant=tenant, usage=usage, is_holder=True)
+        client.repeats = self._numbers.first << 16
+        self._clients[number] = client
+        self.islands.tell_all(self._added(client))
+        return client
+
+    def tell(self, client: Client, message: object) -> None:
+        """Send a message to a client, if a process calls for it."""
+        if not client.is_holder:
+            self.env.send(client.address, message)
+
     def sight(self, asker: int) -> Callable[[int], bool]:
         """Return whether the client `asker` may see what the client with a number has, or had."""
         client = self._clients.get(asker)
@@ -266,9 +287,11 @@ class Sessions(Part):
         """
         may_return = client.resuming is not None and not self.islands.schedulers
         self._numbers.left(client.number, "" if may_return else reason)
-        if self.events is not None:
-            self.events.publish(ClientEvent("left", client.number, client.name, reason))
-        del self._nodes[client.address.node], self._clients[client.number]
+        if not client.is_holder:
+            del self._nodes[client.address.node]
+            if self.events is not None:
+                self.events.publish(ClientEvent("left", client.number, client.name, reason))
+        del self._clients[client.number]
         self.usage.leave(client.number)
         self.islands.tell_all(msg.RemoveClient(client.number))
 
@@ -301,7 +324,7 @@ class Sessions(Part):
         """Tell all clients which hosts there are, also those that attach later."""
         self._directory = directory
         for client in self.clients:
-            self.env.send(client.address, directory)
+            self.tell(client, directory)
 
 
 @dataclass(eq=False)

@@ -31,6 +31,9 @@ Ordered = (
     | msg.ReleaseSlice
     | msg.Checkpoint
     | msg.SaveArrays
+    | msg.Publish
+    | msg.Lookup
+    | msg.Unpublish
     | msg.Inquire
 )
 """Messages that the controller handles in the client's order."""
@@ -140,9 +143,10 @@ class SetAside:
             self._has_effects |= program is not None and _has_effects(program)
         elif isinstance(message, msg.CreateArray):
             self.results.add(message.array)
-        elif isinstance(message, msg.Offer):
-            self.overtaken.add(message.run)
-            self.arguments.update(message.arrays)
+        elif isinstance(message, (msg.Offer, msg.Publish)):
+            for offer in (message,) if isinstance(message, msg.Offer) else message.offers:
+                self.overtaken.add(offer.run)
+                self.arguments.update(offer.arrays)
         elif isinstance(message, (msg.Delete, msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
             self.arguments.update(message.arrays)
 

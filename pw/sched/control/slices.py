@@ -30,7 +30,7 @@ from pw.core.errors import (
     PythonRefused,
     QuotaExceeded,
 )
-from pw.core.ids import RESOURCES, Address, client_of
+from pw.core.ids import RESOURCES, Address, client_of, is_repeat
 from pw.core.rights import Resource
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
@@ -86,11 +86,14 @@ class SliceRequests(ControlPart):
         else:
             error = self._never(client, message)
         if error is not None:
-            self._env.send(client.address, msg.SliceRefused(message.slice, ErrorReport.of(error)))
+            self.sessions.tell(client, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
         python = self.sessions.usage.rights.of(client.tenant).python
         only = python if isinstance(python, tuple) else ()
         message = msgspec.structs.replace(message, python_hosts=only)
+        is_of_a_name = is_repeat(message.like) and self.sessions.owner(message.like) is None
+        if client.resuming is not None and is_of_a_name:
+            message = msgspec.structs.replace(message, like=0)  # its name has another holder here
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
             message, resumed=False, formerly="", former_hosts=()
@@ -164,7 +167,7 @@ class SliceRequests(ControlPart):
         self._bindings[number] = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
-        self._env.send(client.address, message)
+        self.sessions.tell(client, message)
         client.slices.hosts[number].update(device.host for device in message.devices)
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
@@ -180,7 +183,7 @@ class SliceRequests(ControlPart):
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
-            self._env.send(client.address, message)
+            self.sessions.tell(client, message)
             self._give(client, message.slice)
 
     def awaited_hosts(self, client: Client, islands: Iterable[msg.IslandInfo]) -> tuple[str, ...]:
@@ -231,7 +234,7 @@ class SliceRequests(ControlPart):
         self.forget_request(client, number)
         self._bindings.pop(number, None)
         self._env.send(RESOURCES, msg.ReleaseSlice(number))
-        self._env.send(client.address, msg.ReleaseSlice(number))
+        self.sessions.tell(client, msg.ReleaseSlice(number))
 
     def forget_request(self, client: Client, number: int) -> None:
         """Forget how a slice was asked for, unless it is in use or a replay may need it."""
@@ -260,7 +263,7 @@ class SliceRequests(ControlPart):
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
             waiting[client.number] = client
-            self._env.send(client.address, msg.SliceLost(number, message.error))
+            self.sessions.tell(client, msg.SliceLost(number, message.error))
         for client in waiting.values():
             self.expect(client, loss, message.error, message.island)
 
@@ -283,6 +286,23 @@ class SliceRequests(ControlPart):
             client.slices.unbound[number] = loss
             self._env.send(RESOURCES, client.slices.requests[number])
         self.expect(client, loss, _NOT_BORROWED)
+
+    def allocate_like(self, client: Client, model: int, devices: int, *, resumed: bool) -> int:
+        """Ask for a slice for a client on the devices of another one's slice; return its number.
+
+        Args:
+            client: the owner of the new slice.
+            model: number of the other slice.
+            devices: number of its devices.
+            resumed: true if that slice may be bound only later, by this controller.
+        """
+        number = client.new_id()
+        request = msg.AllocateSlice(number, devices, None, None, None, like=model)
+        client.slices.owned.add(number)
+        client.slices.requests[number] = request
+        client.slices.hosts[number] = set()
+        self._env.send(RESOURCES, msgspec.structs.replace(request, resumed=resumed))
+        return number
 
     def give_up(self, client: Client, numbers: Iterable[int]) -> None:
         """Do not wait any more until these slices are bound."""

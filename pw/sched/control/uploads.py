@@ -56,7 +56,7 @@ class UploadTable(ControlPart):
         if client_of(number) != client.number or is_repeat(number) or number in client.arrays:
             self._env.count("messages_refused")
             error = ProtocolError("a new array has a number that is taken or is another client's")
-            self._env.send(client.address, msg.RunFailed(0, (number,), ErrorReport.of(error)))
+            self.sessions.tell(client, msg.RunFailed(0, (number,), ErrorReport.of(error)))
             return
         reported = client.arrays.announced(number)
         try:
@@ -89,7 +89,7 @@ class UploadTable(ControlPart):
         if (
             message.bound != was_bound and array.awaited
         ):  # it went to the hosts of an earlier binding
-            self._env.send(client.address, msg.UploadAgain(message.array, message.array))
+            self.sessions.tell(client, msg.UploadAgain(message.array, message.array))
 
     def _bound_discarded(self, client: Client) -> None:
         """Give up the oldest upload of a deleted array if there are too many: its bytes may never come."""
@@ -127,7 +127,7 @@ class UploadTable(ControlPart):
         for host in reported:
             self._env.send(store_of(host), msg.DropUploads((message.array,)))
         client.arrays.add(message.array, ArrayEntry.failed(report))
-        self._env.send(client.address, msg.RunFailed(0, (message.array,), report))
+        self.sessions.tell(client, msg.RunFailed(0, (message.array,), report))
 
     @handles_client(msg.InputGone)
     def _input_gone(self, client: Client, message: msg.InputGone) -> None:
@@ -144,14 +144,14 @@ class UploadTable(ControlPart):
         )
         for host in tuple(array.awaited):
             self._reported(client, message.array, array, host, error)
-        self._env.send(client.address, msg.RunFailed(0, (message.array,), error))
+        self.sessions.tell(client, msg.RunFailed(0, (message.array,), error))
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:
         """Ask again for what the client sent to a host, because it may not have come there."""
         for number, array in client.arrays.all():
             if message.host in array.awaited and array.input:
-                self._env.send(client.address, msg.UploadAgain(array.input, number))
+                self.sessions.tell(client, msg.UploadAgain(array.input, number))
 
     # --- reported by the hosts --------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class UploadTable(ControlPart):
             if host in array.awaited:
                 self._reported(client, number, array, host, error)
         if array.error is not None:
-            self._env.send(client.address, msg.RunFailed(0, (number,), array.error))
+            self.sessions.tell(client, msg.RunFailed(0, (number,), array.error))
 
     def host_lost(self, node: str) -> None:
         """Forget what a host has reported of uploads that are not announced."""

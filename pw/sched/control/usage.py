@@ -38,13 +38,17 @@ class ClientUsage:
     """Bytes that the client has put on devices, and that its account does not have yet."""
     stored_bytes: int = 0
     """Bytes of its checkpoints on disk, which its account does not have yet."""
+    is_holder: bool = False
+    """True if the client is no process, and holds what is published under a name."""
     amounts: dict[Resource, dict[int, int]] = field(default_factory=dict)
     """Amounts of each resource, by the id of what they are for."""
 
     def amount(self, resource: Resource) -> int:
         """Return how much the client has of a resource."""
         if resource is Resource.CLIENTS:
-            return 1
+            return int(not self.is_holder)
+        if resource is Resource.NAMES:
+            return int(self.is_holder)
         return sum(self.amounts.get(resource, {}).values())
 
 
@@ -61,9 +65,9 @@ class Usage:
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def attach(self, client: int, tenant: str) -> ClientUsage:
-        """Count a client."""
-        usage = self._clients[client] = ClientUsage(tenant)
+    def attach(self, client: int, tenant: str, *, is_holder: bool = False) -> ClientUsage:
+        """Count a client, or the holder of a name."""
+        usage = self._clients[client] = ClientUsage(tenant, is_holder=is_holder)
         return usage
 
     def leave(self, client: int) -> None:

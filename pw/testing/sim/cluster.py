@@ -29,6 +29,7 @@ from pw.testing.sim.census import held
 from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site
 from pw.testing.sim.looping import LENDING
+from pw.testing.sim.names import Editions
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.quotas import INJECTED, random_rights
 from pw.testing.sim.world import World
@@ -81,6 +82,8 @@ class SimCluster(Site):
         """Numbers of slices whose island clients have given up."""
         self.deals: dict[int, Any] = {}
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
+        self.editions = Editions()
+        """What users have published under names, and seen of it."""
         self.launched: list[tuple[float, int, int]] = []
         """Time, run and segment of each launch, if users record timelines."""
         self.accounts = SimAccounts(self)

@@ -76,6 +76,8 @@ class SimProfile:
     """Probability, for each act of a client, that it makes views of its arrays."""
     handovers: float = 0.0
     """Probability, for each act of a client, that it hands arrays to another one."""
+    names: float = 0.0
+    """Probability, for each act of a client, that it publishes arrays under a name, or looks one up."""
     events: bool = False
     """True if the controller publishes events, and the monitor follows them."""
     pipelines: float = 0.0
@@ -138,6 +140,7 @@ _NO_FAULTS = (
     "named_hosts",
     "views",
     "handovers",
+    "names",
     "pipelines",
     "moves",
     "checkpoints",
@@ -260,6 +263,8 @@ PROFILES = {
         _lossy("ragged-lost", runs=60, ragged=0.5, **_NETWORK),
         SimProfile("shares", runs=60, handovers=0.3, views=0.1),
         _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
+        SimProfile("names", runs=60, names=0.4, views=0.05),
+        _lossy("names-lost", runs=60, names=0.4, views=0.05, **_LITTLE_MEMORY),
         SimProfile("pipelines", runs=30, pipelines=0.7),
         _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
         SimProfile("moves", hosts=8, moves=0.7),

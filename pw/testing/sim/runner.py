@@ -131,7 +131,7 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     for client in clients:
         client.final = True
     # A client whose recovery waited for one exporter that is gone may then wait for another.
-    patience_s = LIVENESS_S + (2 * ALONE_S if profile.handovers else 0.0)
+    patience_s = LIVENESS_S + (2 * ALONE_S if profile.handovers or profile.names else 0.0)
     if not world.run(world.now_s + patience_s, budget, done):
         raise Violation("liveness", _stuck(cluster, clients))
     if not world.run(world.now_s + FORMED_S, budget, cluster.formed):

@@ -27,6 +27,7 @@ from pw.testing.sim.handovers import GONE, MOVED, give
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
+from pw.testing.sim.names import share
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
 from pw.testing.sim.quotas import counted_for_nothing
@@ -96,6 +97,7 @@ class SimClient(Life):
             (profile.ragged, self.kinds, partial(move_rows, self)),
             (profile.timelines, True, partial(record, self)),
             (profile.views, self.kinds, self._view),
+            (profile.names, self.kinds, partial(share, self)),
             (profile.streams, self.kinds, self._feed),
             (profile.checkpoints, self.kinds, self._checkpoint),
         ):
@@ -434,8 +436,10 @@ class SimClient(Life):
         if life != self.lives or not self.node.alive or self.closing:
             return
         world = self.world
-        if self.cluster.node.paused:
-            world.at(self.cluster.node.paused_until_s + SETTLED_S, self._check_out, life)
+        stopped = [node for node in (self.cluster.node, self.node) if node.paused]
+        if stopped:  # a name may want again what this client alone has
+            until_s = max(node.paused_until_s for node in stopped)
+            world.at(until_s + SETTLED_S, self._check_out, life)
             return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None

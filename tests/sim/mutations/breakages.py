@@ -593,3 +593,39 @@ def without_another_try(client_left: Callable[..., None], client: Any) -> None:
     slices.try_again = lambda tenant: None
     client_left(client)
     del slices.try_again
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def with_an_older_array(take: Callable[..., None], shared: Any, part: Any) -> None:
+    """Take the arrays of a part; then put an array of the version before it in the place of an equal one."""
+    take(shared, part)
+    former = () if shared.current is None else shared.current.parts
+    arrays = list(part.arrays)
+    for one in former:
+        for old, spec in zip(one.arrays, one.offer.specs, strict=True):
+            for place, wanted in enumerate(part.offer.specs):
+                if spec == wanted:
+                    arrays[place] = old
+    part.arrays = tuple(arrays)
+
+
+def by_its_first_part(arrive: Callable[..., bool], shared: Any, version: Any) -> bool:
+    """Do not wait for what lies on other slices."""
+    if version.parts and version.parts[0].arrays:
+        version.parts = version.parts[:1]
+        version.arriving = [one for one in version.arriving if one in version.parts[0].arrays]
+    return arrive(shared, version)
+
+
+def whatever_is_newer(complete: Callable[..., None], shared: Any, version: Any) -> None:
+    """Take each version that is complete for the newest one."""
+    shared.newest = 0
+    complete(shared, version)
+
+
+def without_counting(release: Callable[..., bool], shared: Any, version: Any) -> bool:
+    """Delete a version that has readers."""
+    version.readers.clear()
+    return release(shared, version)

@@ -911,3 +911,36 @@ row(
     wrap("cluster.accounts.write", lambda write, entries: write(entries) or True),
     seen("quotas", 23, "accounts"),
 )
+
+# --- names ---------------------------------------------------------------------------------------
+
+# A name gets a version although a computation that makes an array of it has failed.
+row(
+    "publish-before-values",
+    wrap("controller.names.confirmations.ask", lambda ask, arrays, then: then(None)),
+    seen("names", 7, "names"),
+)
+# One array of a version is that of the version before it.
+row(
+    "mix-versions",
+    wrap("controller.names.take", breakages.with_an_older_array),
+    seen("names", 13, "oracle"),
+)
+# A version is complete when the arrays of its first slice are there.
+row(
+    "swap-by-halves",
+    wrap("controller.names.arrive", breakages.by_its_first_part),
+    seen("names", 3, "names"),
+)
+# A version that arrives late replaces a later one.
+row(
+    "bring-an-older-version-back",
+    wrap("controller.names.complete", breakages.whatever_is_newer),
+    seen("names-lost", 79, "names"),
+)
+# A version goes while readers have arrays of it.
+row(
+    "delete-versions-with-readers",
+    wrap("controller.names.release", breakages.without_counting),
+    seen("names", 2, "names"),
+)

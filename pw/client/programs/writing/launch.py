@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +108,8 @@ class Launch:
                         f"to {self.name!r} more than once; pass a copy, x.copy(), or do not donate it"
                     )
                 arrays.append((value, fate))
+        if self.runtime.published:
+            _check_published(self.runtime.published, self.name, arrays)
         alive = self.runtime.alive
         marked: list[Array] = []
         try:
@@ -131,6 +133,19 @@ class Launch:
         session = getattr(self, "runtime", None)
         if session is not None and self._program is not None and session.alive:
             session.release_program(self._program)
+
+
+def _check_published(
+    published: Mapping[int, tuple[str, int]], name: str, donated: Sequence[tuple[Array, str]]
+) -> None:
+    """Raise ArgumentError if an array that a lookup has returned is donated."""
+    for array, _ in donated:
+        version = published.get(array.members[0]._id)
+        if version is not None:
+            raise ArgumentError(
+                f"{name!r} donates the array {array.aval.str_short()}, which is version {version[1]} of "
+                f"{version[0]!r} and read-only; pass a copy, x.copy(), or do not donate it"
+            )
 
 
 class Pick(NamedTuple):

@@ -219,7 +219,7 @@ class Checkpoints(ControlPart):
                 lineage.replicated(array)
         if not copying.missing and copying in self._under_way:
             self._under_way.remove(copying)
-            self._env.send(copying.client.address, msg.Answered(copying.request, copying.error))
+            self.sessions.tell(copying.client, msg.Answered(copying.request, copying.error))
 
 
 def objection(client: Client, number: int, islands: Islands) -> ErrorReport | None:

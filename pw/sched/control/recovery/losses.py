@@ -104,7 +104,7 @@ class Losses(ControlPart):
                 client.early_losses.setdefault(number, host)
             return
         if array.error is not None:
-            self._env.send(client.address, RunFailed(0, (number,), array.error))
+            self.sessions.tell(client, RunFailed(0, (number,), array.error))
             return
         if array.is_lost:
             return

@@ -156,7 +156,7 @@ class Rebuilder(ControlPart):
 
     def _fail(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
         for number in client.arrays.fail(arrays, error):
-            self._env.send(client.address, msg.RunFailed(0, (number,), error))
+            self.sessions.tell(client, msg.RunFailed(0, (number,), error))
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, timer: GiveUp) -> None:

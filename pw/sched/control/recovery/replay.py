@@ -80,7 +80,7 @@ class Replays(ControlPart):
                 self.read(name, array, source)
                 continue
             array.input = number
-            self._env.send(client.address, msg.UploadAgain(number, name))
+            self.sessions.tell(client, msg.UploadAgain(number, name))
         temporary: list[tuple[int, ArrayEntry]] = []
         failed: dict[int, ErrorReport] = {}
         for record in plan.runs:
@@ -88,7 +88,7 @@ class Replays(ControlPart):
         for number, error in failed.items():
             if number in client.arrays.lost:
                 client.arrays.fail((number,), error)
-                self._env.send(client.address, msg.RunFailed(0, (number,), error))
+                self.sessions.tell(client, msg.RunFailed(0, (number,), error))
             self.handovers.failed(client, number, error)
         self._islands.release(client.number, temporary)
         self.registry.uninstall_retired(client)

@@ -1,0 +1,1 @@
+"""Arrays by name: `pw.publish` and `pw.lookup`."""

@@ -1,0 +1,443 @@
+"""Names: an array's owner is a client, or a name.
+
+Theory of operation. A name has a *holder*, which is a client without a process: it owns arrays, lineage and
+slices like every other one. To publish is to hand arrays over to the holder, to look up is to hand them over to
+a reader (`pw.sched.control.handovers`). So both are views: they share the memory, either side deletes and
+donates its own arrays, and recovery has the exporter make again what the importer has lost. The holder's slices
+are like those of the publisher, and outlast them.
+
+`versions` says how a version begins and ends. The current version of a name changes in one turn. A lookup
+reads one version, whole. A reader of a version is counted by the offers that the holder makes for it: an offer
+ends when its reader's lineage needs none of its arrays any more.
+
+When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
+arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
+
+`pw.sched.control.lookups` says which version a lookup gets, and when.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from pw.core import messages as msg
+from pw.core.actors.actor import handles
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArgumentError,
+    ArrayDeleted,
+    ArrayLost,
+    Error,
+    ErrorReport,
+    NameNotFound,
+    QuotaExceeded,
+)
+from pw.core.ids import Address, client_id, client_of
+from pw.core.rights import Resource
+from pw.core.sharding import Placement
+from pw.core.tenants import OPERATOR
+from pw.sched.control.checkpoints.replicas import ReplicaTable
+from pw.sched.control.clients import Client
+from pw.sched.control.confirmations import Confirmations
+from pw.sched.control.handovers import HandoverTable
+from pw.sched.control.sessions import ControlPart
+from pw.sched.control.slices import SliceRequests
+from pw.sched.control.uploads import UploadTable
+from pw.sched.control.versions import SharedName, Version, VersionEvent, VersionPart, VersionState
+
+NAMES = 1024
+"""Number of names of one tenant, at most."""
+RECENT = 1 << 16
+"""Number of names that have ended whose version numbers go on, when they are published again."""
+AGAIN_S = 0.1
+"""Seconds before hosts are asked again for arrays of which some were lost."""
+
+_Key = tuple[str, str]
+"""Tenant and name."""
+
+
+class KeepOver(NamedTuple):
+    """Timer: a version has outlasted its maker's session long enough."""
+
+    key: _Key
+    version: int
+
+
+class ConfirmAgain(NamedTuple):
+    """Timer: hosts may have the values of a version now."""
+
+    version: Version
+
+
+@dataclass(eq=False)
+class NameTable(ControlPart):
+    """Names of all tenants."""
+
+    slices: SliceRequests
+    replicas: ReplicaTable
+    handovers: HandoverTable
+    uploads: UploadTable
+    confirmations: Confirmations
+    remove: Callable[[Client, str], None]
+    """Releases all that a holder owns."""
+    _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
+    _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
+    """Newest version numbers of names that have ended, the one that ended longest ago first."""
+    _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
+    offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
+    """Versions that offers to readers are of, by token."""
+    has_news: bool = field(default=False, init=False)
+    """True if lookups that wait may be answered; the part that looks at them clears it."""
+
+    # --- published ------------------------------------------------------------------------------------
+
+    def publish(self, client: Client, message: msg.Publish) -> None:
+        """A client publishes a version of a name of its tenant."""
+        runs = [offer.run for offer in message.offers]
+        if any(client_of(run) != client.number or run <= client.last_run for run in runs):
+            self._env.count("messages_duplicate")
+            return
+        error = self._objection(client, message)
+        if error is not None:
+            for run in runs:
+                client.last_run = max(client.last_run, run)
+                client.lineage.refuse_run(run)
+            self.refuse(client, message.request, error)
+            return
+        for offer in message.offers:
+            self.handovers.offer(client, offer)
+        self._begin(client, message, resumed=False)
+
+    def published_before(self, client: Client, message: msg.Publish) -> None:
+        """A client of an earlier controller had published a version."""
+        shared = self._names.get((client.tenant, message.name))
+        versions = () if shared is None else shared.versions.values()
+        if any((client.number, message.request) == one.origin for one in versions):
+            self._env.count("messages_duplicate")
+            return
+        if (error := self._objection(client, message)) is not None:
+            for offer in message.offers:
+                client.lineage.refuse_run(offer.run)
+            self.refuse(client, message.request, error)
+            return
+        for offer in message.offers:
+            self.handovers.offered_before(client, offer)
+        self._begin(client, message, resumed=True)
+
+    def _objection(self, client: Client, message: msg.Publish) -> Error | None:
+        key = client.tenant, message.name
+        if not message.name or "/" in message.name:
+            return ArgumentError(
+                f"{message.name!r} is no name for arrays: it has at least one character, and no slash"
+            )
+        if key not in self._names and sum(one[0] == client.tenant for one in self._names) >= NAMES:
+            return ArgumentError(
+                f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
+                "those that nothing needs"
+            )
+        if client.resuming is None:  # else it keeps what it had
+            try:
+                more = int(key not in self._names)
+                self.sessions.usage.check(client.tenant, Resource.NAMES, more)
+            except QuotaExceeded as error:
+                return error
+        for offer in message.offers:
+            if not offer.specs or client.slices.devices(offer.specs[0].placement.slice) is None:
+                return ArrayDeleted(
+                    f"an array of {message.name!r} lies on devices that were given back; put it on others "
+                    "first, with pw.put"
+                )
+        return None
+
+    def _begin(self, client: Client, message: msg.Publish, *, resumed: bool) -> None:
+        key = client.tenant, message.name
+        shared = self._names.get(key)
+        if shared is None:
+            words = f"name {message.name!r}"
+            holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
+            shared = self._names[key] = SharedName(client.tenant, message.name, holder)
+            shared.last = shared.newest = self._recent.pop(key, 0)
+        number = message.version if message.version > shared.last else shared.last + 1
+        shared.last = number
+        parts = [
+            VersionPart(offer, self._slice(client, shared, offer, resumed=resumed))
+            for offer in message.offers
+        ]
+        version = Version(number, client.number, message, parts)
+        shared.versions[number] = version
+        self._arriving.append((shared, version))
+
+    def _slice(self, client: Client, shared: SharedName, offer: msg.Offer, *, resumed: bool) -> int:
+        """Return the holder's slice on the devices of an offer."""
+        model = offer.specs[0].placement.slice
+        own = shared.likes.get(model)
+        if own is None or own not in shared.holder.slices.owned:
+            devices = client.slices.devices(model)
+            assert devices is not None, "the publication was checked"
+            own = self.slices.allocate_like(shared.holder, model, devices, resumed=resumed)
+            shared.likes[model] = own
+        return own
+
+    def take(self, shared: SharedName, part: VersionPart) -> None:
+        """Have the holder take the arrays of an offer."""
+        arrays = []
+        for index, spec in enumerate(part.offer.specs):
+            number = self._new_id(shared)
+            placement = Placement(part.slice, spec.placement.devices)
+            own = msgspec.structs.replace(spec, placement=placement)
+            source = msg.OfferSource(part.offer.token, index)
+            self.uploads.create(shared.holder, msg.CreateArray(number, own, source=source))
+            arrays.append(number)
+        part.arrays = tuple(arrays)
+
+    def _new_id(self, shared: SharedName) -> int:
+        shared.serial += 1
+        return client_id(shared.holder.number, shared.serial)
+
+    # --- what goes on at the end of a turn ------------------------------------------------------------
+
+    def go_on(self) -> bool:
+        """Take, complete and end versions; return whether other parts have to go on."""
+        went_on = False
+        if self._arriving:
+            arriving, self._arriving = self._arriving, []
+            for shared, version in arriving:
+                went_on |= self.arrive(shared, version)
+        if self.handovers.ended:
+            ended, self.handovers.ended = self.handovers.ended, []
+            for token in ended:
+                entry = self.offered.pop(token, None)
+                if entry is not None:
+                    entry[1].readers.pop(token, None)
+                    went_on |= self.release(*entry)
+        return went_on
+
+    def arrive(self, shared: SharedName, version: Version) -> bool:
+        """Look at a version that arrives; return whether other parts have to go on."""
+        holder, took, gone = (
+            shared.holder,
+            False,
+            f"{shared.name!r} was lost while it was published",
+        )
+        for part in version.parts:
+            if part.slice not in holder.slices.owned:
+                self._fail(shared, version, ErrorReport.of(ArrayLost(gone)))
+                return True
+            if not part.arrays and part.slice in self._islands.bindings:
+                self.take(shared, part)
+                version.arriving += part.arrays
+                took = True
+        while version.arriving:
+            array = holder.arrays.get(version.arriving[-1])
+            if array is None or array.error is not None:
+                error = None if array is None else array.error
+                self._fail(shared, version, error or ErrorReport.of(ArrayLost(gone)))
+                return True
+            if array.is_lost or array.awaited:
+                break
+            version.arriving.pop()
+        if version.error is not None:
+            self._fail(shared, version, version.error)
+            return True
+        is_here = not version.arriving and all(part.arrays for part in version.parts)
+        if is_here and not version.is_asked and not holder.recovering:
+            version.is_asked = True
+            arrays = [(number, holder.arrays.held[number]) for number in version.arrays]
+            self.confirmations.ask(arrays, partial(self._confirmed, version))
+        if is_here and version.is_whole and not holder.recovering:
+            self.complete(shared, version)
+            return True
+        self._arriving.append((shared, version))
+        return took
+
+    def _confirmed(self, version: Version, error: ErrorReport | None) -> None:
+        """Hosts have said whether all arrays of a version have their values."""
+        if error is None:
+            version.is_whole = True
+        elif error.kind not in INFRASTRUCTURE:
+            version.error = error
+        else:  # recovery brings what is lost
+            version.arriving = list(version.arrays)
+            self._env.call_later(AGAIN_S, ConfirmAgain(version))
+
+    @handles(ConfirmAgain)
+    def _ask_again(self, sender: Address, timer: ConfirmAgain) -> None:
+        timer.version.is_asked = False
+
+    def complete(self, shared: SharedName, version: Version) -> None:
+        """All arrays of a version are there: from now on every lookup finds it, and none an older one."""
+        version.happened(VersionEvent.COMPLETE)
+        self.has_news = True
+        self._tell(version.maker, msg.Published(version.publication.request, version.number))
+        if version.number <= shared.newest:  # a later one was faster, or has ended the name
+            self._retire(shared, version)
+            return
+        former, shared.current, shared.newest = shared.current, version, version.number
+        if former is not None:
+            self._retire(shared, former)
+        if not version.maker:
+            self._keep(shared, version)
+
+    def _fail(self, shared: SharedName, version: Version, error: ErrorReport) -> None:
+        version.happened(VersionEvent.FAIL)
+        refused = msg.RequestFailed(version.publication.request, error)
+        self._tell(version.maker, refused)
+        self._drop(shared, version)
+        self.has_news = True
+
+    def _tell(self, number: int, message: object) -> None:
+        client = self.sessions.get(number)
+        if client is not None:
+            self.sessions.tell(client, message)
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    def _retire(self, shared: SharedName, version: Version) -> None:
+        version.happened(VersionEvent.RETIRE)
+        if shared.current is version:
+            shared.current = None
+        self.release(shared, version)
+
+    def release(self, shared: SharedName, version: Version) -> bool:
+        """Delete a version that is not current, if it has no reader."""
+        if version.state is not VersionState.REPLACED or version.readers:
+            return False
+        version.happened(VersionEvent.RELEASE)
+        self._drop(shared, version)
+        return True
+
+    def _drop(self, shared: SharedName, version: Version) -> None:
+        """Forget a version that is gone, its arrays and slices; with the last one its name."""
+        holder = shared.holder
+        del shared.versions[version.number]
+        for part in version.parts:
+            if not part.arrays:
+                self.handovers.withdraw(part.offer.token)
+        if shared.versions:
+            used = {part.slice for one in shared.versions.values() for part in one.parts}
+            unused = {model: own for model, own in shared.likes.items() if own not in used}
+            for model in unused:
+                del shared.likes[model]
+            holder.stream.backlog.append(
+                msg.Delete(tuple(version.arrays))
+            )  # in order with recovery
+            holder.stream.backlog.extend(map(msg.ReleaseSlice, unused.values()))
+        else:
+            key = shared.tenant, shared.name
+            del self._names[key]
+            self._recent[key] = shared.last
+            if len(self._recent) > RECENT:
+                self._recent.popitem(last=False)
+            self.remove(holder, "nothing is published under its name")
+
+    def client_left(self, client: Client) -> None:
+        """Keep or end what a client has published, and do not count it as a reader."""
+        for token, (_, version) in list(self.offered.items()):
+            if version.readers.get(token) == client.number:
+                self.handovers.withdraw(token)
+        for shared in list(self._names.values()):
+            for version in list(shared.versions.values()):
+                if version.maker != client.number:
+                    continue
+                version.maker = 0
+                if version is shared.current:
+                    self._keep(shared, version)
+
+    def _keep(self, shared: SharedName, version: Version) -> None:
+        """The maker of the current version has left."""
+        keep_s = version.publication.keep_s
+        if not keep_s:
+            self._retire(shared, version)
+            return
+        if keep_s < math.inf:
+            key = shared.tenant, shared.name
+            self._env.call_later(keep_s, KeepOver(key, version.number))
+        if arrays := tuple(version.arrays):
+            shared.holder.stream.backlog.append(msg.Checkpoint(0, arrays))
+
+    @handles(KeepOver)
+    def _keep_over(self, sender: Address, timer: KeepOver) -> None:
+        shared = self._names.get(timer.key)
+        version = None if shared is None else shared.current
+        if shared is None or version is None or version.maker:
+            return
+        if version.number == timer.version:
+            self._retire(shared, version)
+
+    def unpublish(self, client: Client, message: msg.Unpublish) -> None:
+        """A client ends a name."""
+        shared = self.find(client, message.name)
+        if shared is None or (shared.current is None and shared.newest == shared.last):
+            self.refuse(client, message.request, self.not_there(client, message.name))
+        elif client.tenant not in (shared.tenant, OPERATOR):
+            error = self.sessions.objection(
+                client, f"unpublish {message.name!r}", f"clients of {shared.tenant!r}"
+            )
+            self.sessions.tell(client, msg.RequestFailed(message.request, error))
+        else:
+            shared.newest = shared.last  # also of versions that are still arriving
+            if shared.current is not None:
+                self._retire(shared, shared.current)
+            self.sessions.tell(client, msg.Answered(message.request, None))
+
+    # --- read -----------------------------------------------------------------------------------------
+
+    def find(self, client: Client, name: str) -> SharedName | None:
+        """Return a name that a client may read, by the text that the client has for it."""
+        tenant, slash, own = name.partition("/")
+        key = (tenant, own) if slash else (client.tenant, name)
+        shared = self._names.get(key)
+        return shared if shared is not None and shared.may_read(client) else None
+
+    def offer(
+        self, shared: SharedName, version: Version, client: Client
+    ) -> tuple[msg.SharedPart, ...]:
+        """Offer the arrays of a version to a reader, which is counted from now on."""
+        shares = []
+        for part in version.parts:
+            run = self._new_id(shared)
+            token = self.sessions.claims.permit(run, shared.holder.name, str(client.number))
+            entries = [shared.holder.arrays.get(array) for array in part.arrays]
+            specs = tuple([entry.spec for entry in entries if entry is not None])
+            version.readers[token] = client.number
+            self.offered[token] = shared, version
+            self.handovers.offer(shared.holder, msg.Offer(run, token, part.arrays, specs))
+            devices = shared.holder.slices.devices(part.slice)
+            assert devices is not None, "the slice is bound"
+            shares.append(msg.SharedPart(token, part.slice, devices))
+        return tuple(shares)
+
+    def not_there(
+        self, client: Client, name: str, version: int = 0, after: int = 0
+    ) -> NameNotFound:
+        """Return the error of a lookup that finds nothing."""
+        shared = self.find(client, name)
+        if shared is not None and shared.current is not None and (version or after):
+            what = f"version {version}" if version else f"version after {after}"
+            return NameNotFound(
+                f"{name!r} has no {what} yet; the newest is {shared.current.number}. Give wait= to "
+                "wait for it"
+            )
+        names = [self._known_as(client, one) for one in self.seen_by(client)]
+        listed = f"; there are: {', '.join(names[:8])}" if names else ""
+        return NameNotFound(f"nothing is published as {name!r} for this session{listed}")
+
+    def seen_by(self, client: Client) -> list[SharedName]:
+        """Return the names that a client may look up."""
+        shown = (one for one in self._names.values() if one.current is not None)
+        return [one for one in shown if one.may_read(client)]
+
+    def _known_as(self, client: Client, shared: SharedName) -> str:
+        is_own = shared.tenant == client.tenant
+        return shared.name if is_own else f"{shared.tenant}/{shared.name}"
+
+    def refuse(self, client: Client, request: int, error: Error) -> None:
+        """Fail a request."""
+        self.sessions.tell(client, msg.RequestFailed(request, ErrorReport.of(error)))
