@@ -154,3 +154,23 @@ def test_a_client_may_wait_for_as_long_as_it_takes() -> None:
     assert not world.to(CONTROL, msg.SliceRefused)
     come_back(cluster)
     np.testing.assert_array_equal(client.value(lost), X + 1)
+
+
+def test_what_comes_twice_while_an_island_is_away_runs_once() -> None:
+    """A session tells another controller of its open requests after its journal."""
+    cluster = away()
+    client, world = cluster.client, cluster.world
+    on_a = client.program(chain([cluster.a], donated=(0,)))
+    (first,) = client.run(on_a, client.upload(X, cluster.a))
+    world.settle()
+    (sent,) = world.to(CONTROL, msg.Run)
+    lose(cluster)
+    client.tell(sent)
+    (later,) = client.run(on_a, first)
+    repeated = world.to(CONTROL, msg.Run)[-1]
+    client.tell(repeated)
+    world.settle()
+    come_back(cluster)
+    np.testing.assert_array_equal(client.value(later), X + 2)
+    assert world.client(client.number).last_run == repeated.run
+    assert client.credits == client.sent_runs

@@ -310,12 +310,12 @@ def test_status_has_what_tenants_have_and_may_have() -> None:
 
 
 def test_the_ledger_counts_under_ids() -> None:
-    usage = Usage(TenantRights(named={RED: Rights(names=2)}))
+    usage = Usage(TenantRights(named={RED: Rights(programs=2)}))
     usage.attach(1, RED)
-    usage.take(1, Resource.NAMES, {5: 1})
-    usage.take(1, Resource.NAMES, {5: 1})
-    assert usage.amount(RED, Resource.NAMES) == 1
-    assert usage.give(1, Resource.NAMES, 5)
-    assert not usage.give(1, Resource.NAMES, 5)
+    usage.take(1, Resource.PROGRAMS, {5: 1})
+    usage.take(1, Resource.PROGRAMS, {5: 1})
+    assert usage.amount(RED, Resource.PROGRAMS) == 1
+    assert usage.give(1, Resource.PROGRAMS, 5)
+    assert not usage.give(1, Resource.PROGRAMS, 5)
     usage.leave(1)
-    assert usage.amount(RED, Resource.NAMES) == usage.amount(RED, Resource.CLIENTS) == 0
+    assert usage.amount(RED, Resource.PROGRAMS) == usage.amount(RED, Resource.CLIENTS) == 0

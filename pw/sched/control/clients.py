@@ -122,21 +122,26 @@ class Client:
         """What the client is without while it waits for islands; None if it does not, or if all of it waits."""
         if not self.slices.unbound or self.resuming is not None:
             return None
-        return Away(self.slices.unbound.keys(), self.arrays, self.lineage, self.programs)
+        return Away(
+            self.slices.unbound.keys(), self.arrays, self.lineage, self.programs, self.last_run
+        )
 
     @property
     def recovering(self) -> bool:
         """Whether something of the client is to be rebuilt."""
         return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
 
+    def has_come(self, run: int) -> bool:
+        """Whether a run has come before; one that later ones have passed has not."""
+        return run <= self.last_run and run not in self.stream.aside.overtaken
+
     def is_new(self, run: int) -> bool:
-        """Whether a run has not come before, which is noted; one that later ones have passed is new."""
-        if run > self.last_run:
-            self.last_run = run
-            return True
-        is_new = run in self.stream.aside.overtaken
+        """Whether a run has not come before, which is noted."""
+        if self.has_come(run):
+            return False
+        self.last_run = max(run, self.last_run)
         self.stream.aside.overtaken.discard(run)
-        return is_new
+        return True
 
     def one_spec(self, spec: ArraySpec) -> ArraySpec:
         """Return the one object for all specs that equal `spec`.

@@ -64,7 +64,7 @@ class Confirmations(ControlPart):
             question.then(message.error)
 
     @handles(msg.EpochEnded)
-    def _island_lost(self, sender: Address, message: msg.EpochEnded) -> None:
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         """Hosts of the island do not answer any more."""
         for number, question in list(self._questions.items()):
             if message.island in question.islands.values():

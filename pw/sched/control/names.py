@@ -101,13 +101,13 @@ class NameTable(ControlPart):
     def publish(self, client: Client, message: msg.Publish) -> None:
         """A client publishes a version of a name of its tenant."""
         runs = [offer.run for offer in message.offers]
-        if any(client_of(run) != client.number or run <= client.last_run for run in runs):
+        if any(client_of(run) != client.number or client.has_come(run) for run in runs):
             self._env.count("messages_duplicate")
             return
         error = self._objection(client, message)
         if error is not None:
             for run in runs:
-                client.last_run = max(client.last_run, run)
+                client.is_new(run)
                 client.lineage.refuse_run(run)
             self.refuse(client, message.request, error)
             return

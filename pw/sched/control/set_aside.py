@@ -48,6 +48,8 @@ class Away:
     arrays: ArrayTable
     lineage: Lineage
     programs: Mapping[int, RegisteredProgram]
+    last_run: int
+    """Number of the newest run that has come: what has a lower one, and was not passed, comes again."""
 
     @property
     def state(self) -> tuple[frozenset[int], int]:
@@ -134,7 +136,7 @@ class SetAside:
         self.messages.append(message)
         if isinstance(message, msg.Run):
             program = away.programs.get(message.program)
-            self.overtaken.add(message.run)
+            self._note(message.run, away)
             self.results.update(message.results)
             self.arguments.update(arrays_in(message.args))
             self._programs.add(message.program)
@@ -145,10 +147,14 @@ class SetAside:
             self.results.add(message.array)
         elif isinstance(message, (msg.Offer, msg.Publish)):
             for offer in (message,) if isinstance(message, msg.Offer) else message.offers:
-                self.overtaken.add(offer.run)
+                self._note(offer.run, away)
                 self.arguments.update(offer.arrays)
         elif isinstance(message, (msg.Delete, msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
             self.arguments.update(message.arrays)
+
+    def _note(self, run: int, away: Away) -> None:
+        if run > away.last_run:
+            self.overtaken.add(run)
 
     def may_go_on(self, away: Away | None) -> bool:
         """Whether to look again at what was set aside: other slices are away, or other arrays are lost."""
