@@ -11,6 +11,7 @@ import pytest
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL
+from pw.core.rights import NewRights, Rights, TenantRights
 from pw.sched.control.lookups import WAITING
 from pw.sched.control.names import NAMES
 from pw.sched.control.versions import VERSION
@@ -164,3 +165,25 @@ def test_names_and_lookups_have_bounds() -> None:
 def test_the_table_of_versions_has_no_state_that_nothing_reaches() -> None:
     reached = {after for events in VERSION.table.values() for after in events.values()}
     assert set(VERSION.table) - reached == {next(iter(VERSION.table))}
+
+
+def test_names_of_a_tenant_have_its_bound_and_its_readers_its_right() -> None:
+    stage = NameStage()
+    rights = TenantRights(named={"red": Rights(names=1, may_publish_to_all=False)})
+    stage.world.post(CONTROL, CONTROL, NewRights(rights))
+    stage.world.settle()
+    stage.publish(stage.red, "base")
+    assert stage.publish(stage.scarlet, "base") == 2, "it is the same name"
+    for name, to, kind, words in (
+        ("other", (), "QuotaExceeded", "1 name and may have 1 name"),
+        ("base", ("all",), "AccessRefused", "may not publish 'base' to all"),
+    ):
+        refused = msg.Publish(stage.request(), name, (), b"tree", 0.0, to)
+        error = stage.ask(stage.red, refused, msg.RequestFailed).error
+        assert error.kind == kind
+        assert words in error.message
+    assert stage.publish(stage.blue, "other", "all") == 1
+    unpublish = msg.Unpublish(stage.request(), "base")
+    stage.red.tell(unpublish)
+    stage.world.settle()
+    assert stage.publish(stage.red, "other") == 1

@@ -31,6 +31,7 @@ from pw.core import messages as msg
 from pw.core.actors.actor import handles
 from pw.core.errors import (
     INFRASTRUCTURE,
+    AccessRefused,
     ArgumentError,
     ArrayDeleted,
     ArrayLost,
@@ -40,6 +41,7 @@ from pw.core.errors import (
     QuotaExceeded,
 )
 from pw.core.ids import Address, client_id, client_of
+from pw.core.messages import EVERY_TENANT
 from pw.core.rights import Resource
 from pw.core.sharding import Placement
 from pw.core.tenants import OPERATOR
@@ -141,6 +143,12 @@ class NameTable(ControlPart):
             return ArgumentError(
                 f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
                 "those that nothing needs"
+            )
+        rights = self.sessions.usage.rights.of(client.tenant)
+        if EVERY_TENANT in message.to and not rights.may_publish_to_all:
+            return AccessRefused(
+                f"tenant {client.tenant!r} may not publish {message.name!r} to all (may_publish_to_all in "
+                "pw-controller --tenants); name the tenants that are to read it, as in to=['research']"
             )
         if client.resuming is None:  # else it keeps what it had
             try:
