@@ -1,9 +1,9 @@
 """Sixteen clients of three kinds on one device, of which four are killed with SIGKILL in the middle.
 
-- *Training*: six clients always have work, one step after the other. Their parts of the device are counted from
-  the ends of their own calls in all windows of two seconds.
-- *Serving*: six clients get requests at random times (Poisson), at 0.9 of what their share of the device allows.
-  Each request has a deadline, from the moment at which it was due. Later answers count as missed.
+- *Training*: six clients always have work, one step after the other. Their parts of the device are looked at in
+  all windows of two seconds.
+- *Serving*: six clients get requests at random times (Poisson), at 0.9 of what their share of the device pays
+  for. Each request has a deadline, from the moment at which it was due. Later answers count as missed.
 - *Notebooks*: four clients call a few times at once, and do nothing in between.
 
 Under `share` all get their shares, under `priority` clients that serve go first. The duration of computations
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from bench.measure import GaveUp, Sample
 from bench.processor import busy_s, descendants, processes
 from bench.report import Figure, Result, Series
 
-TAKES_S = 0.008
+TAKES_S = 0.01
 """Seconds of a computation."""
 TRAINING = (1.0, 2.0, 2.0, 3.0, 1.0, 3.0)
 SERVING = (2.0,) * 6
@@ -45,7 +45,13 @@ SETTLE_S = 0.5
 NOTICE_S = 60.0
 SHARE_BOUND, MET_BOUND, STARVED_BOUND_S, IDLE_BOUND = 0.05, 0.95, 1.25, 0.002
 
+SETTLED_S = 5.0
+"""Seconds after the start of the clients in which they are not idle yet."""
+SAMPLE_S = 0.2
+
 Amounts = Mapping[str, int]
+Charges = tuple[float, dict[str, float]]
+"""Moment of the monotonic clock, and the device time of each client so far, both in seconds."""
 
 
 def run(quick: bool) -> Result:
@@ -59,8 +65,8 @@ def run(quick: bool) -> Result:
         Figure("requests answered", "s after they were due", "part of requests", answers)
     )
     result.notes += [
-        f"computations of {TAKES_S * 1e3:.0f} ms, which sleep on one device; requests at {LOAD} of the share of "
-        f"the clients that serve, deadlines of {DEADLINE_S:g} s",
+        f"computations of {TAKES_S * 1e3:.0f} ms, which sleep on one device; requests at {LOAD} of the share "
+        f"of the clients that serve, deadlines of {DEADLINE_S:g} s",
         "a bar that does not hold says nothing about the scheduler if the load is above the cores",
     ]
     return result
@@ -76,10 +82,14 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     rest = _rest(cluster)
     clients = _started(stack, str(cluster.address), policy, str(lock))
     full = _amounts(cluster)
-    pids = [*cluster.pids, *(one.process.pid for one in clients)]
-    each = (_processor(pids, idle_s) - own_s) / len(clients)
-    result.add("an idle client", params, Sample((max(0.0, each),)), "of a core")
-    result.at_most(IDLE_BOUND, max(0.0, each), f"{policy}: parts of a core for an idle client")
+    time.sleep(0.0 if quick else SETTLED_S)
+    for what, roots, less in (
+        ("an idle client: the cluster", cluster.pids, own_s),
+        ("an idle client: its process", [one.process.pid for one in clients], 0.0),
+    ):
+        each = max(0.0, (_processor(roots, idle_s) - less) / len(clients))
+        result.add(what, params, Sample((each,)), "of a core")
+        result.at_most(IDLE_BOUND, each, f"{policy}: {what}, parts of a core")
 
     trainers = [one for one in clients if one.client.kind == "training"]
     capacity_s = 1.0 if quick else CAPACITY_S
@@ -96,18 +106,23 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     for one in clients:
         one.send(Work(time.monotonic() + (6.0 if quick else DURATION_S), rates.get(one, 0.0)))
     start_s = time.monotonic()
-    time.sleep(3.0 if quick else DURATION_S / 2)
+    charged = _charged(start_s + (3.0 if quick else DURATION_S / 2))
     killed = [one for kind, count in KILLED.items() for one in _of_kind(clients, kind)[-count:]]
     for one in killed:
         one.process.kill()
     left = [one for one in clients if one not in killed]
     noticed_s = _until(
         lambda: _amounts(cluster),
-        {name: count + (full[name] - count) * len(left) // len(clients) for name, count in before.items()},
+        {
+            name: count + (full[name] - count) * len(left) // len(clients)
+            for name, count in before.items()
+        },
     )
+    charged += _charged(start_s + (6.0 if quick else DURATION_S))
     answered = {one: one.answer() for one in left}
     result.add("seconds until killed clients have left nothing", params, Sample((noticed_s,)), "s")
-    _shares(result, policy, start_s, {one: answered[one] for one in left if one in trainers})
+    if policy == "share":
+        _shares(result, charged, {one: answered[one] for one in left if one in trainers})
     _starvation(result, policy, start_s, answered)
     found = [ended_s - due_s for one in rates if one in left for due_s, ended_s in answered[one]]
     met = sum(took_s <= DEADLINE_S for took_s in found) / len(found)
@@ -119,7 +134,9 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     left_behind = sum(abs(count - rest[name]) for name, count in _rest(cluster).items())
     result.at_most(0, left_behind, f"{policy}: bytes, arrays and requests of clients that are gone")
     took_s = sorted(found)
-    return [(s, (at + 1) / len(took_s)) for at, s in enumerate(took_s)][:: max(1, len(took_s) // 60)]
+    return [(s, (at + 1) / len(took_s)) for at, s in enumerate(took_s)][
+        :: max(1, len(took_s) // 60)
+    ]
 
 
 def _started(stack: ExitStack, address: str, policy: str, lock: str) -> list[ClientProcess]:
@@ -195,38 +212,62 @@ def _until(amounts: Callable[[], Amounts], wanted: Amounts) -> float:
     return time.monotonic() - start_s
 
 
+def _charged(until_s: float) -> list[Charges]:
+    """Return, for moments until then, the device time that each client was charged with so far."""
+    moments = []
+    while (now_s := time.monotonic()) < until_s:
+        moments.append((now_s, {one.name: one.use.device_s for one in pw.status().clients}))
+        time.sleep(SAMPLE_S)
+    return moments
+
+
 def _shares(
-    result: Result, policy: str, start_s: float, trainers: Mapping[ClientProcess, Sequence[Call]]
+    result: Result, charged: Sequence[Charges], trainers: Mapping[ClientProcess, Sequence[Call]]
 ) -> None:
-    """Add the part of each client that trains of what all of them get, in any two seconds."""
+    """Add the part of each client that trains of what all of them get, in any two seconds.
+
+    Once of the device time that the scheduler has measured, and once of the calls that clients see end.
+    """
+    start_s, last_s = charged[0][0] + SETTLE_S, charged[-1][0]
     ends_s = {one: np.array([end_s for _, end_s in calls]) for one, calls in trainers.items()}
-    last_s = min(float(ends[-1]) for ends in ends_s.values())
-    starts_s = np.arange(start_s + SETTLE_S, last_s - WINDOW_S, STEP_S)
-    counts = {
-        one: np.array([((ends >= at) & (ends < at + WINDOW_S)).sum() for at in starts_s])
-        for one, ends in ends_s.items()
-    }
-    total = np.sum(list(counts.values()), axis=0)
-    shares = sum(one.client.share for one in trainers) if policy == "share" else len(trainers)
-    worst, series = 0.0, Series()
-    for number, (one, count) in enumerate(counts.items()):
-        share = one.client.share if policy == "share" else 1.0
-        parts, due = count / total, share / shares
-        worst = max(worst, float(np.abs(parts - due).max()))
-        params = {"policy": policy, "client": number, "ideal": f"{due:.3f}"}
-        ideal = Sample((due,) * len(parts))
-        name = "part of the time of all who train, in 2 s"
-        result.add(name, params, Sample(tuple(map(float, parts))), "", "ideal", ideal)
-        moments = [
-            (float(at) - start_s + WINDOW_S, float(part))
-            for at, part in zip(starts_s, parts, strict=True)
-        ]
-        label = f"client {number}, {due:.3f} is due"
-        series[label] = moments[:: max(1, len(moments) // 60)]
-    words = f"{policy}: the largest error of the part of a client that trains, in any 2 s"
-    result.at_most(SHARE_BOUND, worst, words)
-    title = f"{policy}: clients that train; others are killed in the middle"
-    result.figures.append(Figure(title, "end of 2 s, in s", "part of the time", series))
+    windows = [
+        (first, next((other for other in charged if other[0] >= first[0] + WINDOW_S), charged[-1]))
+        for first in charged
+        if start_s <= first[0] <= last_s - WINDOW_S
+    ]
+    measured, seen = [], []
+    for (first_s, before), (end_s, after) in windows:
+        names = {one: _name_in(after, one.process.pid) for one in trainers}
+        measured.append([after[name] - before[name] for name in names.values()])
+        seen.append([((ends >= first_s) & (ends < end_s)).sum() for ends in ends_s.values()])
+    dues = np.array([one.client.share for one in trainers])
+    dues /= dues.sum()
+    for what, amounts in (("device time", measured), ("calls", seen)):
+        counts = np.array(amounts, float)
+        parts = counts / counts.sum(axis=1, keepdims=True)
+        for number, due in enumerate(map(float, dues)):
+            params = {"client": number, "ideal": f"{due:.3f}"}
+            ideal = Sample((due,) * len(parts))
+            name = f"part of the {what} of all who train, in 2 s"
+            result.add(name, params, Sample(tuple(parts[:, number].tolist())), "", "ideal", ideal)
+        worst = float(np.abs(parts - dues).max())
+        result.at_most(
+            SHARE_BOUND, worst, f"share: largest error of a part of the {what} in any 2 s"
+        )
+        series = {
+            f"client {number}, {due:.3f} is due": [
+                (window[1][0] - charged[0][0], float(part[number]))
+                for window, part in zip(windows, parts, strict=True)
+            ]
+            for number, due in enumerate(dues)
+        }
+        title = f"clients that train, under share: parts of the {what}"
+        result.figures.append(Figure(title, "end of 2 s, in s", "part", series))
+
+
+def _name_in(names: Iterable[str], pid: int | None) -> str:
+    """Return the name of a client of this process."""
+    return next(name for name in names if str(pid) in name)
 
 
 def _starvation(

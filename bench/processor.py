@@ -28,9 +28,7 @@ def busy_s(roots: Iterable[int]) -> float:
     It grows in steps of ten milliseconds, and is 0 where there is no /proc.
     """
     found = processes()
-    ticks = sum(
-        int(found[pid][11]) + int(found[pid][12]) for pid in descendants(roots, found)
-    )
+    ticks = sum(int(found[pid][11]) + int(found[pid][12]) for pid in descendants(roots, found))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
