@@ -49,6 +49,10 @@ SETTLED_S = 5.0
 """Seconds after the start of the clients in which they are not idle yet."""
 SAMPLE_S = 0.2
 
+ON_HOSTS = ("live_bytes", "live_arrays", "requests_waiting", "uploads_arriving", "waiting")
+AT_CONTROLLER = ("live_arrays", "runs_in_flight")
+"""Counts of `pw.stats` that are 0 without clients."""
+
 Amounts = Mapping[str, int]
 Charges = tuple[float, dict[str, float]]
 """Moment of the monotonic clock, and the device time of each client so far, both in seconds."""
@@ -62,7 +66,12 @@ def run(quick: bool) -> Result:
         with ExitStack() as stack:
             answers[policy] = _under(result, policy, stack, quick)
     result.figures.append(
-        Figure("requests answered", "s after they were due", "part of requests", answers)
+        Figure(
+            "serving: requests answered, by policy",
+            "s after they were due",
+            "part of requests",
+            answers,
+        )
     )
     result.notes += [
         f"computations of {TAKES_S * 1e3:.0f} ms, which sleep on one device; requests at {LOAD} of the share "
@@ -77,7 +86,8 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     lock = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "device"
     lock.touch()
     cluster = stack.enter_context(pw.LocalCluster(policy=policy, allow_python=True))
-    idle_s, params = 1.0 if quick else IDLE_S, {"policy": policy}
+    idle_s, duration_s = (1.0, 6.0) if quick else (IDLE_S, DURATION_S)
+    params = {"policy": policy}
     before, own_s = _amounts(cluster), _processor(cluster.pids, idle_s)
     rest = _rest(cluster)
     clients = _started(stack, str(cluster.address), policy, str(lock))
@@ -104,9 +114,9 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     result.add("computations, training alone", params, Sample((per_s,)), "1/s")
 
     for one in clients:
-        one.send(Work(time.monotonic() + (6.0 if quick else DURATION_S), rates.get(one, 0.0)))
+        one.send(Work(time.monotonic() + duration_s, rates.get(one, 0.0)))
     start_s = time.monotonic()
-    charged = _charged(start_s + (3.0 if quick else DURATION_S / 2))
+    charged = _charged(start_s + duration_s / 2)
     killed = [one for kind, count in KILLED.items() for one in _of_kind(clients, kind)[-count:]]
     for one in killed:
         one.process.kill()
@@ -118,11 +128,12 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
             for name, count in before.items()
         },
     )
-    charged += _charged(start_s + (6.0 if quick else DURATION_S))
+    charged += _charged(start_s + duration_s)
     answered = {one: one.answer() for one in left}
     result.add("seconds until killed clients have left nothing", params, Sample((noticed_s,)), "s")
     if policy == "share":
-        _shares(result, charged, {one: answered[one] for one in left if one in trainers})
+        training = {one: answered[one] for one in left if one in trainers}
+        _shares(result, charged, training, duration_s / 2)
     _starvation(result, policy, start_s, answered)
     found = [ended_s - due_s for one in rates if one in left for due_s, ended_s in answered[one]]
     met = sum(took_s <= DEADLINE_S for took_s in found) / len(found)
@@ -141,7 +152,7 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
 
 def _started(stack: ExitStack, address: str, policy: str, lock: str) -> list[ClientProcess]:
     kinds = {"training": TRAINING, "serving": SERVING, "notebook": NOTEBOOKS}
-    clients = []
+    clients: list[ClientProcess] = []
     for kind, shares in kinds.items():
         for share in shares:
             priority = int(kind == "serving" and policy == "priority")
@@ -195,10 +206,8 @@ def _rest(cluster: pw.LocalCluster) -> dict[str, int]:
     """Return what changes while clients work, and is 0 without clients."""
     stats = pw.stats()
     hosts = [counts for name, counts in stats.items() if name.startswith("island-")]
-    names = ("live_bytes", "live_arrays", "requests_waiting", "uploads_arriving", "waiting")
-    on_hosts = {name: sum(counts[name] for counts in hosts) for name in names}
-    names = ("live_arrays", "runs_in_flight")
-    return on_hosts | {f"controller's {name}": stats["controller"][name] for name in names}
+    held = {name: sum(counts[name] for counts in hosts) for name in ON_HOSTS}
+    return held | {f"controller's {name}": stats["controller"][name] for name in AT_CONTROLLER}
 
 
 def _until(amounts: Callable[[], Amounts], wanted: Amounts) -> float:
@@ -222,7 +231,10 @@ def _charged(until_s: float) -> list[Charges]:
 
 
 def _shares(
-    result: Result, charged: Sequence[Charges], trainers: Mapping[ClientProcess, Sequence[Call]]
+    result: Result,
+    charged: Sequence[Charges],
+    trainers: Mapping[ClientProcess, Sequence[Call]],
+    killed_s: float,
 ) -> None:
     """Add the part of each client that trains of what all of them get, in any two seconds.
 
@@ -261,7 +273,7 @@ def _shares(
             ]
             for number, due in enumerate(dues)
         }
-        title = f"clients that train, under share: parts of the {what}"
+        title = f"training: parts of the {what}; four clients killed at {killed_s:.0f} s"
         result.figures.append(Figure(title, "end of 2 s, in s", "part", series))
 
 

@@ -16,7 +16,7 @@ every two seconds in which all of them were at work:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -235,15 +235,17 @@ class Tenancy:
                 if longest_s > AGED_S:
                     raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
 
-    def used(self, start_s: float, end_s: float) -> Counter[str]:
+    def used(self, start_s: float, end_s: float) -> defaultdict[str, float]:
         """Return the seconds of computations that have begun between two moments, by the user's name."""
-        used_s = Counter[str]()
+        used_s = defaultdict[str, float](float)
         for at, name, takes_s in self._used:
             if start_s <= at < end_s:
                 used_s[name] += takes_s
         return used_s
 
-    def compare(self, dues: Mapping[str, float], used_s: Counter[str], when: str) -> None:
+    def compare(
+        self, dues: Mapping[str, float], used_s: defaultdict[str, float], when: str
+    ) -> None:
         """Check that users have had the parts due to them of what all of these users have had."""
         self._check_use(used_s, when)
         total_s = sum(used_s[name] for name in dues)
@@ -253,9 +255,10 @@ class Tenancy:
                 words = f"{name} got {got:.3f} of the island {when}, and {due:.3f} is its due"
                 raise Violation("shares", words)
 
-    def _check_use(self, used_s: Counter[str], when: str) -> None:
-        if used_s.total() < IN_USE * WINDOW_S:
-            raise Violation("shares", f"the island was in use for {used_s.total():.2f} s {when}")
+    def _check_use(self, used_s: defaultdict[str, float], when: str) -> None:
+        total_s = sum(used_s.values())
+        if total_s < IN_USE * WINDOW_S:
+            raise Violation("shares", f"the island was in use for {total_s:.2f} s {when}")
 
     def _look_for_gaps(self, start_s: float, end_s: float) -> None:
         """No tenant waits for ever until all of its devices are free, while others use parts of them."""
