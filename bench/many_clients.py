@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -38,8 +38,14 @@ AHEAD = 2
 ANSWER_S = 120.0
 """Seconds in which a client process answers."""
 
-Call = tuple[float, float]
-"""When a call was due, and when it ended, in seconds of the monotonic clock."""
+
+class Call(NamedTuple):
+    """One call of a client, in seconds; moments are of the monotonic clock."""
+
+    due_s: float
+    ended_s: float
+    lasted_s: float
+    """Seconds for which its computation had the device."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,9 @@ def _sleeping(client: Client, mesh: pw.Mesh) -> Callable[[Any], Any]:
     def computation(x: Any) -> Any:
         with open(lock) as device:
             fcntl.flock(device, fcntl.LOCK_EX)
+            began_s = time.monotonic()
             time.sleep(takes_s)
-        return x
+            return np.full_like(x, time.monotonic() - began_s)
 
     result = jax.ShapeDtypeStruct((1,), np.float32)
     return pw.host_function(computation, result, mesh=mesh)
@@ -141,10 +148,9 @@ def train(client: Client, work: Work, call: Callable[[], Any]) -> list[Call]:
     while since_s < work.until_s:
         while len(flying) < AHEAD:
             flying.append(call())
-        flying.popleft().block_until_ready()
-        ended_s = time.monotonic()
-        calls.append((since_s, ended_s))
-        since_s = ended_s
+        lasted_s = float(np.asarray(flying.popleft())[0])
+        calls.append(Call(since_s, time.monotonic(), lasted_s))
+        since_s = calls[-1].ended_s
     for result in flying:
         result.block_until_ready()
     return calls
@@ -158,8 +164,8 @@ def request(client: Client, work: Work, call: Callable[[], Any]) -> list[Call]:
     def look() -> None:
         while (one := flying.get()) is not None:
             due_s, result = one
-            result.block_until_ready()
-            calls.append((due_s, time.monotonic()))
+            lasted_s = float(np.asarray(result)[0])
+            calls.append(Call(due_s, time.monotonic(), lasted_s))
 
     looking = Thread(target=look)
     looking.start()

@@ -365,7 +365,9 @@ def test_parts_of_clients_that_train_are_compared_with_their_shares() -> None:
     charged: list[many.Charges] = []
     for pid, share in ((11, 1.0), (22, 3.0)):
         one = Mock(**{"process.pid": pid, "client.share": share})
-        clients[one] = [(0.0, 0.2 * step / share) for step in range(1, int(25 * share))]
+        clients[one] = [
+            many.Call(0.0, 0.2 * step / share, 0.1) for step in range(1, int(25 * share))
+        ]
     for tenth in range(51):
         times = {"script, pid 11": 0.025 * tenth, "script, pid 22": 0.065 * tenth}
         charged.append((0.1 * tenth, times))
