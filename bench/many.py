@@ -138,8 +138,8 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     _starvation(result, policy, start_s, answered)
     longest_s = max(call.lasted_s for calls in answered.values() for call in calls)
     result.add(f"longest computation, of {TAKES_S:g} s", params, Sample((longest_s,)), "s")
-    found = [call.ended_s - call.due_s for one in rates if one in left for call in answered[one]]
-    met = sum(took_s <= DEADLINE_S for took_s in found) / len(found)
+    took_s = [call.ended_s - call.due_s for one in rates if one in left for call in answered[one]]
+    met = sum(one_s <= DEADLINE_S for one_s in took_s) / len(took_s)
     result.add("requests that meet their deadline", params | {"load": LOAD}, Sample((met,)), "")
     result.at_least(MET_BOUND, met, f"{policy}: part of the requests that meet their deadline")
     for one in left:
@@ -147,7 +147,7 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     _until(lambda: _amounts(cluster), before)
     left_behind = sum(abs(count - rest[name]) for name, count in _rest(cluster).items())
     result.at_most(0, left_behind, f"{policy}: bytes, arrays and requests of clients that are gone")
-    took_s = sorted(found)
+    took_s.sort()
     return [(s, (at + 1) / len(took_s)) for at, s in enumerate(took_s)][
         :: max(1, len(took_s) // 60)
     ]

@@ -125,7 +125,7 @@ class Resident(Tenant):
         super()._came(array, result, error)
 
 
-class Trainer(Resident):
+class TrainingUser(Resident):
     """A user who always has work: one step after the other."""
 
     def _work(self, share: float) -> float:
@@ -135,7 +135,7 @@ class Trainer(Resident):
         return share
 
 
-class Server(Resident):
+class ServingUser(Resident):
     """A user whose requests come at random times, and have deadlines."""
 
     def _work(self, share: float) -> float:
@@ -193,7 +193,7 @@ class Server(Resident):
         return sum(self.world.now_s > asked_s + DEADLINE_S for asked_s in dues)
 
 
-class Notebook(Server):
+class NotebookUser(ServingUser):
     """A user who calls some functions at once, and then thinks."""
 
     def _work(self, share: float) -> float:
@@ -208,7 +208,7 @@ class Notebook(Server):
 def user_of_many(cluster: SimCluster, number: int, runs: int) -> Resident:
     """Return a user of the kind of its number: of eight, three train and three serve."""
     eighth = number * 8 // cluster.world.profile.clients
-    kind = Trainer if eighth < 3 else Server if eighth < 6 else Notebook
+    kind = TrainingUser if eighth < 3 else ServingUser if eighth < 6 else NotebookUser
     return kind(cluster, number, runs)
 
 
@@ -228,8 +228,8 @@ class Crowd(Tenancy):
             if user.longest_s > STARVED_S:
                 words = f"{user.name} got no result for {user.longest_s:.2f} s, and waited for some"
                 raise Violation("starvation", words)
-        self._check_deadlines([user for user in self._users if type(user) is Server])
-        trainers = [user for user in self._users if isinstance(user, Trainer)]
+        self._check_deadlines([user for user in self._users if type(user) is ServingUser])
+        trainers = [user for user in self._users if isinstance(user, TrainingUser)]
         stays = [stay for user in trainers for stay in user.staying()]
         start_s = min((stay.began_s for stay in stays), default=world.now_s) + LEARN_S
         while start_s + WINDOW_S <= world.now_s:
@@ -245,7 +245,7 @@ class Crowd(Tenancy):
             self.compare(dues, self.used(start_s, end_s), f"from {start_s:.2f} to {end_s:.2f} s")
             start_s += STEP_S
 
-    def _check_deadlines(self, servers: Sequence[Server]) -> None:
+    def _check_deadlines(self, servers: Sequence[ServingUser]) -> None:
         late = sum(user.late + user.overdue() for user in servers)
         requests = sum(user.answered + user.overdue() for user in servers)
         self._cluster.world.checked["deadlines"] += requests
