@@ -134,7 +134,7 @@ def _under(result: Result, policy: str, stack: ExitStack, quick: bool) -> list[t
     result.add("seconds until killed clients have left nothing", params, Sample((noticed_s,)), "s")
     if policy == "share":
         training = {one: answered[one] for one in left if one in trainers}
-        _shares(result, charged, training, duration_s / 2)
+        add_shares(result, charged, training, duration_s / 2)
     _starvation(result, policy, start_s, answered)
     longest_s = max(call.lasted_s for calls in answered.values() for call in calls)
     result.add(f"longest computation, of {TAKES_S:g} s", params, Sample((longest_s,)), "s")
@@ -233,7 +233,7 @@ def _charged(until_s: float) -> list[Charges]:
     return moments
 
 
-def _shares(
+def add_shares(
     result: Result,
     charged: Sequence[Charges],
     trainers: Mapping[ClientProcess, Sequence[Call]],

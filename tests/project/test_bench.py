@@ -372,7 +372,7 @@ def test_parts_of_clients_that_train_are_compared_with_their_shares() -> None:
         times = {"script, pid 11": 0.025 * tenth, "script, pid 22": 0.065 * tenth}
         charged.append((0.1 * tenth, times))
     result = report.Result("many", "parts")
-    many._shares(result, charged, clients, 2.0)
+    many.add_shares(result, charged, clients, 2.0)
     time, calls = result.bars
     assert time.value == pytest.approx(0.0278, abs=1e-3)
     assert time.holds
