@@ -32,6 +32,7 @@ SUITE = {
     "pipeline": 300,
     "smallest": 300,
     "concurrent": 900,
+    "many": 420,
     "events": 180,
     "dashboard": 240,
     "transfer": 300,

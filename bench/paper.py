@@ -72,6 +72,7 @@ FIGURES: dict[str, tuple[str, Callable[[Written], list[Figure]]]] = {
     "figure-6": ("smallest", throughput),
     "figure-7": ("pipeline", stages),
     "figure-8": ("concurrent", clients),
+    "many": ("many", figures_of),
 }
 CHARTS = {
     "figure-9": "timeline",

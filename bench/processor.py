@@ -28,20 +28,19 @@ def busy_s(roots: Iterable[int]) -> float:
     It grows in steps of ten milliseconds, and is 0 where there is no /proc.
     """
     found = processes()
-    ticks = sum(
-        int(found[pid][11]) + int(found[pid][12]) for pid in _with_descendants(roots, found)
-    )
+    ticks = sum(int(found[pid][11]) + int(found[pid][12]) for pid in descendants(roots, found))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(roots: Iterable[int]) -> int:
     """Memory that these processes and their living descendants use now; 0 where there is no /proc."""
     found = processes()
-    pages = sum(int(found[pid][21]) for pid in _with_descendants(roots, found))
+    pages = sum(int(found[pid][21]) for pid in descendants(roots, found))
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _with_descendants(roots: Iterable[int], found: dict[int, list[str]]) -> list[int]:
+def descendants(roots: Iterable[int], found: dict[int, list[str]]) -> list[int]:
+    """Return these processes, if they live, and their descendants; `found` is from `processes`."""
     children: dict[int, list[int]] = {}
     for pid, fields in found.items():
         children.setdefault(int(fields[1]), []).append(pid)

@@ -4,8 +4,9 @@ An island of two hosts; one client that stays and one that comes and goes, on bo
 compute, with integers and a collective, is compared with numpy, value by value. Runtimes, whole workers,
 the controller and clients are killed, and those that ended are started again. With `--device-memory 32KiB`
 the client gets its memory in parts; with `--tenants` all processes have certificates, and clients are of two
-tenants. It prints what happened, and ends with 1 at the first wrong value, or when
-a client makes no step for two minutes.
+tenants. With `--many` there are up to eight clients of three kinds, under the policy `share`: they call without
+a pause, at random times, or in bursts. It prints what happened, and ends with 1 at the first wrong value, when
+a client makes no step for two minutes, or if the cluster has anything left when all clients were killed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +38,22 @@ CHECKPOINT_EVERY = 100
 STUCK_S = 120.0
 
 
-def client(seed: int, devices: int) -> None:
+class Kind(StrEnum):
+    """When a client calls."""
+
+    TRAINING = "training"
+    """Without a pause."""
+    SERVING = "serving"
+    """At random times."""
+    NOTEBOOK = "notebook"
+    """In bursts."""
+
+
+BURST = 25
+"""Calls of a burst."""
+
+
+def client(seed: int, devices: int, kind: str) -> None:
     """Call and wait, again and again; say how many steps were right, and how many were leased."""
     from jax.sharding import PartitionSpec as P
 
@@ -60,8 +77,12 @@ def client(seed: int, devices: int) -> None:
     known = np.random.default_rng(seed).integers(0, PRIME, (ROWS, COLUMNS), np.int32)
     state: Any = pw.put(known, sharding=pw.NamedSharding(mesh, rows))
     known = known.astype(np.int64)
-    steps, said_s = 0, time.monotonic()
+    steps, said_s, draw = 0, time.monotonic(), random.Random(seed)
     while True:
+        if kind == Kind.SERVING:
+            time.sleep(draw.expovariate(20.0))
+        elif kind == Kind.NOTEBOOK and steps % BURST == 0:
+            time.sleep(draw.uniform(0.0, 2.0))
         state, probe = step(state)
         if steps % 3 == 0:
             pw.block_until_ready(probe)
@@ -79,6 +100,26 @@ def client(seed: int, devices: int) -> None:
             print(f"steps {steps} leased {counters.get('leased_launches', 0)}", flush=True)
 
 
+def look_for_leftovers() -> None:
+    """Wait until the cluster has nothing of any other client, and say so."""
+    import pw
+
+    left: dict[str, int] = {}
+    until_s = time.monotonic() + STUCK_S
+    while time.monotonic() < until_s:
+        status, stats = pw.status(), pw.stats()
+        left = {"clients": len(status.clients) + status.hidden_clients - 1}
+        for process, counts in stats.items():
+            for name in ("live_arrays", "live_bytes", "programs", "installed", "runs_in_flight"):
+                if process != "client" and counts.get(name):
+                    left[f"{name} of {process}"] = counts[name]
+        if not any(left.values()):
+            print("nothing left", flush=True)
+            return
+        time.sleep(0.2)
+    print(f"left: {left}", flush=True)
+
+
 class Client:
     """A client as a process of its own."""
 
@@ -88,9 +129,10 @@ class Client:
         address: str,
         seed: int,
         devices: int,
+        kind: Kind,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        body = f"from tests.kills import client; client({seed}, {devices})"
+        body = f"from tests.kills import client; client({seed}, {devices}, '{kind}')"
         self.program = Program(folder, ["-c", body], PW_ADDRESS=address, **variables)
         self.since_s = time.monotonic()
         self.leased = self.steps = 0
@@ -110,8 +152,12 @@ class Client:
 class Cluster:
     """A controller and two workers that are started again."""
 
-    def __init__(self, folder: Path, seed: int, device_memory: str, tenants: bool) -> None:
+    def __init__(
+        self, folder: Path, seed: int, device_memory: str, tenants: bool, many: bool
+    ) -> None:
         self.folder, self.random = folder, random.Random(seed)
+        self.kinds = tuple(Kind) if many else (Kind.TRAINING,)
+        self.most, self.policy = (8, "share") if many else (2, "fifo")
         self.memory = ("--device-memory", device_memory) if device_memory else ()
         self.authority = Authority.create() if tenants else None
         self.controller = self.start_controller("tcp://127.0.0.1:0")
@@ -135,7 +181,8 @@ class Cluster:
 
     def start_controller(self, bind: str) -> Program:
         mine = self.credentials(Role.CONTROLLER, "controller")
-        return start_module("pw.cli.controller", "--bind", bind, folder=self.folder, **mine)
+        options = ("--bind", bind, "--policy", self.policy)
+        return start_module("pw.cli.controller", *options, folder=self.folder, **mine)
 
     def worker(self, at: int) -> Program:
         options = ("--controller", self.address, "--island", "island", "--island-hosts", 2)
@@ -147,7 +194,8 @@ class Cluster:
         self.seeds += 1
         tenant = ("research", "rivals")[self.seeds % 2]
         mine = self.credentials(Role.CLIENT, f"client-{self.seeds}", tenant)
-        self.clients.append(Client(self.folder, self.address, self.seeds, devices, mine))
+        kind = self.kinds[self.seeds % len(self.kinds)]
+        self.clients.append(Client(self.folder, self.address, self.seeds, devices, kind, mine))
 
     def leave(self, at: int) -> None:
         one = self.clients.pop(at)
@@ -160,10 +208,10 @@ class Cluster:
         what = self.random.choice(
             ("comes", "comes", "goes", "client", "runtime", "runtime", "worker", "controller")
         )
-        if what == "comes" and len(self.clients) < 2:
+        if what == "comes" and len(self.clients) < self.most:
             self.join(self.random.choice((1, 2)))
-        elif what == "goes" and len(self.clients) == 2:
-            self.leave(1)
+        elif what == "goes" and len(self.clients) > self.most // 2:
+            self.leave(self.random.randrange(1, len(self.clients)))
         elif what == "client":
             self.leave(0)
             self.join(2)
@@ -205,6 +253,17 @@ class Cluster:
                     self.done["worker ended"] += 1
             time.sleep(0.05)
 
+    def check_leftovers(self) -> None:
+        """Raises AssertionError if the cluster has anything of clients, all of which were killed."""
+        body = "from tests.kills import look_for_leftovers; look_for_leftovers()"
+        mine = self.credentials(Role.CLIENT, "looker", "research")
+        looker = Program(self.folder, ["-c", body], PW_ADDRESS=self.address, **mine)
+        try:
+            looker.end(2 * STUCK_S)
+            assert "nothing left" in looker.out, looker.out + looker.err
+        finally:
+            looker.kill()
+
     def close(self) -> None:
         for program in (*(one.program for one in self.clients), *self.workers, self.controller):
             program.kill()
@@ -219,11 +278,15 @@ def main() -> None:
         "--device-memory", default="", help="limits it, so leases have room for some launches only"
     )
     parser.add_argument("--tenants", action="store_true", help="clients of two tenants, over TLS")
+    parser.add_argument("--many", action="store_true", help="up to eight clients of three kinds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pw-kills-") as name:
-        cluster = Cluster(Path(name), arguments.seed, arguments.device_memory, arguments.tenants)
+        cluster = Cluster(
+            Path(name), arguments.seed, arguments.device_memory, arguments.tenants, arguments.many
+        )
         try:
-            cluster.join(2)
+            for _ in range(cluster.most // 2):
+                cluster.join(2)
             cluster.watch(10)
             until_s = time.monotonic() + arguments.minutes * 60
             while time.monotonic() < until_s:
@@ -234,6 +297,7 @@ def main() -> None:
             cluster.watch(15)
             while cluster.clients:
                 cluster.leave(0)
+            cluster.check_leftovers()
             print(f"all values right: {dict(cluster.steps)}, {dict(cluster.done)}", flush=True)
         finally:
             cluster.close()

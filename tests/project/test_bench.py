@@ -10,17 +10,19 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench import bars, measure, paper, pictures, report
+from bench import bars, many, measure, paper, pictures, report
 from bench.__main__ import duration, main
 from bench.baselines import line
 from bench.baselines.peer import Peer
 from bench.clients import sizes_to
+from bench.many_clients import ClientProcess
 from bench.measure import GaveUp, Sample
 from bench.processor import resident_bytes
 from pw.operating.timeline.timeline import Computation, Process, Timeline, Transfer
@@ -356,3 +358,23 @@ def test_runs_are_stored_in_the_place_of_older_ones_and_written_into_the_page(
     before, *_, row, end, behind = page.read_text().splitlines()
     assert row == "| latency | calls | ≥ 1.3 | 2 | yes | 4 cores |"
     assert (before, end, behind) == ("before", "<!-- end -->", "behind")
+
+
+def test_parts_of_clients_that_train_are_compared_with_their_shares() -> None:
+    clients: dict[ClientProcess, list[many.Call]] = {}
+    charged: list[many.Charges] = []
+    for pid, share in ((11, 1.0), (22, 3.0)):
+        one = Mock(**{"process.pid": pid, "client.share": share})
+        clients[one] = [
+            many.Call(0.0, 0.2 * step / share, 0.1) for step in range(1, int(25 * share))
+        ]
+    for tenth in range(51):
+        times = {"script, pid 11": 0.025 * tenth, "script, pid 22": 0.065 * tenth}
+        charged.append((0.1 * tenth, times))
+    result = report.Result("many", "parts")
+    many.add_shares(result, charged, clients, 2.0)
+    time, calls = result.bars
+    assert time.value == pytest.approx(0.0278, abs=1e-3)
+    assert time.holds
+    assert calls.value < 0.03
+    assert [figure.y_label for figure in result.figures] == ["part", "part"]

@@ -68,8 +68,9 @@ class SimCluster(Site):
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.rights = NO_BOUNDS
-        if world.profile.divided:
+        if world.profile.divided or world.profile.many:
             self.policy = "share"
+        if world.profile.divided:
             shares = {"single": 2.0, "visitor": 16.0}
             self.rights = TenantRights(named={n: Rights(share=s) for n, s in shares.items()})
         if world.profile.quotas:

@@ -27,6 +27,9 @@
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
+| shares | clients that always have work get their parts of device time (in `tenants`, `many`) |
+| deadlines | requests at 0.9 of what a client's share pays for are answered in time (in `many`) |
+| starvation | a client that has work makes progress (in `many`) |
 | quotas | no tenant has more than it may have (in `quotas`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |

@@ -116,6 +116,8 @@ class SimProfile:
 
     parts: bool = False
     """True if all of those clients but one work on parts of the island, and do not wait for their results."""
+    many: bool = False
+    """True if those clients train, serve with deadlines, or are notebooks; the policy is `share`."""
 
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> SimProfile:
         """The same faults in a cluster of another size."""
@@ -202,6 +204,17 @@ PROFILES = {
             "divided", hosts=3, clients=5, span_s=4.0, silences=0.0, tenants=True, divided=True
         ),
         SimProfile("parts", hosts=4, clients=6, span_s=4.0, silences=0.0, tenants=True, parts=True),
+        SimProfile(
+            "many",
+            hosts=3,
+            clients=16,
+            runs=80,
+            span_s=4.5,
+            silences=0.0,
+            client_deaths=3.0,
+            tenants=True,
+            many=True,
+        ),
         SimProfile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         SimProfile("clients", **_CLIENTS),
         SimProfile("intruders", intrusions=20.0),

@@ -13,6 +13,7 @@ from pw.sched.control.handovers import ALONE_S
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
 from pw.testing.sim.floods import Fairness
+from pw.testing.sim.many import Crowd, user_of_many
 from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.profiles import FAULTS, SimProfile
 from pw.testing.sim.tenants import Tenancy, Tenant
@@ -111,10 +112,10 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     monitors = Monitors(cluster)
     Fairness(cluster)
     share = -(-profile.runs // profile.clients)
-    kind = Tenant if profile.tenants else SimClient
-    clients += [kind(cluster, number, share) for number in range(profile.clients)]
+    user = user_of_many if profile.many else Tenant if profile.tenants else SimClient
+    clients += [user(cluster, number, share) for number in range(profile.clients)]
     cluster.users = clients
-    tenancy = Tenancy(cluster, clients)
+    tenancy = (Crowd if profile.many else Tenancy)(cluster, clients)
     faults = Faults(cluster, clients)
     watches = Watches(cluster)
 

@@ -16,8 +16,8 @@ every two seconds in which all of them were at work:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -120,17 +120,22 @@ class Tenant(SimClient):
         while self.credits and not self.final:
             if self.waits_for and len(self.in_flight) >= self.waits_for:
                 return
-            result = self._id()
-            self.oracle.run(self.draft, (self.argument,), (result,))
-            self.arrays[result] = self.spec
-            self.in_flight.append(result)
-            self.credits -= 1
-            self.world.checked["runs"] += 1
-            self.called_s = self.world.now_s
-            self._call(self._id(), self.program, (self.argument,), (result,))
-            if self.waits_for:
-                promise = self._promise("wait", partial(self._came, result))
-                self._post(Await(((result, self.spec),), promise))
+            self._launch()
+
+    def _launch(self) -> int:
+        """Call once; returns the result."""
+        result = self._id()
+        self.oracle.run(self.draft, (self.argument,), (result,))
+        self.arrays[result] = self.spec
+        self.in_flight.append(result)
+        self.credits -= 1
+        self.world.checked["runs"] += 1
+        self.called_s = self.world.now_s
+        self._call(self._id(), self.program, (self.argument,), (result,))
+        if self.waits_for:
+            promise = self._promise("wait", partial(self._came, result))
+            self._post(Await(((result, self.spec),), promise))
+        return result
 
     def _came(self, array: int, result: Any, error: BaseException | None) -> None:
         if error is not None:
@@ -148,11 +153,13 @@ class Tenant(SimClient):
             oldest = self.in_flight.popleft()
             self.there.discard(oldest)
             self._forget(oldest)
-            self.world.after(self.think_s * self.random.uniform(0.7, 1.3), self._thought)
+            think_s = self.think_s * self.random.uniform(0.7, 1.3)
+            self.world.after(think_s, self._thought, self.lives)
 
-    def _thought(self) -> None:
-        self._call_more()
-        self._take_oldest()
+    def _thought(self, life: int) -> None:
+        if life == self.lives and self.node.alive:
+            self._call_more()
+            self._take_oldest()
 
     def _credits(self, count: int) -> None:
         super()._credits(count)
@@ -204,25 +211,18 @@ class Tenancy:
             start_s += STEP_S
 
     def _look_at(self, start_s: float, end_s: float) -> None:
-        within = [(at, name, s) for at, name, s in self._used if start_s <= at < end_s]
-        used_s = {tenant.name: 0.0 for tenant in self._tenants}
-        for _, name, takes_s in within:
-            used_s[name] += takes_s
+        used_s = self.used(start_s, end_s)
         when = f"from {start_s:.2f} to {end_s:.2f} s"
-        if sum(used_s.values()) < IN_USE * WINDOW_S:
-            words = f"the island was in use for {sum(used_s.values()):.2f} s {when}"
-            raise Violation("shares", words)
         *residents, visitor = self._tenants
-        del used_s[visitor.name]
-        total_s = sum(used_s.values())
         if self._cluster.policy == "share":
-            dues = self._dues(residents)
-            for tenant, due in zip(residents, dues, strict=True):
-                got = used_s[tenant.name] / total_s
-                if abs(got - due) > TOLERANCE:
-                    words = f"{tenant.name} got {got:.3f} of the island {when}, and {due:.3f} is its due"
-                    raise Violation("shares", words)
-        elif self._cluster.policy == "priority":
+            names = [tenant.name for tenant in residents]
+            dues = dict(zip(names, self._dues(residents), strict=True))
+            self.compare(dues, used_s, when)
+            return
+        self._check_use(used_s, when)
+        if self._cluster.policy == "priority":
+            within = [(at, name) for at, name, _ in self._used if start_s <= at < end_s]
+            total_s = sum(used_s.values()) - used_s[visitor.name]
             highest = max(residents, key=lambda tenant: tenant.priority)
             aged_s = (len(residents) - 1) * LONGEST_S * (WINDOW_S / AGE_S)
             got = used_s[highest.name] / total_s
@@ -230,10 +230,35 @@ class Tenancy:
                 words = f"{highest.name}, which goes before all others, got {got:.3f} {when}"
                 raise Violation("shares", words)
             for tenant in residents:
-                began = [start_s, *(at for at, name, _ in within if name == tenant.name), end_s]
+                began = [start_s, *(at for at, name in within if name == tenant.name), end_s]
                 longest_s = max(b - a for a, b in pairwise(began))
                 if longest_s > AGED_S:
                     raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
+
+    def used(self, start_s: float, end_s: float) -> defaultdict[str, float]:
+        """Return the seconds of computations that have begun between two moments, by the user's name."""
+        used_s = defaultdict[str, float](float)
+        for at, name, takes_s in self._used:
+            if start_s <= at < end_s:
+                used_s[name] += takes_s
+        return used_s
+
+    def compare(
+        self, dues: Mapping[str, float], used_s: defaultdict[str, float], when: str
+    ) -> None:
+        """Check that users have had the parts due to them of what all of these users have had."""
+        self._check_use(used_s, when)
+        total_s = sum(used_s[name] for name in dues)
+        for name, due in dues.items():
+            got = used_s[name] / total_s
+            if abs(got - due) > TOLERANCE:
+                words = f"{name} got {got:.3f} of the island {when}, and {due:.3f} is its due"
+                raise Violation("shares", words)
+
+    def _check_use(self, used_s: defaultdict[str, float], when: str) -> None:
+        total_s = sum(used_s.values())
+        if total_s < IN_USE * WINDOW_S:
+            raise Violation("shares", f"the island was in use for {total_s:.2f} s {when}")
 
     def _look_for_gaps(self, start_s: float, end_s: float) -> None:
         """No tenant waits for ever until all of its devices are free, while others use parts of them."""

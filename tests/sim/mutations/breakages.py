@@ -584,6 +584,21 @@ def give_up_early(expect: Callable[..., None], client: Any, *rest: Any) -> None:
     client.recovery_s = patience_s
 
 
+# --- shares --------------------------------------------------------------------------------------
+
+
+def forget_the_neighbour(scheduler: Any, message: m.RemoveClient) -> None:
+    """Let the client whose number comes after that of the one that left not have its turn again."""
+    forgotten = min((one for one in scheduler.queues.clients if one > message.client), default=0)
+    policy = scheduler.policy
+    order = policy.order
+
+    def without(queues: Sequence[Any], now_s: float) -> Sequence[Any]:
+        return [one for one in order(queues, now_s) if one.stake.client != forgotten]
+
+    policy.order = without
+
+
 # --- what tenants may have ------------------------------------------------------------------------
 
 

@@ -480,6 +480,12 @@ row(
     mishear("scheduler", m.AddClient, lambda it: replace(it, tenant=OPERATOR)),
     seen("divided", 1, "shares"),
 )
+# The scheduler forgets a client when the one before it has left or was killed.
+row(
+    "forget-the-neighbour",
+    after("scheduler", m.RemoveClient, breakages.forget_the_neighbour),
+    seen("many", 0, "starvation"),
+)
 # Nodes handle messages in the order in which they come, whatever peer sends them.
 row(
     "one-queue-for-all",
