@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from pw.core import messages as msg
-from pw.core.ids import CONTROL
+from pw.core.ids import CONTROL, CONTROLLER, Address
+from tests.sched import test_controller_restart as restart
 from tests.sched.test_rebuild import Cluster, X
 from tests.stages.scripted import chain
 
@@ -174,3 +176,64 @@ def test_what_comes_twice_while_an_island_is_away_runs_once() -> None:
     np.testing.assert_array_equal(client.value(later), X + 2)
     assert world.client(client.number).last_run == repeated.run
     assert client.credits == client.sent_runs
+
+
+def test_lookups_and_publications_elsewhere_do_not_wait_for_a_lost_island() -> None:
+    cluster = away(recovery_s=math.inf)
+    client, world = cluster.client, cluster.world
+    over = client.program(chain([cluster.b, cluster.a]))
+    world.settle()
+    lose(cluster)
+    client.run(over, X)
+    client.tell(msg.Publish(client.id(), "base", (), b"tree"))
+    client.tell(msg.Lookup(client.id(), "base"))
+    client.tell(msg.Lookup(client.id(), "other", wait_s=3.0))
+    world.settle()
+    world.wait(4)
+    assert [one.version for one in client.of(msg.Published)] == [1]
+    assert [one.name for one in client.of(msg.VersionOffer)] == ["base"]
+    assert [one.error.kind for one in client.of(msg.RequestFailed)] == ["NameNotFound"]
+    assert len(world.client(client.number).stream) == 1, "the run waits"
+    come_back(cluster)
+
+
+def test_one_message_says_which_arrays_of_a_function_are_lost() -> None:
+    cluster = away(recovery_s=1.0)
+    client, world = cluster.client, cluster.world
+    on_a = client.program(chain([cluster.a]))
+    arrays = [client.run(on_a, X)[0] for _ in range(50)]
+    world.settle()
+    cluster.hosts["a0"].die()
+    world.settle()
+    world.wait(2)
+    assert client.failed.keys() == set(arrays)
+    assert len(client.of(msg.RunFailed)) == 1
+
+
+def test_another_controller_waits_for_hosts_as_long_as_the_cluster_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No island was lost, so nothing is given up, although a host finds the controller late."""
+    cluster = restart.Cluster(0)
+    user, world = cluster.user, cluster.world
+    user.session._attach = msgspec.structs.replace(user.session._attach, recovery_s=1.0)
+    array = user.run(user.program(chain([cluster.a])), X.tobytes())
+    world.settle()
+    cluster.lose()
+    late: list[Any] = []
+    post = world.post
+
+    def hold(sender: Address, to: Address, message: object) -> None:
+        if sender.node == "a0" and to.node == CONTROLLER:
+            late.append((sender, to, message))
+        else:
+            post(sender, to, message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world, "post", hold)
+        cluster.start()
+        cluster.time(3)
+    for one in late:
+        post(*one)
+    cluster.time(10)
+    np.testing.assert_array_equal(user.value(array), X + 1)

@@ -112,6 +112,7 @@ class LocalRuntime:
         self.programs: dict[int, Program] = {}
         self.arrays: dict[int, np.ndarray[Any, Any]] = {}
         self.released: list[int] = []
+        self.read_only: dict[int, tuple[str, int]] = {}
         self.released_slices: list[int] = []
         self.released_programs: list[int] = []
         self.artifacts: dict[bytes, bytes] = {}

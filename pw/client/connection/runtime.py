@@ -100,7 +100,7 @@ class Runtime:
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
         self.handovers = Handovers(self.lock, self._ids, self._tell)
-        self.published: dict[int, tuple[str, int]] = {}
+        self.read_only: dict[int, tuple[str, int]] = {}
         """Arrays that lookups have returned, with their name and version: they are read-only."""
         self.noted_in: tuple[dict[int, float], ...] = ()
         """Dictionaries, each of which gets when a run is sent, in seconds of this process's clock

@@ -110,7 +110,7 @@ def version_of(tree: Any) -> int:
     """
     for leaf in jax.tree_util.tree_leaves(tree):
         if isinstance(leaf, Array):
-            version = leaf._runtime.published.get(leaf.members[0]._id)
+            version = leaf._runtime.read_only.get(leaf.members[0]._id)
             if version is not None:
                 return int(version[1])
     raise ArgumentError("pw.version_of takes what pw.lookup has returned, or an array of it")
@@ -142,9 +142,9 @@ def _slice(session: Any, part: SharedPart) -> Slice:
 
 def _read_only(array: Array, offer: VersionOffer) -> Array:
     """Note that an array is published: no computation may take its memory."""
-    published = array._runtime.published
-    published[array._id] = offer.name, offer.version
-    weakref.finalize(array, published.pop, array._id, None)
+    read_only = array._runtime.read_only
+    read_only[array._id] = offer.name, offer.version
+    weakref.finalize(array, read_only.pop, array._id, None)
     return array
 
 

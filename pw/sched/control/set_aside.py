@@ -77,6 +77,8 @@ class SetAside:
     _programs: set[int] = field(default_factory=set)
     _leases: set[int] = field(default_factory=set)
     _has_effects: bool = False
+    _publishes: bool = False
+    """True if one of the messages publishes: lookups and later publications wait for it."""
 
     def sift(self, message: Ordered, away: Away) -> Ordered | None:
         """Return what of a message can go on now; the rest is set aside."""
@@ -87,13 +89,15 @@ class SetAside:
             self._needed_in = state
             self._needed = away.lineage.sources(away.arrays.lost, away.arrays.is_good)
         if isinstance(message, msg.Delete):
-            lost = away.arrays.lost
-            later = [one for one in message.arrays if one in lost or self._is_kept(one)]
+            now: list[int] = []
+            later: list[int] = []
+            for array in message.arrays:
+                must_wait = array in away.arrays.lost or self._is_kept(array)
+                (later if must_wait else now).append(array)
             if not later:
                 return message
             self.add(msg.Delete(tuple(later)), away)
-            now = tuple(one for one in message.arrays if one not in later)
-            return replace(message, arrays=now) if now else None
+            return replace(message, arrays=tuple(now)) if now else None
         if self._can_pass(message, away):
             return message
         self.add(message, away)
@@ -120,12 +124,21 @@ class SetAside:
                 and not (self._has_effects and _has_effects(program))
             )
         if isinstance(message, msg.CreateArray):
-            is_taken = isinstance(message.source, msg.OfferSource)
-            return not is_taken and message.spec.placement.slice not in away.slices
+            return message.spec.placement.slice not in away.slices
         if isinstance(message, msg.ReleaseProgram):
             program = away.programs.get(message.program)
             is_there = program is None or program.slices.isdisjoint(away.slices)
             return is_there and message.program not in self._programs
+        if isinstance(message, msg.Publish):
+            arrays = [array for offer in message.offers for array in offer.arrays]
+            slices = {spec.placement.slice for offer in message.offers for spec in offer.specs}
+            return (
+                not self._publishes
+                and slices.isdisjoint(away.slices)
+                and all(map(away.arrays.is_good, arrays))
+            )
+        if isinstance(message, (msg.Lookup, msg.Unpublish)):
+            return not self._publishes
         if isinstance(message, (msg.Checkpoint, msg.SaveArrays, msg.Inquire)):
             # Of what the client does not hold any more, a host that is away may know.
             return all(one in away.arrays and one not in lost for one in message.arrays)
@@ -146,6 +159,7 @@ class SetAside:
         elif isinstance(message, msg.CreateArray):
             self.results.add(message.array)
         elif isinstance(message, (msg.Offer, msg.Publish)):
+            self._publishes |= isinstance(message, msg.Publish)
             for offer in (message,) if isinstance(message, msg.Offer) else message.offers:
                 self._note(offer.run, away)
                 self.arguments.update(offer.arrays)
@@ -166,7 +180,7 @@ class SetAside:
         self.messages = []
         for numbers in (self.results, self.arguments, self._programs, self._leases):
             numbers.clear()
-        self._has_effects = False
+        self._has_effects = self._publishes = False
         self._needed_in = None
         return messages
 

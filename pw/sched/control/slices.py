@@ -273,8 +273,13 @@ class SliceRequests(ControlPart):
         return self._losses
 
     def expect(self, client: Client, loss: int, error: ErrorReport, island: str = "") -> None:
-        """Wait for the slices that a loss has unbound, for as long as the client may wait."""
+        """Wait for the slices that a loss has unbound, for as long as the client says.
+
+        Where no `island` was lost, hosts may have to find this controller first, which takes its time.
+        """
         wait_s = self.recovery_s if client.recovery_s is None else client.recovery_s
+        if not island:
+            wait_s = max(wait_s, self.recovery_s)
         if wait_s < math.inf:
             self._env.call_later(wait_s, GiveUp(client.number, island, error, loss, wait_s))
 

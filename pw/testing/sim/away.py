@@ -63,9 +63,7 @@ class AwayMonitor:
                     and all(map(client.arrays.is_good, arrays_in(message.args)))
                 )
             elif isinstance(message, msg.CreateArray):
-                is_taken = isinstance(message.source, msg.OfferSource)
-                slice = message.spec.placement.slice
-                could_go_on = not is_taken and slice not in client.slices.unbound
+                could_go_on = message.spec.placement.slice not in client.slices.unbound
             else:
                 continue
             if could_go_on:
@@ -92,12 +90,12 @@ class AwayMonitor:
 
     def _await_all(self, client: Client) -> None:
         for number in client.slices.unbound:
-            self._await(client, number)
+            self._await(client, number, RECOVERY_S)
 
-    def _await(self, client: Client, number: int) -> None:
-        """A client waits for a slice from now on."""
+    def _await(self, client: Client, number: int, least_s: float = 0.0) -> None:
+        """A client waits for a slice from now on, for `least_s` or longer."""
         self._lost_s[number] = self._world.now_s
-        wait_s = _patience_s(client)
+        wait_s = max(_patience_s(client), least_s)
         if wait_s < math.inf:
             loss = client.slices.unbound[number]
             slow = 1.0 + self._world.profile.clock_skew

@@ -108,8 +108,8 @@ class Launch:
                         f"to {self.name!r} more than once; pass a copy, x.copy(), or do not donate it"
                     )
                 arrays.append((value, fate))
-        if self.runtime.published:
-            _check_published(self.runtime.published, self.name, arrays)
+        if self.runtime.read_only:
+            _check_donated(self.runtime.read_only, self.name, arrays)
         alive = self.runtime.alive
         marked: list[Array] = []
         try:
@@ -135,12 +135,12 @@ class Launch:
             session.release_program(self._program)
 
 
-def _check_published(
-    published: Mapping[int, tuple[str, int]], name: str, donated: Sequence[tuple[Array, str]]
+def _check_donated(
+    read_only: Mapping[int, tuple[str, int]], name: str, donated: Sequence[tuple[Array, str]]
 ) -> None:
     """Raise ArgumentError if an array that a lookup has returned is donated."""
     for array, _ in donated:
-        version = published.get(array.members[0]._id)
+        version = read_only.get(array.members[0]._id)
         if version is not None:
             raise ArgumentError(
                 f"{name!r} donates the array {array.aval.str_short()}, which is version {version[1]} of "

@@ -155,8 +155,8 @@ class Rebuilder(ControlPart):
     # --- what cannot be brought back --------------------------------------------------------------
 
     def _fail(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
-        for number in client.arrays.fail(arrays, error):
-            self.sessions.tell(client, msg.RunFailed(0, (number,), error))
+        if failed := client.arrays.fail(arrays, error):
+            self.sessions.tell(client, msg.RunFailed(0, failed, error))
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, timer: GiveUp) -> None:
@@ -203,11 +203,13 @@ class Rebuilder(ControlPart):
         """Fail what lay on slices that will not be bound, and what needs it."""
         self.slices.give_up(client, gone)
         self.registry.fail(client, gone, error)
-        origins = client.lineage.origins
-        for number, array in list(client.arrays.lost.items()):
+        by_name: dict[str, list[int]] = {}
+        for number, array in client.arrays.lost.items():
             if array.spec.placement.slice in gone:
-                what = f"{named(array.spec, origins.get(number))} is lost"
-                self._fail(client, (number,), said_of(what, error))
+                name = named(array.spec, client.lineage.origins.get(number))
+                by_name.setdefault(name, []).append(number)
+        for name, numbers in by_name.items():
+            self._fail(client, numbers, said_of(f"{name} is lost", error))
         self.proceed(client)
 
 
