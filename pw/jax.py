@@ -198,6 +198,7 @@ def publish(name: str, tree: Any, *, keep: Any = None, to: Any = None) -> Any:
     from pw.client.arrays import jax_arrays
     from pw.client.sharing import publish as sharing
 
+    _begin()
     jax_arrays.front()  # connects this process to the cluster of JAX's devices
     return sharing.publish(name, tree, keep=keep, to=to)
 
@@ -230,12 +231,27 @@ def lookup(
         ShardingError: an array cannot be split as `like` says.
         Error: JAX has no virtual devices in this process.
     """
+    import jax
+
     from pw.client.arrays import jax_arrays
+    from pw.client.arrays.array import Array
     from pw.client.sharing import lookup as sharing
 
+    _begin()
     front = jax_arrays.front()
     place = front.devices_of if like is None else lambda slice_: slice_.devices
-    return to_jax(sharing.looked_up(name, version, after, like, wait, place))
+    tree = sharing.looked_up(name, version, after, like, wait, place)
+    arrays = to_jax(tree)
+    if any(isinstance(leaf, Array) for leaf in jax.tree_util.tree_leaves(tree)):
+        sharing.note_in_jax(arrays, sharing.version_of(tree))
+    return arrays
+
+
+def _begin() -> None:
+    """Have JAX begin its client, in which the virtual devices are."""
+    import jax
+
+    jax.devices()
 
 
 def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:

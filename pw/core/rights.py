@@ -107,7 +107,7 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def bounds(self) -> dict[str, int]:
         """Return the bounds of all resources that have one, by name."""
         bounds = {resource.value: self.bound(resource) for resource in Resource}
-        return {name: bound for name, bound in bounds.items() if bound is not None}
+        return {name: int(bound) for name, bound in bounds.items() if bound is not None}
 
     def check(self, share: float, priority: int) -> None:
         """Raise QuotaExceeded if a client of the tenant may not ask for this share, or this priority."""

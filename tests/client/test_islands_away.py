@@ -97,3 +97,28 @@ def test_the_time_for_an_island_is_a_number_of_seconds() -> None:
     for wrong in (-1, math.nan, "soon"):
         with pytest.raises(ValueError, match="recovery_timeout"):
             pw.connect(recovery_timeout=wrong)  # type: ignore[arg-type]
+
+
+def test_a_session_that_is_there_keeps_its_time_for_islands(cluster: pw.LocalCluster) -> None:
+    session = pw.connect(cluster.address, recovery_timeout=7)
+    assert pw.connect(recovery_timeout=7) is session
+    with pytest.raises(pw.Error, match=r"pw\.disconnect"):
+        pw.connect(recovery_timeout=3)
+    cluster.hosts[0].kill()
+    cluster.hosts[0].kill()
+
+
+def test_what_lies_whole_on_an_island_that_is_left_is_not_lost(cluster: pw.LocalCluster) -> None:
+    pw.connect(cluster.address, recovery_timeout=0.5)
+    devices = [on("island-0"), on("island-1")]
+    both = pw.Mesh(np.array(devices), ("island",))
+    whole = pw.put(np.ones(4, np.float32), pw.NamedSharding(both, pw.PartitionSpec()))
+    split = pw.put(np.ones(4, np.float32), pw.NamedSharding(both, pw.PartitionSpec("island")))
+    there = put(devices[0])
+    pw.block_until_ready((whole, split, there))
+    cluster.hosts[0].kill()
+    with pytest.raises(pw.IslandLost):
+        until(lambda: pw.get(step(there)["n"]) is None, "the loss")
+    lost = pw.arrays_lost({"whole": whole, "split": split}, timeout=60)
+    assert list(lost) == ["['split']"]
+    np.testing.assert_array_equal(pw.get(pw.put(whole, devices[1])), np.ones(4))

@@ -34,6 +34,7 @@ def test_the_file_has_rights_of_tenants_and_of_the_rest() -> None:
     assert (far.share, far.devices, far.may_drain, far.may_cancel) == (2.0, None, True, False)
     assert [far.runs_python_on(host) for host in ("h0", "h2")] == [True, False]
     assert rights.of("anyone").bounds() == {"devices": 8, "host_memory": 4 << 30}
+    assert {type(bound) for bound in rights.of("anyone").bounds().values()} == {int}, "for messages"
     assert rights.of("anyone").runs_python_on("h2")
     assert [rights.bounds_python_on(host) for host in ("h0", "h2")] == [True, False]
 

@@ -23,7 +23,9 @@ assert again["x"].tolist() == [2 * i for i in range(8)]
 """
 
 LOOKS_UP = """
-import pw.jax
+import pw, pw.jax
+first = pw.jax.lookup("of jax", wait=60)  # before any other use of JAX
+assert pw.version_of(first) == 1
 one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 split = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), P("x"))
 found = pw.jax.lookup("of jax", like={"x": split, "lr": None}, wait=60)

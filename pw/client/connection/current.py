@@ -99,7 +99,8 @@ def connect(
             PW_WORKER_OUTPUT is neither 0 nor 1.
         AccessRefused: one end refuses the other's certificate, another machine is to be reached without any,
             or `share` or `priority` is above what the controller allows.
-        Error: this process is connected to another address, or the credentials cannot be used.
+        Error: this process is connected to another address, or with another `recovery_timeout`, or the
+            credentials cannot be used.
     """
     with _guard:
         if not address and _current is not None and _current.ended is not None:
@@ -111,6 +112,7 @@ def connect(
                 _check_meant(address, credentials)
         if _current is not None and _current.alive:
             if address is None or address == _current.address:
+                _check_patience(recovery_timeout)
                 return _current
             raise Error(
                 f"already connected to {_current.address or 'an embedded cluster'}; call "
@@ -139,6 +141,17 @@ def connect(
         )
         use(session)
         return session
+
+
+def _check_patience(recovery_timeout: float | None) -> None:
+    """Raise Error if the session that there is waits for lost islands for another time."""
+    assert _current is not None
+    if recovery_timeout is not None and recovery_s(recovery_timeout) != _current.recovery_s:
+        raise Error(
+            f"this process is connected already, and recovery_timeout={recovery_timeout!r} is for a new "
+            "session: call pw.disconnect() first, or pass it to the first pw.connect (a cluster has a time of "
+            "its own: pw.LocalCluster(recovery_timeout_s=), pw-controller --recovery-timeout)"
+        )
 
 
 def _check_meant(address: str | None, credentials: str | os.PathLike[str] | None) -> None:

@@ -86,6 +86,8 @@ class Runtime:
         worker_output: bool | None = None,
         name: str = "",
     ) -> None:
+        self.recovery_s = recovery_s
+        """Seconds for which the session waits for lost islands; None for as long as the cluster says."""
         self._output = WorkerOutput() if is_wanted(worker_output) else None
         self.lock = threading.RLock()
         """Held by a call while it takes numbers and posts messages."""

@@ -27,6 +27,9 @@ _slices: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[int, Slice]]
 )
 """Slices of each session on the devices of published arrays, by the number of the name's slice."""
 
+_in_jax: dict[int, int] = {}
+"""Numbers of the versions of which `jax.Array`s are, by the id of the array."""
+
 
 @checks_keywords
 def lookup(
@@ -113,7 +116,20 @@ def version_of(tree: Any) -> int:
             version = leaf._runtime.read_only.get(leaf.members[0]._id)
             if version is not None:
                 return int(version[1])
-    raise ArgumentError("pw.version_of takes what pw.lookup has returned, or an array of it")
+        elif id(leaf) in _in_jax:
+            return _in_jax[id(leaf)]
+    raise ArgumentError(
+        "pw.version_of takes what pw.lookup has returned, or an array of it; where a tree has no arrays, "
+        "pw.names()[name].version says it"
+    )
+
+
+def note_in_jax(tree: Any, version: int) -> None:
+    """Note of which version JAX's arrays in a tree are."""
+    for leaf in jax.tree_util.tree_leaves(tree):
+        if isinstance(leaf, jax.Array):
+            _in_jax[id(leaf)] = version
+            weakref.finalize(leaf, _in_jax.pop, id(leaf), None)
 
 
 def _check(name: Any, version: Any, after: Any, wait: Any) -> None:

@@ -75,7 +75,9 @@ class LocalHost:
         return self._worker.exit_code()
 
     def kill(self) -> None:
-        """End supervisor and runtime for good, as if the machine had lost its power."""
+        """End supervisor and runtime for good, as if the machine had lost its power; again it does nothing."""
+        if self.exit_code() is not None:
+            return
         # Stop the supervisor first: it would replace the runtime.
         os.kill(self.pid, signal.SIGSTOP)
         for runtime in self._runtime_pids():
