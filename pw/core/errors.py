@@ -44,7 +44,7 @@ class AccessRefused(ConnectionFailed):
     """
 
 
-class QuotaExceeded(AccessRefused):
+class QuotaExceeded(Error):
     """A client asks for more than its tenant may have.
 
     Cause:

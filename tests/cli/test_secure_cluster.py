@@ -39,7 +39,7 @@ import sys, pw
 asked, allowed = map(float, sys.argv[1:])
 try:
     runtime = pw.connect(share=asked)
-except pw.AccessRefused as error:
+except pw.QuotaExceeded as error:
     print(f"refused: {error}", flush=True)
     runtime = pw.connect(share=allowed)
 (me,) = (client for client in runtime.ask.status(60.0).clients if client.is_me)

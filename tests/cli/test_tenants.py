@@ -54,7 +54,7 @@ TRY = """
 import sys, pw
 try:
     pw.make_virtual_device_set().add_slice(devices=int(sys.argv[1]))
-except pw.AccessRefused as error:
+except pw.QuotaExceeded as error:
     print(type(error).__name__, error, flush=True)
 else:
     print("has", sys.argv[1], flush=True)

@@ -25,6 +25,9 @@ from pw.client.connection.script import process_name, script_name
 from pw.client.display import tables
 from pw.client.looking.status import ClusterStatus
 from pw.core import messages as msg
+from pw.core.accounts import Spent
+from pw.core.messages import TenantInfo
+from pw.core.rights import Resource
 from pw.testing import InProcessCluster
 from tests.stages.daemons import BOUND_S, until
 from tests.stages.inside import is_fetched
@@ -138,6 +141,16 @@ def test_tenants_are_shown_where_there_are_several() -> None:
     assert (
         "not shown: 3 clients of other tenants, with 2 runs" in ClusterStatus.of(hiding, None).head
     )
+
+
+def test_each_resource_has_a_column() -> None:
+    amounts = {resource.value: 7 for resource in Resource} | {"runs": 1}
+    one = TenantInfo("red", 1.0, amounts, {"names": 9}, msgspec.structs.asdict(Spent()))
+    told = msgspec.structs.replace(TOLD, tenants=(one,))
+    table, _ = ClusterStatus.of(told, None).by_tenant.tables()
+    assert {resource.value for resource in Resource} < set(table.columns)
+    (row,) = table.rows
+    assert dict(zip(table.columns, row, strict=True))["names"] == "7 of 9"
 
 
 def test_the_names_in_json_documents_stay() -> None:

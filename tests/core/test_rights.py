@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pw.core.errors import ArgumentError, QuotaExceeded
+from pw.core.errors import ArgumentError, ConnectionFailed, QuotaExceeded
 from pw.core.rights import (
     NO_BOUNDS,
     Resource,
@@ -100,6 +100,10 @@ def test_options_hold_for_all_tenants() -> None:
         with pytest.raises(QuotaExceeded, match=r"priority=3 is more than .* priority=2 or less"):
             rights.of(tenant).check(4.0, 3)
     assert NO_BOUNDS.of("red").bounded(9.0, 9) == (9.0, 9)
+
+
+def test_a_script_that_reconnects_does_not_try_a_quota_again() -> None:
+    assert not issubclass(QuotaExceeded, ConnectionFailed)
 
 
 def test_each_resource_is_a_right_and_has_words() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from pw.client.session.island_news import IslandChange, change
 from pw.client.session.thread_messages import FollowIslands
 from pw.core import messages as msg
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address
+from pw.core.tenants import OPERATOR
 from pw.core.waits import RECOVERY_S
-from pw.sched.control.watches import UNNAMED
+from pw.sched.control.sessions import UNNAMED
 from tests.sched.test_controller_restart import Cluster
+from tests.stages.actors import World
 from tests.stages.samples import some
+from tests.stages.scripted import join, split
 
 READY = msg.IslandState("a", 3, is_ready=True, hosts=("h",), devices=4)
 AWAY = msg.IslandState("a", 3, is_ready=False, hosts=("h",), devices=4, reason="it fell")
@@ -101,12 +106,16 @@ def test_an_island_is_given_up_and_may_still_return(patience_s: float | None) ->
 def test_other_tenants_do_not_hear_whose_call_ended_an_epoch() -> None:
     cluster = Watched()
     island = f"scheduler/{cluster.island_b}"
-    for tenant, words in (("operator", "'train' has not ended"), ("rivals", UNNAMED)):
+    other = join(cluster.world, "d")
+    for tenant, words in (
+        *((OPERATOR, "'train' has not ended"), ("owners", "'train' has not ended")),
+        ("rivals", UNNAMED),
+    ):
         client = cluster.world.client(cluster.user.number)
-        client.tenant = tenant
+        client.tenant, cluster.world.client(other.number).tenant = tenant, "owners"
         cluster.changes.clear()
         epoch = cluster.ready()["b"]
-        reason = msg.EndEpoch("b", epoch, "'train' has not ended")
+        reason = msg.EndEpoch("b", epoch, "'train' has not ended", other.number)
         cluster.world.post(Address(CONTROLLER, island), RESOURCES, reason)
         cluster.world.settle()
         left, returned = cluster.changes
@@ -170,6 +179,68 @@ def test_the_timer_of_a_user_is_set_once() -> None:
         cluster.world.post(cluster.user.me, CONTROL, msg.WatchIslands(is_on=True))
     cluster.world.settle()
     assert len(cluster.world.alarms) == waiting
+
+
+def test_a_user_has_one_timer_whatever_it_names_and_none_when_it_is_gone() -> None:
+    cluster = Watched()
+    world, watches = cluster.world, cluster.world.control.watches
+    waiting = len(world.alarms)
+    for turn in range(5):
+        names = tuple(f"n{turn}-{one}" for one in range(100))
+        world.post(cluster.user.me, CONTROL, msg.WatchIslands(is_on=True, awaited=names))
+        world.settle()
+    assert len([one for one in world.alarms if not one.cancelled]) == waiting + 1
+    told = len(world.to(cluster.user.me, msg.IslandStates))
+    cluster.time(RECOVERY_S - 6)
+    assert len(world.to(cluster.user.me, msg.IslandStates)) == told
+    cluster.time(6 + 1)
+    given_up = world.to(cluster.user.me, msg.IslandStates)[told:]
+    assert [one.is_given_up for message in given_up for one in message.islands] == [True] * 100
+    for what in ("looks away", "leaves"):
+        world.post(cluster.user.me, CONTROL, msg.WatchIslands(is_on=True, awaited=("n",)))
+        world.settle()
+        (watch,) = watches.watches.values()
+        timer = watch.timer
+        assert not timer.cancelled
+        if what == "looks away":
+            world.post(cluster.user.me, CONTROL, msg.WatchIslands(is_on=False))
+        else:
+            world.post(CONTROL, CONTROL, msg.PeerLost(cluster.user.me.node, "closed"))
+        world.settle()
+        assert timer.cancelled
+        assert not watches.watches
+
+
+def test_no_error_of_a_lost_island_names_another_tenants_work() -> None:
+    """Neither that of a slice, nor that of an array that is lost for good, nor what readers of names get."""
+    world = World(1)
+    world.controller()
+    world.host("h0", "i", 2, 4)
+    world.host("h1", "i", 2, 4)
+    world.tenants = {"red": "red", "blue": "blue"}
+    world.settle()
+    red, blue = join(world, "red"), join(world, "blue")
+    arrays = {}
+    for client in (red, blue):
+        world.client(client.number).recovery_s = 1.0
+        number = client.id()
+        client.tell(msg.AllocateSlice(number, 1, None, None, None))
+        world.settle()
+        arrays[client] = client.upload(np.arange(8), split(number, 1))
+        world.settle()
+    holder = world.control.sessions.hold("name 'x'", "red", ())
+    ended = msg.EpochEnded("i", 1, ErrorReport("HostLost", "'train' has not ended"), "", red.number)
+    assert UNNAMED in world.control.sessions.error_for(holder, ended).message
+    reason = msg.EndEpoch("i", 1, "'train' has not ended", red.number)
+    world.post(Address(CONTROLLER, "scheduler/i"), RESOURCES, reason)
+    world.kill("h1")
+    world.settle()
+    world.wait(2.0)
+    for client, words in ((red, "'train' has not ended"), (blue, UNNAMED)):
+        (lost,) = client.of(msg.SliceLost)
+        assert words in lost.error.message
+        assert words in client.failed[arrays[client]].message
+    assert "train" not in blue.failed[arrays[blue]].message
 
 
 @pytest.mark.parametrize("seed", some(range(60), 10))

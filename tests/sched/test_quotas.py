@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pw.core import messages as msg
@@ -11,7 +12,10 @@ from pw.core.compact import Compact
 from pw.core.ids import CONTROL, session_of
 from pw.core.rights import NewRights, Resource, Rights, TenantRights
 from pw.core.tenants import NO_SECRET, OPERATOR
-from pw.sched.control.usage import Usage
+from pw.core.waits import RECOVERY_S
+from pw.sched.control import registry
+from pw.sched.control.usage import RoomQueue, Usage
+from tests.sched.test_names import NameStage
 from tests.stages.actors import Recorder, World
 from tests.stages.scripted import Client, chain, join, split
 
@@ -133,23 +137,128 @@ def test_an_explanation_says_that_the_tenant_has_no_more_devices() -> None:
     assert "2 devices, until tenant 'red', which may have 4, has given some back" in answer.text
 
 
-def test_a_client_of_an_earlier_controller_keeps_its_slices_and_others_wait() -> None:
+def test_a_client_of_an_earlier_controller_has_no_more_than_its_tenant_may() -> None:
+    """What is above the bound waits like a new slice; what lay there waits for it, and not for ever."""
     stage = Stage(devices=4)
+    first = stage.slice(stage.r1, 1)
+    back = stage.world.add(session_of("r3"), Recorder)
+    attach = msg.Attach("r3", 1.0, 0, 900, NO_SECRET.claim(900, RED))
+    back.env.send(CONTROL, attach)
+    had = [
+        msg.AllocateSlice(900 << 40 | n, devices, None, None, None, resumed=True, formerly="i")
+        for n, devices in ((1, 3), (2, 1), (3, 5))
+    ]
+    awaited = msg.AllocateSlice(900 << 40 | 4, 1, None, None, None, resumed=True)
+    for message in (*had, awaited):
+        back.env.send(CONTROL, message)
+    stage.world.settle()
+    assert [one.slice for one in back.of(msg.SliceBound)] == [had[0].slice]
+    assert stage.usage.amount(RED, Resource.DEVICES) == 4
+    client = stage.world.client(900)
+    assert client.slices.unbound.keys() == {had[1].slice, had[2].slice}
+    assert awaited.slice not in client.slices.unbound, "its stream does not wait"
+    back.env.send(CONTROL, msg.Resumed((), Compact.of(msg.KnownArrays(())), (), ()))
+    stage.give_back(stage.r1, first)
+    assert [one.slice for one in back.of(msg.SliceBound)] == [had[0].slice, had[1].slice]
+    stage.new_rights(devices=4)
+    assert not back.of(msg.SliceRefused)
+    stage.world.wait(RECOVERY_S + 1)
+    assert not client.slices.unbound, "it is given up"
+    stage.new_rights(devices=20)
+    assert [one.slice for one in back.of(msg.SliceBound)][2:] == [had[2].slice, awaited.slice]
+
+
+def test_lower_rights_refuse_any_number_of_slices_that_wait() -> None:
+    stage = Stage(devices=8)
+    stage.slice(stage.r1, 8)
+    for devices in (1, *[4] * 600, 2):
+        stage.r2.tell(msg.AllocateSlice(stage.r2.id(), devices, None, None, None))
+    stage.world.settle()
+    stage.new_rights(devices=2)
+    assert len(stage.refusals(stage.r2)) == 600
+    stage.leave("r1")
+    assert len(stage.r2.bound) == 1, "one device is left, and 2 are asked for"
+    assert stage.usage.amount(RED, Resource.DEVICES) == 1
+
+
+def test_what_waits_of_one_tenant_costs_others_nothing() -> None:
+    usage = Usage(TenantRights(named={RED: Rights(devices=0)}))
+    usage.attach(1, RED)
+    usage.attach(2, BLUE)
+    queue, began = RoomQueue(usage, Resource.DEVICES), []
+    for key in range(50):
+        assert not queue.ask(1, RED, key, 1, lambda: began.append("red"))
+    asked = []
+    usage.take = lambda *args: asked.append(args)  # type: ignore[method-assign]
+    queue.try_again(BLUE)
+    assert not asked
+    assert queue.ask(2, BLUE, 99, 1, lambda: began.append("blue"))
+    assert len(asked) == 1
+    assert began == ["blue"]
+    usage.leave(1)
+    queue.client_left(1, RED)
+    assert not queue.keys
+
+
+@pytest.mark.parametrize("to", [(), ("blue",)])
+def test_a_name_lends_devices_to_those_to_whom_it_has_offered_a_version(to: tuple[str]) -> None:
+    stage = NameStage()
+    red, blue = stage.red, stage.blue
+    model = red.id()
+    red.tell(msg.AllocateSlice(model, 1, None, None, None))
+    stage.world.settle()
+    spec = split(model, 1)
+    array = red.upload(np.arange(8), spec)
+    stage.world.settle()
+    token = bytes(msg.OFFER_TOKEN_BYTES - 1) + b"t"
+    offer = msg.Offer(red.id(), token, (array,), (spec,))
+    stage.ask(red, msg.Publish(stage.request(), "base", (offer,), b"tree", 0.0, to), msg.Published)
+    (holder,) = [one for one in stage.world.control.sessions.clients if one.is_holder]
+    (lent,) = holder.slices.owned
+    bound = []
+    for _ in range(2):
+        number = blue.id()
+        blue.tell(msg.AllocateSlice(number, 1, None, None, None, like=lent))
+        stage.world.settle()
+        bound.append(number in blue.bound)
+        stage.look_up(blue, "red/base")
+    assert bound == [False, bool(to)]
+
+
+@pytest.mark.parametrize("tenant", [RED, BLUE])
+def test_a_slice_is_shared_with_a_client_that_comes_back_later_if_it_is_of_the_tenant(
+    tenant: str,
+) -> None:
+    """Until then the controller does not know whose slice the model is."""
+    stage = Stage()
+    model = 900 << 40 | 1
+    client = stage.r2 if tenant == RED else stage.b1
+    number = stage.slice(client, 1, like=model, resumed=True)
+    assert number not in client.bound
     back = stage.world.add(session_of("r3"), Recorder)
     back.env.send(CONTROL, msg.Attach("r3", 1.0, 0, 900, NO_SECRET.claim(900, RED)))
-    had = msg.AllocateSlice(900 << 40 | 1, 6, None, None, None, resumed=True, formerly="i")
-    awaited = msg.AllocateSlice(900 << 40 | 2, 1, None, None, None, resumed=True)
+    had = msg.AllocateSlice(model, 1, None, None, None, resumed=True, formerly="i")
     back.env.send(CONTROL, had)
-    back.env.send(CONTROL, awaited)
     stage.world.settle()
-    assert [one.slice for one in back.of(msg.SliceBound)] == [had.slice]
-    assert stage.usage.amount(RED, Resource.DEVICES) == 6
-    client = stage.world.client(900)
-    assert awaited.slice not in client.slices.unbound, "its stream does not wait"
-    back.env.send(CONTROL, msg.ReleaseSlice(had.slice))
-    back.env.send(CONTROL, msg.Resumed((), Compact.of(msg.KnownArrays(())), (), ()))
-    stage.world.settle()
-    assert awaited.slice in [one.slice for one in back.of(msg.SliceBound)]
+    stage.world.wait(60.0)
+    assert [one.slice for one in back.of(msg.SliceBound)] == [model]
+    assert number in client.bound
+    requests = stage.world.client(client.number).slices.requests
+    assert requests[number].like == (model if tenant == RED else 0)
+
+
+@pytest.mark.parametrize("tenant", [RED, BLUE])
+def test_no_tenant_shares_devices_of_a_slice_of_another_one(tenant: str) -> None:
+    stage = Stage()
+    model = stage.slice(stage.r1, 2)
+    client = stage.r2 if tenant == RED else stage.b1
+    number = stage.slice(client, 2, like=model)
+    assert (number in client.bound) is (tenant == RED)
+    if tenant == BLUE:
+        (words,) = stage.refusals(client)
+        assert words.startswith(
+            "NotOwner: the devices that a slice is to share are of another tenant"
+        )
 
 
 def test_no_client_says_by_itself_that_it_had_a_slice() -> None:
@@ -198,6 +307,28 @@ def test_programs_of_a_client_that_left_make_room() -> None:
     assert result not in stage.r2.failed
 
 
+def test_so_many_programs_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "WAITING", 3)
+    stage = Stage(programs=1)
+    spec = split(stage.slice(stage.r1, 1), 1)
+    programs = [stage.r1.program(chain([spec] * (1 + length))) for length in range(6)]
+    stage.world.settle()
+    waiting = stage.world.control.registry.queue.keys
+    assert list(waiting) == programs[1:4]
+    (result,) = stage.r1.run(programs[5], bytes(spec.size_bytes))
+    stage.world.settle()
+    error = stage.r1.failed[result]
+    assert error.kind == "QuotaExceeded"
+    assert "3 wait for room already, so this one is not kept" in error.message
+    kept = stage.world.client(stage.r1.number).programs
+    assert not kept[programs[5]].artifacts
+    for number in programs:
+        stage.r1.release(number)
+    stage.world.settle()
+    assert not waiting
+    assert stage.usage.amount(RED, Resource.PROGRAMS) == 0
+
+
 # --- clients, shares, host memory -----------------------------------------------------------------
 
 
@@ -224,6 +355,8 @@ def test_new_rights_bound_shares_at_schedulers_and_lose_no_queue() -> None:
     stage.new_rights(share=3.0, max_share=0.5)
     assert queues.clients[stage.r1.number] is queue
     assert queue.stake == (stage.r1.number, 0.5, RED, 3.0)
+    stage.new_rights(max_share=5.0)
+    assert queue.stake == (stage.r1.number, 1.0, RED, 1.0), "the client has what it asked for again"
 
 
 def test_replicas_of_checkpoints_are_bounded() -> None:

@@ -107,7 +107,8 @@ def test_shares_and_priorities_have_bounds(share: float, priority: int, words: s
         {"QuotaExceeded"} if words else set()
     )
     asked = {} if words else {"new": (share, priority)}
-    shown = {one.name: (one.share, one.priority) for one in world.control.sessions.clients}
+    sessions = world.control.sessions
+    shown = {one.name: sessions.weight_of(one) for one in sessions.clients}
     assert shown == {"back": (min(share, 4.0), min(priority, 2))} | asked
     assert world.schedulers["i"].queues.clients[900].stake == (900, min(share, 4.0), RED, 3.0)
 

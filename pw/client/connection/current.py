@@ -97,8 +97,9 @@ def connect(
         VersionMismatch: the controller runs other versions of pw or jax.
         ValueError: `share` is not positive, `reconnect_s`, `recovery_timeout` or `keep_bytes` is negative, or
             PW_WORKER_OUTPUT is neither 0 nor 1.
-        AccessRefused: one end refuses the other's certificate, another machine is to be reached without any,
-            or `share` or `priority` is above what the controller allows.
+        AccessRefused: one end refuses the other's certificate, or another machine is to be reached without any.
+        QuotaExceeded: `share` or `priority` is above what the controller allows, or the tenant has as many
+            clients as it may.
         Error: this process is connected to another address, or with another `recovery_timeout`, or the
             credentials cannot be used.
     """

@@ -48,7 +48,6 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     InsufficientDevices,
-    QuotaExceeded,
 )
 from pw.core.ids import NAME_CHARACTERS, arrays_in, client_id
 from pw.core.programs.program import Program
@@ -259,10 +258,7 @@ class Runtime:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
         with self.lock:
             if self._closing is None:
-                is_stranger = isinstance(error, AccessRefused) and not isinstance(
-                    error, QuotaExceeded
-                )
-                how = " with other credentials" if is_stranger else ""
+                how = " with other credentials" if isinstance(error, AccessRefused) else ""
                 words = f"{error}. This session is over; pw.connect(){how} begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error

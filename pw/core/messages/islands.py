@@ -129,8 +129,8 @@ class EpochEnded(Local, frozen=True, tag=18):
     error: ErrorReport
     host: str = ""
     """Name of the lost host, if that is the reason."""
-    is_private: bool = False
-    """True if the error may name what a client computes."""
+    client: int = 0
+    """Number of the client whose work the error may name; 0 if it names none."""
 
 
 class CoordinationStarted(Local, frozen=True, tag=19):
@@ -163,6 +163,8 @@ class EndEpoch(Local, frozen=True, tag=22):
     island: str
     epoch: int
     reason: str
+    client: int = 0
+    """Number of the client whose work the reason may name; 0 if it names none."""
 
 
 class DrainHost(ClientToController, frozen=True, tag=24):

@@ -115,9 +115,8 @@ class LaunchOrder:
             return
         self.is_broken = True
         name = run.program.body.name
-        broken = GangBroken(
-            self.epoch, f"an input of {name!r} was lost on host {self.host}: {error.message}"
-        )
+        reason = f"an input of {name!r} was lost on host {self.host}: {error.message}"
+        broken = GangBroken(self.epoch, reason, run.run)
         if error.kind not in INFRASTRUCTURE:
             reason = f"{name!r} failed on host {self.host}, and perhaps only there: {error.message}"
             broken = GangBroken(self.epoch, reason, run.run, error, run.results)

@@ -338,7 +338,7 @@ class Epochs(Part):
     def _epoch_broken(self, sender: Address, message: msg.EndEpoch) -> None:
         island = self.inventory.islands.get(message.island)
         if island is not None and island.epoch == message.epoch and island.state == "ready":
-            self.end_epoch(island, message.reason, is_private=True)
+            self.end_epoch(island, message.reason, client=message.client)
 
     def _current(self, sender: Address, name: str, epoch: int) -> Island | None:
         island = self.inventory.islands.get(name)
@@ -361,14 +361,12 @@ class Epochs(Part):
                 self._await_restart(island, node, message.may_return)
 
     def end_epoch(
-        self,
-        island: Island,
-        reason: str,
-        lost: str = "",
-        may_return: bool = False,
-        is_private: bool = False,
+        self, island: Island, reason: str, lost: str = "", may_return: bool = False, client: int = 0
     ) -> None:
-        """Have an island leave its epoch; each host but `lost` comes back as a new incarnation."""
+        """Have an island leave its epoch; each host but `lost` comes back as a new incarnation.
+
+        The reason may name the work of `client`.
+        """
         self.env.log("warning", "island left its epoch", island=island.name, reason=reason)
         if island.state == "waiting" or not island.invited:
             self._stay(island, lost)
@@ -389,7 +387,7 @@ class Epochs(Part):
         if was_ready:
             error = HostLost(f"island {island.name!r} stopped: {reason}")
             report = ErrorReport.of(error)
-            self.env.send(CONTROL, msg.EpochEnded(island.name, epoch, report, lost, is_private))
+            self.env.send(CONTROL, msg.EpochEnded(island.name, epoch, report, lost, client))
         self.announce()
         self.env.call_later(REJOIN_S, Overdue(island.name, epoch))
         self.env.call_later(self.slices.move_s, partial(self._move, island.name, epoch))

@@ -35,6 +35,8 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
+        self.unproven: set[int] = set()
+        """Slices on the devices of another slice whose tenant is not known yet: its client may come back."""
         self.times_bound: dict[int, int] = {}
         self.hosts: dict[int, set[str]] = {}
         """Names of the hosts to which each slice is or was bound: they may have its arrays."""
@@ -75,7 +77,9 @@ class Client:
     number: int
     name: str
     share: float = 1.0
+    """Share that the client asked for; its rights may allow less (`Sessions.weight_of`)."""
     priority: int = 0
+    """Priority that the client asked for; its rights may allow less."""
     tenant: str = OPERATOR
     """Name of the client's tenant; clients of one tenant may see and cancel each other's runs
     (`pw.core.tenants`)."""

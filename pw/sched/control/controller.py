@@ -99,7 +99,7 @@ class Controller(Actor):
             env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
         self.accounts = Accounts(sessions, take_spent, account_sink)
-        slices = self.slices = SliceRequests(sessions, recovery_s)
+        slices = self.slices = SliceRequests(sessions, recovery_s, self._lends)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = RunsInFlight(sessions, credits_at_once)
         replicas = self.replicas = ReplicaTable(sessions, recovery_s)
@@ -183,8 +183,13 @@ class Controller(Actor):
         self.usage.rights = news.rights
         self.sessions.rights_changed()
         for tenant in dict.fromkeys(client.tenant for client in self.sessions.clients):
-            self.slices.try_again(tenant)
+            self.slices.rights_changed(tenant)
             self.registry.try_again(tenant)
+
+    def _lends(self, owner: Client, reader: Client) -> bool:
+        """Whether a name's holder has offered a version to a client, which takes it on the same devices."""
+        versions = (one for shared, one in self.names.offered.values() if shared.holder is owner)
+        return any(reader.number in version.readers.values() for version in versions)
 
     @handles(msg.PeerLost)
     def _peer_lost(self, sender: Address, message: msg.PeerLost) -> None:
@@ -321,8 +326,7 @@ class Controller(Actor):
                     msg.ClientInfo(
                         client.number,
                         client.name,
-                        client.share,
-                        client.priority,
+                        *self.sessions.weight_of(client),
                         len(client.arrays),
                         len(client.programs),
                         len(client.slices.owned),

@@ -7,8 +7,8 @@ devices. An error in a program is kept with it, and poisons each of its runs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Set
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -31,9 +31,13 @@ from pw.core.rights import Resource
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.usage import RoomQueue
 
 _NONE = Program("", (), (), (), ())
 """Program in the place of one that is refused."""
+
+WAITING = 1024
+"""Number of programs of a tenant that wait for room, with their artifacts, at most."""
 
 
 @dataclass(eq=False)
@@ -46,8 +50,8 @@ class ProgramRegistry(ControlPart):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.artifacts = Artifacts()
-        self._waiting: dict[int, RegisteredProgram] = {}
-        """Programs for which their tenant had no room, the oldest first."""
+        self.queue = RoomQueue(self.sessions.usage, Resource.PROGRAMS)
+        """Programs that are not installed because their tenant has as many as it may."""
 
     @handles_client(msg.RegisterProgram)
     def _register(self, client: Client, message: msg.RegisterProgram) -> None:
@@ -77,45 +81,40 @@ class ProgramRegistry(ControlPart):
             program.error = ErrorReport.of(
                 ProtocolError(f"program {body.name!r} came without all its artifacts")
             )
-        elif error is None and self._may_count(client, program):
-            self._lower(client, program)
+        elif error is None:
+            self._count(client, program)
 
-    def _may_count(self, client: Client, program: RegisteredProgram) -> bool:
+    def _count(self, client: Client, program: RegisteredProgram) -> None:
         """Count a program; if the tenant has as many as it may, its runs fail until others are released."""
-        usage, number = self.sessions.usage, program.program
+        usage, number, tenant = self.sessions.usage, program.program, client.tenant
         if client.resuming is not None:
             usage.keep(client.number, Resource.PROGRAMS, {number: 1})
-            return True
-        try:
-            usage.take(client.number, Resource.PROGRAMS, {number: 1})
-        except QuotaExceeded as error:
-            program.error = said_of(f"{program.body.name!r} cannot run", ErrorReport.of(error))
-            self._waiting.setdefault(number, program)
-            return False
-        self._waiting.pop(number, None)
-        return True
+            self._lower(client, program)
+            return
+        then = partial(self._go_on, client, program)
+        if self.queue.ask(client.number, tenant, number, 1, then):
+            return
+        exceeded = usage.exceeded(tenant, Resource.PROGRAMS, 1)
+        if len(self.queue.of_tenant(tenant)) > WAITING:
+            self.queue.drop(number)
+            client.programs[number] = RegisteredProgram(number, _NONE, ())
+            words = f"{exceeded}. {WAITING} wait for room already, so this one is not kept: make it anew then"
+            exceeded = QuotaExceeded(words)
+        report = ErrorReport.of(exceeded)
+        client.programs[number].error = said_of(f"{program.body.name!r} cannot run", report)
 
-    @property
-    def waiting(self) -> Set[int]:
-        """Programs that are not installed because their tenant has as many as it may."""
-        return self._waiting.keys()
+    def _go_on(self, client: Client, program: RegisteredProgram) -> None:
+        """Install a program for which there is room."""
+        program.error = None
+        self._lower(client, program)
 
     def try_again(self, tenant: str) -> None:
         """Install programs for which the tenant had no room, the first ones first, while there is some."""
-        for number, program in list(self._waiting.items()):
-            client = self.sessions.owner(number)
-            if client is None or client.tenant != tenant:
-                continue
-            if not self._may_count(client, program):
-                return
-            program.error = None
-            self._lower(client, program)
+        self.queue.try_again(tenant)
 
     def client_left(self, client: Client) -> None:
         """The programs of a client count no more."""
-        for number in client.programs:
-            self._waiting.pop(number, None)
-        self.try_again(client.tenant)
+        self.queue.client_left(client.number, client.tenant)
 
     def own(self, client: Client, body: Program, kept: int) -> RegisteredProgram:
         """Return the controller's own program for a client; the last `kept` ones stay installed."""
@@ -133,7 +132,7 @@ class ProgramRegistry(ControlPart):
 
     def _lower(self, client: Client, program: RegisteredProgram) -> None:
         """Bind a program to devices and install it there, if all its slices are bound."""
-        if program.program in self._waiting:
+        if program.program in self.queue.keys:
             return
         bindings = self._islands.bindings
         try:
@@ -219,7 +218,7 @@ class ProgramRegistry(ControlPart):
             for island, hosts in program.hosts.items():
                 uninstall = msg.UninstallProgram(program.program, hosts)
                 self._env.send(scheduler_of(island), uninstall)
-            self._waiting.pop(program.program, None)
+            self.queue.drop(program.program)
             if self.sessions.usage.give(client.number, Resource.PROGRAMS, program.program):
                 self.try_again(client.tenant)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import AccessRefused, ErrorReport, QuotaExceeded
@@ -42,6 +44,9 @@ REFUSED_KEPT = 4096
 
 SILENT_S = 3.0
 """Seconds of silence of a client from which on it is reported: a busy machine may delay a heartbeat or two."""
+
+UNNAMED = "a call did not end on it, or its hosts could not go on together"
+"""Reason for the end of an epoch, for clients of other tenants than that whose call this was."""
 
 HOLDERS = Address(CONTROLLER, "names")
 """Address in the place of that of a process, for clients that hold what is published."""
@@ -209,7 +214,7 @@ class Sessions(Part):
                 return None
             number = self._numbers.take(in_use)
         usage = self.usage.attach(number, tenant)
-        asked = rights.bounded(message.share, message.priority)
+        asked = message.share, message.priority
         client = Client(sender, number, message.name, *asked, tenant, message.line, usage)
         client.recovery_s = message.recovery_s
         client.repeats = self._numbers.first << 16
@@ -304,8 +309,7 @@ class Sessions(Part):
         share = self.usage.rights.of(client.tenant).share
         return msg.AddClient(
             client.number,
-            client.share,
-            client.priority,
+            *self.weight_of(client),
             client.tenant,
             share,
             client.address.node,
@@ -313,11 +317,24 @@ class Sessions(Part):
         )
 
     def rights_changed(self) -> None:
-        """Bound the shares and priorities of clients by new rights, and tell all schedulers."""
+        """Tell all schedulers the shares and priorities of clients under new rights."""
         for client in self.clients:
-            rights = self.usage.rights.of(client.tenant)
-            client.share, client.priority = rights.bounded(client.share, client.priority)
             self.islands.tell_all(self._added(client))
+
+    def weight_of(self, client: Client) -> tuple[float, int]:
+        """Return the share and the priority that a client has: those that it asked for, within its rights."""
+        return self.usage.rights.of(client.tenant).bounded(client.share, client.priority)
+
+    def error_for(self, client: Client, ended: msg.EpochEnded) -> ErrorReport:
+        """Return why an epoch has ended, without another tenant's work.
+
+        The holder of a name tells its errors to readers of all tenants.
+        """
+        whose = self._clients.get(ended.client)
+        if not ended.client or (client.may_touch(whose) and not client.is_holder):
+            return ended.error
+        words = f"island {ended.island!r} stopped: {UNNAMED}"
+        return msgspec.structs.replace(ended.error, message=words)
 
     @handles(msg.Directory)
     def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:

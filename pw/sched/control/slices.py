@@ -8,14 +8,17 @@ Recovery may need a slice that the client has given back. It *borrows* the slice
 the client did, and gives it back when nothing lies or arrives there any more.
 
 A slice whose devices are more than its tenant may have waits until the tenant has given some back, behind
-the slices of the tenant that wait longer. Borrowed slices do not count: recovery must not wait for them.
+the slices of the tenant that wait longer. So does one that a client had at an earlier controller: the client's
+word for it is no reason to exceed a bound. What lies on it waits as for a lost island, and no longer.
+Borrowed slices do not count: recovery must not wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -26,15 +29,16 @@ from pw.core.errors import (
     ErrorReport,
     HostLost,
     InsufficientDevices,
+    NotOwner,
     ProtocolError,
     PythonRefused,
-    QuotaExceeded,
 )
 from pw.core.ids import RESOURCES, Address, client_of, is_repeat
 from pw.core.rights import Resource
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.usage import RoomQueue
 
 _NOT_BORROWED = ErrorReport.of(
     HostLost(
@@ -59,13 +63,15 @@ class SliceRequests(ControlPart):
     """Asks the resource manager for the slices of clients."""
 
     recovery_s: float
+    lends: Callable[[Client, Client], bool] = lambda owner, reader: False
+    """Function that says whether a client lends its devices to another one, of another tenant."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._bindings = self._islands.bindings
         self._losses = 0
-        self._waiting: dict[int, msg.AllocateSlice] = {}
-        """Requests that wait until their tenant has given devices back, by slice, the oldest first."""
+        self.queue = RoomQueue(self.sessions.usage, Resource.DEVICES)
+        """Slices that wait until their tenant has given devices back."""
 
     # --- asked for and bound ----------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class SliceRequests(ControlPart):
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
         else:
-            error = self._never(client, message)
+            error = self._why_never(client, message)
         if error is not None:
             self.sessions.tell(client, msg.SliceRefused(message.slice, ErrorReport.of(error)))
             return
@@ -92,24 +98,30 @@ class SliceRequests(ControlPart):
         only = python if isinstance(python, tuple) else ()
         message = msgspec.structs.replace(message, python_hosts=only)
         is_of_a_name = is_repeat(message.like) and self.sessions.owner(message.like) is None
-        if client.resuming is not None and is_of_a_name:
+        if client.resuming is not None and (
+            is_of_a_name or not self._may_share(client, message.like)
+        ):
             message = msgspec.structs.replace(message, like=0)  # its name has another holder here
+        if message.like and self.sessions.owner(message.like) is None:
+            slices.unproven.add(message.slice)
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
             message, resumed=False, formerly="", former_hosts=()
         )
         slices.hosts[message.slice] = set(message.former_hosts)
-        if client.resuming is not None and message.formerly:
-            amounts = {message.slice: message.devices}
-            self.sessions.usage.keep(client.number, Resource.DEVICES, amounts)
-            self._env.send(RESOURCES, message)
-        else:
-            self._waiting[message.slice] = message
-            self.try_again(client.tenant)
-        if client.resuming is not None and message.slice not in self._waiting:
+        then = partial(self._env.send, RESOURCES, message)
+        is_asked = self.queue.ask(
+            client.number, client.tenant, message.slice, message.devices, then
+        )
+        if client.resuming is not None and is_asked:
             slices.unbound[message.slice] = client.resuming.loss
+        elif client.resuming is not None and message.formerly:
+            slices.unbound[message.slice] = loss = self.new_loss()
+            usage = self.sessions.usage
+            error = usage.exceeded(client.tenant, Resource.DEVICES, message.devices)
+            self.expect(client, loss, ErrorReport.of(error))
 
-    def _never(self, client: Client, message: msg.AllocateSlice) -> Error | None:
+    def _why_never(self, client: Client, message: msg.AllocateSlice) -> Error | None:
         """Return why a tenant can never have a slice."""
         usage, tenant = self.sessions.usage, client.tenant
         if message.python and not usage.rights.of(tenant).python:
@@ -117,45 +129,42 @@ class SliceRequests(ControlPart):
             return PythonRefused(
                 f"tenant {tenant!r} asks for hosts that run its Python functions; {words}"
             )
-        is_back = client.resuming is not None and message.formerly
+        if client.resuming is None and not self._may_share(client, message.like):
+            return NotOwner(
+                "the devices that a slice is to share are of another tenant, and nothing on them is "
+                "published to this one; look the name up again (pw.lookup)"
+            )
+        is_back = client.resuming is not None and bool(message.formerly)
         if is_back or usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
             return None
         return usage.exceeded(tenant, Resource.DEVICES, message.devices)
 
-    def try_again(self, tenant: str) -> None:
-        """Ask for the slices of a tenant that wait, the oldest first, while it may have their devices."""
+    def _may_share(self, client: Client, model: int) -> bool:
+        """Whether a client may have a slice on the devices of another slice, if that is there."""
+        owner = self.sessions.owner(model)
+        return owner is None or client.may_touch(owner) or self.lends(owner, client)
+
+    def rights_changed(self, tenant: str) -> None:
+        """Refuse slices that a tenant can never have any more, and ask for those that it may have now."""
         usage = self.sessions.usage
-        for number, message in list(self._waiting.items()):
+        for number, request in list(self.queue.of_tenant(tenant).items()):
             client = self.sessions.owner(number)
-            if client is None or client.tenant != tenant:
-                continue
-            if not usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
-                error = usage.exceeded(tenant, Resource.DEVICES, message.devices)
-                refused = msg.SliceRefused(number, ErrorReport.of(error))
-                self._refused(RESOURCES, refused)  # which tries the others again
-                return
-            try:
-                usage.take(client.number, Resource.DEVICES, {number: message.devices})
-            except QuotaExceeded:
-                return
-            del self._waiting[number]
-            self._env.send(RESOURCES, message)
+            is_back = client is not None and number in client.slices.unbound
+            if not is_back and not usage.can_ever_have(tenant, Resource.DEVICES, request.amount):
+                error = usage.exceeded(tenant, Resource.DEVICES, request.amount)
+                self._refuse(msg.SliceRefused(number, ErrorReport.of(error)))
+        self.queue.try_again(tenant)
 
     def _give(self, client: Client, number: int) -> None:
         """The devices of a slice count no more."""
-        self._waiting.pop(number, None)
+        self.queue.drop(number)
         self.sessions.usage.give(client.number, Resource.DEVICES, number)
-        self.try_again(client.tenant)
-
-    @property
-    def waiting(self) -> Set[int]:
-        """Slices that wait until their tenant has given devices back."""
-        return self._waiting.keys()
+        self.queue.try_again(client.tenant)
 
     def over_quota(self, client: Client) -> int:
         """Return how many devices a client waits for that its tenant has to give back first."""
-        waiting = (one for number, one in self._waiting.items() if client.owns(number))
-        return sum(message.devices for message in waiting)
+        requests = self.queue.of_tenant(client.tenant).values()
+        return sum(request.amount for request in requests if request.client == client.number)
 
     @handles(msg.SliceBound)
     def _bound(self, sender: Address, message: msg.SliceBound) -> None:
@@ -164,6 +173,14 @@ class SliceRequests(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
+        if number in client.slices.unproven:
+            client.slices.unproven.discard(number)
+            request = client.slices.requests[number]
+            if not self._may_share(client, request.like):
+                alone = client.slices.requests[number] = msgspec.structs.replace(request, like=0)
+                self._env.send(RESOURCES, msg.ReleaseSlice(number))
+                self._env.send(RESOURCES, msgspec.structs.replace(alone, resumed=True))
+                return
         self._bindings[number] = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
@@ -175,16 +192,24 @@ class SliceRequests(ControlPart):
 
     @handles(msg.SliceRefused)
     def _refused(self, sender: Address, message: msg.SliceRefused) -> None:
+        client = self._refuse(message)
+        if client is not None:
+            self._give(client, message.slice)
+
+    def _refuse(self, message: msg.SliceRefused) -> Client | None:
+        """Tell the owner of a slice that it cannot have the slice; return the owner."""
         client = self.sessions.owner(message.slice)
+        self.queue.drop(message.slice)
         if client is not None:
             client.slices.owned.discard(message.slice)
             client.slices.borrowed.discard(message.slice)
+            client.slices.unproven.discard(message.slice)
             client.slices.requests.pop(message.slice, None)
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self.sessions.tell(client, message)
-            self._give(client, message.slice)
+        return client
 
     def awaited_hosts(self, client: Client, islands: Iterable[msg.IslandInfo]) -> tuple[str, ...]:
         """Return the hosts that a client's slices name, and without which they are not bound.
@@ -207,9 +232,7 @@ class SliceRequests(ControlPart):
     def unplaced(self, client: Client) -> int:
         """Return how many devices a client has asked for and not got yet."""
         slices = client.slices
-        waiting = (
-            slices.owned - self._bindings.keys() - slices.unbound.keys() - self._waiting.keys()
-        )
+        waiting = slices.owned - self._bindings.keys() - slices.unbound.keys() - self.queue.keys
         return sum(slices.requests[number].devices for number in waiting)
 
     # --- given back -------------------------------------------------------------------------------
@@ -230,6 +253,7 @@ class SliceRequests(ControlPart):
 
     def _unbind(self, client: Client, number: int) -> None:
         client.slices.unbound.pop(number, None)
+        client.slices.unproven.discard(number)
         client.slices.times_bound.pop(number, None)
         self.forget_request(client, number)
         self._bindings.pop(number, None)
@@ -246,9 +270,8 @@ class SliceRequests(ControlPart):
         """Give back all slices of a client."""
         for number in client.slices.owned | client.slices.borrowed:
             self._bindings.pop(number, None)
-            self._waiting.pop(number, None)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
-        self.try_again(client.tenant)
+        self.queue.client_left(client.number, client.tenant)
 
     # --- lost -------------------------------------------------------------------------------------
 
@@ -263,9 +286,11 @@ class SliceRequests(ControlPart):
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
             waiting[client.number] = client
-            self.sessions.tell(client, msg.SliceLost(number, message.error))
+            error = self.sessions.error_for(client, message)
+            self.sessions.tell(client, msg.SliceLost(number, error))
         for client in waiting.values():
-            self.expect(client, loss, message.error, message.island)
+            error = self.sessions.error_for(client, message)
+            self.expect(client, loss, error, message.island)
 
     def new_loss(self) -> int:
         """Return a number for something that unbinds slices."""

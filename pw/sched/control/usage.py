@@ -4,16 +4,18 @@ Theory of operation. An amount is counted under the id of what it is for: device
 slice, programs under their own, replicas under their array. So an amount that is counted twice, or given
 back twice, changes nothing. What a tenant has is the sum over its clients, and what a client has is
 forgotten when it leaves. The parts of the controller `take` before they do what needs the resource, and
-`give` when it is over. A part whose work waits for a resource tries again after each `give`.
+`give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries again after each
+`give`.
 
-A bound is compared with what a tenant asks for, not with what it has: a client that comes back from an
-earlier controller keeps what it had (`keep`), and so does a tenant whose bound is lowered.
+A bound is compared with what a tenant asks for, not with what it has: a tenant whose bound is lowered keeps
+what it had. So does a client that comes back from an earlier controller (`keep`), but for its devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pw.core.errors import QuotaExceeded
 from pw.core.rights import NO_BOUNDS, Resource, TenantRights, in_words
@@ -135,3 +137,73 @@ class Usage:
             f"{_ADVICE[resource].capitalize()}, or have the operator raise {resource.value} in pw-controller "
             f"--tenants{look}"
         )
+
+
+class RoomRequest(NamedTuple):
+    """What waits until its tenant may have an amount."""
+
+    client: int
+    tenant: str
+    amount: int
+    then: Callable[[], None]
+    """Function that begins what waits; it asks for no room itself."""
+
+
+class RoomQueue:
+    """Requests that wait until their tenant may have more of one resource, the oldest of a tenant first.
+
+    Args:
+        usage: the ledger, in which a request is counted when it goes on.
+        resource: what all requests are for.
+    """
+
+    def __init__(self, usage: Usage, resource: Resource) -> None:
+        self.usage = usage
+        self._resource = resource
+        self._requests: dict[int, RoomRequest] = {}
+        """Requests of all tenants, by the id of what they are for."""
+        self._by_tenant: dict[str, dict[int, RoomRequest]] = {}
+
+    @property
+    def keys(self) -> KeysView[int]:
+        """Ids of what waits."""
+        return self._requests.keys()
+
+    def of_tenant(self, tenant: str) -> Mapping[int, RoomRequest]:
+        """Return the requests of a tenant, the oldest first."""
+        return self._by_tenant.get(tenant, {})
+
+    def ask(
+        self, client: int, tenant: str, key: int, amount: int, then: Callable[[], None]
+    ) -> bool:
+        """Call `then` when the tenant may have an amount and no older request waits; return whether it did."""
+        request = RoomRequest(client, tenant, amount, then)
+        self._requests[key] = self._by_tenant.setdefault(tenant, {})[key] = request
+        self.try_again(tenant)
+        return key not in self._requests
+
+    def drop(self, key: int) -> None:
+        """Forget a request."""
+        request = self._requests.pop(key, None)
+        if request is not None:
+            requests = self._by_tenant[request.tenant]
+            del requests[key]
+            if not requests:
+                del self._by_tenant[request.tenant]
+
+    def client_left(self, client: int, tenant: str) -> None:
+        """Forget the requests of a client, and go on with those of its tenant."""
+        for key in [key for key, one in self.of_tenant(tenant).items() if one.client == client]:
+            self.drop(key)
+        self.try_again(tenant)
+
+    def try_again(self, tenant: str) -> None:
+        """Go on with the requests of a tenant, the oldest first, while it may have what they ask for."""
+        while requests := self.of_tenant(tenant):
+            key, request = next(iter(requests.items()))
+            try:
+                self.usage.take(request.client, self._resource, {key: request.amount})
+            except QuotaExceeded:
+                return
+            self.drop(key)
+            request.then()

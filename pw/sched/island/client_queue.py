@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pw.core.accounts import Spent
 from pw.core.ids import arrays_in
 from pw.core.messages import ArrayCopy, ClientUse, CopyFile
 from pw.sched.island.launch_states import SegmentTask
@@ -67,8 +68,8 @@ class ClientQueue:
     """Seconds for which the launches that have ended were queued, in all."""
     device_s: float = 0.0
     """Device time of these launches, in seconds: of each device, in all."""
-    settled: tuple[float, int] = (0.0, 0)
-    """Values of `device_s` and `ended_launches` up to which the accounts have taken them."""
+    account: Spent = field(default_factory=Spent)
+    """Part of `device_s` and `ended_launches` that the accounts have."""
 
     @property
     def head_arrival(self) -> int:

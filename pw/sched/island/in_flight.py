@@ -155,7 +155,7 @@ class InFlight(Part):
     def _cancelled(self, sender: Address, message: msg.CancelRun) -> None:
         has_turn = self._has_turn(message.run) if message.reason else None
         if has_turn and not message.grace_s:
-            self.members.end_epoch(message.reason)
+            self.members.end_epoch(message.reason, message.run)
         elif has_turn is not None:
             again = partial(
                 self._overdue, message.run, self.members.epoch, message.reason, has_turn
@@ -168,7 +168,7 @@ class InFlight(Part):
             return
         has_turn = self._has_turn(run)
         if has_turn and had_turn:
-            self.members.end_epoch(reason)
+            self.members.end_epoch(reason, run)
         elif has_turn is not None:
             self.env.call_later(HEAD_S, partial(self._overdue, run, epoch, reason, has_turn))
 

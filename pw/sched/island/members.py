@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
+from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of
 from pw.core.recorder import LAUNCHED
 from pw.sched.island.launch_states import RunHere, SegmentTask
 from pw.sched.island.lease_states import LeaseTable
@@ -200,9 +200,10 @@ class Members(Part):
             task.device_time_us,
         )
 
-    def end_epoch(self, reason: str) -> None:
-        """Have the island leave its epoch."""
-        self.env.send(RESOURCES, msg.EndEpoch(self.island, self.epoch, reason))
+    def end_epoch(self, reason: str, run: int = 0) -> None:
+        """Have the island leave its epoch, for a reason that may name the function of a run."""
+        client = client_of(run)
+        self.env.send(RESOURCES, msg.EndEpoch(self.island, self.epoch, reason, client))
 
     @handles(msg.CallEnded)
     def _call_ended(self, sender: Address, message: msg.CallEnded) -> None:
@@ -227,4 +228,5 @@ class Members(Part):
             if message.error is not None:
                 refused = msg.RunRefused(message.run, message.error, message.results)
                 self.env.send(CONTROL, refused)
-            self.end_epoch(f"host {sender.node} cannot go on with the others: {message.reason}")
+            words = f"host {sender.node} cannot go on with the others: {message.reason}"
+            self.end_epoch(words, message.run)

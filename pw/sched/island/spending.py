@@ -50,7 +50,7 @@ class Spending(Part):
     def untaken_s(self) -> float:
         """Device time that the accounts have not taken, in seconds."""
         queues = self.queues.clients.values()
-        here = sum(queue.device_s - queue.settled[0] for queue in queues)
+        here = sum(queue.device_s - queue.account.device_s for queue in queues)
         return here + sum(spent.device_s for spent in self._spent.values())
 
     def take(self, client: int = 0) -> Iterator[tuple[int, str, Spent]]:
@@ -64,6 +64,5 @@ class Spending(Part):
 
 
 def _since_taken(queue: ClientQueue) -> Spent:
-    device_s, launches = queue.settled
-    queue.settled = queue.device_s, queue.ended_launches
-    return Spent(queue.device_s - device_s, queue.ended_launches - launches)
+    before, queue.account = queue.account, Spent(queue.device_s, queue.ended_launches)
+    return Spent(queue.device_s - before.device_s, queue.ended_launches - before.launches)

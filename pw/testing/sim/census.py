@@ -27,8 +27,7 @@ PERMANENT = frozenset(
             "_directory",
             "_absent",
             "_states",
-            "_lost_s",
-            "_private",
+            "_ends",
         ),
         # one entry for each device, host or island
         *("_below", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),

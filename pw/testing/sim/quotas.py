@@ -99,7 +99,6 @@ class QuotaMonitor:
         assert client is not None, "slices are asked for by clients"
         self._bound[message.slice] = message.devices
         self._world.checked["quotas"] += 1
-        is_back = client.resuming is not None and message.formerly
         rights = control.usage.rights.of(client.tenant)
         total = sum(
             devices
@@ -107,7 +106,7 @@ class QuotaMonitor:
             if (owner := control.sessions.owner(number)) is not None
             and owner.tenant == client.tenant
         )
-        if not is_back and rights.devices is not None and total > rights.devices:
+        if rights.devices is not None and total > rights.devices:
             words = f"{client.tenant} gets {total} devices and may have {rights.devices}"
             raise Violation("quotas", words)
 
@@ -148,7 +147,7 @@ class QuotaMonitor:
     def _totals(self) -> Counter[tuple[str, Resource]]:
         """Return what tenants have, as the clients' tables have it."""
         control = self._cluster.controller
-        waiting, programs = control.slices.waiting, control.registry.waiting
+        waiting, programs = control.slices.queue.keys, control.registry.queue.keys
         totals: Counter[tuple[str, Resource]] = Counter()
         for client in control.sessions.clients:
             slices, tenant = client.slices, client.tenant
@@ -170,7 +169,8 @@ class QuotaMonitor:
             if counted != total:
                 words = f"{tenant} has {total} {resource}, and {counted} are counted"
                 raise Violation("ledger", words)
-            is_more = total > before[tenant, resource] and not is_back
+            is_kept = is_back and resource is not Resource.DEVICES
+            is_more = total > before[tenant, resource] and not is_kept
             if is_more and bound is not None and total > bound:
                 raise Violation("quotas", f"{tenant} has {total} {resource} and may have {bound}")
             wanted = self._wanted(tenant, resource)
@@ -184,7 +184,7 @@ class QuotaMonitor:
         waiting: Set[int] = frozenset()
         if resource in (Resource.DEVICES, Resource.PROGRAMS):
             part = control.slices if resource is Resource.DEVICES else control.registry
-            waiting = part.waiting
+            waiting = part.queue.keys
         for number in waiting:
             owner = control.sessions.owner(number)
             if owner is not None and owner.tenant == tenant:

@@ -9,6 +9,7 @@ notice (`oracle`, `sessions last`, `credits`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class Trespasses:
         self._numbers: dict[int, str] = {}
         """Tenants of all numbers of clients."""
         self._asked = 0
+        self._asked_for: set[int] = set()
+        """Slices that trespassers have asked for, on devices of others."""
         self._rogues = Rogues(cluster)
         Forgeries(cluster)
         world = self._world
@@ -62,6 +65,7 @@ class Trespasses:
             msg.Records,
         ):
             world.watch_sent(kind, self._answered)
+        world.watch_sent(msg.SliceBound, self._bound)
 
     # --- what trespassers do ----------------------------------------------------------------------
 
@@ -89,7 +93,7 @@ class Trespasses:
         self._pose_as(random, trespasser, victim)
         self._rogues.forge(random, victim)
         node = trespasser.node
-        for to, message in self._requests(random, victim):
+        for to, message in (*self._requests(random, victim), *self._slices(trespasser, victim)):
             node.network.send(to, Address(node.name, "session"), message)
         node.request_turn()
 
@@ -159,6 +163,24 @@ class Trespasses:
             words = (
                 f"{to.node} of tenant {tenant} got the number {message.client} of another tenant"
             )
+            raise Violation("tenants", words)
+
+    def _slices(
+        self, trespasser: SimClient, victim: SimClient
+    ) -> Iterator[tuple[Address, msg.AllocateSlice]]:
+        """Ask for devices that the victim has."""
+        for model in list(victim.slices)[:1]:
+            number = trespasser._id()
+            self._asked_for.add(number)
+            yield CONTROL, msg.AllocateSlice(number, 1, None, None, None, like=model)
+
+    def _bound(self, sender: Address, to: Address, message: msg.SliceBound) -> None:
+        if to == CONTROL or message.slice not in self._asked_for:
+            return
+        client = self._cluster.controller.sessions.owner(message.slice)
+        assert client is not None, "a slice is bound for a client"
+        if client.slices.requests[message.slice].like:
+            words = f"{to.node} got a slice on the devices of a client of another tenant"
             raise Violation("tenants", words)
 
     def _answered(self, sender: Address, to: Address, message: Any) -> None:

@@ -79,7 +79,12 @@ class SimClient(Life):
             return
         rate = self.world.profile.handovers
         if rate and self.random.random() < rate:
-            importers = [one for one in self.cluster.users if one is not self and one.may_take]
+            tenant = self.world.tenant_of(self.name)
+            importers = [
+                one
+                for one in self.cluster.users
+                if one is not self and one.may_take and self.world.tenant_of(one.name) == tenant
+            ]
             if importers:
                 give(self, importers)
                 return

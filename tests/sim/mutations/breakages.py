@@ -21,6 +21,7 @@ from pw.core.programs.counted import NUMBER, unpacked
 from pw.core.programs.plan import Execute, Free, HostSegment, Receive
 from pw.core.programs.program import Computation, Kind
 from pw.core.recorder import WIDTH
+from pw.core.rights import Resource
 from pw.core.sharding import dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
@@ -605,9 +606,22 @@ def forget_the_neighbour(scheduler: Any, message: m.RemoveClient) -> None:
 def without_another_try(client_left: Callable[..., None], client: Any) -> None:
     """Give back the slices of a client that left, and let the slices of its tenant wait on."""
     slices: Any = client_left.__self__  # type: ignore[attr-defined]
-    slices.try_again = lambda tenant: None
+    slices.queue.try_again = lambda tenant: None
     client_left(client)
-    del slices.try_again
+    del slices.queue.try_again
+
+
+def believe_what_it_had(
+    ask: Callable[..., bool], client: int, tenant: str, slice_: int, devices: int, then: Any
+) -> bool:
+    """Count a slice that a client says it had at an earlier controller, without a look at the bound."""
+    queue: Any = ask.__self__  # type: ignore[attr-defined]
+    _, message = then.args
+    if not message.formerly:
+        return ask(client, tenant, slice_, devices, then)
+    queue.usage.keep(client, Resource.DEVICES, {slice_: devices})
+    then()
+    return True
 
 
 # --- names ---------------------------------------------------------------------------------------

@@ -102,7 +102,11 @@ row(
     seen("watchers", 18, "watches"),
 )
 # The controller tells no client that an island has not come back.
-row("give-up-no-island", forget("controller.watches.give_up"), seen("watchers-left", 33, "watches"))
+row(
+    "give-up-no-island",
+    forget("controller.watches.tell_given_up"),
+    seen("watchers-left", 33, "watches"),
+)
 
 # --- gang scheduling -----------------------------------------------------------------------------
 
@@ -670,7 +674,7 @@ row(
 row(
     "names-for-all",
     alter(m.Install, lambda it: replace(it, tenant="tenant-0")),
-    seen("trespasses", 2, "tenants"),
+    seen("trespasses", 12, "tenants"),
 )
 # Actors take every message that they have a handler for, whatever its sender is.
 row(
@@ -891,7 +895,7 @@ row(
             resource is not Resource.HOST_MEMORY and give(client, resource, key)
         ),
     ),
-    seen("quotas", 9, "ledger"),
+    seen("quotas", 6, "ledger"),
 )
 # The ledger counts what a client had that was killed.
 row("count-clients-that-left", forget("controller.usage.leave"), seen("quotas", 37, "ledger"))
@@ -903,8 +907,18 @@ row(
     wrap("controller.slices.client_left", breakages.without_another_try),
     seen("quotas", 25, "quotas"),
 )
+# A client that comes back gets the slices that it says it had, whatever its tenant may have.
+row(
+    "believe-what-clients-had",
+    wrap("controller.slices.queue.ask", breakages.believe_what_it_had),
+    seen("quotas", 64, "quotas"),
+)
+# A client gets a slice on the devices of another tenant's.
+row(
+    "lend-devices-to-all", forget("controller.slices.lends", True), seen("trespasses", 0, "tenants")
+)
 # The accounts have no launches that end after their client has left.
-row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 10, "accounts"))
+row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 9, "accounts"))
 # The accounts have each launch twice.
 row(
     "account-twice",

@@ -8,7 +8,7 @@ brings back what is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pw.core.actors.actor import handles
@@ -44,17 +44,22 @@ class Losses(ControlPart):
     def _epoch_ended(self, sender: Address, message: EpochEnded) -> None:
         arriving: set[int] = set()
         for client in self.sessions.clients:
+            error = self.sessions.error_for(client, message)
             for number, array in list(client.arrays.all()):
                 if array.island != message.island or array.state is ArrayState.FAILED:
                     continue
                 if array.awaited:
                     arriving.add(number)
-                client.arrays.lose(number, message.error, island=True)
-        self._interrupt(message.error, island=message.island, arrays=arriving)
+                client.arrays.lose(number, error, island=True)
+
+        def error_for(client: Client) -> ErrorReport:
+            return self.sessions.error_for(client, message)
+
+        self._interrupt(error_for, island=message.island, arrays=arriving)
 
     def _interrupt(
         self,
-        error: ErrorReport,
+        error_for: Callable[[Client], ErrorReport],
         *,
         island: str = "",
         runs: Iterable[int] = (),
@@ -71,7 +76,10 @@ class Losses(ControlPart):
             if run.number not in chosen and island not in run.islands and not needs_lost:
                 continue
             lost.update(run.results)
-            client = self.runs.withdraw(run, RunTransition.LOSE, error)
+            client = self.sessions.get(run.client)
+            assert client is not None, "the runs of a client leave with it"
+            error = error_for(client)
+            self.runs.withdraw(run, RunTransition.LOSE, error)
             for number in run.results:
                 array = client.arrays.get(number)
                 if array is not None and array.error is None and not array.is_lost:
@@ -79,7 +87,7 @@ class Losses(ControlPart):
 
     def run_lost(self, run: RunInFlight, error: ErrorReport) -> None:
         """Repeat a run that has ended without its values, with the runs that need it."""
-        self._interrupt(error, runs=(run.number,))
+        self._interrupt(lambda client: error, runs=(run.number,))
         self._try_again(run.client, run.record.tries)
 
     def _try_again(self, client: int, tries: int) -> None:
@@ -137,6 +145,6 @@ class Losses(ControlPart):
         if number not in client.arrays:  # other hosts may have their shards
             self._islands.release(client.number, [(number, array)], late=True)
         needing = [run.number for run in self.runs.in_flight.values() if number in run.args]
-        self._interrupt(error, runs=needing)
+        self._interrupt(lambda client: error, runs=needing)
         self._try_again(client.number, array.tries)
         return True
