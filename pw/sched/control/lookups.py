@@ -94,7 +94,7 @@ class Lookups(ControlPart):
     def _answer(self, reader: _WaitingLookup) -> bool:
         """Answer a lookup; return False if it still has to wait."""
         client, message = reader.client, reader.message
-        shared = self.names.find(client, message.name)
+        shared = self.names.find(client, message.name, message.version)
         if shared is not None and any(
             one.state is VersionState.ARRIVING and one.maker == client.number
             for one in shared.versions.values()
@@ -145,13 +145,13 @@ class Lookups(ControlPart):
                     shared.name,
                     shared.tenant,
                     version.number,
-                    tuple(shared.versions),
+                    tuple(n for n, one in shared.versions.items() if shared.may_read(client, one)),
                     sum(len(part.arrays) for part in version.parts),
                     version.size_bytes,
                     len(readers),
                     version.maker,
                     version.publication.keep_s,
-                    version.publication.to,
+                    version.publication.to if client.may_touch(shared.holder) else (),
                 )
             )
         self.sessions.tell(client, msg.NameList(message.request, tuple(infos)))

@@ -19,7 +19,7 @@ arrays are checkpointed, because nothing else could make them again. What a read
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +92,7 @@ class NameTable(ControlPart):
     _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
     _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
     """Newest version numbers of names that have ended, the one that ended longest ago first."""
-    _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
+    _arriving: deque[tuple[SharedName, Version]] = field(default_factory=deque, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
     has_news: bool = field(default=False, init=False)
@@ -103,7 +103,8 @@ class NameTable(ControlPart):
     def publish(self, client: Client, message: msg.Publish) -> None:
         """A client publishes a version of a name of its tenant."""
         runs = [offer.run for offer in message.offers]
-        if any(client_of(run) != client.number or client.has_come(run) for run in runs):
+        strange = any(client_of(run) != client.number or client.has_come(run) for run in runs)
+        if strange or self._has_come(client, message):
             self._env.count("messages_duplicate")
             return
         error = self._objection(client, message)
@@ -119,9 +120,7 @@ class NameTable(ControlPart):
 
     def published_before(self, client: Client, message: msg.Publish) -> None:
         """A client of an earlier controller had published a version."""
-        shared = self._names.get((client.tenant, message.name))
-        versions = () if shared is None else shared.versions.values()
-        if any((client.number, message.request) == one.origin for one in versions):
+        if self._has_come(client, message):
             self._env.count("messages_duplicate")
             return
         if (error := self._objection(client, message)) is not None:
@@ -132,6 +131,12 @@ class NameTable(ControlPart):
         for offer in message.offers:
             self.handovers.offered_before(client, offer)
         self._begin(client, message, resumed=True)
+
+    def _has_come(self, client: Client, message: msg.Publish) -> bool:
+        """Whether there is a version of this publication."""
+        shared = self._names.get((client.tenant, message.name))
+        versions = () if shared is None else shared.versions.values()
+        return any((client.number, message.request) == one.origin for one in versions)
 
     def _objection(self, client: Client, message: msg.Publish) -> Error | None:
         key = client.tenant, message.name
@@ -172,7 +177,8 @@ class NameTable(ControlPart):
             holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
             shared = self._names[key] = SharedName(client.tenant, message.name, holder)
             shared.last = shared.newest = self._recent.pop(key, 0)
-        number = message.version if message.version > shared.last else shared.last + 1
+        former = message.version if resumed else 0
+        number = former if former > shared.last else shared.last + 1
         shared.last = number
         parts = [
             VersionPart(offer, self._slice(client, shared, offer, resumed=resumed))
@@ -214,10 +220,8 @@ class NameTable(ControlPart):
     def go_on(self) -> bool:
         """Take, complete and end versions; return whether other parts have to go on."""
         went_on = False
-        if self._arriving:
-            arriving, self._arriving = self._arriving, []
-            for shared, version in arriving:
-                went_on |= self.arrive(shared, version)
+        for _ in range(len(self._arriving)):  # one by one: the rest stays if one raises
+            went_on |= self.arrive(*self._arriving.popleft())
         if self.handovers.ended:
             ended, self.handovers.ended = self.handovers.ended, []
             for token in ended:
@@ -307,8 +311,13 @@ class NameTable(ControlPart):
 
     # --- ends -----------------------------------------------------------------------------------------
 
+    def _tell_of_end(self, version: Version) -> None:
+        """Have its maker not tell another controller of a version."""
+        self._tell(version.maker, msg.VersionEnded(version.publication.request))
+
     def _retire(self, shared: SharedName, version: Version) -> None:
         version.happened(VersionEvent.RETIRE)
+        self._tell_of_end(version)
         if shared.current is version:
             shared.current = None
         self.release(shared, version)
@@ -391,18 +400,30 @@ class NameTable(ControlPart):
             self.sessions.tell(client, msg.RequestFailed(message.request, error))
         else:
             shared.newest = shared.last  # also of versions that are still arriving
+            for version in shared.versions.values():
+                if version.state is VersionState.ARRIVING:
+                    self._tell_of_end(version)
             if shared.current is not None:
                 self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
 
     # --- read -----------------------------------------------------------------------------------------
 
-    def find(self, client: Client, name: str) -> SharedName | None:
-        """Return a name that a client may read, by the text that the client has for it."""
+    def find(self, client: Client, name: str, version: int = 0) -> SharedName | None:
+        """Return a name of which a client may read a version, by the text that the client has for it.
+
+        Args:
+            client: the reader.
+            name: the name; of another tenant's, after the tenant and a slash.
+            version: number of the version; 0 for the current one, whose readers may also wait for versions that
+                are not there.
+        """
         tenant, slash, own = name.partition("/")
         key = (tenant, own) if slash else (client.tenant, name)
         shared = self._names.get(key)
-        return shared if shared is not None and shared.may_read(client) else None
+        if shared is None or not shared.may_read(client, shared.chosen(version)):
+            return None
+        return shared
 
     def offer(
         self, shared: SharedName, version: Version, client: Client
@@ -426,7 +447,7 @@ class NameTable(ControlPart):
         self, client: Client, name: str, version: int = 0, after: int = 0
     ) -> NameNotFound:
         """Return the error of a lookup that finds nothing."""
-        shared = self.find(client, name)
+        shared = self.find(client, name, version)
         if shared is not None and shared.current is not None and (version or after):
             what = f"version {version}" if version else f"version after {after}"
             return NameNotFound(
@@ -440,7 +461,7 @@ class NameTable(ControlPart):
     def seen_by(self, client: Client) -> list[SharedName]:
         """Return the names that a client may look up."""
         shown = (one for one in self._names.values() if one.current is not None)
-        return [one for one in shown if one.may_read(client)]
+        return [one for one in shown if one.may_read(client, one.current)]
 
     def _known_as(self, client: Client, shared: SharedName) -> str:
         is_own = shared.tenant == client.tenant

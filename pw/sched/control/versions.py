@@ -129,12 +129,16 @@ class SharedName:
     serial: int = 0
     """Number of ids that `new_id` has returned."""
 
-    def may_read(self, client: Client) -> bool:
-        """Whether a client may look the name up."""
+    def may_read(self, client: Client, version: Version | None) -> bool:
+        """Whether a client may read a version, or look the name up if there is no such version."""
         if client.tenant in (self.tenant, OPERATOR):
             return True
-        to = () if self.current is None else self.current.publication.to
+        to = () if version is None else version.publication.to
         return EVERY_TENANT in to or client.tenant in to
+
+    def chosen(self, number: int) -> Version | None:
+        """Return the version with a number, also one that arrives; for 0, or if it is not there, the current one."""
+        return self.versions.get(number, self.current)
 
     def error(self) -> ErrorReport | None:
         """Return why the current version has no values any more, if it has not."""

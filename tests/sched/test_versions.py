@@ -1,0 +1,180 @@
+"""Versions of names at the controller: who reads which one, what ends them, and what they cost and may not exceed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pw.client.session.journal import Journal
+from pw.core import messages as msg
+from pw.core.ids import CONTROL
+from pw.core.messages.names import VersionNumber
+from pw.core.sharding import ArraySpec
+from pw.sched.control.names import NameTable
+from tests.sched.test_controller_restart import Cluster, User
+from tests.sched.test_names import NameStage
+from tests.stages.scripted import Client, split
+
+
+class VersionStage(NameStage):
+    """Clients that publish arrays."""
+
+    def array(self, client: Client, *, is_here: bool = True) -> tuple[int, ArraySpec]:
+        """An array on a slice of its own; or one that is announced, and whose bytes do not come."""
+        slice_ = client.slice(1)
+        self.world.settle()
+        spec = split(slice_, 1)
+        if is_here:
+            number = client.upload(np.arange(8), spec)
+        else:
+            number = client.id()
+            client.tell(msg.CreateArray(number, spec))
+        self.world.settle()
+        return number, spec
+
+    def publication(
+        self, client: Client, name: str, array: tuple[int, ArraySpec], *to: str, **more: Any
+    ) -> msg.Publish:
+        number, spec = array
+        offer = msg.Offer(client.id(), client.id().to_bytes(16, "big"), (number,), (spec,))
+        return msg.Publish(self.request(), name, (offer,), b"tree", to=to, **more)
+
+    def publish_arrays(self, client: Client, name: str, *to: str, **more: Any) -> int:
+        message = self.publication(client, name, self.array(client), *to, **more)
+        return int(self.ask(client, message, msg.Published).version)
+
+    @property
+    def table(self) -> NameTable:
+        return self.world.control.names
+
+
+# --- rights ---------------------------------------------------------------------------------------
+
+
+def test_a_version_is_read_by_those_it_names_not_by_those_a_later_one_names() -> None:
+    stage = VersionStage()
+    assert stage.publish_arrays(stage.red, "base") == 1
+    assert stage.look_up(stage.scarlet, "base") == 1  # a reader: the version stays
+    assert stage.publish_arrays(stage.red, "base", "blue") == 2
+    assert stage.look_up(stage.blue, "red/base", version=1) == "NameNotFound"
+    assert stage.look_up(stage.blue, "red/base") == 2
+    assert stage.look_up(stage.scarlet, "base", version=1) == 1
+    assert stage.look_up(stage.op, "red/base", version=1) == 1
+    (info,) = stage.ask(stage.blue, msg.GetNames(stage.request()), msg.NameList).names
+    assert (info.versions, info.to) == ((2,), ()), "blue sees what is for blue"
+    (info,) = stage.ask(stage.scarlet, msg.GetNames(stage.request()), msg.NameList).names
+    assert (info.versions, info.to) == ((1, 2), ("blue",))
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_a_client_of_this_controller_does_not_choose_the_number_of_a_version() -> None:
+    stage = NameStage()
+    message = msg.Publish(stage.request(), "base", (), b"", version=1000)
+    assert stage.ask(stage.red, message, msg.Published).version == 1
+
+
+def test_numbers_of_versions_are_bounded() -> None:
+    assert msgspec.convert(1 << 53, VersionNumber) == 1 << 53
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert((1 << 53) + 1, VersionNumber)
+
+
+def test_an_error_in_one_version_leaves_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = VersionStage()
+    for name in ("first", "second"):
+        array = stage.array(stage.red, is_here=False)
+        stage.red.tell(stage.publication(stage.red, name, array))
+    stage.world.settle()
+    arrive = stage.table.arrive
+
+    def failing(shared: Any, version: Any) -> bool:
+        if shared.name == "first":
+            raise ZeroDivisionError
+        return arrive(shared, version)
+
+    monkeypatch.setattr(stage.table, "arrive", failing)
+    with pytest.raises(ZeroDivisionError):
+        stage.table.go_on()
+    assert [shared.name for shared, _ in stage.table._arriving] == ["second"]
+
+
+# --- what a publisher keeps for another controller ------------------------------------------------
+
+
+def publish(user: User, name: str, *arrays: int) -> Any:
+    offers = tuple(
+        msg.Offer(user.id(), user.id().to_bytes(16, "big"), (array,), (user.specs[array],))
+        for array in arrays
+    )
+    return user.ask(lambda request: msg.Publish(request, name, offers, b"t"), *arrays)
+
+
+def versions(cluster: Cluster, user: User) -> list[tuple[str, int]]:
+    future = user.ask(msg.GetNames)
+    cluster.time(5)
+    return [(one.name, one.version) for one in future.result(0).names]
+
+
+@pytest.mark.parametrize("ends", ["publisher", "another session"])
+def test_an_unpublished_name_does_not_come_back_with_another_controller(ends: str) -> None:
+    cluster = Cluster(0)
+    user, world = cluster.user, cluster.world
+    another = User(world, "d")
+    for name in ("base", "other"):
+        publication = publish(user, name, user.put(cluster.x, cluster.a))
+        cluster.time(5)
+        assert publication.result(0).version == 1
+    end = (user if ends == "publisher" else another).ask(
+        lambda request: msg.Unpublish(request, "base")
+    )
+    cluster.time(2)
+    end.result(0)
+    cluster.lose()
+    world.wait(1.0)
+    cluster.start()
+    cluster.time(20)
+    assert versions(cluster, user) == [("other", 1)]
+
+
+def test_what_was_published_while_no_controller_was_there_is_one_version() -> None:
+    cluster = Cluster(0)
+    cluster.lose()
+    cluster.world.settle()
+    publication = publish(cluster.user, "base")
+    cluster.world.settle()
+    cluster.start()
+    cluster.time(10)
+    assert publication.result(0).version == 1
+    assert versions(cluster, cluster.user) == [("base", 1)]
+
+
+def test_a_journal_keeps_only_versions_that_lookups_find() -> None:
+    cluster = Cluster(0)
+    user, journal = cluster.user, cluster.user.session.link.journal
+    for arrays in ((), (user.put(cluster.x, cluster.a),), (), ()):
+        publication = publish(user, "base", *arrays)
+        cluster.time(5)
+        publication.result(0)
+    assert [one.version for one in journal.publications.values()] == [4]
+    refused = publish(user, "no/name")
+    cluster.time(5)
+    assert refused.exception(0) is not None
+    assert len(journal.publications) == 1
+
+
+def test_a_forgotten_run_ends_the_publication_of_its_offer_alone() -> None:
+    journal = Journal()
+    offers = [msg.Offer(number, bytes(16), (), ()) for number in range(4)]
+    for request, group in ((10, offers[:2]), (11, offers[2:])):
+        journal.record(msg.Publish(request, "base", tuple(group), b""))
+    journal._on_forget_runs(CONTROL, msg.ForgetRuns((1,)))
+    assert list(journal.publications) == [11]
+    journal._on_forget_runs(CONTROL, msg.ForgetRuns((0, 2)))
+    assert not journal.publications
+    assert not journal._published
