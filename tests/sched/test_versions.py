@@ -11,7 +11,7 @@ import pytest
 
 from pw.client.session.journal import Journal
 from pw.core import messages as msg
-from pw.core.ids import CONTROL
+from pw.core.ids import CONTROL, CONTROLLER
 from pw.core.messages.names import VersionNumber
 from pw.core.sharding import ArraySpec
 from pw.sched.control.names import NameTable
@@ -46,6 +46,13 @@ class VersionStage(NameStage):
     def publish_arrays(self, client: Client, name: str, *to: str, **more: Any) -> int:
         message = self.publication(client, name, self.array(client), *to, **more)
         return int(self.ask(client, message, msg.Published).version)
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler of the island."""
+        return next(
+            one for name, one in self.world.actors[CONTROLLER].items() if "scheduler" in name
+        )
 
     @property
     def table(self) -> NameTable:
@@ -178,3 +185,69 @@ def test_a_forgotten_run_ends_the_publication_of_its_offer_alone() -> None:
     journal._on_forget_runs(CONTROL, msg.ForgetRuns((0, 2)))
     assert not journal.publications
     assert not journal._published
+
+
+# --- what names cost ------------------------------------------------------------------------------
+
+
+def test_idle_names_cost_a_turn_and_a_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = VersionStage()
+    control, scheduler = stage.world.control, stage.scheduler
+    callers = len(control.sessions.clients)
+    for number in range(20):
+        stage.publish(stage.red, f"empty-{number}")
+    for number in range(4):
+        stage.publish_arrays(stage.red, f"name-{number}")
+    stage.world.wait(2.0)
+    stage.world.settle()
+    assert len(control.sessions.clients) == callers + 24
+    visits: list[int] = []
+    monkeypatch.setattr(control.stream, "go_on", lambda client: visits.append(client.number))
+    looks: list[int] = []
+    monkeypatch.setattr(
+        "pw.sched.control.lineage.Lineage.has_unneeded", property(lambda one: looks.append(1))
+    )
+    control.turn_ended()
+    assert visits == []
+    assert len(looks) == 2 * callers, "the end of a turn looks at clients, and not at names"
+    scheduler.turn_ended()
+    assert len(scheduler.queues.clients) == callers + 24
+    assert not scheduler.queues.busy
+
+
+def test_a_holder_that_is_gone_is_not_served() -> None:
+    stage = VersionStage()
+    control = stage.world.control
+    names = ("first", "second")
+    for name in names:
+        stage.publish_arrays(stage.red, name, keep_s=math.inf)
+    first, second = (stage.table._names["red", name] for name in names)
+    released: list[int] = []
+    handlers = dict(control.stream._handlers)
+
+    def checkpoint(client: Any, message: msg.Checkpoint) -> None:
+        released.append(client.number)
+        stage.table._retire(second, second.current)  # its holder is the next one
+
+    control.stream.set_handlers(handlers | {msg.Checkpoint: checkpoint}, {})
+    for shared in (first, second):
+        stage.table._in_order(shared.holder, msg.Checkpoint(0, ()))
+    control.turn_ended()
+    assert released == [first.holder.number]
+
+
+def test_what_a_holder_borrowed_is_given_back() -> None:
+    """The end of a turn looks at a holder with a borrowed slice until it has none."""
+    stage = VersionStage()
+    stage.publish_arrays(stage.red, "base")
+    sessions, holder = stage.world.control.sessions, stage.table._names["red", "base"].holder
+    assert sessions.busy() == []
+    (own,) = holder.slices.owned
+    holder.slices.borrowed.add(own)
+    bound = next(m for _, to, m in stage.world.sent if type(m) is msg.SliceBound and m.slice == own)
+    sessions.wake(0)  # of no client
+    stage.table._slice_bound(CONTROL, bound)
+    assert sessions.busy() == [holder]
+    holder.slices.borrowed.clear()
+    stage.world.control.turn_ended()
+    assert sessions.busy() == []

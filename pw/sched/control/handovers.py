@@ -437,6 +437,8 @@ class HandoverTable(ControlPart):
         exporter.offered = +exporter.offered
         if deleted := self.keep(exporter, tuple(handover.deleted)):
             exporter.stream.backlog.appendleft(Delete(deleted))  # in order with recovery
+            if exporter.is_holder:
+                self.sessions.wake(exporter.number)
         handover.deleted.clear()
 
     def _end(self, handover: Handover, error: ErrorReport) -> None:

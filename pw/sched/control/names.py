@@ -50,6 +50,7 @@ from pw.sched.control.clients import Client
 from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart
+from pw.sched.control.set_aside import Ordered
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.versions import SharedName, Version, VersionEvent, VersionPart, VersionState
@@ -342,10 +343,8 @@ class NameTable(ControlPart):
             unused = {model: own for model, own in shared.likes.items() if own not in used}
             for model in unused:
                 del shared.likes[model]
-            holder.stream.backlog.append(
-                msg.Delete(tuple(version.arrays))
-            )  # in order with recovery
-            holder.stream.backlog.extend(map(msg.ReleaseSlice, unused.values()))
+            releases = map(msg.ReleaseSlice, unused.values())
+            self._in_order(holder, msg.Delete(tuple(version.arrays)), *releases)
         else:
             key = shared.tenant, shared.name
             del self._names[key]
@@ -377,7 +376,19 @@ class NameTable(ControlPart):
             key = shared.tenant, shared.name
             self._env.call_later(keep_s, KeepOver(key, version.number))
         if arrays := tuple(version.arrays):
-            shared.holder.stream.backlog.append(msg.Checkpoint(0, arrays))
+            self._in_order(shared.holder, msg.Checkpoint(0, arrays))
+
+    def _in_order(self, holder: Client, *messages: Ordered) -> None:
+        """Have a holder do something after its earlier work, and in order with its recovery."""
+        holder.stream.backlog.extend(messages)
+        self.sessions.wake(holder.number)
+
+    @handles(msg.SliceBound)
+    def _slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
+        """A holder may have borrowed a slice for its recovery, which it gives back."""
+        holder = self.sessions.owner(message.slice)
+        if holder is not None and holder.is_holder:
+            self.sessions.wake(holder.number)
 
     @handles(KeepOver)
     def _keep_over(self, sender: Address, timer: KeepOver) -> None:

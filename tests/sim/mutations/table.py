@@ -951,4 +951,4 @@ row(
     seen("names", 2, "names"),
 )
 # The controller does not tell a publisher that its version has ended.
-row("keep-what-has-ended", forget("controller.names._tell_of_end"), seen("names-lost", 0, "names"))
+row("keep-what-has-ended", forget("controller.names._tell_of_end"), seen("names-lost", 24, "names"))
