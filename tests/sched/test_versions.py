@@ -1,4 +1,4 @@
-"""Versions of names at the controller: who reads which one, what ends them, and what they cost and may not exceed."""
+"""Versions of names at the controller: their readers, their ends, their cost and their bounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pw.client.session.journal import Journal
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, CONTROLLER
 from pw.core.messages.names import VersionNumber
+from pw.core.rights import NewRights, Rights, TenantRights
 from pw.core.sharding import ArraySpec
 from pw.sched.control.names import NameTable
+from pw.sched.control.sessions import HOLDERS
 from tests.sched.test_controller_restart import Cluster, User
 from tests.sched.test_names import NameStage
 from tests.stages.scripted import Client, split
@@ -106,6 +108,7 @@ def test_an_error_in_one_version_leaves_those_behind_it(monkeypatch: pytest.Monk
         return arrive(shared, version)
 
     monkeypatch.setattr(stage.table, "arrive", failing)
+    monkeypatch.setattr("pw.sched.control.versions.Version.stands_still", False)
     with pytest.raises(ZeroDivisionError):
         stage.table.go_on()
     assert [shared.name for shared, _ in stage.table._arriving] == ["second"]
@@ -251,3 +254,113 @@ def test_what_a_holder_borrowed_is_given_back() -> None:
     holder.slices.borrowed.clear()
     stage.world.control.turn_ended()
     assert sessions.busy() == []
+
+
+def test_a_version_that_stands_still_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = VersionStage()
+    array = stage.array(stage.red, is_here=False)
+    stage.red.tell(stage.publication(stage.red, "base", array))
+    stage.world.settle()
+    looks: list[int] = []
+    monkeypatch.setattr(stage.table, "arrive", lambda shared, one: looks.append(one.number))
+    for _ in range(3):
+        assert not stage.table.go_on()
+    assert looks == []
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_a_request_that_waits_cannot_be_sent_again() -> None:
+    stage = VersionStage()
+    for _ in range(5):
+        stage.blue.tell(msg.Lookup(7, "none", wait_s=1e9))
+    stage.world.settle()
+    alarms = len(stage.world.alarms)
+    stage.blue.tell(msg.Lookup(7, "none", wait_s=1e9))
+    stage.world.settle()
+    assert len(stage.world.alarms) == alarms
+    assert stage.world.counters["messages_duplicate"] == 5
+
+
+@pytest.mark.parametrize("end", ["answered", "left"])
+def test_a_lookup_that_has_ended_has_no_timer(end: str) -> None:
+    stage = VersionStage()
+    lookups = stage.world.control.lookups
+    stage.scarlet.tell(msg.Lookup(7, "base", wait_s=1e9))
+    stage.world.settle()
+    (waiting,) = lookups._waiting[stage.scarlet.number].values()
+    cancelled: list[bool] = []
+    waiting.timer.cancel = lambda: cancelled.append(True)
+    if end == "answered":
+        stage.publish(stage.red, "base")
+    else:
+        stage.world.post(CONTROL, CONTROL, msg.PeerLost("scarlet", "closed"))
+        stage.world.settle()
+    assert cancelled == [True]
+    assert not lookups._waiting
+
+
+def test_offers_that_a_reader_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pw.sched.control.lookups.UNTAKEN", 3)
+    stage = VersionStage()
+    stage.publish_arrays(stage.red, "base", "blue")
+    assert [stage.look_up(stage.blue, "red/base") for _ in range(4)] == [1, 1, 1, "ArgumentError"]
+    assert stage.look_up(stage.scarlet, "base") == 1, "each reader has a bound of its own"
+    for part in stage.blue.of(msg.VersionOffer)[0].parts:
+        stage.table.handovers.withdraw(part.token)
+    stage.world.settle()
+    assert stage.look_up(stage.blue, "red/base") == 1
+
+
+def test_versions_of_a_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pw.sched.control.names.VERSIONS", 3)
+    stage = VersionStage()
+    array = stage.array(stage.red, is_here=False)
+    for _ in range(3):
+        stage.red.tell(stage.publication(stage.red, "base", array))
+    stage.world.settle()
+    refused = stage.publication(stage.red, "base", array)
+    error = stage.ask(stage.red, refused, msg.RequestFailed).error
+    assert error.kind == "ArgumentError"
+    assert "'base' has 3 versions" in error.message
+    assert stage.publish_arrays(stage.scarlet, "other") == 1
+
+
+def test_numbers_of_names_that_have_ended_are_kept_for_each_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pw.sched.control.names.RECENT", 2)
+    stage = VersionStage()
+
+    def once(client: Client, name: str) -> int:
+        version = stage.publish(client, name)
+        client.tell(msg.Unpublish(stage.request(), name))
+        stage.world.settle()
+        return version
+
+    assert once(stage.blue, "base") == 1
+    assert [once(stage.red, f"name-{number}") for number in range(3)] == [1, 1, 1]
+    assert once(stage.blue, "base") == 2
+    assert (once(stage.red, "name-2"), once(stage.red, "name-0")) == (2, 1)
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def test_a_name_without_room_for_replicas_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = VersionStage()
+    rights = TenantRights(named={"red": Rights(host_memory=1)})
+    stage.world.post(CONTROL, CONTROL, NewRights(rights))
+    stage.world.settle()
+    stage.publish_arrays(stage.red, "base", keep_s=math.inf)
+    sent, lines = len(stage.world.sent), []
+    monkeypatch.setattr(
+        stage.world.control.env, "log", lambda *what, **fields: lines.append((what, fields))
+    )
+    stage.world.post(CONTROL, CONTROL, msg.PeerLost("red", "closed"))
+    stage.world.settle()
+    assert not [m for _, to, m in stage.world.sent[sent:] if to == HOLDERS]
+    ((_, fields),) = [line for line in lines if line[0] == ("warning", "no replicas")]
+    assert fields["of"] == "name 'base'"
+    assert "host memory" in fields["why"]

@@ -55,7 +55,7 @@ class Published(ControllerToSession, frozen=True, tag=204):
 
 
 class VersionEnded(ControllerToSession, frozen=True, tag=212):
-    """Controller to ClientSession: lookups do not find the version any more, nor does another controller need it."""
+    """Controller to ClientSession: lookups find the version no more, and no later controller needs it."""
 
     request: int
     """Number of the request that published it."""

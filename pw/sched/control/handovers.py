@@ -218,6 +218,11 @@ class HandoverTable(ControlPart):
         if handover is not None and not handover.imports:
             self._end(handover, _ENDED)
 
+    def is_untaken(self, token: bytes) -> bool:
+        """Whether an offer waits for a client to take an array of it."""
+        handover = self._handovers.get(token)
+        return handover is not None and not handover.imports
+
     # --- taken ----------------------------------------------------------------------------------------
 
     def take(self, client: Client, number: int, spec: ArraySpec, source: OfferSource) -> None:

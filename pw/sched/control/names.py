@@ -19,7 +19,7 @@ arrays are checkpointed, because nothing else could make them again. What a read
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,8 +57,10 @@ from pw.sched.control.versions import SharedName, Version, VersionEvent, Version
 
 NAMES = 1024
 """Number of names of one tenant, at most."""
-RECENT = 1 << 16
-"""Number of names that have ended whose version numbers go on, when they are published again."""
+RECENT = 1 << 14
+"""Number of names of one tenant that have ended whose version numbers go on, when they are published again."""
+VERSIONS = 1024
+"""Number of versions of one name, at most: those that arrive, the current one, and those that readers have."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
 
@@ -91,8 +93,10 @@ class NameTable(ControlPart):
     remove: Callable[[Client, str], None]
     """Releases all that a holder owns."""
     _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
-    _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
-    """Newest version numbers of names that have ended, the one that ended longest ago first."""
+    _recent: defaultdict[str, OrderedDict[str, int]] = field(
+        default_factory=lambda: defaultdict(OrderedDict), init=False
+    )
+    """Newest version numbers of each tenant's names that have ended, the one that ended longest ago first."""
     _arriving: deque[tuple[SharedName, Version]] = field(default_factory=deque, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
@@ -150,6 +154,11 @@ class NameTable(ControlPart):
                 f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
                 "those that nothing needs"
             )
+        if key in self._names and len(self._names[key].versions) >= VERSIONS:
+            return ArgumentError(
+                f"{message.name!r} has {VERSIONS} versions that arrive or that readers have, as many as it may "
+                "have; wait for earlier ones, with pw.publish(...).result(), or have readers delete theirs"
+            )
         rights = self.sessions.usage.rights.of(client.tenant)
         if EVERY_TENANT in message.to and not rights.may_publish_to_all:
             return AccessRefused(
@@ -177,7 +186,7 @@ class NameTable(ControlPart):
             words = f"name {message.name!r}"
             holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
             shared = self._names[key] = SharedName(client.tenant, message.name, holder)
-            shared.last = shared.newest = self._recent.pop(key, 0)
+            shared.last = shared.newest = self._recent[client.tenant].pop(message.name, 0)
         former = message.version if resumed else 0
         number = former if former > shared.last else shared.last + 1
         shared.last = number
@@ -204,7 +213,7 @@ class NameTable(ControlPart):
         """Have the holder take the arrays of an offer."""
         arrays = []
         for index, spec in enumerate(part.offer.specs):
-            number = self._new_id(shared)
+            number = self.new_id(shared)
             placement = Placement(part.slice, spec.placement.devices)
             own = msgspec.structs.replace(spec, placement=placement)
             source = msg.OfferSource(part.offer.token, index)
@@ -212,7 +221,7 @@ class NameTable(ControlPart):
             arrays.append(number)
         part.arrays = tuple(arrays)
 
-    def _new_id(self, shared: SharedName) -> int:
+    def new_id(self, shared: SharedName) -> int:
         shared.serial += 1
         return client_id(shared.holder.number, shared.serial)
 
@@ -222,7 +231,11 @@ class NameTable(ControlPart):
         """Take, complete and end versions; return whether other parts have to go on."""
         went_on = False
         for _ in range(len(self._arriving)):  # one by one: the rest stays if one raises
-            went_on |= self.arrive(*self._arriving.popleft())
+            shared, version = self._arriving.popleft()
+            if version.stands_still:
+                self._arriving.append((shared, version))
+            else:
+                went_on |= self.arrive(shared, version)
         if self.handovers.ended:
             ended, self.handovers.ended = self.handovers.ended, []
             for token in ended:
@@ -234,26 +247,25 @@ class NameTable(ControlPart):
 
     def arrive(self, shared: SharedName, version: Version) -> bool:
         """Look at a version that arrives; return whether other parts have to go on."""
-        holder, took, gone = (
-            shared.holder,
-            False,
-            f"{shared.name!r} was lost while it was published",
-        )
+        holder, took = shared.holder, False
         for part in version.parts:
             if part.slice not in holder.slices.owned:
-                self._fail(shared, version, ErrorReport.of(ArrayLost(gone)))
+                self._fail(shared, version, _gone(shared))
                 return True
             if not part.arrays and part.slice in self._islands.bindings:
                 self.take(shared, part)
                 version.arriving += part.arrays
                 took = True
+        version.waits_for = None
         while version.arriving:
             array = holder.arrays.get(version.arriving[-1])
             if array is None or array.error is not None:
                 error = None if array is None else array.error
-                self._fail(shared, version, error or ErrorReport.of(ArrayLost(gone)))
+                self._fail(shared, version, error or _gone(shared))
                 return True
             if array.is_lost or array.awaited:
+                if all(part.arrays for part in version.parts):
+                    version.waits_for = array
                 break
             version.arriving.pop()
         if version.error is not None:
@@ -348,9 +360,10 @@ class NameTable(ControlPart):
         else:
             key = shared.tenant, shared.name
             del self._names[key]
-            self._recent[key] = shared.last
-            if len(self._recent) > RECENT:
-                self._recent.popitem(last=False)
+            recent = self._recent[shared.tenant]
+            recent[shared.name] = shared.last
+            if len(recent) > RECENT:
+                recent.popitem(last=False)
             self.remove(holder, "nothing is published under its name")
 
     def client_left(self, client: Client) -> None:
@@ -436,24 +449,6 @@ class NameTable(ControlPart):
             return None
         return shared
 
-    def offer(
-        self, shared: SharedName, version: Version, client: Client
-    ) -> tuple[msg.SharedPart, ...]:
-        """Offer the arrays of a version to a reader, which is counted from now on."""
-        shares = []
-        for part in version.parts:
-            run = self._new_id(shared)
-            token = self.sessions.claims.permit(run, shared.holder.name, str(client.number))
-            entries = [shared.holder.arrays.get(array) for array in part.arrays]
-            specs = tuple([entry.spec for entry in entries if entry is not None])
-            version.readers[token] = client.number
-            self.offered[token] = shared, version
-            self.handovers.offer(shared.holder, msg.Offer(run, token, part.arrays, specs))
-            devices = shared.holder.slices.devices(part.slice)
-            assert devices is not None, "the slice is bound"
-            shares.append(msg.SharedPart(token, part.slice, devices))
-        return tuple(shares)
-
     def not_there(
         self, client: Client, name: str, version: int = 0, after: int = 0
     ) -> NameNotFound:
@@ -481,3 +476,7 @@ class NameTable(ControlPart):
     def refuse(self, client: Client, request: int, error: Error) -> None:
         """Fail a request."""
         self.sessions.tell(client, msg.RequestFailed(request, ErrorReport.of(error)))
+
+
+def _gone(shared: SharedName) -> ErrorReport:
+    return ErrorReport.of(ArrayLost(f"{shared.name!r} was lost while it was published"))

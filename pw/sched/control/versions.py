@@ -18,6 +18,7 @@ from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
 from pw.core.messages import EVERY_TENANT, Offer, Publish
 from pw.core.tenants import OPERATOR
+from pw.sched.control.array_states import ArrayEntry
 from pw.sched.control.clients import Client
 
 
@@ -80,6 +81,8 @@ class Version:
     state: VersionState = VersionState.ARRIVING
     arriving: list[int] = field(default_factory=list)
     """Numbers of arrays that were not there at the last look."""
+    waits_for: ArrayEntry | None = None
+    """Array of the holder that was still arriving at the last look, if all parts are taken."""
     is_asked: bool = False
     """True if the hosts were asked whether all values are there."""
     is_whole: bool = False
@@ -88,6 +91,12 @@ class Version:
     """Error of an array that has no value."""
     readers: dict[bytes, int] = field(default_factory=dict)
     """Numbers of the clients that take or have its arrays, by the tokens of their offers."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the last look at the version saw the same."""
+        array = self.waits_for
+        return array is not None and bool(array.awaited) and array.error is None
 
     def happened(self, event: VersionEvent) -> None:
         """Change the state."""
@@ -137,7 +146,7 @@ class SharedName:
         return EVERY_TENANT in to or client.tenant in to
 
     def chosen(self, number: int) -> Version | None:
-        """Return the version with a number, also one that arrives; for 0, or if it is not there, the current one."""
+        """Return the version with a number, also one that arrives; without it the current one."""
         return self.versions.get(number, self.current)
 
     def error(self) -> ErrorReport | None:

@@ -37,7 +37,7 @@ class Queues(Part):
     programs: IslandPrograms
     clients: dict[int, ClientQueue] = field(default_factory=dict, init=False)
     busy: dict[int, ClientQueue] = field(default_factory=dict, init=False)
-    """Those of the clients that have work here, had some a moment ago, or are expected; most names have none."""
+    """Clients that have work here, had some a moment ago, or are expected; most names have none."""
     runs: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
     """Queued launches of each run."""
     _uploads: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)

@@ -2,7 +2,7 @@
 
 A publication has a tree that no other has, so a lookup says what its user must get: the values of all arrays of
 one publication. The monitor also follows the versions: a name means one publication for all, no user sees it go
-back, each finds what it has published itself, and no later controller has a version that its publisher has ended.
+back, each finds what it has published itself, and no later controller has a version that was ended.
 """
 
 from __future__ import annotations
