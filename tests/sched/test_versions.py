@@ -248,7 +248,8 @@ def test_what_a_holder_borrowed_is_given_back() -> None:
     (own,) = holder.slices.owned
     holder.slices.borrowed.add(own)
     bound = next(m for _, to, m in stage.world.sent if type(m) is msg.SliceBound and m.slice == own)
-    sessions.wake(0)  # of no client
+    sessions.wake(0)
+    assert not sessions.is_busy, "there is no such client"
     stage.table._slice_bound(CONTROL, bound)
     assert sessions.busy() == [holder]
     holder.slices.borrowed.clear()

@@ -10,6 +10,8 @@ are like those of the publisher, and outlast them.
 reads one version, whole. A reader of a version is counted by the offers that the holder makes for it: an offer
 ends when its reader's lineage needs none of its arrays any more.
 
+The controller tells the maker of a version when it ends, and the maker tells no later controller of it.
+
 When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
 arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
 

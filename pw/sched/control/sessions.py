@@ -166,7 +166,8 @@ class Sessions(Part):
 
     def wake(self, number: int) -> None:
         """Have the end of each turn look at a holder: its stream, lineage or slices have something to do."""
-        self._busy[number] = None
+        if number in self._clients:
+            self._busy[number] = None
 
     def rest(self, number: int) -> None:
         """Undo `wake`."""

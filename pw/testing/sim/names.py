@@ -85,6 +85,7 @@ def share(user: User) -> None:
     """Publish some arrays, look a name up, or end one."""
     if user.cluster.node.alive:
         _check_readers(user.cluster.controller.names)
+        _check_holders(user.cluster.controller.sessions)
     draw = user.random.random()
     if draw < 0.45 and user.arrays:
         _publish(user)
@@ -100,6 +101,17 @@ def _check_readers(names: Any) -> None:
         if version.state is VersionState.GONE:
             raise Violation(
                 "names", f"version {version.number} of {shared.name!r} went before its readers"
+            )
+
+
+def _check_holders(sessions: Any) -> None:
+    """Raise Violation if the controller does not look at a holder that has something to do."""
+    for client in sessions.clients:
+        is_over = client.slices.borrowed and not client.recovering
+        has_work = client.stream or client.lineage.has_unneeded or is_over
+        if client.is_holder and has_work and client not in sessions.busy():
+            raise Violation(
+                "names", f"nothing goes on with what the holder of {client.name} has to do"
             )
 
 
