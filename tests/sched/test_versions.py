@@ -56,6 +56,11 @@ class VersionStage(NameStage):
             one for name, one in self.world.actors[CONTROLLER].items() if "scheduler" in name
         )
 
+    def holder(self, name: str) -> Any:
+        """The client that owns what is published under a name."""
+        clients = self.world.control.sessions.clients
+        return next(client for client in clients if client.name == f"name {name!r}")
+
     @property
     def table(self) -> NameTable:
         return self.world.control.names
@@ -100,18 +105,20 @@ def test_an_error_in_one_version_leaves_those_behind_it(monkeypatch: pytest.Monk
         array = stage.array(stage.red, is_here=False)
         stage.red.tell(stage.publication(stage.red, name, array))
     stage.world.settle()
-    arrive = stage.table.arrive
+    looks: list[str] = []
 
     def failing(shared: Any, version: Any) -> bool:
+        looks.append(shared.name)
         if shared.name == "first":
             raise ZeroDivisionError
-        return arrive(shared, version)
+        return False
 
     monkeypatch.setattr(stage.table, "arrive", failing)
     monkeypatch.setattr("pw.sched.control.versions.Version.stands_still", False)
     with pytest.raises(ZeroDivisionError):
         stage.table.go_on()
-    assert [shared.name for shared, _ in stage.table._arriving] == ["second"]
+    stage.table.go_on()
+    assert looks == ["first", "second"]
 
 
 # --- what a publisher keeps for another controller ------------------------------------------------
@@ -180,14 +187,14 @@ def test_a_journal_keeps_only_versions_that_lookups_find() -> None:
 
 def test_a_forgotten_run_ends_the_publication_of_its_offer_alone() -> None:
     journal = Journal()
+    forget = journal.handlers()[msg.ForgetRuns]
     offers = [msg.Offer(number, bytes(16), (), ()) for number in range(4)]
     for request, group in ((10, offers[:2]), (11, offers[2:])):
         journal.record(msg.Publish(request, "base", tuple(group), b""))
-    journal._on_forget_runs(CONTROL, msg.ForgetRuns((1,)))
+    forget(CONTROL, msg.ForgetRuns((1,)))
     assert list(journal.publications) == [11]
-    journal._on_forget_runs(CONTROL, msg.ForgetRuns((0, 2)))
+    forget(CONTROL, msg.ForgetRuns((0, 2)))
     assert not journal.publications
-    assert not journal._published
 
 
 # --- what names cost ------------------------------------------------------------------------------
@@ -224,33 +231,35 @@ def test_a_holder_that_is_gone_is_not_served() -> None:
     names = ("first", "second")
     for name in names:
         stage.publish_arrays(stage.red, name, keep_s=math.inf)
-    first, second = (stage.table._names["red", name] for name in names)
+    first, second = map(stage.holder, names)
+    red = control.sessions.at("red")
+    assert red is not None
     released: list[int] = []
-    handlers = dict(control.stream._handlers)
 
     def checkpoint(client: Any, message: msg.Checkpoint) -> None:
         released.append(client.number)
-        stage.table._retire(second, second.current)  # its holder is the next one
+        stage.table.unpublish(red, msg.Unpublish(stage.request(), "second"))
 
-    control.stream.set_handlers(handlers | {msg.Checkpoint: checkpoint}, {})
-    for shared in (first, second):
-        stage.table._in_order(shared.holder, msg.Checkpoint(0, ()))
+    control.stream.set_handlers({msg.Checkpoint: checkpoint}, {})
+    for holder in (first, second):
+        holder.stream.backlog.append(msg.Checkpoint(0, ()))
+        control.sessions.wake(holder.number)
     control.turn_ended()
-    assert released == [first.holder.number]
+    assert released == [first.number]
 
 
 def test_what_a_holder_borrowed_is_given_back() -> None:
     """The end of a turn looks at a holder with a borrowed slice until it has none."""
     stage = VersionStage()
     stage.publish_arrays(stage.red, "base")
-    sessions, holder = stage.world.control.sessions, stage.table._names["red", "base"].holder
+    sessions, holder = stage.world.control.sessions, stage.holder("base")
     assert sessions.busy() == []
     (own,) = holder.slices.owned
     holder.slices.borrowed.add(own)
     bound = next(m for _, to, m in stage.world.sent if type(m) is msg.SliceBound and m.slice == own)
     sessions.wake(0)
     assert not sessions.is_busy, "there is no such client"
-    stage.table._slice_bound(CONTROL, bound)
+    stage.table.slice_bound(CONTROL, bound)
     assert sessions.busy() == [holder]
     holder.slices.borrowed.clear()
     stage.world.control.turn_ended()
@@ -290,7 +299,7 @@ def test_a_lookup_that_has_ended_has_no_timer(end: str) -> None:
     lookups = stage.world.control.lookups
     stage.scarlet.tell(msg.Lookup(7, "base", wait_s=1e9))
     stage.world.settle()
-    (waiting,) = lookups._waiting[stage.scarlet.number].values()
+    (waiting,) = lookups.waiting[stage.scarlet.number].values()
     cancelled: list[bool] = []
     waiting.timer.cancel = lambda: cancelled.append(True)
     if end == "answered":
@@ -299,7 +308,7 @@ def test_a_lookup_that_has_ended_has_no_timer(end: str) -> None:
         stage.world.post(CONTROL, CONTROL, msg.PeerLost("scarlet", "closed"))
         stage.world.settle()
     assert cancelled == [True]
-    assert not lookups._waiting
+    assert not lookups.waiting
 
 
 def test_offers_that_a_reader_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class Lookups(ControlPart):
     """Lookups of all clients."""
 
     names: NameTable
-    _waiting: dict[int, dict[int, _WaitingLookup]] = field(default_factory=dict, init=False)
+    waiting: dict[int, dict[int, _WaitingLookup]] = field(default_factory=dict, init=False)
     """Lookups that wait, by client and request."""
     _untaken: defaultdict[int, dict[bytes, None]] = field(
         default_factory=lambda: defaultdict(dict), init=False
@@ -70,7 +70,7 @@ class Lookups(ControlPart):
 
     def look_up(self, client: Client, message: msg.Lookup) -> None:
         """A client looks a name up."""
-        waiting = self._waiting.get(client.number, {})
+        waiting = self.waiting.get(client.number, {})
         if message.request in waiting:
             self._env.count("messages_duplicate")
             return
@@ -81,14 +81,14 @@ class Lookups(ControlPart):
             words = f"a client has more than {WAITING} lookups that wait"
             self.names.refuse(client, message.request, ArgumentError(words))
             return
-        self._waiting.setdefault(client.number, waiting)[message.request] = reader
+        self.waiting.setdefault(client.number, waiting)[message.request] = reader
         if not reader.is_over and message.wait_s < math.inf:
             over = LookupOver(client.number, message.request)
             reader.timer = self._env.call_later(message.wait_s, over)
 
     @handles(LookupOver)
     def _lookup_over(self, sender: Address, timer: LookupOver) -> None:
-        reader = self._waiting.get(timer.client, {}).get(timer.request)
+        reader = self.waiting.get(timer.client, {}).get(timer.request)
         if reader is not None:
             reader.is_over = True
             self._has_news = True
@@ -98,7 +98,7 @@ class Lookups(ControlPart):
         went_on = False
         if self._has_news or self.names.has_news:
             self._has_news = self.names.has_news = False
-            for reader in [one for waiting in self._waiting.values() for one in waiting.values()]:
+            for reader in [one for waiting in self.waiting.values() for one in waiting.values()]:
                 if self._answer(reader):
                     went_on = True
                     self._forget(reader)
@@ -109,15 +109,15 @@ class Lookups(ControlPart):
     def client_left(self, client: Client) -> None:
         """Forget the lookups of a client."""
         self._untaken.pop(client.number, None)
-        for reader in self._waiting.pop(client.number, {}).values():
+        for reader in self.waiting.pop(client.number, {}).values():
             reader.cancel()
 
     def _forget(self, reader: _WaitingLookup) -> None:
         reader.cancel()
-        waiting = self._waiting[reader.client.number]
+        waiting = self.waiting[reader.client.number]
         del waiting[reader.message.request]
         if not waiting:
-            del self._waiting[reader.client.number]
+            del self.waiting[reader.client.number]
 
     def _answer(self, reader: _WaitingLookup) -> bool:
         """Answer a lookup; return False if it still has to wait."""

@@ -326,13 +326,13 @@ class NameTable(ControlPart):
 
     # --- ends -----------------------------------------------------------------------------------------
 
-    def _tell_of_end(self, version: Version) -> None:
+    def tell_of_end(self, version: Version) -> None:
         """Have its maker not tell another controller of a version."""
         self._tell(version.maker, msg.VersionEnded(version.publication.request))
 
     def _retire(self, shared: SharedName, version: Version) -> None:
         version.happened(VersionEvent.RETIRE)
-        self._tell_of_end(version)
+        self.tell_of_end(version)
         if shared.current is version:
             shared.current = None
         self.release(shared, version)
@@ -399,7 +399,7 @@ class NameTable(ControlPart):
         self.sessions.wake(holder.number)
 
     @handles(msg.SliceBound)
-    def _slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
+    def slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
         """A holder may have borrowed a slice for its recovery, which it gives back."""
         holder = self.sessions.owner(message.slice)
         if holder is not None and holder.is_holder:
@@ -428,7 +428,7 @@ class NameTable(ControlPart):
             shared.newest = shared.last  # also of versions that are still arriving
             for version in shared.versions.values():
                 if version.state is VersionState.ARRIVING:
-                    self._tell_of_end(version)
+                    self.tell_of_end(version)
             if shared.current is not None:
                 self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
