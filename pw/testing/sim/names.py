@@ -290,6 +290,10 @@ def _unpublish(user: User) -> None:
         if error is None:
             for edition in published:
                 edition.end = user.cluster.starts
+            for kept in user.session.link.journal.publications.values():
+                if user.cluster.editions.by_tree[kept.tree] in published:
+                    words = f"{user.name} would publish {name!r} again, which it has ended"
+                    raise Violation("names", words)
         is_right = error is None or isinstance(error, NameNotFound)
         if not is_right and user.session.closed is None:
             raise Violation("names", f"{user.name} cannot end {name!r}: {error!r}")

@@ -951,6 +951,6 @@ row(
     seen("names", 2, "names"),
 )
 # The controller does not tell a publisher that its version has ended.
-row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names-lost", 24, "names"))
+row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names", 0, "names"))
 # What a holder has to do when its versions end is not done.
 row("let-holders-sleep", forget("controller.sessions.wake"), seen("names", 0, "names"))
