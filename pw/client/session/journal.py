@@ -45,7 +45,9 @@ class Journal(Part):
         self.runs: dict[int, msg.Run] = {}
         self.offers: dict[int, msg.Offer] = {}
         self.publications: dict[int, msg.Publish] = {}
-        """Versions of names whose arrays the controller may ask for, by request."""
+        """Versions of names that arrive or that lookups find, by request."""
+        self._published: dict[int, int] = {}
+        """Requests of these publications, by the runs of their offers."""
         self.held: dict[int, ArraySpec] = {}
         self._failed: dict[int, ErrorReport] = {}
         self._copied: set[int] = set()
@@ -104,6 +106,8 @@ class Journal(Part):
 
     def _publish(self, message: msg.Publish) -> None:
         self.publications[message.request] = self.requests[message.request] = message
+        for offer in message.offers:
+            self._published[offer.run] = message.request
 
     def _run(self, message: msg.Run) -> None:
         self.in_flight += 1
@@ -170,13 +174,23 @@ class Journal(Part):
 
     def _forget_run(self, number: int) -> None:
         self.offers.pop(number, None)
-        for request, publication in list(self.publications.items()):
-            if any(offer.run == number for offer in publication.offers):
-                del self.publications[request]
+        if (request := self._published.get(number)) is not None:
+            self._forget_publication(request)
         run = self.runs.pop(number, None)
         if run is not None:
             self._runs_of[run.program] -= 1
             self._drop_program(run.program)
+
+    def _forget_publication(self, request: int) -> None:
+        publication = self.publications.pop(request, None)
+        for offer in () if publication is None else publication.offers:
+            self._published.pop(offer.run, None)
+
+    @handles(msg.VersionEnded, msg.RequestFailed)
+    def _on_version_ended(
+        self, sender: Address, message: msg.VersionEnded | msg.RequestFailed
+    ) -> None:
+        self._forget_publication(message.request)
 
     @handles(msg.Published)
     def _on_published(self, sender: Address, message: msg.Published) -> None:

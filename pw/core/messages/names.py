@@ -14,11 +14,14 @@ from pw.core.messages.base import (
     ControllerToStore,
     HostToController,
 )
-from pw.core.messages.bounds import Count, Hosts, Name
+from pw.core.messages.bounds import Hosts, Name
 from pw.core.messages.clients import Offer
 
 DESCRIPTION_BYTES = 4 << 20
 """Bytes of the longest description of a published tree: the controller keeps it."""
+
+VersionNumber = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""Number of a version, from 1; later ones of the name still fit into every message."""
 
 EVERY_TENANT = "all"
 """Word in the place of tenants: each of them may read."""
@@ -40,7 +43,7 @@ class Publish(ClientToController, frozen=True, tag=203):
     """Seconds for which the name outlasts the session of its publisher; infinite for no end."""
     to: Hosts = ()
     """Names of other tenants that may read, or `EVERY_TENANT`."""
-    version: Count = 0
+    version: VersionNumber = 0
     """Number of the version under an earlier controller; 0 if there was none."""
 
 
@@ -49,6 +52,13 @@ class Published(ControllerToSession, frozen=True, tag=204):
 
     request: int
     version: int
+
+
+class VersionEnded(ControllerToSession, frozen=True, tag=212):
+    """Controller to ClientSession: lookups find the version no more, and no later controller needs it."""
+
+    request: int
+    """Number of the request that published it."""
 
 
 class Lookup(ClientToController, frozen=True, tag=205):
@@ -60,9 +70,9 @@ class Lookup(ClientToController, frozen=True, tag=205):
     request: int
     name: Name
     """The name; of another tenant's, after the tenant and a slash."""
-    version: Count = 0
+    version: VersionNumber = 0
     """Number of the version; 0 for the newest."""
-    after: Count = 0
+    after: VersionNumber = 0
     """Number above which the version's number is to be."""
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds to wait until there is such a version."""

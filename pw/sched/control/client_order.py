@@ -159,7 +159,7 @@ class ClientOrder(ControlPart):
                 "for; keep a copy, copy.copy(x), or do not donate it"
             )
             error = ErrorReport.of(ArrayDeleted(words))
-        self._env.send(client.address, msg.Answered(message.request, error))
+        self.sessions.tell(client, msg.Answered(message.request, error))
 
     @handles_client(msg.LinkLost)
     def _link_lost(self, client: Client, message: msg.LinkLost) -> None:

@@ -135,6 +135,17 @@ class Client:
         """Whether something of the client is to be rebuilt."""
         return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the end of a turn may have something to do for the client."""
+        stream = self.stream
+        return bool(
+            stream.backlog
+            or stream.aside.messages
+            or self.lineage.has_unneeded
+            or self.slices.borrowed
+        )
+
     def has_come(self, run: int) -> bool:
         """Whether a run has come before; one that later ones have passed has not."""
         return run <= self.last_run and run not in self.stream.aside.overtaken

@@ -239,7 +239,11 @@ class Controller(Actor):
         self._go_on()
         while (
             (asked := self.handovers.clients_with_news())
-            or any(client.lineage.has_unneeded for client in self.sessions.clients)
+            or any(client.lineage.has_unneeded for client in self.sessions.calling)
+            or (
+                self.sessions.is_busy
+                and any(client.lineage.has_unneeded for client in self.sessions.busy())
+            )
             or self.names.go_on()
             or self.lookups.go_on()
         ):
@@ -253,13 +257,25 @@ class Controller(Actor):
         self.runs.send_credits()
 
     def _go_on(self) -> None:
-        for client in tuple(self.sessions.clients):  # a name may get a holder, or lose it
-            self.stream.go_on(client)
-            while client.lineage.has_unneeded:
-                self._forget(client)
-                self.stream.go_on(client)  # this may end a checkpoint that the stream waits for
-            if client.slices.borrowed and not client.recovering:
-                self.slices.return_borrowed(client)
+        for client in tuple(self.sessions.calling):
+            if client.has_work:
+                self._go_on_with(client)
+        if not self.sessions.is_busy:
+            return
+        for holder in self.sessions.busy():
+            if self.sessions.get(holder.number) is None:  # its name has ended in this turn
+                continue
+            self._go_on_with(holder)
+            if not holder.has_work:
+                self.sessions.rest(holder.number)
+
+    def _go_on_with(self, client: Client) -> None:
+        self.stream.go_on(client)
+        while client.lineage.has_unneeded:
+            self._forget(client)
+            self.stream.go_on(client)  # this may end a checkpoint that the stream waits for
+        if client.slices.borrowed and not client.recovering:
+            self.slices.return_borrowed(client)
 
     def _forget(self, client: Client) -> None:
         """Have the client and the hosts forget what nothing of the client can need any more."""

@@ -218,6 +218,11 @@ class HandoverTable(ControlPart):
         if handover is not None and not handover.imports:
             self._end(handover, _ENDED)
 
+    def is_untaken(self, token: bytes) -> bool:
+        """Whether an offer waits for a client to take an array of it."""
+        handover = self._handovers.get(token)
+        return handover is not None and not handover.imports
+
     # --- taken ----------------------------------------------------------------------------------------
 
     def take(self, client: Client, number: int, spec: ArraySpec, source: OfferSource) -> None:
@@ -437,6 +442,8 @@ class HandoverTable(ControlPart):
         exporter.offered = +exporter.offered
         if deleted := self.keep(exporter, tuple(handover.deleted)):
             exporter.stream.backlog.appendleft(Delete(deleted))  # in order with recovery
+            if exporter.is_holder:
+                self.sessions.wake(exporter.number)
         handover.deleted.clear()
 
     def _end(self, handover: Handover, error: ErrorReport) -> None:

@@ -128,7 +128,14 @@ class Unneeded:
 class Lineage:
     """The origins of one client's arrays."""
 
-    def __init__(self, records_kept: int = RECORDS_KEPT, values_kept: int = VALUES_KEPT) -> None:
+    def __init__(
+        self,
+        records_kept: int = RECORDS_KEPT,
+        values_kept: int = VALUES_KEPT,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        self._wake = wake
+        """Called when `drain` is to be called, for an owner that is not looked at in each turn."""
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._slices: Counter[int] = Counter()
@@ -163,6 +170,8 @@ class Lineage:
     def refuse_run(self, order: int) -> None:
         """A run is refused: there is nothing to remember of it."""
         self._unneeded.runs.append(order)
+        if self._wake is not None:
+            self._wake()
 
     def add_run(
         self,
@@ -189,7 +198,7 @@ class Lineage:
             while len(self._records) > self._records_kept or self._weight > self._values_kept:
                 self._cut(next(iter(self._records.values())))
         else:
-            self._unneeded.runs.append(order)
+            self.refuse_run(order)
         return record
 
     def release(self, arrays: Iterable[int]) -> None:
@@ -279,6 +288,8 @@ class Lineage:
         if origin.is_input:
             self._unneeded.inputs.append(array)
         self._unneeded.arrays.append(array)
+        if self._wake is not None:
+            self._wake()
 
     def _unwant(self, origins: list[Origin]) -> None:
         """Forget the makers of these origins; a loop, because chains are long."""
@@ -297,6 +308,8 @@ class Lineage:
             return []
         self._weight -= record.weight
         self._unneeded.runs.append(record.order)
+        if self._wake is not None:
+            self._wake()
         record.program.kept -= 1
         if not record.program.kept:
             self._leave(record.program.slices)

@@ -10,6 +10,8 @@ are like those of the publisher, and outlast them.
 reads one version, whole. A reader of a version is counted by the offers that the holder makes for it: an offer
 ends when its reader's lineage needs none of its arrays any more.
 
+The controller tells the maker of a version when it ends, and the maker tells no later controller of it.
+
 When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
 arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
 
@@ -19,7 +21,7 @@ arrays are checkpointed, because nothing else could make them again. What a read
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,14 +52,17 @@ from pw.sched.control.clients import Client
 from pw.sched.control.confirmations import Confirmations
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart
+from pw.sched.control.set_aside import Ordered
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.versions import SharedName, Version, VersionEvent, VersionPart, VersionState
 
 NAMES = 1024
 """Number of names of one tenant, at most."""
-RECENT = 1 << 16
-"""Number of names that have ended whose version numbers go on, when they are published again."""
+RECENT = 1 << 14
+"""Number of names of one tenant that have ended whose version numbers go on, when they are published again."""
+VERSIONS = 1024
+"""Number of versions of one name, at most: those that arrive, the current one, and those that readers have."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
 
@@ -90,9 +95,11 @@ class NameTable(ControlPart):
     remove: Callable[[Client, str], None]
     """Releases all that a holder owns."""
     _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
-    _recent: OrderedDict[_Key, int] = field(default_factory=OrderedDict, init=False)
-    """Newest version numbers of names that have ended, the one that ended longest ago first."""
-    _arriving: list[tuple[SharedName, Version]] = field(default_factory=list, init=False)
+    _recent: defaultdict[str, OrderedDict[str, int]] = field(
+        default_factory=lambda: defaultdict(OrderedDict), init=False
+    )
+    """Newest version numbers of each tenant's names that have ended, the one that ended longest ago first."""
+    _arriving: deque[tuple[SharedName, Version]] = field(default_factory=deque, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
     has_news: bool = field(default=False, init=False)
@@ -103,7 +110,8 @@ class NameTable(ControlPart):
     def publish(self, client: Client, message: msg.Publish) -> None:
         """A client publishes a version of a name of its tenant."""
         runs = [offer.run for offer in message.offers]
-        if any(client_of(run) != client.number or client.has_come(run) for run in runs):
+        strange = any(client_of(run) != client.number or client.has_come(run) for run in runs)
+        if strange or self._has_come(client, message):
             self._env.count("messages_duplicate")
             return
         error = self._objection(client, message)
@@ -119,9 +127,7 @@ class NameTable(ControlPart):
 
     def published_before(self, client: Client, message: msg.Publish) -> None:
         """A client of an earlier controller had published a version."""
-        shared = self._names.get((client.tenant, message.name))
-        versions = () if shared is None else shared.versions.values()
-        if any((client.number, message.request) == one.origin for one in versions):
+        if self._has_come(client, message):
             self._env.count("messages_duplicate")
             return
         if (error := self._objection(client, message)) is not None:
@@ -133,6 +139,12 @@ class NameTable(ControlPart):
             self.handovers.offered_before(client, offer)
         self._begin(client, message, resumed=True)
 
+    def _has_come(self, client: Client, message: msg.Publish) -> bool:
+        """Whether there is a version of this publication."""
+        shared = self._names.get((client.tenant, message.name))
+        versions = () if shared is None else shared.versions.values()
+        return any((client.number, message.request) == one.origin for one in versions)
+
     def _objection(self, client: Client, message: msg.Publish) -> Error | None:
         key = client.tenant, message.name
         if not message.name or "/" in message.name:
@@ -143,6 +155,11 @@ class NameTable(ControlPart):
             return ArgumentError(
                 f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
                 "those that nothing needs"
+            )
+        if key in self._names and len(self._names[key].versions) >= VERSIONS:
+            return ArgumentError(
+                f"{message.name!r} has {VERSIONS} versions that arrive or that readers have, as many as it may "
+                "have; wait for earlier ones, with pw.publish(...).result(), or have readers delete theirs"
             )
         rights = self.sessions.usage.rights.of(client.tenant)
         if EVERY_TENANT in message.to and not rights.may_publish_to_all:
@@ -171,8 +188,9 @@ class NameTable(ControlPart):
             words = f"name {message.name!r}"
             holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
             shared = self._names[key] = SharedName(client.tenant, message.name, holder)
-            shared.last = shared.newest = self._recent.pop(key, 0)
-        number = message.version if message.version > shared.last else shared.last + 1
+            shared.last = shared.newest = self._recent[client.tenant].pop(message.name, 0)
+        former = message.version if resumed else 0
+        number = former if former > shared.last else shared.last + 1
         shared.last = number
         parts = [
             VersionPart(offer, self._slice(client, shared, offer, resumed=resumed))
@@ -197,7 +215,7 @@ class NameTable(ControlPart):
         """Have the holder take the arrays of an offer."""
         arrays = []
         for index, spec in enumerate(part.offer.specs):
-            number = self._new_id(shared)
+            number = self.new_id(shared)
             placement = Placement(part.slice, spec.placement.devices)
             own = msgspec.structs.replace(spec, placement=placement)
             source = msg.OfferSource(part.offer.token, index)
@@ -205,7 +223,7 @@ class NameTable(ControlPart):
             arrays.append(number)
         part.arrays = tuple(arrays)
 
-    def _new_id(self, shared: SharedName) -> int:
+    def new_id(self, shared: SharedName) -> int:
         shared.serial += 1
         return client_id(shared.holder.number, shared.serial)
 
@@ -214,9 +232,11 @@ class NameTable(ControlPart):
     def go_on(self) -> bool:
         """Take, complete and end versions; return whether other parts have to go on."""
         went_on = False
-        if self._arriving:
-            arriving, self._arriving = self._arriving, []
-            for shared, version in arriving:
+        for _ in range(len(self._arriving)):  # one by one: the rest stays if one raises
+            shared, version = self._arriving.popleft()
+            if version.stands_still:
+                self._arriving.append((shared, version))
+            else:
                 went_on |= self.arrive(shared, version)
         if self.handovers.ended:
             ended, self.handovers.ended = self.handovers.ended, []
@@ -229,26 +249,25 @@ class NameTable(ControlPart):
 
     def arrive(self, shared: SharedName, version: Version) -> bool:
         """Look at a version that arrives; return whether other parts have to go on."""
-        holder, took, gone = (
-            shared.holder,
-            False,
-            f"{shared.name!r} was lost while it was published",
-        )
+        holder, took = shared.holder, False
         for part in version.parts:
             if part.slice not in holder.slices.owned:
-                self._fail(shared, version, ErrorReport.of(ArrayLost(gone)))
+                self._fail(shared, version, _gone(shared))
                 return True
             if not part.arrays and part.slice in self._islands.bindings:
                 self.take(shared, part)
                 version.arriving += part.arrays
                 took = True
+        version.waits_for = None
         while version.arriving:
             array = holder.arrays.get(version.arriving[-1])
             if array is None or array.error is not None:
                 error = None if array is None else array.error
-                self._fail(shared, version, error or ErrorReport.of(ArrayLost(gone)))
+                self._fail(shared, version, error or _gone(shared))
                 return True
             if array.is_lost or array.awaited:
+                if all(part.arrays for part in version.parts):
+                    version.waits_for = array
                 break
             version.arriving.pop()
         if version.error is not None:
@@ -307,8 +326,13 @@ class NameTable(ControlPart):
 
     # --- ends -----------------------------------------------------------------------------------------
 
+    def tell_of_end(self, version: Version) -> None:
+        """Have its maker not tell another controller of a version."""
+        self._tell(version.maker, msg.VersionEnded(version.publication.request))
+
     def _retire(self, shared: SharedName, version: Version) -> None:
         version.happened(VersionEvent.RETIRE)
+        self.tell_of_end(version)
         if shared.current is version:
             shared.current = None
         self.release(shared, version)
@@ -333,16 +357,15 @@ class NameTable(ControlPart):
             unused = {model: own for model, own in shared.likes.items() if own not in used}
             for model in unused:
                 del shared.likes[model]
-            holder.stream.backlog.append(
-                msg.Delete(tuple(version.arrays))
-            )  # in order with recovery
-            holder.stream.backlog.extend(map(msg.ReleaseSlice, unused.values()))
+            releases = map(msg.ReleaseSlice, unused.values())
+            self._in_order(holder, msg.Delete(tuple(version.arrays)), *releases)
         else:
             key = shared.tenant, shared.name
             del self._names[key]
-            self._recent[key] = shared.last
-            if len(self._recent) > RECENT:
-                self._recent.popitem(last=False)
+            recent = self._recent[shared.tenant]
+            recent[shared.name] = shared.last
+            if len(recent) > RECENT:
+                recent.popitem(last=False)
             self.remove(holder, "nothing is published under its name")
 
     def client_left(self, client: Client) -> None:
@@ -368,7 +391,19 @@ class NameTable(ControlPart):
             key = shared.tenant, shared.name
             self._env.call_later(keep_s, KeepOver(key, version.number))
         if arrays := tuple(version.arrays):
-            shared.holder.stream.backlog.append(msg.Checkpoint(0, arrays))
+            self._in_order(shared.holder, msg.Checkpoint(0, arrays))
+
+    def _in_order(self, holder: Client, *messages: Ordered) -> None:
+        """Have a holder do something after its earlier work, and in order with its recovery."""
+        holder.stream.backlog.extend(messages)
+        self.sessions.wake(holder.number)
+
+    @handles(msg.SliceBound)
+    def slice_bound(self, sender: Address, message: msg.SliceBound) -> None:
+        """A holder may have borrowed a slice for its recovery, which it gives back."""
+        holder = self.sessions.owner(message.slice)
+        if holder is not None and holder.is_holder:
+            self.sessions.wake(holder.number)
 
     @handles(KeepOver)
     def _keep_over(self, sender: Address, timer: KeepOver) -> None:
@@ -391,42 +426,36 @@ class NameTable(ControlPart):
             self.sessions.tell(client, msg.RequestFailed(message.request, error))
         else:
             shared.newest = shared.last  # also of versions that are still arriving
+            for version in shared.versions.values():
+                if version.state is VersionState.ARRIVING:
+                    self.tell_of_end(version)
             if shared.current is not None:
                 self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
 
     # --- read -----------------------------------------------------------------------------------------
 
-    def find(self, client: Client, name: str) -> SharedName | None:
-        """Return a name that a client may read, by the text that the client has for it."""
+    def find(self, client: Client, name: str, version: int = 0) -> SharedName | None:
+        """Return a name of which a client may read a version, by the text that the client has for it.
+
+        Args:
+            client: the reader.
+            name: the name; of another tenant's, after the tenant and a slash.
+            version: number of the version; 0 for the current one, whose readers may also wait for versions that
+                are not there.
+        """
         tenant, slash, own = name.partition("/")
         key = (tenant, own) if slash else (client.tenant, name)
         shared = self._names.get(key)
-        return shared if shared is not None and shared.may_read(client) else None
-
-    def offer(
-        self, shared: SharedName, version: Version, client: Client
-    ) -> tuple[msg.SharedPart, ...]:
-        """Offer the arrays of a version to a reader, which is counted from now on."""
-        shares = []
-        for part in version.parts:
-            run = self._new_id(shared)
-            token = self.sessions.claims.permit(run, shared.holder.name, str(client.number))
-            entries = [shared.holder.arrays.get(array) for array in part.arrays]
-            specs = tuple([entry.spec for entry in entries if entry is not None])
-            version.readers[token] = client.number
-            self.offered[token] = shared, version
-            self.handovers.offer(shared.holder, msg.Offer(run, token, part.arrays, specs))
-            devices = shared.holder.slices.devices(part.slice)
-            assert devices is not None, "the slice is bound"
-            shares.append(msg.SharedPart(token, part.slice, devices))
-        return tuple(shares)
+        if shared is None or not shared.may_read(client, shared.chosen(version)):
+            return None
+        return shared
 
     def not_there(
         self, client: Client, name: str, version: int = 0, after: int = 0
     ) -> NameNotFound:
         """Return the error of a lookup that finds nothing."""
-        shared = self.find(client, name)
+        shared = self.find(client, name, version)
         if shared is not None and shared.current is not None and (version or after):
             what = f"version {version}" if version else f"version after {after}"
             return NameNotFound(
@@ -440,7 +469,7 @@ class NameTable(ControlPart):
     def seen_by(self, client: Client) -> list[SharedName]:
         """Return the names that a client may look up."""
         shown = (one for one in self._names.values() if one.current is not None)
-        return [one for one in shown if one.may_read(client)]
+        return [one for one in shown if one.may_read(client, one.current)]
 
     def _known_as(self, client: Client, shared: SharedName) -> str:
         is_own = shared.tenant == client.tenant
@@ -449,3 +478,7 @@ class NameTable(ControlPart):
     def refuse(self, client: Client, request: int, error: Error) -> None:
         """Fail a request."""
         self.sessions.tell(client, msg.RequestFailed(request, ErrorReport.of(error)))
+
+
+def _gone(shared: SharedName) -> ErrorReport:
+    return ErrorReport.of(ArrayLost(f"{shared.name!r} was lost while it was published"))

@@ -186,7 +186,7 @@ class RunsInFlight(ControlPart):
             )
             self._events.publish(refused)
         client.lineage.refuse_run(message.run)
-        self._env.send(client.address, msg.RunFailed(message.run, message.results, error))
+        self.sessions.tell(client, msg.RunFailed(message.run, message.results, error))
         self._credit(client.number)
 
     # --- ending -----------------------------------------------------------------------------------
@@ -314,5 +314,5 @@ class RunsInFlight(ControlPart):
         for number in self._due:
             client = self.sessions.get(number)
             if client is not None:
-                self._env.send(client.address, msg.RunsSettled(self._refunds.pop(number)))
+                self.sessions.tell(client, msg.RunsSettled(self._refunds.pop(number)))
         self._due.clear()

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from pw.core.tenants import NO_SECRET, OPERATOR, Claims
 from pw.core.tickets import Tickets
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
+from pw.sched.control.lineage import Lineage
 from pw.sched.control.usage import Usage
 
 RUN_CREDITS = 512
@@ -150,6 +152,10 @@ class Sessions(Part):
         """Time of the last refusal to each node that was written down, in seconds."""
         self._clients: dict[int, Client] = {}
         self._nodes: dict[str, Client] = {}
+        self._calling: dict[int, Client] = {}
+        """Clients with a process, by number."""
+        self._busy: dict[int, None] = {}
+        """Numbers of holders that may have something to do at the end of a turn."""
         self._numbers = ClientNumbers(first_client, self._clients)
         self._directory = msg.Directory(())
 
@@ -157,6 +163,29 @@ class Sessions(Part):
     def clients(self) -> Collection[Client]:
         """Clients in the order in which they attached."""
         return self._clients.values()
+
+    @property
+    def calling(self) -> Collection[Client]:
+        """Clients with a process, in the order in which they attached."""
+        return self._calling.values()
+
+    def wake(self, number: int) -> None:
+        """Have the end of each turn look at a holder: its stream, lineage or slices have something to do."""
+        if number in self._clients:
+            self._busy[number] = None
+
+    def rest(self, number: int) -> None:
+        """Undo `wake`."""
+        self._busy.pop(number, None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the end of this turn looks at a holder."""
+        return bool(self._busy)
+
+    def busy(self) -> list[Client]:
+        """Return the holders that may have something to do at the end of a turn."""
+        return [client for number in self._busy if (client := self.get(number)) is not None]
 
     def get(self, number: int) -> Client | None:
         """Return the client with a number."""
@@ -218,7 +247,7 @@ class Sessions(Part):
         client = Client(sender, number, message.name, *asked, tenant, message.line, usage)
         client.recovery_s = message.recovery_s
         client.repeats = self._numbers.first << 16
-        self._clients[number] = self._nodes[sender.node] = client
+        self._clients[number] = self._nodes[sender.node] = self._calling[number] = client
         self.islands.tell_all(self._added(client))
         event = "client attached again" if message.resume else "client attached"
         self.env.log("info", event, client=number, node=sender.node, name=message.name)
@@ -241,7 +270,10 @@ class Sessions(Part):
         """
         number = self._numbers.take(in_use)
         usage = self.usage.attach(number, tenant, is_holder=True)
-        client = Client(HOLDERS, number, name, tenant=tenant, usage=usage, is_holder=True)
+        lineage = Lineage(wake=partial(self.wake, number))
+        client = Client(
+            HOLDERS, number, name, tenant=tenant, usage=usage, is_holder=True, lineage=lineage
+        )
         client.repeats = self._numbers.first << 16
         self._clients[number] = client
         self.islands.tell_all(self._added(client))
@@ -293,10 +325,11 @@ class Sessions(Part):
         may_return = client.resuming is not None and not self.islands.schedulers
         self._numbers.left(client.number, "" if may_return else reason)
         if not client.is_holder:
-            del self._nodes[client.address.node]
+            del self._nodes[client.address.node], self._calling[client.number]
             if self.events is not None:
                 self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._clients[client.number]
+        self.rest(client.number)
         self.usage.leave(client.number)
         self.islands.tell_all(msg.RemoveClient(client.number))
 
@@ -340,7 +373,7 @@ class Sessions(Part):
     def _hosts_are(self, sender: Address, directory: msg.Directory) -> None:
         """Tell all clients which hosts there are, also those that attach later."""
         self._directory = directory
-        for client in self.clients:
+        for client in self.calling:
             self.tell(client, directory)
 
 

@@ -18,6 +18,7 @@ from pw.core.actors.lifecycle import Lifecycle
 from pw.core.errors import ErrorReport
 from pw.core.messages import EVERY_TENANT, Offer, Publish
 from pw.core.tenants import OPERATOR
+from pw.sched.control.array_states import ArrayEntry
 from pw.sched.control.clients import Client
 
 
@@ -80,6 +81,8 @@ class Version:
     state: VersionState = VersionState.ARRIVING
     arriving: list[int] = field(default_factory=list)
     """Numbers of arrays that were not there at the last look."""
+    waits_for: ArrayEntry | None = None
+    """Array of the holder that was still arriving at the last look, if all parts are taken."""
     is_asked: bool = False
     """True if the hosts were asked whether all values are there."""
     is_whole: bool = False
@@ -88,6 +91,12 @@ class Version:
     """Error of an array that has no value."""
     readers: dict[bytes, int] = field(default_factory=dict)
     """Numbers of the clients that take or have its arrays, by the tokens of their offers."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the last look at the version saw the same."""
+        array = self.waits_for
+        return array is not None and bool(array.awaited) and array.error is None
 
     def happened(self, event: VersionEvent) -> None:
         """Change the state."""
@@ -129,12 +138,16 @@ class SharedName:
     serial: int = 0
     """Number of ids that `new_id` has returned."""
 
-    def may_read(self, client: Client) -> bool:
-        """Whether a client may look the name up."""
+    def may_read(self, client: Client, version: Version | None) -> bool:
+        """Whether a client may read a version, or look the name up if there is no such version."""
         if client.tenant in (self.tenant, OPERATOR):
             return True
-        to = () if self.current is None else self.current.publication.to
+        to = () if version is None else version.publication.to
         return EVERY_TENANT in to or client.tenant in to
+
+    def chosen(self, number: int) -> Version | None:
+        """Return the version with a number, also one that arrives; without it the current one."""
+        return self.versions.get(number, self.current)
 
     def error(self) -> ErrorReport | None:
         """Return why the current version has no values any more, if it has not."""

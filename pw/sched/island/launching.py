@@ -78,7 +78,8 @@ class Launcher(Part):
         footprints: list[Footprint] = []
         absent: list[ClientQueue] = []  # clients without a launch that may go
         wanting = 0  # clients that want the island
-        queues, admission = self.queues.clients.values(), self.admission
+        idle: list[ClientQueue] = []
+        queues, admission = self.queues.busy.values(), self.admission
         if admission.memory is not None:  # a discard may make room for any client
             for queue in queues:
                 self._order(queue.tasks)
@@ -86,7 +87,11 @@ class Launcher(Part):
             tasks = queue.tasks
             if tasks and not isinstance(tasks[0], SegmentTask):
                 self._order(tasks)
-            wanting += bool(tasks or queue.launched or now_s < queue.came_s + AROUND_S)
+            if tasks or queue.launched or now_s < queue.came_s + AROUND_S:
+                wanting += 1
+            elif now_s >= queue.expected_until_s:
+                idle.append(queue)
+                continue
             if not tasks:
                 absent.append(queue)
                 continue
@@ -104,6 +109,8 @@ class Launcher(Part):
                 absent.append(queue)
                 continue
             footprints.append(head.footprint)
+        for queue in idle:
+            self.queues.rest(queue)
         if not footprints:
             admission.refuse_if_stuck()
             return None

@@ -194,7 +194,7 @@ class LaunchLeases(Part):
     def _is_alone(self, mine: ClientQueue, hosts: tuple[str, ...]) -> bool:
         """Whether no other client wants one of these hosts."""
         now_s = self.env.now_s()
-        for queue in self.queues.clients.values():
+        for queue in self.queues.busy.values():
             if queue is mine or not (
                 queue.tasks or queue.launched or now_s < queue.came_s + self.lending.alone_s
             ):

@@ -36,6 +36,8 @@ class Queues(Part):
     admission: Admission
     programs: IslandPrograms
     clients: dict[int, ClientQueue] = field(default_factory=dict, init=False)
+    busy: dict[int, ClientQueue] = field(default_factory=dict, init=False)
+    """Clients that have work here, had some a moment ago, or are expected; most names have none."""
     runs: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
     """Queued launches of each run."""
     _uploads: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
@@ -57,6 +59,7 @@ class Queues(Part):
         queue = self.clients.pop(message.client, None)
         if queue is None:
             return
+        self.busy.pop(message.client, None)
         for run in [run for run in self.runs if client_of(run) == message.client]:
             self._withdraw(self.runs.pop(run))
         for array in [array for array in self._uploads if client_of(array) == message.client]:
@@ -98,6 +101,7 @@ class Queues(Part):
         if self.policy.keeps_accounts:
             self._settle_accounts(queue, tasks, now_s)
         self.runs[message.run] = list(tasks)
+        self.busy[queue.stake.client] = queue
         queue.submitted(tasks, now_s)
 
     def leased(self, message: msg.Submit) -> list[SegmentTask]:
@@ -129,6 +133,7 @@ class Queues(Part):
         for task in tasks:
             task.estimate_us = task.here.installed.estimates_us.get(task.segment, 0.0)
             self.policy.launched(queue.stake, task.footprint.accounts, task.estimate_us)
+        self.busy[queue.stake.client] = queue
         queue.launched_itself(tasks, now_s)
 
     def _launches_of(
@@ -179,7 +184,7 @@ class Queues(Part):
         if not fresh:
             return
         wanted: defaultdict[SiteGroup, set[str]] = defaultdict(set)
-        for other in self.clients.values():
+        for other in self.busy.values():
             if other is not queue:
                 for group in other.wants(now_s):
                     wanted[group].add(other.stake.tenant)
@@ -261,11 +266,18 @@ class Queues(Part):
         if not message.late:
             self._enqueue(message.client, task)
         elif (queue := self.clients.get(message.client)) is not None:
+            self.busy[message.client] = queue
             queue.insert(task)
 
     def _enqueue(self, client: int, task: Task) -> None:
         if (queue := self.clients.get(client)) is not None:
+            self.busy[client] = queue
             queue.tasks.append(task)
+
+    def rest(self, queue: ClientQueue) -> None:
+        """Nothing is left to do for a client until its next task."""
+        queue.habit.stayed_away()
+        del self.busy[queue.stake.client]
 
     def _arrival(self) -> int:
         self._arrivals += 1

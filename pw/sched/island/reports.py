@@ -43,7 +43,7 @@ class Reports(Part):
             for index, task in enumerate(self.in_flight.launches.values())
             if index < WORK_TOLD or task.here.run == message.run
         ]
-        heads = [queue.tasks[0] for queue in self.queues.clients.values() if queue.tasks]
+        heads = [queue.tasks[0] for queue in self.queues.busy.values() if queue.tasks]
         waiting = [task for task in heads if isinstance(task, SegmentTask)]
         report = msg.IslandReport(
             message.request,

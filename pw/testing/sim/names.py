@@ -2,7 +2,7 @@
 
 A publication has a tree that no other has, so a lookup says what its user must get: the values of all arrays of
 one publication. The monitor also follows the versions: a name means one publication for all, no user sees it go
-back, and each finds what it has published itself.
+back, each finds what it has published itself, and no later controller has a version that was ended.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Edition:
     """Number of the controller's start at which it was published."""
     is_open: bool = True
     """True if the publisher has no answer."""
+    end: int | None = None
+    """Number of the controller's start at which its publisher knew that it had ended it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,10 @@ class Editions:
         edition = self.by_tree.get(offer.tree)
         if edition is None or edition.name != name:
             raise Violation("names", f"{user.name} finds {offer.tree!r} as {name!r}")
+        if edition.end is not None and edition.end < start:
+            raise Violation(
+                "names", f"{user.name} finds {name!r}, which an earlier controller has ended"
+            )
         if len(edition.parts) != len(offer.parts):
             raise Violation("names", f"{user.name} finds a part of version {version} of {name!r}")
         if self.versions.setdefault((start, name, version), offer.tree) != offer.tree:
@@ -79,6 +85,7 @@ def share(user: User) -> None:
     """Publish some arrays, look a name up, or end one."""
     if user.cluster.node.alive:
         _check_readers(user.cluster.controller.names)
+        _check_holders(user.cluster.controller.sessions)
     draw = user.random.random()
     if draw < 0.45 and user.arrays:
         _publish(user)
@@ -94,6 +101,17 @@ def _check_readers(names: Any) -> None:
         if version.state is VersionState.GONE:
             raise Violation(
                 "names", f"version {version.number} of {shared.name!r} went before its readers"
+            )
+
+
+def _check_holders(sessions: Any) -> None:
+    """Raise Violation if the controller does not look at a holder that has something to do."""
+    for client in sessions.clients:
+        is_over = client.slices.borrowed and not client.recovering
+        has_work = client.stream or client.lineage.has_unneeded or is_over
+        if client.is_holder and has_work and client not in sessions.busy():
+            raise Violation(
+                "names", f"nothing goes on with what the holder of {client.name} has to do"
             )
 
 
@@ -158,12 +176,8 @@ def _look_up(user: User) -> None:
     name = user.random.choice(NAMES)
     wait_s = user.random.choice((0.0, 0.0, 0.1, 2.0))
     editions: Editions = user.cluster.editions
-    start, life = user.cluster.starts, user.lives
-    own = [
-        edition
-        for edition in editions.by_tree.values()
-        if edition.deal.exporter is user and edition.deal.life == life and edition.name == name
-    ]
+    start = user.cluster.starts
+    own = _own(user, name)
 
     def answered(answer: msg.VersionOffer | None, error: BaseException | None) -> None:
         if answer is None:
@@ -177,6 +191,17 @@ def _look_up(user: User) -> None:
 
     promise = user._promise(f"look up {name}", answered)
     user._post(Ask(lambda number: msg.Lookup(number, name, wait_s=wait_s), promise))
+
+
+def _own(user: User, name: str) -> list[Edition]:
+    """Return what a user has published under a name in this life."""
+    return [
+        edition
+        for edition in user.cluster.editions.by_tree.values()
+        if edition.deal.exporter is user
+        and edition.deal.life == user.lives
+        and edition.name == name
+    ]
 
 
 def _check_miss(user: User, name: str, error: BaseException | None) -> None:
@@ -259,8 +284,16 @@ def _move(user: User, array: int, spec: ArraySpec) -> None:
 
 def _unpublish(user: User) -> None:
     name = user.random.choice(NAMES)
+    published = [edition for edition in _own(user, name) if not edition.is_open]
 
     def answered(answer: Any, error: BaseException | None) -> None:
+        if error is None:
+            for edition in published:
+                edition.end = user.cluster.starts
+            for kept in user.session.link.journal.publications.values():
+                if user.cluster.editions.by_tree[kept.tree] in published:
+                    words = f"{user.name} would publish {name!r} again, which it has ended"
+                    raise Violation("names", words)
         is_right = error is None or isinstance(error, NameNotFound)
         if not is_right and user.session.closed is None:
             raise Violation("names", f"{user.name} cannot end {name!r}: {error!r}")

@@ -964,3 +964,7 @@ row(
     wrap("controller.names.release", breakages.without_counting),
     seen("names", 2, "names"),
 )
+# The controller does not tell a publisher that its version has ended.
+row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names", 0, "names"))
+# What a holder has to do when its versions end is not done.
+row("let-holders-sleep", forget("controller.sessions.wake"), seen("names", 0, "names"))

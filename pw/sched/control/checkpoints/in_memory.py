@@ -121,7 +121,9 @@ class Checkpoints(ControlPart):
         try:
             self.sessions.usage.take(client.number, Resource.HOST_MEMORY, amounts)
         except QuotaExceeded as error:
-            self._env.send(client.address, msg.Answered(message.request, ErrorReport.of(error)))
+            self.sessions.tell(client, msg.Answered(message.request, ErrorReport.of(error)))
+            if client.is_holder:
+                self._env.log("warning", "no replicas", of=client.name, why=str(error))
             return
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, tuple(copies)))

@@ -87,7 +87,7 @@ class Saves(ControlPart):
             refused = ErrorReport.of(
                 ProtocolError("this checkpoint has no arrays, or a bad id or path")
             )
-            self._env.send(client.address, msg.Answered(message.request, refused))
+            self.sessions.tell(client, msg.Answered(message.request, refused))
             return
         objections = (objection(client, number, self._islands) for number in message.arrays)
         error = next((error for error in objections if error is not None), None)
@@ -118,7 +118,7 @@ class Saves(ControlPart):
                 f"a host would have to write {len(many)} arrays at once; make several checkpoints"
             )
             answer = msg.Answered(message.request, ErrorReport.of(ArgumentError(words)))
-            self._env.send(client.address, answer)
+            self.sessions.tell(client, answer)
             return
         files = {
             host: f"{message.checkpoint}-{at:05d}.safetensors" for at, host in enumerate(parts)

@@ -68,7 +68,7 @@ class Inquiries(ControlPart):
             f"client {client.number} has asked {AT_ONCE} times, and is not answered yet; wait for an "
             "answer, then ask again"
         )
-        self._env.send(client.address, msg.RequestFailed(request.request, ErrorReport.of(error)))
+        self.sessions.tell(client, msg.RequestFailed(request.request, ErrorReport.of(error)))
 
     def begin(
         self, inquiry: Inquiry, tell: Callable[[Any], None], asker: tuple[int, type] | None = None

@@ -38,7 +38,7 @@ class Plans(ControlPart):
             answer = self._describe(message.request, self._program_of(client, message))
         except Error as error:
             answer = msg.Answered(message.request, ErrorReport.of(error))
-        self._env.send(client.address, answer)
+        self.sessions.tell(client, answer)
 
     def _program_of(self, client: Client, message: msg.GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
