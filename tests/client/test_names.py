@@ -293,3 +293,14 @@ def test_host_values_alone_and_large_ones_are_published(users: Users) -> None:
     np.testing.assert_array_equal(found["large"], large)
     pw.publish("numbers", {"lr": 0.25})
     assert pw.lookup("numbers") == {"lr": 0.25}
+
+
+def test_a_publication_keeps_what_the_session_has_said_for_the_name(users: Users) -> None:
+    tree = {"rate": 0.5}
+    pw.publish("said", tree, keep=True, to="all").result(60)
+    pw.publish("said", tree).result(60)
+    info = pw.names()["said"]
+    assert (info.version, info.keep_s, info.to) == (2, float("inf"), ("all",))
+    pw.publish("said", tree, keep=False, to=()).result(60)
+    info = pw.names()["said"]
+    assert (info.version, info.keep_s, info.to) == (3, 0.0, ())

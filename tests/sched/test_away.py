@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -214,9 +213,9 @@ def test_another_controller_waits_for_hosts_as_long_as_the_cluster_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No island was lost, so nothing is given up, although a host finds the controller late."""
+    monkeypatch.setattr(restart.User, "recovery_s", 1.0)
     cluster = restart.Cluster(0)
     user, world = cluster.user, cluster.world
-    user.session._attach = msgspec.structs.replace(user.session._attach, recovery_s=1.0)
     array = user.run(user.program(chain([cluster.a])), X.tobytes())
     world.settle()
     cluster.lose()

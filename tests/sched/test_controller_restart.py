@@ -61,6 +61,9 @@ CREDITS = 512
 class User:
     """A session as users have it, and what they know of their arrays."""
 
+    recovery_s: float | None = None
+    """How long it waits for lost islands, in seconds."""
+
     def __init__(self, world: World, name: str, keep_bytes: int = 1 << 30) -> None:
         self.world, self.me = world, session_of(name)
         self.serial = 0
@@ -73,7 +76,7 @@ class User:
             self.me, lambda env: ClientSession(env, bulk, self._grant)
         )
         attached: Future[Any] = Future()
-        self.note(Open(name, 1.0, 0, keep_bytes, attached, 60.0))
+        self.note(Open(name, 1.0, 0, keep_bytes, attached, 60.0, recovery_s=self.recovery_s))
         world.settle()
         self.number = attached.result(0).client
 

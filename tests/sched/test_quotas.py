@@ -223,6 +223,7 @@ def test_a_name_lends_devices_to_those_to_whom_it_has_offered_a_version(to: tupl
         bound.append(number in blue.bound)
         stage.look_up(blue, "red/base")
     assert bound == [False, bool(to)]
+    assert stage.world.control.usage.amount(BLUE, Resource.DEVICES) == 0, "they are the name's"
 
 
 @pytest.mark.parametrize("tenant", [RED, BLUE])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import weakref
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -35,6 +36,11 @@ from pw.transport.log import log
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds of each unit of a duration."""
+
+_terms: weakref.WeakKeyDictionary[Any, dict[str, tuple[float, tuple[str, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""`keep` in seconds, and `to`, of the last publication of each session under each name."""
 
 
 class Publication:
@@ -89,9 +95,11 @@ def publish(name: str, tree: Any, *, keep: Any = None, to: Any = None) -> Public
             numpy arrays; large ones go to a default slice, as in `pw.put`. Readers get its dicts, lists, tuples
             and None as they are, and containers of other classes (named tuples, dataclasses) as dicts.
         keep: how long the name outlasts this session: seconds, a text such as "30s", "10m", "1h" or "2d", or
-            True for no end (`pw.unpublish` ends it). The time counts from the end of this session. None: the
-            name ends with the session. Arrays that readers have stay in any case.
-        to: names of the other tenants that may look it up, or "all". None: only this tenant.
+            True for no end (`pw.unpublish` ends it), False to end with the session. The time counts from the
+            end of this session. None: as this session has said for the name before, else False. Arrays that
+            readers have stay in any case.
+        to: names of the other tenants that may look it up, or "all"; () for this tenant only. None: as this
+            session has said for the name before, else ().
 
     Raises:
         ArgumentError: the name, `keep` or `to` is none, or the tree has other values.
@@ -100,7 +108,8 @@ def publish(name: str, tree: Any, *, keep: Any = None, to: Any = None) -> Public
         TracerError: called in a function that is being traced.
     """
     _check_name(name)
-    keep_s, readers = _seconds_of(keep), _tenants_of(to)
+    keep_s = None if keep is None else _seconds_of(keep)
+    readers = None if to is None else _tenants_of(to)
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     if under_jax_trace([leaf for _, leaf in leaves]):
         raise TracerError(
@@ -135,6 +144,11 @@ def publish(name: str, tree: Any, *, keep: Any = None, to: Any = None) -> Public
         described, TreeNode.of(tree), [SharedMesh.of(mesh, slices) for mesh in meshes]
     )
     offers = [list(group.items()) for group in groups.values()]
+    terms = _terms.setdefault(session, {})
+    former_s, former_readers = terms.get(name, (0.0, ()))
+    keep_s = former_s if keep_s is None else keep_s
+    readers = former_readers if readers is None else readers
+    terms[name] = keep_s, readers
     future = session.publish(name, offers, encode(shared), keep_s, readers)
     future.add_done_callback(_log_failure)
     return Publication(name, future)
@@ -165,7 +179,7 @@ def _check_name(name: Any) -> None:
 
 def _seconds_of(keep: Any) -> float:
     """Return for how many seconds a name outlasts its session."""
-    if keep is None or keep is False:
+    if keep is False:
         return 0.0
     if keep is True:
         return math.inf
@@ -181,7 +195,7 @@ def _seconds_of(keep: Any) -> float:
 
 
 def _tenants_of(to: Any) -> tuple[str, ...]:
-    names: Sequence[Any] = () if to is None else (to,) if isinstance(to, str) else tuple(to)
+    names: Sequence[Any] = (to,) if isinstance(to, str) else tuple(to)
     if not all(isinstance(one, str) and one for one in names):
         raise ArgumentError(
             f"to={to!r} has no names of tenants; give a list of them, or {EVERY_TENANT!r}"

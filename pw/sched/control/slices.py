@@ -110,9 +110,9 @@ class SliceRequests(ControlPart):
         )
         slices.hosts[message.slice] = set(message.former_hosts)
         then = partial(self._env.send, RESOURCES, message)
-        is_asked = self.queue.ask(
-            client.number, client.tenant, message.slice, message.devices, then
-        )
+        is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
+        amount = 0 if is_lent else message.devices
+        is_asked = self.queue.ask(client.number, client.tenant, message.slice, amount, then)
         if client.resuming is not None and is_asked:
             slices.unbound[message.slice] = client.resuming.loss
         elif client.resuming is not None and message.formerly:
@@ -135,7 +135,9 @@ class SliceRequests(ControlPart):
                 "published to this one; look the name up again (pw.lookup)"
             )
         is_back = client.resuming is not None and bool(message.formerly)
-        if is_back or usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
+        if is_back or self._is_lent(message.like):
+            return None
+        if usage.can_ever_have(tenant, Resource.DEVICES, message.devices):
             return None
         return usage.exceeded(tenant, Resource.DEVICES, message.devices)
 
@@ -143,6 +145,11 @@ class SliceRequests(ControlPart):
         """Whether a client may have a slice on the devices of another slice, if that is there."""
         owner = self.sessions.owner(model)
         return owner is None or client.may_touch(owner) or self.lends(owner, client)
+
+    def _is_lent(self, model: int) -> bool:
+        """Whether a slice is that of a name: who reads there takes no devices of its own tenant."""
+        owner = self.sessions.owner(model)
+        return owner is not None and owner.is_holder
 
     def rights_changed(self, tenant: str) -> None:
         """Refuse slices that a tenant can never have any more, and ask for those that it may have now."""
