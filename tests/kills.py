@@ -129,7 +129,7 @@ class Client:
         address: str,
         seed: int,
         devices: int,
-        kind: Kind,
+        kind: Kind = Kind.TRAINING,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         body = f"from tests.kills import client; client({seed}, {devices}, '{kind}')"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -432,7 +431,7 @@ def run_twice(submit: Any, batch: Sequence[Any]) -> None:
     for op in batch:
         if AGAIN in _name(submit.__self__, op):
             made = tuple(Value() for _ in op.results)
-            found.append(dataclasses.replace(op, results=made))
+            found.append(replace(op, results=made))
             op.args = (made[0], *op.args[1:])
         found.append(op)
     submit(found)
