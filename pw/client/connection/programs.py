@@ -46,7 +46,7 @@ class Programs:
 
     def add(self, number: int, body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:
         """Count a program that was registered."""
-        if not all(one.traits.is_repeatable for one in body.held.computations):
+        if not body.held.is_repeatable:
             self._with_effects.add(number)
         self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)

@@ -14,7 +14,7 @@ from pw.core.messages.base import (
     ControllerToStore,
     HostToController,
 )
-from pw.core.messages.bounds import Hosts, Name
+from pw.core.messages.bounds import Hosts, Name, Seconds
 from pw.core.messages.clients import Offer
 
 DESCRIPTION_BYTES = 4 << 20
@@ -39,7 +39,7 @@ class Publish(ClientToController, frozen=True, tag=203):
     """The arrays, one offer for each slice."""
     tree: Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES)]
     """Description of the tree by its publisher, for readers."""
-    keep_s: Annotated[float, Meta(ge=0)] = 0.0
+    keep_s: Seconds = 0.0
     """Seconds for which the name outlasts the session of its publisher; infinite for no end."""
     to: Hosts = ()
     """Names of other tenants that may read, or `EVERY_TENANT`."""
@@ -74,7 +74,7 @@ class Lookup(ClientToController, frozen=True, tag=205):
     """Number of the version; 0 for the newest."""
     after: VersionNumber = 0
     """Number above which the version's number is to be."""
-    wait_s: Annotated[float, Meta(ge=0)] = 0.0
+    wait_s: Seconds = 0.0
     """Seconds to wait until there is such a version."""
 
 

@@ -162,6 +162,11 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
         """Whether its results are views; it does nothing else then."""
         return any(computation.kind is Kind.VIEW for computation in self.computations)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it may be run again: none of its computations has effects outside of the cluster."""
+        return all(computation.traits.is_repeatable for computation in self.computations)
+
     def artifacts(self) -> tuple[bytes, ...]:
         """Return the artifact of each computation that has one."""
         return tuple([one.artifact for one in self.computations if one.traits.has_artifact])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from pw.core import messages as msg
-from pw.core.ids import REPEATS, Address, arrays_in, client_id, client_of
+from pw.core.ids import REPEATS, Address, client_id, client_of
 from pw.core.programs.program import Program
 from pw.core.sharding import ArraySpec
 from pw.core.tenants import OPERATOR, may_touch
@@ -89,8 +89,6 @@ class Client:
     """What the client has, as the ledger counts it."""
     recovery_s: float | None = None
     """How long the client waits for a lost island, in seconds; None for as long as the cluster says."""
-    is_holder: bool = False
-    """True if no process calls from the address: the client holds what is published under a name."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: ArrayTable = field(default_factory=ArrayTable)
     lineage: Lineage = field(default_factory=Lineage)
@@ -120,6 +118,11 @@ class Client:
     repeats: int = 0
     """Number of ids that `new_id` has returned."""
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether no process calls from the address: the client holds what is published under a name."""
+        return self.usage.is_holder
 
     @property
     def away(self) -> Away | None:
@@ -184,9 +187,7 @@ class Client:
         program = self.programs.get(message.program)
         if program is None or not program.body.donated:
             return ()
-        args = message.args
-        donated = [args[index] for index in program.body.donated if 0 <= index < len(args)]
-        return tuple(arrays_in(donated))
+        return program.donated(message.args)
 
     def delete(self, arrays: tuple[int, ...]) -> list[tuple[int, ArrayEntry]]:
         """Forget arrays; return those that hosts may drop now."""

@@ -13,6 +13,7 @@ from operator import is_
 import msgspec
 
 from pw.core.errors import ErrorReport
+from pw.core.ids import arrays_in
 from pw.core.messages import Artifact, InstallProgram, Submit
 from pw.core.programs.lower import lower, lower_with_memory
 from pw.core.programs.peak import IslandMemory
@@ -57,6 +58,11 @@ class RegisteredProgram:
 
     def __post_init__(self) -> None:
         self.slices = frozenset(self.body.slices())
+
+    def donated(self, args: tuple[int | bytes, ...]) -> tuple[int, ...]:
+        """Return the arrays that a run with these arguments takes from its client."""
+        donated = [args[index] for index in self.body.donated if 0 <= index < len(args)]
+        return tuple(arrays_in(donated))
 
     def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
         """Return the island and hosts of each result; None while a slice of one is not bound."""

@@ -271,9 +271,7 @@ class Sessions(Part):
         number = self._numbers.take(in_use)
         usage = self.usage.attach(number, tenant, is_holder=True)
         lineage = Lineage(wake=partial(self.wake, number))
-        client = Client(
-            HOLDERS, number, name, tenant=tenant, usage=usage, is_holder=True, lineage=lineage
-        )
+        client = Client(HOLDERS, number, name, tenant=tenant, usage=usage, lineage=lineage)
         client.repeats = self._numbers.first << 16
         self._clients[number] = client
         self.islands.tell_all(self._added(client))

@@ -114,14 +114,13 @@ class SetAside:
             if program is None:
                 return True  # it is refused
             args = arrays_in(message.args)
-            donated = (message.args[at] for at in program.body.donated if at < len(message.args))
             return (
                 program.slices.isdisjoint(away.slices)
                 and lost.isdisjoint(args)
                 and self.results.isdisjoint(args)
-                and not any(map(self._is_kept, arrays_in(donated)))
+                and not any(map(self._is_kept, program.donated(message.args)))
                 and message.lease not in self._leases
-                and not (self._has_effects and _has_effects(program))
+                and (program.body.is_repeatable or not self._has_effects)
             )
         if isinstance(message, msg.CreateArray):
             return message.spec.placement.slice not in away.slices
@@ -155,7 +154,7 @@ class SetAside:
             self._programs.add(message.program)
             if message.lease:
                 self._leases.add(message.lease)
-            self._has_effects |= program is not None and _has_effects(program)
+            self._has_effects |= program is not None and not program.body.is_repeatable
         elif isinstance(message, msg.CreateArray):
             self.results.add(message.array)
         elif isinstance(message, (msg.Offer, msg.Publish)):
@@ -212,7 +211,3 @@ class Stream:
     def will_make(self, array: int) -> bool:
         """Whether a run that waits makes an array."""
         return any(isinstance(one, msg.Run) and array in one.results for one in self)
-
-
-def _has_effects(program: RegisteredProgram) -> bool:
-    return not all(one.traits.is_repeatable for one in program.body.computations)

@@ -59,7 +59,7 @@ class AwayMonitor:
                     and not program.body.donated
                     and not message.lease
                     and program.slices.isdisjoint(client.slices.unbound)
-                    and all(one.traits.is_repeatable for one in program.body.computations)
+                    and program.body.is_repeatable
                     and all(map(client.arrays.is_good, arrays_in(message.args)))
                 )
             elif isinstance(message, msg.CreateArray):

@@ -70,9 +70,8 @@ def plan_recovery(
         if maker is None or not maker.program.body.makes_views or maker.in_vain(now_s):
             return False
         for arg in arrays_in(maker.args):
-            argument, source = arrays.get(arg), lineage.origins.get(arg)
-            is_there = argument is not None and argument.is_good
-            if not is_there and (
+            source = lineage.origins.get(arg)
+            if not arrays.is_good(arg) and (
                 source is None or sources_of(source.spec, replicas.get(arg, {})) is None
             ):
                 return False
@@ -113,7 +112,7 @@ def plan_recovery(
             plan.lost[array] = origin.error or _lost(origin, cause, _GIVER_GONE)
         elif origin.maker is None:
             plan.uploads.append(array)
-        elif not all(c.traits.is_repeatable for c in origin.maker.program.body.computations):
+        elif not origin.maker.program.body.is_repeatable:
             plan.lost[array] = _lost(origin, cause, _IMPURE)
         elif origin.maker.in_vain(now_s):
             plan.lost[array] = _lost(origin, cause, _IN_VAIN)
