@@ -205,13 +205,18 @@ row(
     seen("chaos", 0, "liveness", "actors never raise"),
 )
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
-# A launched run that no host has taken waits for nothing that it reads.
+# The controller passes a launched run on before what it reads has come, and the scheduler does not wait either.
 row(
     "queue-leased-runs-at-once",
-    mishear(
-        "scheduler", m.SubmitLeased, lambda it: replace(it, submit=replace(it.submit, awaits=()))
+    together(
+        wrap("controller.stream.obstacle", breakages.overlook_uploads),
+        mishear(
+            "scheduler",
+            m.SubmitLeased,
+            lambda it: replace(it, submit=replace(it.submit, awaits=())),
+        ),
     ),
-    seen("chaos", 9807465, "values are made before they are used"),
+    seen("leases-lost", 15, "oracle", "liveness", "values are made before they are used"),
 )
 # A host takes launches of a client after it has said what it has taken.
 row(
@@ -332,7 +337,7 @@ row(
 row(
     "launch-before-its-upload",
     wrap("controller.stream.obstacle", breakages.overlook_uploads),
-    seen("chaos", 910472, "oracle", "liveness"),
+    seen("leases-lost", 0, "actors never raise", "oracle", "liveness"),
 )
 # The memory of a lease is lent to others, too.
 row(
