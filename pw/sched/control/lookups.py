@@ -122,7 +122,7 @@ class Lookups(ControlPart):
     def _answer(self, reader: _WaitingLookup) -> bool:
         """Answer a lookup; return False if it still has to wait."""
         client, message = reader.client, reader.message
-        shared = self.names.find(client, message.name, message.version)
+        shared = self.names.directory.find(client, message.name, message.version)
         if shared is not None and any(
             one.state is VersionState.ARRIVING and one.maker == client.number
             for one in shared.versions.values()
@@ -145,7 +145,9 @@ class Lookups(ControlPart):
             return True
         if shared is None or version is None or version.number <= message.after:
             if reader.is_over:
-                error = self.names.not_there(client, message.name, message.version, message.after)
+                error = self.names.directory.not_there(
+                    client, message.name, message.version, message.after
+                )
                 self.names.refuse(client, message.request, error)
             return reader.is_over
         holder = shared.holder
@@ -199,7 +201,7 @@ class Lookups(ControlPart):
     @handles_client(msg.GetNames)
     def _list(self, client: Client, message: msg.GetNames) -> None:
         infos = []
-        for shared in self.names.seen_by(client):
+        for shared in self.names.directory.seen_by(client):
             version = shared.current
             assert version is not None, "only such names are seen"
             readers = {n for one in shared.versions.values() for n in one.readers.values()}
