@@ -29,7 +29,7 @@ from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.memory_report import held_by_clients
 from pw.sched.island.policy import Policy
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Account, SiteGroup, Stake
+from pw.sched.island.window import CONTENDED_TIME_US, Account, SiteGroup, Stake
 
 CLIENTS_TOLD = 64
 """Number of clients of an island in a forecast: those that go first."""
@@ -97,12 +97,14 @@ class Forecast:
     now_s: float
     places: list[Place] = field(default_factory=list, init=False)
     """Places of all clients that wait, the next one first."""
-    queued: list[SegmentTask] = field(default_factory=list, init=False)
-    """Oldest queued launch of each client that may go as soon as it has its turn, the next one first."""
+    turns: list[SegmentTask] = field(default_factory=list, init=False)
+    """Queued launches that may go, in the order in which they are expected to, as far as places ask for it."""
     clients_left_out: int = field(default=0, init=False)
     """Number of clients that wait behind these."""
     _busy_s: dict[SiteGroup, float] = field(default_factory=dict, init=False)
     """Seconds for which each device is busy with what is in front; inf if that cannot be told."""
+    _last_s: dict[SiteGroup, float] = field(default_factory=dict, init=False)
+    """Seconds until the last of the launches in front begins on each device."""
     _on: defaultdict[SiteGroup, Counter[int]] = field(
         default_factory=lambda: defaultdict(Counter), init=False
     )
@@ -162,22 +164,25 @@ class Forecast:
     def _go_through(self, contenders: Sequence[_Claim]) -> None:
         """Give each of these clients its place, as the policy would launch them."""
         at_s = self.now_s
-        claims = list(self.policy.order(contenders, at_s))
-        room = max(0, CLIENTS_TOLD - len(self.places))
-        left = [one for one in claims[room:] if one.stake.client not in self._place_of]
-        self.clients_left_out += len(left)
-        claims = claims[:room]
-        unplaced = {claim.stake.client for claim in claims}
+        claims: list[_Claim] = []
+        unplaced: set[int] = set()
+        for claim in self.policy.order(contenders, at_s):
+            if claim.stake.client not in self._place_of:
+                if len(self.places) + len(unplaced) >= CLIENTS_TOLD:
+                    self.clients_left_out += 1
+                    continue
+                unplaced.add(claim.stake.client)
+            claims.append(claim)
         comparisons = COMPARISONS
         while unplaced and comparisons > 0:
             comparisons -= len(claims)
-            starts = (self._start_s(claim.tasks[0]) for claim in claims)
-            at_s = max(at_s, self.now_s + min((s for s in starts if s < math.inf), default=0.0))
+            opens = (self._opens_s(claim.tasks[0]) for claim in claims)
+            at_s = max(at_s, self.now_s + min((s for s in opens if s < math.inf), default=0.0))
             first = self.policy.order(claims, at_s)[0]
             task = first.tasks[0]
+            self.turns.append(task)
             if first.stake.client in unplaced:
                 unplaced.discard(first.stake.client)
-                self.queued.append(task)
                 self._put(task, more=len(first.tasks) - 1)
             expected_s = _expected_s(task)
             self._occupy(task, math.inf if task.unfinished else expected_s)
@@ -235,6 +240,15 @@ class Forecast:
     def _start_s(self, task: SegmentTask) -> float:
         return max((self._busy_s.get(group, 0.0) for group in task.footprint.groups), default=0.0)
 
+    def _opens_s(self, task: SegmentTask) -> float:
+        """Return the seconds until the window has room for a launch: then the policy chooses."""
+        opens = (
+            min(self._last_s[group], self._busy_s[group] - CONTENDED_TIME_US * 1e-6)
+            for group in task.footprint.groups
+            if group in self._busy_s
+        )
+        return max(opens, default=0.0)
+
     def _put(
         self,
         task: SegmentTask,
@@ -262,9 +276,9 @@ class Forecast:
 
     def _occupy(self, task: SegmentTask, expected_s: float) -> None:
         """Count a launch on its devices."""
-        end_s = self._start_s(task) + expected_s
+        start_s = self._start_s(task)
         for group in task.footprint.groups:
-            self._busy_s[group] = end_s
+            self._last_s[group], self._busy_s[group] = start_s, start_s + expected_s
             self._on[group][task.here.stake.client] += 1
 
 

@@ -201,7 +201,7 @@ class Trespasses:
             owners = (owner for device in message.devices for owner in device.owners)
             seen = {owner.client for owner in owners if owner.client}
         elif isinstance(message, msg.Queue):
-            self._world.checked["waits"] += len(message.waits)
+            self._world.checked["waits shown"] += len(message.waits)
             fronts = {one.client for wait in message.waits for one in wait.in_front}
             named = {wait.client for wait in message.waits} | fronts
             runs = {int(wait.run.partition(".")[0]) for wait in message.waits if wait.run}
