@@ -16,7 +16,7 @@ from pw.core.programs.plan import Execute, HostPlan, HostSegment
 from pw.core.programs.program import Computation, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched.island import forecast as forecasts
-from pw.sched.island.forecast import Forecast, Place
+from pw.sched.island.forecast import Forecast, WaitingLaunch
 from pw.sched.island.lease_states import LaunchLease
 from pw.sched.island.policy import POLICIES
 from tests.sched.test_quotas import Stage
@@ -56,7 +56,7 @@ class Device:
     def forecast(self) -> Forecast:
         return self.bench.scheduler.reports.forecast()
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, WaitingLaunch]:
         return {place.task.here.stake.client: place for place in self.forecast().places}
 
 

@@ -53,7 +53,7 @@ from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.usage import Usage
-from pw.sched.control.waits import Waits
+from pw.sched.control.waits import WaitReports
 from pw.sched.control.watches import IslandWatches
 
 
@@ -127,7 +127,7 @@ class Controller(Actor):
             sessions, slices, replicas, handovers, uploads, confirmations, self._release
         )
         lookups = self.lookups = Lookups(sessions, names)
-        waits = Waits(
+        waits = WaitReports(
             *(sessions, inquiries, policy, slices, registry, runs, stream, lookups, island_status)
         )
         in_order: Handlers = {

@@ -37,7 +37,7 @@ ANOTHER = "another tenant"
 
 
 @dataclass(eq=False)
-class Waits(ControlPart):
+class WaitReports(ControlPart):
     """Answers `GetQueue`."""
 
     inquiries: Inquiries

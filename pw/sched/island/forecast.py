@@ -44,7 +44,7 @@ FOR_MEMORY = "device memory that others hold"
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class WaitingLaunch:
     """The oldest launch of a client that waits, and its place."""
 
     task: SegmentTask
@@ -95,7 +95,7 @@ class Forecast:
     queues: Queues
     leases: LeaseTable
     now_s: float
-    places: list[Place] = field(default_factory=list, init=False)
+    places: list[WaitingLaunch] = field(default_factory=list, init=False)
     """Places of all clients that wait, the next one first."""
     turns: list[SegmentTask] = field(default_factory=list, init=False)
     """Queued launches that may go, in the order in which they are expected to, as far as places ask for it."""
@@ -111,7 +111,7 @@ class Forecast:
     """Number of launches of each client that come first on each device."""
     _held: dict[DeviceAddress, Counter[int]] | None = field(default=None, init=False)
     """Bytes of each client on each device; None until something waits for memory."""
-    _place_of: dict[int, Place] = field(default_factory=dict, init=False)
+    _place_of: dict[int, WaitingLaunch] = field(default_factory=dict, init=False)
     """Places by client."""
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ class Forecast:
         more: int = 0,
         reasons: tuple[str, ...] = (),
         is_timed: bool = True,
-    ) -> Place:
+    ) -> WaitingLaunch:
         """Put a launch behind what its devices have in front, if it is the oldest of its client that waits."""
         client = task.here.stake.client
         if (place := self._place_of.get(client)) is not None:
@@ -268,7 +268,9 @@ class Forecast:
             in_front |= self._on[group]
         start_s = self._start_s(task)
         is_known = is_timed and not reasons and not task.unfinished and start_s < math.inf
-        place = Place(task, dict(in_front), "launches", start_s if is_known else None, reasons)
+        place = WaitingLaunch(
+            task, dict(in_front), "launches", start_s if is_known else None, reasons
+        )
         place.more = more
         self._place_of[client] = place
         self.places.append(place)

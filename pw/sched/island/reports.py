@@ -10,7 +10,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import LookForStall, Watchdog
 from pw.core.ids import CONTROL, Address
 from pw.sched.island.admission import Admission
-from pw.sched.island.forecast import Forecast, Place, obstacles
+from pw.sched.island.forecast import Forecast, WaitingLaunch, obstacles
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import LaunchState, SegmentTask
 from pw.sched.island.lease_states import LeaseTable
@@ -81,7 +81,7 @@ class Reports(Part):
         answer = msg.IslandWaits(message.request, self.island, waits, forecast.clients_left_out)
         self.env.send(sender, answer)
 
-    def _wait(self, place: Place) -> msg.LaunchWait:
+    def _wait(self, place: WaitingLaunch) -> msg.LaunchWait:
         task = place.task
         return msg.LaunchWait(
             task.here.run,
