@@ -66,7 +66,7 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
             assert other.left_s is None, "the function has never ended"
             shown = CliRunner().invoke(app, ["why", "--queue", "--address", cluster.address])
             assert shown.exit_code == 0
-            assert "2 wait, policy fifo" in shown.stdout
+            assert "2 waits, policy fifo" in shown.stdout
             gate.touch()
             assert script.end() == 0, script.err
             assert "[2. 2. 2.]" in script.out

@@ -36,7 +36,7 @@ class ClusterQueue(Shown):
     def head(self) -> str:
         """One line about all that waits."""
         count = len(self.waits)
-        line = f"{count} wait{'s' if count == 1 else ''}, policy {self.policy}"
+        line = f"{count} wait{'' if count == 1 else 's'}, policy {self.policy}"
         if self.left_out:
             line += f"; {self.left_out} more behind them"
         if self.hidden:

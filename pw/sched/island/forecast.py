@@ -31,9 +31,9 @@ from pw.sched.island.policy import Policy
 from pw.sched.island.queues import Queues
 from pw.sched.island.window import CONTENDED_TIME_US, Account, SiteGroup, Stake
 
-CLIENTS_TOLD = 64
+CLIENTS_TOLD = 32
 """Number of clients of an island in a forecast: those that go first."""
-COMPARISONS = 1 << 14
+COMPARISONS = 1 << 13
 """Number of claims that a forecast compares, at most: the island's work waits for it, about 50 ms."""
 OVERDUE, OVERDUE_S = 2.0, 0.1
 """Multiple of its expected time, and seconds beyond that, after which the end of a launch cannot be told."""
