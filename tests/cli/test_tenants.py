@@ -184,7 +184,16 @@ class Cluster:
     def waits(self, tenant: str = "operator") -> dict[str, Any]:
         """Return the document of `pw why --queue`, as a tenant sees it."""
         asked = self.start(
-            *("pw.cli.main", "why", "--queue", "--json", "--address", self.address),
+            *(
+                "pw.cli.main",
+                "why",
+                "--queue",
+                "--json",
+                "--timeout",
+                60,
+                "--address",
+                self.address,
+            ),
             PW_CREDENTIALS=self.keys[tenant],
         )
         assert asked.end() == 0, asked.err

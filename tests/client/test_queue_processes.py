@@ -64,8 +64,9 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
             assert (other.in_front[0].client, other.in_front[0].amount) == (own.client, 2)
             assert other.waited_s is not None
             assert other.left_s is None, "the function has never ended"
-            shown = CliRunner().invoke(app, ["why", "--queue", "--address", cluster.address])
-            assert shown.exit_code == 0
+            command = ["why", "--queue", "--address", cluster.address, "--timeout", "60"]
+            shown = CliRunner().invoke(app, command)
+            assert shown.exit_code == 0, shown.output
             assert "2 waits, policy fifo" in shown.stdout
             gate.touch()
             assert script.end() == 0, script.err
@@ -73,6 +74,7 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
             pw.block_until_ready(results)
             assert not pw.queue().waits
         finally:
+            gate.touch()
             script.kill()
 
 
