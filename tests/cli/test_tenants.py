@@ -75,6 +75,21 @@ while True:
     time.sleep(1)
 """
 
+LOOP = """
+import sys, jax, numpy as np, pw
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=int(sys.argv[1])).devices, ("x",))
+
+def turn(x):
+    return jax.lax.fori_loop(0, int(sys.argv[2]), lambda i, x: 0.5 * x + 1.0, x)
+
+f, x, results = pw.jit(turn, mesh=mesh), np.ones(12, np.float32), []
+print("begins", flush=True)
+while True:
+    results.append(f(x))
+    if len(results) == 3:
+        pw.get(results.pop(0))
+"""
+
 CALL = """
 import jax, numpy as np, pw
 
@@ -166,6 +181,24 @@ class Cluster:
         assert asked.end() == 0, asked.err
         return asked.out.replace("\n", " ")
 
+    def waits(self, tenant: str = "operator") -> dict[str, Any]:
+        """Return the document of `pw why --queue`, as a tenant sees it."""
+        asked = self.start(
+            *(
+                "pw.cli.main",
+                "why",
+                "--queue",
+                "--json",
+                "--timeout",
+                60,
+                "--address",
+                self.address,
+            ),
+            PW_CREDENTIALS=self.keys[tenant],
+        )
+        assert asked.end() == 0, asked.err
+        return json.loads(asked.out)  # type: ignore[no-any-return]
+
     def entries(self) -> list[AccountEntry]:
         lines = self.accounts.read_bytes().splitlines()
         return [msgspec.json.decode(line, type=AccountEntry) for line in lines]
@@ -222,6 +255,53 @@ def test_a_wait_that_is_interrupted_takes_no_devices_later(cluster: Cluster) -> 
     first.kill()
     until(lambda: cluster.status()["red"]["amounts"]["clients"] == 1, "one client of red")
     assert "devices" not in cluster.status()["red"]["amounts"]
+
+
+@pytest.mark.processes
+def test_tenants_see_their_place_and_no_names_of_others(cluster: Cluster) -> None:
+    """The operator's script is on all devices, and takes its turns with that of blue."""
+    scripts = [
+        cluster.script("operator", LOOP, 4, 10_000_000),
+        cluster.script("blue", LOOP, 1, 1000),
+    ]
+    for one in scripts:
+        one.until_says("begins")
+    rows: list[dict[str, Any]] = []
+
+    def is_behind(front: str) -> bool:
+        """Whether blue's launch waits behind another client's, and it is known for how long."""
+        rows[:] = cluster.waits("blue" if front == "another tenant" else "operator")["waits"]
+        return any(
+            row["tenant"] == "blue"
+            and row["kind"] == "launch"
+            and row["left_s"] is not None
+            and any(front in one["name"] for one in row["in_front"])
+            for row in rows
+        )
+
+    until(lambda: is_behind("operator"), "blue's launch behind the operator's")
+    until(lambda: is_behind("another tenant"), "the same, as blue sees it")
+    for row in rows:
+        assert (row["name"], row["client"]) == ("another tenant", 0) or row["tenant"] == "blue"
+        assert "turn" in row["what"] or row["what"] == "a run on i"
+        assert "operator" not in json.dumps(row)
+
+
+@pytest.mark.processes
+def test_who_waits_for_devices_of_its_tenant_sees_who_has_them(cluster: Cluster) -> None:
+    first = cluster.script("red", HOLD, 3)
+    first.until_says("computed")
+    second = cluster.script("red", WAIT, 2)
+    second.until_says("asks")
+    until(lambda: cluster.waits()["waits"], "a slice that waits")
+    (row,) = cluster.waits()["waits"]
+    assert row["kind"] == "devices"
+    assert row["what"] == "2 devices; tenant 'red' may have 3 and has 3"
+    assert row["waited_s"] > 0.0
+    assert [one["amount"] for one in row["in_front"]] == [3]
+    assert (cluster.waits("blue")["waits"], cluster.waits("blue")["hidden"]) == ([], 1)
+    first.kill()
+    until(lambda: not cluster.waits()["waits"], "the slice")
 
 
 @pytest.mark.processes

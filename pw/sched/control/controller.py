@@ -53,6 +53,7 @@ from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.usage import Usage
+from pw.sched.control.waits import WaitReports
 from pw.sched.control.watches import IslandWatches
 
 
@@ -126,6 +127,9 @@ class Controller(Actor):
             sessions, slices, replicas, handovers, uploads, confirmations, self._release
         )
         lookups = self.lookups = Lookups(sessions, names)
+        waits = WaitReports(
+            *(sessions, inquiries, policy, slices, registry, runs, stream, lookups, island_status)
+        )
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
@@ -151,7 +155,7 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups),
+            *(confirmations, names, lookups, waits),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

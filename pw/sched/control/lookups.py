@@ -41,6 +41,8 @@ class _WaitingLookup:
 
     client: Client
     message: msg.Lookup
+    since_s: float
+    """Time at which it began to wait, in seconds."""
     is_over: bool = False
     """True if it does not wait any more for a version that is not there."""
     timer: Timer | None = None
@@ -74,7 +76,7 @@ class Lookups(ControlPart):
         if message.request in waiting:
             self._env.count("messages_duplicate")
             return
-        reader = _WaitingLookup(client, message, message.wait_s <= 0)
+        reader = _WaitingLookup(client, message, self._env.now_s(), message.wait_s <= 0)
         if self._answer(reader):
             return
         if len(waiting) >= WAITING:

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class _DeviceSet:
+class DeviceSet:
     """The devices that a buffer is on."""
 
     addresses: tuple[DeviceAddress, ...]
@@ -50,7 +50,7 @@ class _DeviceSet:
 class Buffer:
     """The memory of an array, on each of its devices."""
 
-    on: _DeviceSet
+    on: DeviceSet
     shard_bytes: int
     names: int = 0
     """Number of arrays that have the buffer."""
@@ -80,7 +80,7 @@ class Needs:
     memory: IslandMemory
     devices: npt.NDArray[np.intp]
     group: npt.NDArray[np.intp]
-    outputs: list[tuple[OutputMemory, _DeviceSet]]
+    outputs: list[tuple[OutputMemory, DeviceSet]]
     peaks: Bytes
     """Bytes that are reserved for the run itself on each device."""
     temporary_bytes: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class Claim:
     devices: npt.NDArray[np.intp]
     peaks: Bytes | int
     """Bytes on each device, or the same bytes on all of them."""
-    on: _DeviceSet | None = None
+    on: DeviceSet | None = None
     """Devices, if the bytes are the same on all."""
     needs: Needs | None = None
     read: list[Buffer] = field(default_factory=list)
@@ -119,8 +119,8 @@ class DeviceMemory:
         """Bytes of `_used` that are reserved for the temporaries of all runs in flight."""
         self._computing: set[Needs] = set()
         """Programs that need temporaries and have runs in flight."""
-        self._device_sets: dict[tuple[DeviceAddress, ...], _DeviceSet] = {}
-        self._unsettled: set[_DeviceSet] = set()
+        self._device_sets: dict[tuple[DeviceAddress, ...], DeviceSet] = {}
+        self._unsettled: set[DeviceSet] = set()
         self.buffers: dict[int, Buffer] = {}
         self.programs: dict[int, Needs] = {}
         self.reserved: set[Claim] = set()
@@ -224,7 +224,7 @@ class DeviceMemory:
     # --- views ---------------------------------------------------------------------------------------
 
     def _view(
-        self, output: OutputMemory, on: _DeviceSet, arguments: Mapping[int, Buffer | None]
+        self, output: OutputMemory, on: DeviceSet, arguments: Mapping[int, Buffer | None]
     ) -> Buffer:
         """Return the buffer of a view, which names shards of the arguments."""
         view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
@@ -448,10 +448,10 @@ class DeviceMemory:
             self.temporaries = np.concatenate([self.temporaries, fresh])
         return np.array(numbers, np.intp)
 
-    def _device_set(self, devices: tuple[DeviceAddress, ...]) -> _DeviceSet:
+    def _device_set(self, devices: tuple[DeviceAddress, ...]) -> DeviceSet:
         on = self._device_sets.get(devices)
         if on is None:
-            on = self._device_sets[devices] = _DeviceSet(devices, self._numbered(devices))
+            on = self._device_sets[devices] = DeviceSet(devices, self._numbered(devices))
         return on
 
     def settled(self) -> Bytes:

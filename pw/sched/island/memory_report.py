@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -12,8 +12,9 @@ import numpy as np
 from pw.core.errors import OutOfDeviceMemory
 from pw.core.ids import client_of
 from pw.core.messages import CountedMemory
+from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
-from pw.sched.island.memory import Buffer, Bytes, DeviceMemory
+from pw.sched.island.memory import Buffer, Bytes, DeviceMemory, DeviceSet
 
 HOLDERS_NAMED = 4
 """Number of arrays that an error names: the largest ones."""
@@ -44,6 +45,23 @@ def counted(memory: DeviceMemory) -> tuple[CountedMemory, ...]:
         )
         for number, device in enumerate(memory.devices)
     )
+
+
+def held_by_clients(memory: DeviceMemory) -> dict[DeviceAddress, Counter[int]]:
+    """Return the bytes that runs and arrays of each client have on each device; a step for each array."""
+    held = {one.device: Counter(dict(one.reserved)) for one in counted(memory)}
+    arrays: Counter[tuple[int, DeviceSet]] = Counter()
+    seen: set[Buffer] = set()
+    for array, buffer in memory.buffers.items():
+        for part in buffer.parts():
+            if part.is_counted and part not in seen:
+                seen.add(part)
+                arrays[client_of(array), part.on] += part.shard_bytes
+    devices = memory.devices
+    for (client, on), size_bytes in arrays.items():
+        for number in on.devices:
+            held[devices[number]][client] += size_bytes
+    return held
 
 
 def never_fits(memory: DeviceMemory, program: int, args: Sequence[int | bytes]) -> NoRoom | None:

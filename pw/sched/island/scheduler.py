@@ -72,7 +72,10 @@ class IslandScheduler(Actor):
         self.leases = leases = LaunchLeases(
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
-        reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
+        reports = self.reports = Reports(
+            *(env, island, members, programs, in_flight, queues, watchdog),
+            *(policy, admission, table),
+        )
         self.compose(
             *(
                 members,

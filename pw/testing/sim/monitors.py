@@ -5,6 +5,7 @@
 | G1 | any two gangs reach all hosts that they share in the same order (launches here, meetings in `gangs`) |
 | G4 | nothing is launched before the producers of its remote inputs |
 | once | no segment is launched twice on a host in one epoch |
+| waits | the queued launch that `pw why --queue` has first is the first to go there (in `waits`) |
 | leases | one numbers the launches of a host at a time; all hosts of a lease take the same (`leasing`) |
 | epochs | a host takes no launch of another epoch than its own |
 | repeats | no run is repeated unless something was injected |
@@ -64,6 +65,7 @@ from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
+from pw.testing.sim.waits import WaitMonitor
 from pw.testing.sim.world import SimProcess, Violation
 
 PROMPT_S = 2e-3
@@ -88,6 +90,7 @@ class Monitors:
         LeaseMonitor(cluster)
         AwayMonitor(cluster)
         QuotaMonitor(cluster)
+        WaitMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)

@@ -657,3 +657,10 @@ def without_counting(release: Callable[..., bool], shared: Any, version: Any) ->
     """Delete a version that has readers."""
     version.readers.clear()
     return release(shared, version)
+
+
+def by_arrival(forecast: Callable[[], Any]) -> Any:
+    """Foretell that the launch that came first goes first."""
+    foretold = forecast()
+    foretold.turns.sort(key=lambda task: task.arrival)
+    return foretold

@@ -479,6 +479,12 @@ row(
     wrap("scheduler.policy.order", lambda order, queues, now_s: order(queues, -math.inf)),
     seen("tenants", 124, "shares"),
 )
+# The table of who waits has the launches in the order of their arrival, whatever the policy is.
+row(
+    "foretell-by-arrival",
+    wrap("scheduler.reports.forecast", breakages.by_arrival),
+    seen("tenants", 11, "waits"),
+)
 # The scheduler launches all queued work at once, however much is in flight.
 row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 124, "response"))
 # A launch without room on some of its devices keeps none of them free.
