@@ -165,7 +165,8 @@ class WaitReports(ControlPart):
         """Yield the lookups that wait for versions of names."""
         for waiting in self.lookups.waiting.values():
             for one in waiting.values():
-                message, shared = one.message, self.lookups.names.find(one.client, one.message.name)
+                message = one.message
+                shared = self.lookups.names.directory.find(one.client, message.name)
                 versions = () if shared is None else shared.versions.values()
                 arriving = [v for v in versions if v.state is VersionState.ARRIVING and v.maker]
                 number = message.version
