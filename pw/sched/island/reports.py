@@ -92,7 +92,9 @@ def waits_for(head: SegmentTask) -> tuple[str, ...]:
     if head.state is LaunchState.REFUSED:
         reasons.append("its end: its program is in quarantine")
     if reservation is not None and not reservation.is_admitted:
-        if reservation.tried_at >= 0:
+        if reservation.short is not None and reservation.short.tenant:
+            reasons.append(f"device memory that its tenant {reservation.short.tenant!r} may have")
+        elif reservation.tried_at >= 0:
             reasons.append("device memory that others hold")
         elif reservation.islands:
             names = ", ".join(reservation.islands)
