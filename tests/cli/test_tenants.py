@@ -130,6 +130,15 @@ while True:
 """
 
 
+MOVE = """
+import numpy as np, pw
+slices = pw.make_virtual_device_set()
+here, there = (slices.add_slice(devices=1, island=one).devices for one in "ij")
+x = pw.put(np.ones(1 << 18, np.float32), here)
+print(float(np.asarray(pw.put(x, there)).sum()), flush=True)
+"""
+
+
 class Cluster:
     """A controller with a file of rights and one of accounts, a host `h` of four devices, and certificates."""
 
@@ -353,6 +362,22 @@ def test_accounts_go_on_after_a_restart(cluster: Cluster) -> None:
     assert text.end() == 0, text.err
     assert re.search(r"red +2 +0 of 2|red +2 +1 of 2", text.out), text.out
     assert "blue" not in text.out
+
+
+@pytest.mark.processes
+def test_accounts_have_what_goes_from_host_to_host(cluster: Cluster) -> None:
+    """Also if the script has ended before the hosts tell of it."""
+    other = cluster.start(
+        "pw.cli.worker",
+        *("--controller", cluster.address, "--island", "j", "--name", "h/2"),
+        PW_CREDENTIALS=cluster.keys["h"],
+    )
+    other.until_says("island=j")
+    before = cluster.status().get("red", {"spent": {"moved_bytes": 0}})["spent"]["moved_bytes"]
+    assert _out(cluster.script("red", MOVE)) == f"{float(1 << 18)}\n"
+    sent = lambda: cluster.status()["red"]["spent"]["moved_bytes"] - before  # noqa: E731
+    until(lambda: sent() == 4 << 18, "a MiB between hosts")
+    other.kill()
 
 
 @pytest.mark.processes

@@ -160,7 +160,7 @@ class TenantsStatus(Shown):
                 f"{one.spent['memory_byte_s'] / (3600 << 30):.3f} GiB h",
                 *(
                     size_in_words(int(one.spent[kind]))
-                    for kind in ("uploaded_bytes", "stored_bytes")
+                    for kind in ("uploaded_bytes", "stored_bytes", "moved_bytes")
                 ),
             )
             for one in self.tenants
@@ -169,7 +169,10 @@ class TenantsStatus(Shown):
             Table("Tenants", ("tenant", "share", *kinds, "runs"), tuple(has)),
             Table(
                 "Used",
-                ("tenant", "device s", "launches", "compile s", "memory", "uploaded", "stored"),
+                (
+                    *("tenant", "device s", "launches", "compile s", "memory", "uploaded"),
+                    *("stored", "between hosts"),
+                ),
                 tuple(used),
             ),
         )

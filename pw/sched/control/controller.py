@@ -153,7 +153,7 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups),
+            *(confirmations, names, lookups, self.accounts),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

@@ -44,6 +44,7 @@ PERMANENT = frozenset(
             "recent",
             "_strikes",
             "_sums",
+            "_former",
         ),
     )
 )

@@ -955,6 +955,18 @@ row(
     wrap("controller.accounts.take", lambda take, client: [*take(client)] * 2),
     seen("quotas", 0, "accounts"),
 )
+# Hosts forget a part of what they send.
+row(
+    "forget-bytes-sent",
+    wrap("host.coordinator.sending.count", lambda count, run, size: count(run, size // 2)),
+    seen("moves", 0, "accounts"),
+)
+# The accounts have what hosts send twice.
+row(
+    "account-bytes-twice",
+    wrap("controller.accounts.add", breakages.count_bytes_twice),
+    seen("moves", 4, "accounts"),
+)
 # The accounts lose what the disk had no room for.
 row(
     "lose-what-is-not-written",
