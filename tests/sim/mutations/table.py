@@ -959,7 +959,7 @@ row(
 row(
     "forget-bytes-sent",
     wrap("host.coordinator.sending.count", lambda count, run, size: count(run, size // 2)),
-    seen("moves", 0, "accounts"),
+    seen("moves", 4, "accounts"),
 )
 # The accounts have what hosts send twice.
 row(
