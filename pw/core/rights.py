@@ -57,6 +57,9 @@ def _right(unit: str, form: str, meaning: str) -> msgspec.Meta:
 _WEIGHT = "a positive number"
 _COUNT = "a whole number, 0 or more"
 _FLAG = "true or false"
+_SIZE = "a size such as 4GiB"
+DEVICE_MEMORY = "device_memory"
+"""Name of the right that the schedulers of islands check, device by device, and not the ledger."""
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,8 +84,10 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Amount | None, _right("programs", _COUNT, "compiled programs that its clients hold")
     ] = None
     host_memory: Annotated[
-        Size | None,
-        _right("bytes", "a size such as 4GiB", "replicas of `pw.checkpoint` in host memory"),
+        Size | None, _right("bytes", _SIZE, "replicas of `pw.checkpoint` in host memory")
+    ] = None
+    device_memory: Annotated[
+        Size | None, _right("bytes", _SIZE, "memory of each device that its arrays and runs take")
     ] = None
     names: Annotated[Amount | None, _right("names", _COUNT, "arrays that it publishes by name")] = (
         None
@@ -105,8 +110,9 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return bound
 
     def bounds(self) -> dict[str, int]:
-        """Return the bounds of all resources that have one, by name."""
+        """Return the bounds of device memory and of all resources that have one, by name."""
         bounds = {resource.value: self.bound(resource) for resource in Resource}
+        bounds[DEVICE_MEMORY] = self.device_memory
         return {name: int(bound) for name, bound in bounds.items() if bound is not None}
 
     def check(self, share: float, priority: int) -> None:
@@ -183,6 +189,9 @@ class TenantRights:
     """Rights of tenants that have none of their own."""
     named: Mapping[str, Rights] = field(default_factory=dict)
     """Rights of each tenant that has its own, by name."""
+    have_file: bool = False
+    """True if a file gives them, which the operator may change while the controller runs. Then schedulers count
+    the memory of each tenant."""
 
     def of(self, tenant: str) -> Rights:
         """Return the rights of a tenant."""
@@ -250,7 +259,7 @@ def rights_of_options(
     named.setdefault(OPERATOR, Rights(**everywhere))
     for tenant, share in shares.items():
         named[tenant] = msgspec.structs.replace(named.get(tenant, default), share=share)
-    return TenantRights(default, named)
+    return TenantRights(default, named, have_file=text is not None)
 
 
 # --- the file -------------------------------------------------------------------------------------

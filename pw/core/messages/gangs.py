@@ -27,6 +27,8 @@ class AddClient(Local, frozen=True, tag=60):
     """Node of the client's session."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    device_memory_bytes: int | None = None
+    """Bytes that the tenant may have on a device; None for no bound."""
 
 
 class Submit(Local, frozen=True, tag=61):
@@ -320,6 +322,20 @@ class ArrayPlaced(Local, frozen=True, tag=81):
     devices: tuple[DeviceAddress, ...]
     """Physical device at every position of the slice's mesh."""
     shard_bytes: int
+    is_back: bool = False
+    """True if recovery brings the array back, which its tenant has had."""
+
+
+class UploadRefused(Local, frozen=True, tag=85):
+    """IslandScheduler to Controller (local): this array of `ArrayPlaced` takes its tenant beyond its bound.
+
+    The array counts for the island until its release.
+    """
+
+    array: int
+    error: ErrorReport
+    holders: tuple[tuple[int, int], ...] = ()
+    """Largest arrays of the tenant where there is no room, with their bytes there."""
 
 
 class RunAtHead(Local, frozen=True, tag=82):

@@ -259,6 +259,9 @@ class Reader:
             counts = {"launches": use.launches, "waited_s": use.waited_s, "device_s": use.device_s}
             self.totals.take(client.number, ("tenant", client.tenant), counts)
             self.tenants[client.tenant] = None
+        for tenant in status.tenants:
+            moved = {"moved_bytes": tenant.spent.get("moved_bytes", 0.0)}
+            self.totals.take(("moved", tenant.name), ("tenant", tenant.name), moved)
         for island in status.islands:
             self.totals.take(
                 ("island", island.name),

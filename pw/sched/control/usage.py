@@ -40,6 +40,8 @@ class ClientUsage:
     """Bytes that the client has put on devices, and that its account does not have yet."""
     stored_bytes: int = 0
     """Bytes of its checkpoints on disk, which its account does not have yet."""
+    moved_bytes: int = 0
+    """Bytes that hosts have sent to each other for the client, and that its account does not have yet."""
     is_holder: bool = False
     """True if the client is no process, and holds what is published under a name."""
     amounts: dict[Resource, dict[int, int]] = field(default_factory=dict)

@@ -205,7 +205,8 @@ class Forecast:
             return
         place = self._put(task, reasons=reasons)
         place.more = sum(isinstance(one, SegmentTask) for one in self._queue_of(task)) - 1
-        if reasons[0] == FOR_MEMORY:
+        reservation = task.here.reservation
+        if reservation is not None and reservation.tried_at >= 0 and not task.awaits:
             place.in_front, place.unit = self._holders(task), "bytes"
         elif reasons[0] == LENT:
             for host in task.hosts:
@@ -224,8 +225,8 @@ class Forecast:
 
     def _holders(self, task: SegmentTask) -> dict[int, int]:
         """Return the bytes that each client has on the devices of a launch."""
-        memory = self.admission.memory
-        if memory is None:
+        memory, reservation = self.admission.memory, task.here.reservation
+        if memory is None or reservation is None:
             return {}
         if self._held is None:
             self._held = held_by_clients(memory)
@@ -233,7 +234,12 @@ class Forecast:
         for device, clients in self._held.items():
             if device in task.footprint.sites:
                 held.update(clients)
-        return dict(held)
+        short = reservation.short or memory.total  # of its tenant, or of all
+        return {
+            client: size_bytes
+            for client, size_bytes in held.items()
+            if short in memory.totals_of(client)
+        }
 
     # --- devices -------------------------------------------------------------------------------------
 
@@ -303,7 +309,9 @@ def obstacles(head: SegmentTask) -> list[str]:
     if head.state is LaunchState.REFUSED:
         reasons.append("its end: its program is in quarantine")
     if reservation is not None and not reservation.is_admitted:
-        if reservation.tried_at >= 0:
+        if reservation.short is not None and reservation.short.tenant:
+            reasons.append(f"device memory that its tenant {reservation.short.tenant!r} may have")
+        elif reservation.tried_at >= 0:
             reasons.append(FOR_MEMORY)
         elif reservation.islands:
             names = ", ".join(reservation.islands)

@@ -61,5 +61,6 @@ def _watch_lent(world: World, island: str, memory: Any) -> None:
 
 
 def counted_bytes(memory: Any) -> int:
-    """Return what a scheduler counts on all devices of its island together."""
-    return int(memory.settled().sum())
+    """Return what a scheduler counts on all devices of its island together, for each total."""
+    memory.settle()
+    return sum(int(total.used.sum()) for total in (memory.total, *memory.by_tenant.values()))

@@ -610,6 +610,30 @@ def without_another_try(client_left: Callable[..., None], client: Any) -> None:
     del slices.queue.try_again
 
 
+def count_bytes_twice(add: Callable[..., None], number: int, tenant: str, spent: Any) -> None:
+    """Add to an account twice what hosts have sent."""
+    spent.moved_bytes *= 2
+    add(number, tenant, spent)
+
+
+def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> Any:
+    """Set memory aside for a lease, and count it for the island only."""
+    memory: Any = room.__self__  # type: ignore[attr-defined]
+    claim = room(client, devices)
+    claim.on = memory.device_set(claim.on.addresses, (memory.total,))
+    claim.totals = claim.on.totals
+    return claim
+
+
+def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
+    """End a run, and count its results for the island only."""
+    memory: Any = end.__self__  # type: ignore[attr-defined]
+    end(claim)
+    for _, buffer in claim.results:
+        if buffer.is_counted and buffer.shards is None:
+            memory.move(buffer, (memory.total,))
+
+
 def believe_what_it_had(
     ask: Callable[..., bool], client: int, tenant: str, slice_: int, devices: int, then: Any
 ) -> bool:

@@ -912,6 +912,36 @@ row(
 row("count-clients-that-left", forget("controller.usage.leave"), seen("quotas", 37, "ledger"))
 # The controller compares nothing with the bounds.
 row("leave-out-the-bounds", forget("controller.usage.check"), seen("quotas", 6, "quotas"))
+# Schedulers do not hear what tenants may have on a device.
+row(
+    "leave-out-the-bounds-of-devices",
+    mishear("scheduler", m.AddClient, lambda it: replace(it, device_memory_bytes=None)),
+    seen("quotas", 17, "quotas"),
+)
+# An upload counts for its tenant, although the tenant may not have so much.
+row(
+    "let-all-uploads-in",
+    forget("scheduler.admission.pending.fits", True),
+    seen("quotas", 22, "quotas"),
+)
+# What is set aside for a lease counts for no tenant.
+row(
+    "lend-beside-the-bound",
+    wrap("memory.room", breakages.count_for_no_tenant),
+    seen("quotas", 15, "quotas"),
+)
+# The results of a run count for no tenant once it has ended.
+row(
+    "count-results-for-no-tenant",
+    wrap("memory.end", breakages.end_for_no_tenant),
+    seen("quotas", 17, "quotas"),
+)
+# Work that waits for memory of its tenant is never refused.
+row(
+    "wait-for-memory-for-ever",
+    forget("scheduler.admission.go_on", False),
+    seen("quotas", 33, "liveness"),
+)
 # A slice waits on after a client of its tenant has left.
 row(
     "wait-on-after-a-client-left",
@@ -929,12 +959,24 @@ row(
     "lend-devices-to-all", forget("controller.slices.lends", True), seen("trespasses", 0, "tenants")
 )
 # The accounts have no launches that end after their client has left.
-row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 9, "accounts"))
+row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 11, "accounts"))
 # The accounts have each launch twice.
 row(
     "account-twice",
     wrap("controller.accounts.take", lambda take, client: [*take(client)] * 2),
     seen("quotas", 0, "accounts"),
+)
+# Hosts forget a part of what they send.
+row(
+    "forget-bytes-sent",
+    wrap("host.coordinator.sending.count", lambda count, run, size: count(run, size // 2)),
+    seen("moves", 4, "accounts"),
+)
+# The accounts have what hosts send twice.
+row(
+    "account-bytes-twice",
+    wrap("controller.accounts.add", breakages.count_bytes_twice),
+    seen("moves", 4, "accounts"),
 )
 # The accounts lose what the disk had no room for.
 row(
