@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,8 +58,9 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
         try:
             script.until_says("calls")
             kinds = ["launch", "launch"]  # before that, the script waits for a compiler
-            until(lambda: [one.kind for one in pw.queue().waits] == kinds, "two that wait")
-            own, other = pw.queue().waits
+            seen: list[Any] = []
+            until(lambda: [one.kind for one in _asked(seen)] == kinds, "two that wait")
+            own, other = seen[-1].waits
             assert str(os.getpid()) in own.name
             assert [one.client for one in own.in_front] == [own.client]
             assert str(script.process.pid) in other.name
@@ -68,7 +70,8 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
             command = ["why", "--queue", "--address", cluster.address, "--timeout", "60"]
             shown = CliRunner().invoke(app, command)
             assert shown.exit_code == 0, shown.output
-            assert "2 waits, policy fifo" in shown.stdout
+            assert "policy fifo" in shown.stdout
+            assert "its own 1 launch" in shown.stdout.replace("\n", " ")
             gate.touch()
             assert script.end() == 0, script.err
             assert "[2. 2. 2.]" in script.out
@@ -77,6 +80,12 @@ def test_a_script_sees_which_other_waits_for_it(tmp_path: Path) -> None:
         finally:
             gate.touch()
             script.kill()
+
+
+def _asked(seen: list[Any]) -> Any:
+    """Ask once more who waits, and keep the answer: a moment later it may be another."""
+    seen.append(pw.queue())
+    return seen[-1].waits
 
 
 @pytest.mark.processes
