@@ -121,7 +121,7 @@ class Epochs(Part):
             home = former
         if (error := home.objection(node, message)) is not None:
             self._reject(host, error)
-        elif home.has_seat(node):
+        elif home.has_seat(node) and not home.misplaced(node, message):
             if message.island_hosts and home.name != message.island:
                 self._remember_home(message)
             self._greet(host)
@@ -292,6 +292,7 @@ class Epochs(Part):
         island.state = "ready"
         island.is_late = False
         island.kind = kind
+        island.lay_out()
         hosts = tuple(host.node for host in island.ranked())
         self.env.log(
             "info", "island ready", island=island.name, epoch=island.epoch, hosts=",".join(hosts)

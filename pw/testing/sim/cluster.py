@@ -154,7 +154,13 @@ class SimCluster(Site):
 
         resources = node.add(
             "resources",
-            lambda env: ResourceManager(env, tickets.public, self.claims, self.expected_islands),
+            lambda env: ResourceManager(
+                env,
+                tickets.public,
+                self.claims,
+                self.expected_islands,
+                busy=lambda island: schedulers[island].busy() if island in schedulers else {},
+            ),
         )
         node.add("services", lambda env: _Services(env, node))
 
