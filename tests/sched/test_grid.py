@@ -18,7 +18,9 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 )
 
 
-def grid_of(sizes: tuple[int, ...], wraps: tuple[int, ...] = (), holes: int = 0, seed: int = 0) -> Grid:
+def grid_of(
+    sizes: tuple[int, ...], wraps: tuple[int, ...] = (), holes: int = 0, seed: int = 0
+) -> Grid:
     cells = list(itertools.product(*map(range, sizes)))
     for hole in random.Random(seed).sample(cells[1:], holes):
         cells.remove(hole)

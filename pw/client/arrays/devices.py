@@ -322,7 +322,9 @@ class VirtualDeviceSet:
                 `topology`.
         """
         shape = None if topology is None else _shape_of(topology)
-        if devices is not None and tpu_devices is not None or (devices, tpu_devices, shape) == (None,) * 3:
+        if (devices is not None and tpu_devices is not None) or (devices, tpu_devices, shape) == (
+            None,
+        ) * 3:
             raise TypeError(
                 "add_slice takes one number of devices, add_slice(devices=4), or a shape, "
                 "add_slice(topology=(2, 4))"
@@ -373,9 +375,7 @@ class VirtualDeviceSet:
         for name in names:
             apart = tuple(one.id for one in parts)
             try:
-                part = self._add(
-                    count // len(names), kind, name, apart=apart, exclusive=exclusive
-                )
+                part = self._add(count // len(names), kind, name, apart=apart, exclusive=exclusive)
                 parts.append(part)
             except InsufficientDevices as error:
                 del self._slices[len(self._slices) - len(parts) :]

@@ -73,9 +73,7 @@ Topology = Annotated[tuple[DeviceCount, ...], Meta(max_length=DIMENSIONS)]
 Devices = Annotated[tuple[DeviceAddress, ...], Meta(max_length=DEVICES)]
 """Devices of a slice."""
 
-Coordinate = Annotated[
-    tuple[Annotated[int, Meta(ge=0, le=LONGEST)], ...], Meta(max_length=AXES)
-]
+Coordinate = Annotated[tuple[Annotated[int, Meta(ge=0, le=LONGEST)], ...], Meta(max_length=AXES)]
 """Coordinates of a device, or a length for each axis of an interconnect."""
 
 Coordinates = Annotated[tuple[Coordinate, ...], Meta(max_length=DEVICES)]

@@ -93,7 +93,9 @@ def _register_host(message: msg.RegisterHost) -> None:
 
 def _allocate_slice(message: msg.AllocateSlice) -> None:
     topology = message.topology
-    if topology is not None and (min(topology, default=0) < 1 or math.prod(topology) != message.devices):
+    if topology is not None and (
+        min(topology, default=0) < 1 or math.prod(topology) != message.devices
+    ):
         raise ArgumentError(
             f"a slice of {message.devices} devices cannot have the topology {shortened(str(topology))}"
         )

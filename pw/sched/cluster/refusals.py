@@ -142,7 +142,9 @@ def _misfit(island: Island, grid: Grid, shape: tuple[int, ...]) -> str:
 
 def _free_in_words(island: Island, free: list[Position]) -> str:
     """Return which blocks free devices are made of, in words."""
-    blocks = Counter(times(extent) for extent in island.grid.blocks_of(set(free))) if island.grid else {}
+    blocks = (
+        Counter(times(extent) for extent in island.grid.blocks_of(set(free))) if island.grid else {}
+    )
     if not blocks:
         return f"{len(free)} of {counted(island.device_count, 'device')} are free"
     words = [f"{count} of {form}" if count > 1 else form for form, count in blocks.items()]

@@ -164,7 +164,9 @@ class SliceTable(Part):
         """An island is ready, or devices are free: place the slices that wait."""
         if self._are_parked:
             for piece in self.parked:
-                if piece.state is SliceState.PARKED:  # it is bound already if it is like another one
+                if (
+                    piece.state is SliceState.PARKED
+                ):  # it is bound already if it is like another one
                     self._place(piece)
             self._are_parked = bool(self.parked)
 
@@ -337,11 +339,7 @@ class SliceTable(Part):
         self._tell_bound(piece, event, *room)
 
     def _tell_bound(
-        self,
-        piece: BoundSlice,
-        event: SliceEvent,
-        island: Island,
-        positions: tuple[Position, ...],
+        self, piece: BoundSlice, event: SliceEvent, island: Island, positions: tuple[Position, ...]
     ) -> None:
         """Tell the controller that a slice has these devices, which it occupies."""
         piece.bound(event, island.name, positions)

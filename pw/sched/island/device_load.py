@@ -35,7 +35,9 @@ class DeviceLoad:
             self._recent.append((self._ends_s, defaultdict(int)))
         self._recent[-1][1][sites] += time_us
 
-    def of_devices(self, in_flight: Iterable[SegmentTask], now_s: float) -> dict[DeviceAddress, float]:
+    def of_devices(
+        self, in_flight: Iterable[SegmentTask], now_s: float
+    ) -> dict[DeviceAddress, float]:
         """Return the device time of the last minute of each device that has some, in seconds.
 
         Args:
