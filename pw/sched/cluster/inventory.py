@@ -171,8 +171,9 @@ class Island:
             if not placed or registration.spare:
                 return ""  # the devices of a spare without coordinates are in no block
             return f"host {min(placed)} has coordinates and host {node} has none; give each its --coords"
-        if others and not placed:
-            return f"host {node} has coordinates and host {min(others)} has none; give each its --coords"
+        bare = [name for name, other in others.items() if not (other.coords or other.spare)]
+        if bare:
+            return f"host {node} has coordinates and host {min(bare)} has none; give each its --coords"
         axes = len(coords[0])
         for name, other in placed.items():
             if len(other.coords[0]) != axes:

@@ -203,7 +203,9 @@ class Oracle:
                 return None if is_its else f"{violation} (of another array)"
             if "closed by the peer" not in words:
                 return violation
-        elif kind == "InsufficientDevices" and self._ledger.injected[DISPLACED]:
+        elif self._ledger.injected[DISPLACED] and (
+            kind == "InsufficientDevices" or "given back" in words
+        ):
             return None
         elif kind not in INFRASTRUCTURE:
             return violation
