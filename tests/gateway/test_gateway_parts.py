@@ -299,7 +299,9 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
             return SliceBound(0, island or "", "cpu", "kind", (), 1)
         waits.append((island, how["apart"]))
         if (name := "abc"[len(waits) - 1]) != "a":
-            here.append(SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["h"], state="ready"))
+            here.append(
+                SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["h"], state="ready")
+            )
         return SimpleNamespace(slice=len(waits))
 
     def status() -> Any:
@@ -321,8 +323,12 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
 @pytest.mark.parametrize("wanted", [Wanted(None, None, None), Wanted(None, 1, ("a",))])
 def test_an_island_without_hosts_is_waited_for(wanted: Wanted, others: int) -> None:
     """Another controller has begun, or the island forms again after a loss."""
-    island = SimpleNamespace(name="a", devices=0, exclusive=0, hosts=[], state="waiting", is_late=False)
-    ready = SimpleNamespace(name="b", devices=4, exclusive=0, hosts=["h"], state="ready", is_late=False)
+    island = SimpleNamespace(
+        name="a", devices=0, exclusive=0, hosts=[], state="waiting", is_late=False
+    )
+    ready = SimpleNamespace(
+        name="b", devices=4, exclusive=0, hosts=["h"], state="ready", is_late=False
+    )
     waits = []
 
     def bind(devices: int, kind: None, name: str | None, topology: None, **how: Any) -> Any:
@@ -380,7 +386,8 @@ def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
         raise errors.InsufficientDevices(f"no island has {devices} devices")
 
     islands = [
-        SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["a host"], state="ready") for name in "ab"
+        SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["a host"], state="ready")
+        for name in "ab"
     ]
     runtime = _runtime(islands, refuse)
     words = "^64 devices are asked for, 32 on each of 2 islands: no island has 32 devices$"

@@ -173,7 +173,9 @@ class Island:
             return f"host {min(placed)} has coordinates and host {node} has none; give each its --coords"
         bare = [name for name, other in others.items() if not (other.coords or other.spare)]
         if bare:
-            return f"host {node} has coordinates and host {min(bare)} has none; give each its --coords"
+            return (
+                f"host {node} has coordinates and host {min(bare)} has none; give each its --coords"
+            )
         axes = len(coords[0])
         for name, other in placed.items():
             if len(other.coords[0]) != axes:
