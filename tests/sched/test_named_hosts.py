@@ -114,7 +114,8 @@ def test_any_host_that_runs_python() -> None:
     bench.say(CONTROL, msg.AllocateSlice(8, 2, None, None, None, host_count=2, python=True))
     assert bench.on(8) == ["b1", "b2"]
     bench.say(CONTROL, msg.AllocateSlice(10, 3, None, None, None, host_count=3, python=True))
-    assert "no island has 3 hosts that run Python" in bench.answer(10).error.message
+    refused = bench.news(msg.SliceRefused)[-1]
+    assert "no island has 3 hosts that run Python" in refused.error.message
     too_many = bench.want(9, 5, python=True)
     assert "5 devices, on hosts that run Python functions" in too_many.error.message
 
