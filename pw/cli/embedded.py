@@ -75,8 +75,8 @@ def coordinates(devices: int) -> str | None:
         return None
     if math.prod(sizes) != devices:
         raise Error(
-            f"PW_EMBEDDED_TOPOLOGY={times(sizes)} is a grid of {math.prod(sizes)} devices, and {devices} are asked "
-            "for (PW_EMBEDDED_DEVICES, PW_DEVICES)"
+            f"PW_EMBEDDED_TOPOLOGY={times(sizes)} is a grid of {math.prod(sizes)} devices, and {devices} are "
+            "asked for (PW_EMBEDDED_DEVICES, PW_DEVICES)"
         )
     return f"{','.join('0' for _ in sizes)}:{times(sizes)}"
 

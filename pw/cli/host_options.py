@@ -59,8 +59,8 @@ class HostOptions:
         str,
         typer.Option(
             metavar="LENGTH,...",
-            help="For each axis of --coords, after how many devices it wraps around; 0 if it does not. The same "
-            "for all hosts of the island.",
+            help="For each axis of --coords, after how many devices it wraps around; 0 if it does not. The "
+            "same for all hosts of the island.",
         ),
     ] = ""
     device_memory: Annotated[

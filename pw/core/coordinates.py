@@ -71,8 +71,8 @@ def parse_wraps(text: str) -> Coordinate:
     parts = text.replace(" ", "").split(",")
     if not all(part.isdecimal() for part in parts):
         raise ArgumentError(
-            f"{text!r} does not say where axes wrap around; 4,0 does: the first one after 4 devices, the second "
-            "one nowhere"
+            f"{text!r} does not say where axes wrap around; 4,0 does: the first one after 4 devices, the "
+            "second one nowhere"
         )
     return tuple(map(int, parts))
 

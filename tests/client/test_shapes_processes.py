@@ -57,7 +57,7 @@ def test_exclusive_slices_have_devices_of_their_own() -> None:
         places = [(one.island, device.coords) for one in slices for device in one.devices]
         assert len(set(places)) == 8
         assert free() == {"island-0": (), "island-1": ()}
-        with pytest.raises(pw.InsufficientDevices, match="which exclusive slices have"):
+        with pytest.raises(pw.InsufficientDevices, match="exclusive slices have device 0 of"):
             virtual.add_slice(devices=1)
         text = str(pw.status())
         assert "free blocks" in text
@@ -74,9 +74,9 @@ def test_what_does_not_fit_says_what_is_free(cluster: pw.LocalCluster) -> None:
         pw.InsufficientDevices, match="island-0 is a grid of 2x4, which is too small"
     ):
         virtual.add_slice(topology=(3, 4))
-    with pytest.raises(ValueError, match="topology=.2, 4. has 8 devices, and 4 are asked for"):
+    with pytest.raises(ValueError, match=r"topology=\(2, 4\) has 8 devices, and 4 are asked for"):
         virtual.add_slice(4, topology=(2, 4))
-    with pytest.raises(TypeError, match="add_slice.topology=.2, 4.."):
+    with pytest.raises(TypeError, match=r"add_slice\(topology=\(2, 4\)\)"):
         virtual.add_slice()
     for wrong in ((), (0, 2), "2x4", 3):
         with pytest.raises(ValueError, match="the number of devices along each axis"):

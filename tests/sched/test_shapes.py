@@ -136,7 +136,7 @@ def test_blocks_go_around_the_end_only_where_it_is_declared() -> None:
         bench.want(5, 2, exclusive=True)
         bench.release(4)
     assert at(ring.want(6, 6, exclusive=True)) == [(3,), (4,), (5,), (6,), (7,), (0,)]
-    refused(row.want(6, 6, exclusive=True), "free blocks are 5, 1", "of a0, which slices have")
+    refused(row.want(6, 6, exclusive=True), "free blocks are 5, 1", "in the block of 6 at (2), slices have device")
 
 
 def test_exclusive_slices_share_with_no_slice() -> None:
@@ -144,7 +144,7 @@ def test_exclusive_slices_share_with_no_slice() -> None:
     bench.island("a", 2, 4)
     bench.want(1, 2, 2, exclusive=True)
     assert at(bench.want(2, 2, 2, exclusive=True)) == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    refused(bench.want(3, devices=1), "in a 0 of 8 devices are free", "which exclusive slices have")
+    refused(bench.want(3, devices=1), "a: 0 of 8 devices are free", "exclusive slices have")
     bench.release(1)
     assert bench.free("a") == ((2, 2),)
     bench.want(4, devices=1)
@@ -152,7 +152,7 @@ def test_exclusive_slices_share_with_no_slice() -> None:
     refused(
         bench.want(6, devices=4, exclusive=True),
         "4 devices that no other slice has",
-        "not free are device 0 of a0, device 2 of a0, device 3 of a0, device 2 of a1 and 1 more",
+        "slices have device 0 of a0, device 2 of a0, device 3 of a0, device 2 of a1 and 1 more",
     )
     assert len(at(bench.want(7, devices=4))) == 4
     reader = bench.want(8, devices=4, like=2)

@@ -292,8 +292,8 @@ class VirtualDeviceSet:
     ) -> Slice | Slices:
         """Allocate virtual devices for computations; returns when they are bound.
 
-        Devices that have computed the least in the last minute are chosen first, and of equal ones those that the
-        fewest slices have.
+        Devices that have computed the least in the last minute are chosen first, and of equal ones those that
+        the fewest slices have.
 
         Args:
             devices: how many; those of `topology` if None.
@@ -345,7 +345,8 @@ class VirtualDeviceSet:
                 )
         if shape is not None and math.prod(shape) != count:
             raise ValueError(
-                f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number out"
+                f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number "
+                "out"
             )
         if hosts is not None:
             if islands is not None or shape is not None:

@@ -326,8 +326,8 @@ class Runtime:
                 raise
             if topology is not None:
                 raise InsufficientDevices(
-                    f"{error}. It is the cluster that pw starts beside a script: its CPU devices lie in such a grid "
-                    f"with JAX_PLATFORMS=cpu PW_EMBEDDED_TOPOLOGY={times(topology)}"
+                    f"{error}. It is the cluster that pw starts beside a script: its CPU devices lie in such a "
+                    f"grid with JAX_PLATFORMS=cpu PW_EMBEDDED_TOPOLOGY={times(topology)}"
                 ) from None
             raise InsufficientDevices(
                 f"{error}. It is the cluster that pw starts beside a script: as many CPU devices are there "

@@ -51,7 +51,8 @@ class RegisterHost(HostToResources, frozen=True, tag=10):
     """Coordinates of the devices on the interconnect, in order, as the operator says; empty if the operator
     says none."""
     wraps: Coordinate = ()
-    """For each axis the number of devices after which it wraps around, 0 where it does not; empty if none does."""
+    """For each axis the number of devices after which it wraps around, 0 where it does not; empty if none
+    does."""
 
 
 class HostRejected(ControllerToExecutor, frozen=True, tag=11):

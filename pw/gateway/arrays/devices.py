@@ -25,7 +25,7 @@ class Device:
 
 
 def _coords_of(device: Device) -> tuple[int, ...]:
-    """Return the coordinates of a device in the grid of its island, with at least the three axes that JAX has."""
+    """Return the coordinates of a device in the grid of its island, with three axes at least, as JAX has."""
     coords = device.slice.coords
     own = coords[device.index] if device.index < len(coords) else ()
     own = own or (device.index,)

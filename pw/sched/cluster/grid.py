@@ -1,12 +1,12 @@
 """The grid of an island's devices, and the blocks of a shape in it.
 
 A device has a place on the interconnect: its coordinates. Coordinates without a device are holes. An axis may
-wrap around: after its last device comes the first one. A block of a shape is a box of neighbours without a hole.
-Each axis of the shape lies along an axis of the grid of its own, in any order: a block of (2, 4) may lie turned,
-as 4 x 2. Axes of one device lie anywhere. A shape with more axes than the grid has may have several on one axis
-of the grid, as (2, 2, 2) in a grid of 2 x 4.
+wrap around: after its last device comes the first one. A block of a shape is a box of neighbours without a
+hole. Each axis of the shape lies along an axis of the grid of its own, in any order: a block of (2, 4) may lie
+turned, as 4 x 2. Axes of one device lie anywhere. A shape with more axes than the grid may have several along
+one axis of the grid, as (2, 2, 2) in a grid of 2 x 4.
 
-Pure functions of a grid. Which devices are free, and how busy they are, is told by weights.
+Pure functions of a grid. Weights say which devices a block may have, and how busy they are.
 """
 
 from __future__ import annotations

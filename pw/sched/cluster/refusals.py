@@ -51,8 +51,8 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
     if request.host_count and not any(fits(island, request) for island in islands):
         willing = sorted(n for n, host in seated.items() if host.registration.python)
         return InsufficientDevices(
-            f"no island has {counted(request.host_count, 'host')} that run Python functions of clients. Islands "
-            f"are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; ask for "
+            f"no island has {counted(request.host_count, 'host')} that run Python functions of clients. "
+            f"Islands are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; ask for "
             "as many of one island with hosts="
         )
     besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
@@ -111,22 +111,18 @@ def _why_not(island: Island, request: AllocateSlice) -> str:
     ]
     if not taken:
         return ""  # slices that are to be apart are in the way
+    free = set(island.positions()) - set(taken)
+    where, in_the_way = "", taken
     if shape is not None and grid is not None:
-        weights = {
-            (rank, at): int((rank, at) in set(taken))
-            for rank in ranks
-            for at in range(island.local_devices)
-        }
-        block = grid.best(shape, weights) or ()
-        in_the_way = [position for position in block if position in set(taken)]
-        start = grid.at.get(block[0], ()) if block else ()
-        where = f"the block of {times(shape)} at {written(start)} lacks"
-    else:
-        in_the_way, where = taken, "not free are"
-    free = [p for p in island.positions() if p not in set(taken)]
+        allowed = (position for position in island.positions() if position[0] in ranks)
+        block = grid.best(shape, {position: int(position not in free) for position in allowed})
+        in_the_way = [position for position in block or () if position not in free]
+        start = grid.at[block[0]] if block else ()
+        where = f"in the block of {times(shape)} at {written(start)}, "
+    slices = "slices" if request.exclusive else "exclusive slices"
     return (
-        f"in {island.name} {_free_in_words(island, free)}; {where} {_devices_in_words(island, in_the_way)}, "
-        f"which {'slices have' if request.exclusive else 'exclusive slices have'}"
+        f"{island.name}: {_free_in_words(island, free)}; {where}{slices} have "
+        f"{_devices_in_words(island, in_the_way)}"
     )
 
 
@@ -140,11 +136,9 @@ def _misfit(island: Island, grid: Grid, shape: tuple[int, ...]) -> str:
     return f"{words}{holes}, in which no block of {times(shape)} is without a hole"
 
 
-def _free_in_words(island: Island, free: list[Position]) -> str:
+def _free_in_words(island: Island, free: set[Position]) -> str:
     """Return which blocks free devices are made of, in words."""
-    blocks = (
-        Counter(times(extent) for extent in island.grid.blocks_of(set(free))) if island.grid else {}
-    )
+    blocks = Counter(map(times, island.grid.blocks_of(free) if island.grid else ()))
     if not blocks:
         return f"{len(free)} of {counted(island.device_count, 'device')} are free"
     words = [f"{count} of {form}" if count > 1 else form for form, count in blocks.items()]

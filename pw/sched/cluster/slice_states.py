@@ -15,9 +15,9 @@ that no longer fits, it is refused. Its client releases it.
 A slice that names hosts is bound to those and to no others. If its island is formed again without
 one of them, it is parked until that host has a place in an island again.
 
-A slice with a shape has a block of the island's grid. If its island is formed again and its devices are no block
-any more, as when a spare at another place has joined, it gets another block there, or on another island. Where
-that needs devices that other slices have, it is parked for a while.
+A slice with a shape has a block of the island's grid. If its island is formed again and its devices are no
+block any more, as when a spare at another place has joined, it gets another block there, or on another island.
+Where that needs devices that other slices have, it is parked for a while.
 """
 
 from __future__ import annotations

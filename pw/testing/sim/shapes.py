@@ -1,8 +1,9 @@
 """Grids of devices, slices with a shape and exclusive slices, and the promises of their placement.
 
-Hosts say coordinates, or none; axes may wrap around; spares are at the place of another host, at one of their own,
-or nowhere. Users ask for shapes that may fit nowhere. The monitor (`shapes`) knows nothing of how blocks are
-looked for: it compares the coordinates of bound devices with the shape, and tries all places.
+Hosts say coordinates, or none; axes may wrap around; spares are at the place of another host, at one of their
+own, or nowhere. Users ask for shapes that may fit nowhere. The monitor (`shapes`) knows nothing of how the
+resource manager finds blocks: it compares the coordinates of bound devices with the shape, and tries all
+places.
 """
 
 from __future__ import annotations
