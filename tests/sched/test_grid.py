@@ -149,3 +149,9 @@ def test_a_shape_of_many_axes_takes_little_time() -> None:
     began = time.process_time()
     assert len(grid.ways((2,) * 18)) == 1
     assert time.process_time() - began < 20
+
+
+def test_a_free_block_goes_around_a_ring_that_has_a_hole() -> None:
+    cells = [(at,) for at in range(8) if at != 3]
+    grid = Grid({cell: (0, *cell) for cell in cells}, (8,))
+    assert grid.blocks_of({(0, 0), (0, 1), (0, 7), (0, 5)}) == ((3,), (1,))

@@ -136,7 +136,8 @@ def test_blocks_go_around_the_end_only_where_it_is_declared() -> None:
         bench.want(5, 2, exclusive=True)
         bench.release(4)
     assert at(ring.want(6, 6, exclusive=True)) == [(3,), (4,), (5,), (6,), (7,), (0,)]
-    refused(row.want(6, 6, exclusive=True), "free blocks are 5, 1", "in the block of 6 at (2), slices have device")
+    words = "free blocks are 5, 1; in the block of 6 at (2), slices have device"
+    refused(row.want(6, 6, exclusive=True), words)
 
 
 def test_exclusive_slices_share_with_no_slice() -> None:

@@ -47,6 +47,8 @@ def fits(island: Island, request: AllocateSlice) -> bool:
 
 def has_block(grid: Grid, island: Island, request: AllocateSlice, ranks: Sequence[int]) -> bool:
     """Whether a grid has a block of a slice's shape on these hosts, whatever slices there are."""
+    if len(ranks) == island.expected_hosts and len(grid.cells) == math.prod(grid.sizes):
+        return bool(grid.ways(request.topology or ()))  # no place is empty
     everywhere = dict.fromkeys(_positions(island, ranks), 0)
     return grid.best(request.topology or (), everywhere) is not None
 

@@ -98,16 +98,17 @@ class Grid:
         Returns:
             None if there is no such block.
         """
-        cells = {
-            cell: weights[position] for cell, position in self.cells.items() if position in weights
-        }
-        least: tuple[int, int, Coordinate] | None = None
+        everywhere = [weights.get(self.cells[cell], -1) for cell in self._order]
+        least: tuple[int, int, int] | None = None
         ways = self.ways(shape)
         for number, way in enumerate(ways):
-            for origin, weight in self._sums(cells, way.extent).items():
-                if least is None or (weight, number, origin) < least:
+            boxes = self._sums([*everywhere, -1], way.extent)
+            for origin, weight in enumerate(boxes):
+                if weight >= 0 and (least is None or weight < least[0]):
                     least = weight, number, origin
-        return None if least is None else self._block(shape, ways[least[1]], least[2])
+        if least is None:
+            return None
+        return self._block(shape, ways[least[1]], self._order[least[2]])
 
     def is_block(self, shape: Sequence[int], positions: Sequence[Position]) -> bool:
         """Whether these devices, in this order, are a block of a shape as `best` returns it."""
@@ -141,82 +142,99 @@ class Grid:
             ]
         )
 
-    def _step(self, cell: Coordinate, axis: int, by: int) -> Coordinate:
-        """Return the coordinates of a place that lies so far along an axis."""
-        wrap, at = self.wraps[axis], cell[axis] + by
-        return (*cell[:axis], at % wrap if wrap else at, *cell[axis + 1 :])
+    # --- lines and boxes ----------------------------------------------------------------------------
 
-    def _sums(self, cells: dict[Coordinate, int], extent: Coordinate) -> dict[Coordinate, int]:
-        """Return the weight of each box of this extent without a hole, by its first cell."""
+    @cached_property
+    def _order(self) -> list[Coordinate]:
+        """Coordinates of the devices in order; below, a device is its number here, and -1 is none."""
+        return sorted(self.cells)
+
+    @cached_property
+    def _behind(self) -> list[list[list[int]]]:
+        """Number of the device that lies 1, 2, 4, ... places along an axis; the last one is that behind -1."""
+        numbers = {cell: number for number, cell in enumerate(self._order)}
+        tables = []
+        for axis, size in enumerate(self.sizes):
+            step = [int(axis == each) for each in range(len(self.sizes))]
+            table = [numbers.get(self._moved(cell, step), -1) for cell in self._order]
+            tables.append([[*table, -1]])
+            while 2 ** len(tables[-1]) <= size:
+                last = tables[-1][-1]
+                tables[-1].append([last[number] for number in last])
+        return tables
+
+    @cached_property
+    def _before(self) -> list[dict[int, int]]:
+        """Number of the device that lies one place before another one, along each axis."""
+        steps = (tables[0] for tables in self._behind)
+        return [{other: number for number, other in enumerate(step[:-1])} for step in steps]
+
+    def _sums(self, weights: list[int], extent: Coordinate) -> list[int]:
+        """Return the weight of each box of this extent without a hole, by its first device; -1 for none."""
         for axis, length in enumerate(extent):
-            cells = self._sums_along(cells, axis, length)
-        return cells
+            if length > 1:
+                weights = self._sums_along(weights, axis, length)
+        return weights
 
-    def _sums_along(
-        self, cells: dict[Coordinate, int], axis: int, length: int
-    ) -> dict[Coordinate, int]:
-        """Return the weight of each line of this length along an axis.
+    def _sums_along(self, weights: list[int], axis: int, length: int) -> list[int]:
+        """Return the weight of each line of this length along an axis; -1 for one with a hole.
 
-        The sums of 1, 2, 4, ... cells are put together, so that long lines cost little more.
+        The sums of 1, 2, 4, ... devices are put together, so that long lines cost little more.
         """
-        lines, reach = dict.fromkeys(cells, 0), 0
-        powers, width = cells, 1
-        while True:
-            if length & width:
-                lines = self._joined(lines, powers, axis, reach)
-                reach += width
-            if width * 2 > length:
-                return lines
-            powers = self._joined(powers, powers, axis, width)
-            width *= 2
-
-    def _joined(
-        self, first: dict[Coordinate, int], second: dict[Coordinate, int], axis: int, by: int
-    ) -> dict[Coordinate, int]:
-        """Return the weights of lines, each of the first with the one of the second that lies behind it."""
-        return {
-            cell: weight + second[behind]
-            for cell, weight in first.items()
-            if (behind := self._step(cell, axis, by)) in second
-        }
+        lines, ends = [0] * len(weights), [*range(len(weights) - 1), -1]
+        for power, behind in enumerate(self._behind[axis]):
+            if length >> power & 1:
+                lines = _joined(lines, weights, ends)
+                ends = [behind[end] for end in ends]
+            if length >> power <= 1:
+                break
+            weights = _joined(weights, weights, behind)
+        return lines
 
     # --- free blocks --------------------------------------------------------------------------------
 
     def blocks_of(self, positions: Collection[Position]) -> tuple[Coordinate, ...]:
         """Divide devices into few blocks without a hole; return their extents, the largest first."""
-        left = {cell for cell, position in self.cells.items() if position in positions}
+        devices = [n for n, cell in enumerate(self._order) if self.cells[cell] in positions]
+        left = set(devices)
         extents = []
-        for cell in sorted(left):
-            while cell in left:  # on a ring, the box may begin before the cell, and not have it
-                box, extent = self._largest_from(cell, left)
-                left.difference_update(box)
+        for device in devices:
+            while device in left:  # on a ring, the box may begin before the device, and not have it
+                box, extent = self._largest_from(device, left)
+                left -= box
                 extents.append(extent)
         return tuple(sorted(extents, key=lambda extent: (-math.prod(extent), extent)))
 
-    def _largest_from(
-        self, cell: Coordinate, cells: set[Coordinate]
-    ) -> tuple[set[Coordinate], Coordinate]:
-        """Return a large box of these cells at this one, and its extent."""
-        axes = range(len(cell))
+    def _largest_from(self, device: int, devices: set[int]) -> tuple[set[int], Coordinate]:
+        """Return a large box of these devices at this one, and its extent."""
+        axes = range(len(self.sizes))
         for axis, wrap in enumerate(self.wraps):  # it may begin before the end of a ring
-            start = cell
+            start = device
             for _ in range(wrap):
-                before = self._step(start, axis, -1)
-                if before not in cells:
-                    cell = start
+                before = self._before[axis].get(start, -1)
+                if before not in devices:
+                    device = start
                     break
                 start = before
-        best: tuple[set[Coordinate], Coordinate] = ({cell}, (1,) * len(axes))
+        best: tuple[set[int], Coordinate] = ({device}, (1,) * len(axes))
         for first in axes:
-            box, extent = {cell}, [1] * len(axes)
+            box, extent = {device}, [1] * len(axes)
             for axis in (*axes[first:], *axes[:first]):
-                face = box
+                behind, face = self._behind[axis][0], box
                 while not self.wraps[axis] or extent[axis] < self.wraps[axis]:
-                    face = {self._step(each, axis, 1) for each in face}
-                    if not face <= cells or face & box:
+                    face = {behind[each] for each in face}
+                    if not face <= devices:
                         break
                     box = box | face
                     extent[axis] += 1
             if len(box) > len(best[0]):
                 best = box, tuple(extent)
         return best
+
+
+def _joined(first: list[int], second: list[int], behind: list[int]) -> list[int]:
+    """Return the weights of lines, each of the first with the one of the second that lies behind it."""
+    return [
+        weight + more if weight >= 0 and (more := second[other]) >= 0 else -1
+        for weight, other in zip(first, behind, strict=True)
+    ]

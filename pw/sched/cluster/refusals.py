@@ -52,8 +52,8 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
         willing = sorted(n for n, host in seated.items() if host.registration.python)
         return InsufficientDevices(
             f"no island has {counted(request.host_count, 'host')} that run Python functions of clients. "
-            f"Islands are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; ask for "
-            "as many of one island with hosts="
+            f"Islands are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; "
+            "ask for as many of one island with hosts="
         )
     besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
     reasons = "; ".join(filter(None, (_why_not(island, request) for island in islands)))

@@ -1,9 +1,9 @@
 """Binds slices to devices: which island has room, which positions a slice gets, and when it moves.
 
 A slice goes to the island where its devices are the least busy; of equal ones, to the one whose devices it
-would share the least. Or it has the devices of another slice that it is to be like. A slice that names hosts has
-devices of those only. A slice of an earlier controller waits first for the island that it was on, where it has
-its former devices if they are free, then for any that has room (`pw.sched.cluster.slice_states`). While the
+would share the least. Or it has the devices of another slice that it is to be like. A slice that names hosts
+has devices of those only. A slice of an earlier controller waits first for the island that it was on, where it
+has its former devices if they are free, then for any that has room (`pw.sched.cluster.slice_states`). While the
 cluster starts, a slice that no island fits waits for those that are still to come. `pw.sched.cluster.fitting`
 knows the devices that a slice may have.
 

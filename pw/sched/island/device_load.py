@@ -27,13 +27,15 @@ class DeviceLoad:
             maxlen=_PARTS
         )
         """End of each part, in seconds, and microseconds of device time in it by devices."""
+        self._sums = defaultdict[frozenset[Hashable], int](int)
 
     def ended(self, sites: frozenset[Hashable], time_us: int, now_s: float) -> None:
         """A launch has had these devices for so long."""
         if now_s >= self._ends_s:
             self._ends_s = now_s + SPAN_S / _PARTS
-            self._recent.append((self._ends_s, defaultdict(int)))
-        self._recent[-1][1][sites] += time_us
+            self._sums = defaultdict(int)
+            self._recent.append((self._ends_s, self._sums))
+        self._sums[sites] += time_us
 
     def of_devices(
         self, in_flight: Iterable[SegmentTask], now_s: float
