@@ -348,6 +348,7 @@ def test_an_island_that_is_lost_or_does_not_come_is_left_out() -> None:
         SimpleNamespace(
             name=name,
             devices=4,
+            exclusive=0,
             hosts=["h"] if state == "ready" else [],
             state=state,
             is_late=name == "a",

@@ -144,7 +144,7 @@ class Epochs(Part):
             island.formed, island.ranks = True, list(message.members)
             for early in here.values():
                 if early.node in island.ranks:
-                    island.hosts[early.node] = early
+                    island.seat(early)
                 else:
                     self.inventory.spares[early.node] = early
             island.awaited = set(island.ranks) - island.hosts.keys()
@@ -187,7 +187,7 @@ class Epochs(Part):
                 host=host.node,
             )
             island.ranks[rank] = host.node
-        island.hosts[host.node] = host
+        island.seat(host)
         island.awaited.discard(host.node)
         self.env.log(
             "info",

@@ -220,12 +220,12 @@ class Grid:
         for first in axes:
             box, extent = {device}, [1] * len(axes)
             for axis in (*axes[first:], *axes[:first]):
-                behind, face = self._behind[axis][0], box
+                behind, face, box = self._behind[axis][0], box, set(box)
                 while not self.wraps[axis] or extent[axis] < self.wraps[axis]:
                     face = {behind[each] for each in face}
                     if not face <= devices:
                         break
-                    box = box | face
+                    box |= face
                     extent[axis] += 1
             if len(box) > len(best[0]):
                 best = box, tuple(extent)

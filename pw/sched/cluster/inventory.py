@@ -69,6 +69,8 @@ class Island:
     """Number of virtual devices that are bound to each physical device."""
     exclusive: set[Position] = field(default_factory=set)
     """Devices of slices that are exclusive."""
+    _places: dict[Coordinate, str] = field(default_factory=dict)
+    """Name of the host that has said each of these coordinates last; it may be away."""
     _free_blocks: tuple[Coordinate, ...] | None = None
     """Extents of the blocks of devices without a slice; None until they are asked for."""
 
@@ -163,33 +165,50 @@ class Island:
         return registration.coords if registration.island == self.name else ()
 
     def misplaced(self, node: str, registration: msg.RegisterHost) -> str:
-        """Return why the coordinates of a host do not go with those of the other hosts; empty if they do."""
-        others = {host.node: host.registration for host in self.hosts.values() if host.node != node}
-        placed = {name: other for name, other in others.items() if self.coords_of(other)}
-        coords = self.coords_of(registration)
+        """Return why the coordinates of a host do not go with those of the other hosts; empty if they do.
+
+        It takes as long in an island of thousands of hosts.
+        """
+        coords, placed = self.coords_of(registration), self._placed(node)
         if not coords:
-            if not placed or registration.spare:
+            if placed is None or registration.spare:
                 return ""  # the devices of a spare without coordinates are in no block
-            return f"host {min(placed)} has coordinates and host {node} has none; give each its --coords"
-        bare = [name for name, other in others.items() if not (other.coords or other.spare)]
-        if bare:
+            return f"host {placed.node} has coordinates and host {node} has none; give each its --coords"
+        if placed is None:
+            here = (host for host in self.hosts.values() if host.node != node)
+            bare = next((host.node for host in here if not host.registration.spare), None)
+            if bare is None:
+                return ""
+            return f"host {node} has coordinates and host {bare} has none; give each its --coords"
+        there = placed.registration
+        axes = len(there.coords[0]), len(coords[0])
+        if axes[0] != axes[1]:
             return (
-                f"host {node} has coordinates and host {min(bare)} has none; give each its --coords"
+                f"coordinates of host {placed.node} have {counted(axes[0], 'number')}, and those of host "
+                f"{node} have {axes[1]}"
             )
-        axes = len(coords[0])
-        for name, other in placed.items():
-            if len(other.coords[0]) != axes:
-                return (
-                    f"coordinates of host {name} have {counted(len(other.coords[0]), 'number')}, and those of "
-                    f"host {node} have {axes}"
-                )
-            if other.wraps != registration.wraps:
-                return f"host {name} has another --wrap than host {node}"
-            if both := sorted(set(other.coords) & set(coords)):
-                return f"hosts {name} and {node} both have a device at {written(both[0])}"
+        if there.wraps != registration.wraps:
+            return f"host {placed.node} has another --wrap than host {node}"
+        for cell in coords:
+            other = self.hosts.get(self._places.get(cell, ""))
+            if other and other.node != node and cell in self.coords_of(other.registration):
+                return f"hosts {other.node} and {node} both have a device at {written(cell)}"
         return ""
 
+    def _placed(self, but: str) -> Host | None:
+        """Return a host of the island, other than this one, that has coordinates."""
+        for node in self._places.values():
+            host = self.hosts.get(node)
+            if host is not None and node != but and self.coords_of(host.registration):
+                return host
+        return None
+
     # --- seats --------------------------------------------------------------------------------------
+
+    def seat(self, host: Host) -> None:
+        """Give a host a seat."""
+        self.hosts[host.node] = host
+        self._places.update(dict.fromkeys(self.coords_of(host.registration), host.node))
 
     def free_rank(self) -> int | None:
         """Return a rank whose host is gone and not expected back."""
