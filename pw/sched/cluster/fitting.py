@@ -11,6 +11,7 @@ and of equal ones those that the fewest slices have.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 
@@ -77,11 +78,14 @@ def choose(
         None if other slices have too many of them.
     """
     ranks = allowed_ranks(island, request)
-    weights = {
-        position: int(busy.get(position, 0.0) / STEP_S) * _STEP + island.bound[position]
-        for position in _positions(island, ranks)
-        if is_free(island, request, position)
-    }
+    weights = dict.fromkeys(_positions(island, ranks), 0)
+    weights.update((at, count) for at, count in island.bound.items() if at in weights)
+    for position, busy_s in busy.items():
+        if position in weights:
+            weights[position] += int(busy_s / STEP_S) * _STEP
+    for position in [*(island.bound if request.exclusive else island.exclusive)]:
+        if position in weights and not is_free(island, request, position):
+            del weights[position]
     if request.topology is not None and island.grid is not None:
         return island.grid.best(request.topology, weights)
     if not (request.hosts or request.host_count):
@@ -154,5 +158,5 @@ def _lightest(weights: Mapping[Position, int], count: int) -> tuple[Position, ..
     """Return so many devices with the least weight, in order; None if there are fewer."""
     if len(weights) < count:
         return None
-    chosen = sorted(weights, key=lambda position: (weights[position], position))
-    return tuple(sorted(chosen[:count]))
+    chosen = heapq.nsmallest(count, zip(weights.values(), weights.keys(), strict=True))
+    return tuple(sorted(position for _, position in chosen))
