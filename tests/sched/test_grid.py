@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pw.sched.cluster.grid import Grid, Position
+from pw.sched.cluster.grid import DeviceGrid, Position
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     *((1,), (2,), (3,), (4,), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1), (1, 4)),
@@ -20,14 +20,14 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 
 def grid_of(
     sizes: tuple[int, ...], wraps: tuple[int, ...] = (), holes: int = 0, seed: int = 0
-) -> Grid:
+) -> DeviceGrid:
     cells = list(itertools.product(*map(range, sizes)))
     for hole in random.Random(seed).sample(cells[1:], holes):
         cells.remove(hole)
-    return Grid({cell: (0, at) for at, cell in enumerate(cells)}, wraps or (0,) * len(sizes))
+    return DeviceGrid({cell: (0, at) for at, cell in enumerate(cells)}, wraps or (0,) * len(sizes))
 
 
-def all_blocks(grid: Grid, shape: tuple[int, ...]) -> Iterator[tuple[Position, ...]]:
+def all_blocks(grid: DeviceGrid, shape: tuple[int, ...]) -> Iterator[tuple[Position, ...]]:
     """Yield each block: shape axes along grid axes in any order, several on one only where it must be."""
     axes = range(len(grid.wraps))
     long = [axis for axis, size in enumerate(shape) if size > 1]
@@ -64,13 +64,13 @@ GRIDS = [
     grid_of((3, 5), holes=4, seed=2),
     grid_of((2, 2, 3), (0, 0, 3)),
     grid_of((2, 3, 2), (0, 3, 0), holes=2),
-    Grid({(5, 7): (0, 0), (5, 8): (0, 1), (6, 7): (1, 0), (6, 8): (1, 1)}, (0, 0)),
+    DeviceGrid({(5, 7): (0, 0), (5, 8): (0, 1), (6, 7): (1, 0), (6, 8): (1, 1)}, (0, 0)),
 ]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=[f"{g.words} with {len(g.cells)}" for g in GRIDS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_best_block_is_that_of_a_search(grid: Grid, shape: tuple[int, ...]) -> None:
+def test_the_best_block_is_that_of_a_search(grid: DeviceGrid, shape: tuple[int, ...]) -> None:
     draw = random.Random(f"{grid.words} {shape}")
     every = set(all_blocks(grid, shape))
     for share in (1.0, 0.8, 0.5):
@@ -86,7 +86,7 @@ def test_the_best_block_is_that_of_a_search(grid: Grid, shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=[f"{g.words} with {len(g.cells)}" for g in GRIDS])
-def test_other_devices_are_no_block(grid: Grid) -> None:
+def test_other_devices_are_no_block(grid: DeviceGrid) -> None:
     draw = random.Random(grid.words)
     for shape in SHAPES:
         count = math.prod(shape)
@@ -99,7 +99,7 @@ def test_other_devices_are_no_block(grid: Grid) -> None:
 
 
 def test_a_block_may_lie_turned_and_its_axes_follow() -> None:
-    grid = Grid.of_hosts(2, 4)
+    grid = DeviceGrid.of_hosts(2, 4)
     assert grid.best((4, 2), dict.fromkeys(grid.cells.values(), 0)) == tuple(
         (host, device) for device in range(4) for host in range(2)
     )
@@ -109,7 +109,7 @@ def test_a_block_may_lie_turned_and_its_axes_follow() -> None:
 
 
 def test_a_shape_with_more_axes_than_the_grid_has_several_on_one() -> None:
-    grid = Grid.of_hosts(2, 4)
+    grid = DeviceGrid.of_hosts(2, 4)
     everywhere = dict.fromkeys(grid.cells.values(), 0)
     assert grid.best((2, 2, 2), everywhere) == tuple(grid.cells.values())
     assert grid.best((2, 2), dict.fromkeys([(0, n) for n in range(4)], 0)) is None
@@ -130,7 +130,7 @@ def test_free_devices_are_divided_into_blocks(
     wraps: tuple[int, ...], free: list[tuple[int, int]], blocks: tuple[tuple[int, ...], ...]
 ) -> None:
     cells = itertools.product(range(4), range(4))
-    grid = Grid({cell: cell for cell in cells}, wraps)
+    grid = DeviceGrid({cell: cell for cell in cells}, wraps)
     assert grid.blocks_of(set(free)) == blocks
 
 
@@ -145,7 +145,7 @@ def test_all_devices_are_in_one_block_each() -> None:
 def test_a_shape_of_many_axes_takes_little_time() -> None:
     """The ways in which 18 axes may lie are many, and the blocks few."""
     cells = itertools.product(range(64), range(64), range(64))
-    grid = Grid({cell: (0, at) for at, cell in enumerate(cells)}, (64, 64, 64))
+    grid = DeviceGrid({cell: (0, at) for at, cell in enumerate(cells)}, (64, 64, 64))
     began = time.process_time()
     assert len(grid.ways((2,) * 18)) == 1
     assert time.process_time() - began < 20
@@ -153,5 +153,5 @@ def test_a_shape_of_many_axes_takes_little_time() -> None:
 
 def test_a_free_block_goes_around_a_ring_that_has_a_hole() -> None:
     cells = [(at,) for at in range(8) if at != 3]
-    grid = Grid({cell: (0, *cell) for cell in cells}, (8,))
+    grid = DeviceGrid({cell: (0, *cell) for cell in cells}, (8,))
     assert grid.blocks_of({(0, 0), (0, 1), (0, 7), (0, 5)}) == ((3,), (1,))

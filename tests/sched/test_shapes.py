@@ -195,14 +195,8 @@ def test_a_slice_moves_to_a_block_of_its_shape() -> None:
 def test_a_drain_counts_the_room_for_all_exclusive_slices_together() -> None:
     bench = Shapes()
     bench.island("a", 1, 4)
-    bench.want(1, 2, exclusive=True, island="a")
+    bench.want(1, 2, exclusive=True)
     bench.want(2, 2, exclusive=True)
-    bench.manager.slices._slices[2].request = msg.AllocateSlice(
-        2, 2, None, None, (2,), exclusive=True
-    )
-    bench.manager.slices._slices[1].request = msg.AllocateSlice(
-        1, 2, None, None, (2,), exclusive=True
-    )
     bench.island("b", 1, 3)
     island = bench.manager.inventory.islands["a"]
     assert bench.manager.slices.stuck_on(island) == 1

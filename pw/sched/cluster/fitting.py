@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pw.core.messages import AllocateSlice
-from pw.sched.cluster.grid import Grid, Position
+from pw.sched.cluster.grid import DeviceGrid, Position
 from pw.sched.cluster.inventory import Island
 
 STEP_S = 3.0
@@ -46,7 +46,9 @@ def fits(island: Island, request: AllocateSlice) -> bool:
     return island.grid is None or has_block(island.grid, island, request, ranks)
 
 
-def has_block(grid: Grid, island: Island, request: AllocateSlice, ranks: Sequence[int]) -> bool:
+def has_block(
+    grid: DeviceGrid, island: Island, request: AllocateSlice, ranks: Sequence[int]
+) -> bool:
     """Whether a grid has a block of a slice's shape on these hosts, whatever slices there are."""
     if len(ranks) == island.expected_hosts and len(grid.cells) == math.prod(grid.sizes):
         return bool(grid.ways(request.topology or ()))  # no place is empty

@@ -24,7 +24,7 @@ Position = tuple[int, int]
 """Rank and ordinal of a device of an island; the position outlives the host that has the rank."""
 
 
-class Way(NamedTuple):
+class Orientation(NamedTuple):
     """A way in which a shape may lie in a grid."""
 
     extent: Coordinate
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class DeviceGrid:
     """Devices at their coordinates."""
 
     cells: Mapping[Coordinate, Position]
@@ -42,7 +42,7 @@ class Grid:
     """For each axis the number of devices after which it wraps around; 0 where it does not."""
 
     @classmethod
-    def of_hosts(cls, hosts: int, devices: int) -> Grid:
+    def of_hosts(cls, hosts: int, devices: int) -> DeviceGrid:
         """Return the grid of an island without coordinates: hosts x devices of a host."""
         places = itertools.product(range(hosts), range(devices))
         return cls({place: place for place in places}, (0, 0))
@@ -67,7 +67,7 @@ class Grid:
 
     # --- blocks -----------------------------------------------------------------------------------
 
-    def ways(self, shape: Sequence[int]) -> list[Way]:
+    def ways(self, shape: Sequence[int]) -> list[Orientation]:
         """Return the ways in which a shape may lie, unturned ones first."""
         axes = range(len(self.sizes))
         share = sum(size > 1 for size in shape) > len(axes)
@@ -84,7 +84,7 @@ class Grid:
                         wider = (*extent[:axis], length, *extent[axis + 1 :])
                         longer.setdefault(wider, (*lies, axis))
             ways = longer
-        return [Way(extent, lies) for extent, lies in ways.items()]
+        return [Orientation(extent, lies) for extent, lies in ways.items()]
 
     def best(
         self, shape: Sequence[int], weights: Mapping[Position, int]
@@ -118,7 +118,7 @@ class Grid:
         )
 
     def _block(
-        self, shape: Sequence[int], way: Way, origin: Coordinate
+        self, shape: Sequence[int], way: Orientation, origin: Coordinate
     ) -> tuple[Position, ...] | None:
         """Return the devices of a block in the order of the shape; None if there is a hole."""
         positions = []

@@ -14,7 +14,7 @@ from pw.core import messages as msg
 from pw.core.coordinates import Coordinate, written
 from pw.core.errors import Error, IslandFull, PlacementError
 from pw.core.sharding import DeviceAddress
-from pw.sched.cluster.grid import Grid, Position
+from pw.sched.cluster.grid import DeviceGrid, Position
 
 SETTLING_S = 30.0
 """Seconds that hosts of an earlier controller may take to register."""
@@ -63,7 +63,7 @@ class Island:
     is_late: bool = False
     """True if the island has been away so long that its slices move to any island that has room."""
     kind: str = ""
-    grid: Grid | None = None
+    grid: DeviceGrid | None = None
     """Places of the devices on the interconnect, in the newest epoch; None before the first one."""
     bound: Counter[Position] = field(default_factory=Counter)
     """Number of virtual devices that are bound to each physical device."""
@@ -127,7 +127,7 @@ class Island:
         """Place the devices of the hosts of a new epoch."""
         self.grid, self._free_blocks = self.grid_of(self.ranked()), None
 
-    def grid_of(self, hosts: Sequence[Host]) -> Grid:
+    def grid_of(self, hosts: Sequence[Host]) -> DeviceGrid:
         """Return the grid that hosts have, in the order of their ranks.
 
         The coordinates are those that the hosts' operators say; else those that JAX has, if they differ; else
@@ -150,8 +150,8 @@ class Island:
             if differ and len({len(cell) for cell in by_jax}) == 1:
                 cells = by_jax
         if not cells:
-            return Grid.of_hosts(self.expected_hosts, self.local_devices)
-        return Grid(cells, wraps or (0,) * len(next(iter(cells))))
+            return DeviceGrid.of_hosts(self.expected_hosts, self.local_devices)
+        return DeviceGrid(cells, wraps or (0,) * len(next(iter(cells))))
 
     def free_blocks(self) -> tuple[Coordinate, ...]:
         """Return the extents of the blocks that devices without a slice are made of."""

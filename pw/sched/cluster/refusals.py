@@ -11,7 +11,7 @@ from pw.core.coordinates import times, written
 from pw.core.errors import Error, InsufficientDevices, PythonRefused
 from pw.core.messages import AllocateSlice
 from pw.sched.cluster.fitting import allowed_ranks, fits, is_asked_for, is_free
-from pw.sched.cluster.grid import Grid, Position
+from pw.sched.cluster.grid import DeviceGrid, Position
 from pw.sched.cluster.inventory import Inventory, Island, counted
 
 _FEW = 4
@@ -104,15 +104,15 @@ def _why_not(island: Island, request: AllocateSlice) -> str:
     ranks = allowed_ranks(island, request)
     if not fits(island, request):
         return _misfit(island, grid, shape) if shape is not None and grid is not None else ""
-    taken = [
+    in_use = [
         position
         for position in island.positions()
         if position[0] in ranks and not is_free(island, request, position)
     ]
-    if not taken:
+    if not in_use:
         return ""  # slices that are to be apart are in the way
-    free = set(island.positions()) - set(taken)
-    where, in_the_way = "", taken
+    free = set(island.positions()) - set(in_use)
+    where, in_the_way = "", in_use
     if shape is not None and grid is not None:
         allowed = (position for position in island.positions() if position[0] in ranks)
         block = grid.best(shape, {position: int(position not in free) for position in allowed})
@@ -126,7 +126,7 @@ def _why_not(island: Island, request: AllocateSlice) -> str:
     )
 
 
-def _misfit(island: Island, grid: Grid, shape: tuple[int, ...]) -> str:
+def _misfit(island: Island, grid: DeviceGrid, shape: tuple[int, ...]) -> str:
     """Return why no block of a shape lies in an island, whatever slices there are."""
     words = f"{island.name} is a grid of {grid.words}"
     if not grid.ways(shape):

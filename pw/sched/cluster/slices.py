@@ -88,7 +88,7 @@ class SliceTable(Part):
         piece = self._slices.pop(message.slice, None)
         if piece is not None:
             if piece.state is SliceState.BOUND:
-                self._vacate(piece)
+                self.vacate(piece)
             piece.happened(SliceEvent.RELEASE)
             for one in self._slices.values():
                 if one.request.like == message.slice and one.state is SliceState.BOUND:
@@ -103,7 +103,7 @@ class SliceTable(Part):
             return
         piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
         may_end = timer.is_over and not self._waits_for_hosts(piece)
-        if may_end and self._room(piece.request) is None:
+        if may_end and self.room(piece.request) is None:
             self._refuse(piece)
         else:
             self._place(piece)
@@ -121,8 +121,8 @@ class SliceTable(Part):
 
     def bind_again(self, island: Island) -> None:
         """An island has another epoch: bind its slices again, to their positions if they still suit."""
-        pieces = self._on(island)
-        stay = {one.request.slice for one in pieces if self._may_stay(one, island)}
+        pieces = self.on(island)
+        stay = {one.request.slice for one in pieces if self.may_stay(one, island)}
         island.bound.clear()
         island.exclusive.clear()
         for piece in pieces:
@@ -134,12 +134,12 @@ class SliceTable(Part):
             else:
                 self._place_again(piece, island)
 
-    def _may_stay(self, piece: BoundSlice, island: Island) -> bool:
+    def may_stay(self, piece: BoundSlice, island: Island) -> bool:
         """Whether the positions of a slice still suit it."""
         model = self._model_of(piece.request)
         if model is not None and model.island == island.name:
             is_there = piece.positions == model.positions[: len(piece.positions)]
-            return is_there and self._may_stay(model, island)
+            return is_there and self.may_stay(model, island)
         return fits(island, piece.request) and suits(island, piece.request, piece.positions)
 
     def _place_again(self, piece: BoundSlice, island: Island) -> None:
@@ -150,7 +150,7 @@ class SliceTable(Part):
             self._bind(piece, SliceEvent.REBIND, room)
         elif set(piece.request.hosts) - set(island.ranks):
             self._park(piece)
-        elif (room := self._room(piece.request)) is not None:
+        elif (room := self.room(piece.request)) is not None:
             self._bind(piece, SliceEvent.MOVE, room)
         elif any(fits(one, piece.request) for one in self.inventory.islands.values()):
             piece.request = msgspec.structs.replace(piece.request, resumed=True)
@@ -172,16 +172,16 @@ class SliceTable(Part):
 
     def move(self, island: Island) -> None:
         """An island does not come back: move its slices to islands that have room."""
-        for piece in self._on(island):
-            room = self._room(piece.request)
+        for piece in self.on(island):
+            room = self.room(piece.request)
             if room is not None and not (piece.request.like and room.island is island):
-                self._vacate(piece)
+                self.vacate(piece)
                 piece.positions = ()
                 self._bind(piece, SliceEvent.MOVE, room)
 
     def stuck_on(self, island: Island) -> int:
         """Return how many slices of an island no other island has room for."""
-        return self._stuck([one for one in self._on(island) if not one.request.like], island)
+        return self._stuck([one for one in self.on(island) if not one.request.like], island)
 
     def displaced_by(self, spare: Host, node: str, island: Island) -> int:
         """Return how many slices with a shape have no room if a spare takes the place of a host.
@@ -192,7 +192,7 @@ class SliceTable(Part):
         grid = island.grid_of(after)
         displaced = [
             one
-            for one in self._on(island)
+            for one in self.on(island)
             if one.request.topology is not None
             and not one.request.like
             and not grid.is_block(one.request.topology, one.positions)
@@ -204,7 +204,7 @@ class SliceTable(Part):
         """Return how many of these slices have no room on other islands, if they are placed in turn."""
         placed: list[tuple[Room, bool]] = []
         for piece in pieces:
-            if (room := self._room(piece.request, island)) is not None:
+            if (room := self.room(piece.request, island)) is not None:
                 room.island.occupy(room.positions, piece.request.exclusive)
                 placed.append((room, piece.request.exclusive))
         for room, exclusive in placed:
@@ -215,7 +215,8 @@ class SliceTable(Part):
         """Return how many slices name a host."""
         return sum(node in one.request.hosts for one in self._slices.values())
 
-    def _on(self, island: Island) -> list[BoundSlice]:
+    def on(self, island: Island) -> list[BoundSlice]:
+        """Return the slices that are bound to an island."""
         return [
             one
             for one in self._slices.values()
@@ -228,7 +229,7 @@ class SliceTable(Part):
         """Bind, park or refuse a slice."""
         request, islands = piece.request, self.inventory.islands
         self._slices.pop(request.slice, None)
-        room = self._room(request)
+        room = self.room(request)
         if request.formerly and not request.like:
             home = islands.get(request.formerly)
             is_back = home is not None and home.state == "ready" and fits(home, request)
@@ -254,7 +255,7 @@ class SliceTable(Part):
         piece.happened(SliceEvent.PARK)
         self._are_parked = True
 
-    def _room(self, request: AllocateSlice, but: Island | None = None) -> Room | None:
+    def room(self, request: AllocateSlice, but: Island | None = None) -> Room | None:
         """Return the devices on which a slice would be best; for a slice like another one, those of that."""
         if request.like:
             island = self._home_of(request.like)
@@ -283,7 +284,7 @@ class SliceTable(Part):
         """Return the devices of an island for a slice: those that it had there, if they are free."""
         request = piece.request
         if request.like:
-            room = self._room(request)
+            room = self.room(request)
             return room if room is not None and room.island is island else None
         if not fits(island, request):
             return None
@@ -360,7 +361,8 @@ class SliceTable(Part):
             if one.request.like == piece.request.slice and one.state is SliceState.PARKED:
                 self._place(one)
 
-    def _vacate(self, piece: BoundSlice) -> None:
+    def vacate(self, piece: BoundSlice) -> None:
+        """Count the devices of a bound slice as its own no more."""
         self.inventory.islands[piece.island].vacate(piece.positions, piece.request.exclusive)
 
     def _model_of(self, request: AllocateSlice) -> BoundSlice | None:

@@ -132,7 +132,7 @@ class ShapeMonitor:
             for at in range(host.devices)
         }, (0, 0)
 
-    def _taken(self, island: Any, exclusive: bool, but: int) -> set[tuple[str, int]]:
+    def _in_use(self, island: Any, exclusive: bool, but: int) -> set[tuple[str, int]]:
         """Return the devices of an island that slices keep from another one."""
         return {
             (island.ranks[rank], at)
@@ -142,17 +142,17 @@ class ShapeMonitor:
         }
 
     def _bound_on(self, island: Any) -> list[Any]:
-        pieces = self._cluster.resources.slices._slices.values()
-        return [one for one in pieces if one.state == "bound" and one.island == island.name]
+        pieces: list[Any] = self._cluster.resources.slices.on(island)
+        return pieces
 
     def _has_room(self, island: Any, request: msg.AllocateSlice) -> bool:
         """Whether an island that is ready has devices for a slice now."""
         cells, wraps = self._grid(island)
-        taken = self._taken(island, request.exclusive, request.slice)
+        in_use = self._in_use(island, request.exclusive, request.slice)
         if request.topology is None:
             everywhere = itertools.product(island.ranks, range(island.local_devices))
-            return sum(device not in taken for device in everywhere) >= request.devices
-        free = {cell: device for cell, device in cells.items() if device not in taken}
+            return sum(device not in in_use for device in everywhere) >= request.devices
+        free = {cell: device for cell, device in cells.items() if device not in in_use}
         return next(blocks(free, wraps, request.topology), None) is not None
 
     # --- what is bound and refused -------------------------------------------------------------------

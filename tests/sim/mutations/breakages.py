@@ -258,7 +258,7 @@ def close_for_strangers(
 
 def bind_anywhere(bind_again: Any, island: Any) -> None:
     """Forget which hosts slices name before they are bound again."""
-    for piece in bind_again.__self__._on(island):
+    for piece in bind_again.__self__.on(island):
         piece.request = replace(piece.request, hosts=())
     bind_again(island)
 
