@@ -17,6 +17,7 @@ from pw.core import messages as msg
 from pw.core.accounts import AccountSink
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S
+from pw.core.coordinates import Coordinate
 from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
@@ -75,6 +76,21 @@ def memory_of(devices: Sequence[Any], bound_bytes: int | None) -> int | None:
     """
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     return min((limit for limit in (*limits, bound_bytes) if limit is not None), default=None)
+
+
+def coords_of(devices: Sequence[Any]) -> tuple[Coordinate, ...]:
+    """Return the coordinates of JAX devices, with the core on the chip if chips have several; none without.
+
+    JAX has coordinates of TPUs. What it has of others may not tell them apart, and is left out.
+    """
+    cells = [tuple(getattr(device, "coords", None) or ()) for device in devices]
+    if len(set(cells)) < len(cells):
+        cells = [
+            (*cell, getattr(device, "core_on_chip", 0))
+            for cell, device in zip(cells, devices, strict=True)
+        ]
+    is_usable = all(cells) and len(set(cells)) == len(cells) and len(set(map(len, cells))) == 1
+    return tuple(cells) if is_usable and min(map(min, cells)) >= 0 else ()
 
 
 def counters_of(node: Node, bulk: CountedBulk | None) -> dict[str, int]:
@@ -146,6 +162,7 @@ def add_controller(
         lambda env: ResourceManager(
             *(env, tickets.public, claims, expected_islands, move_s),
             lambda host: control.usage.rights.bounds_python_on(host),
+            lambda island: schedulers[island].busy() if island in schedulers else {},
         ),
     )
     node.add("services", lambda env: CoordinationActor(env, services))

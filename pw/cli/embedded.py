@@ -8,7 +8,9 @@ process; it cannot be restarted, so the session ends with it.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.connection.wires import LocalWires, StreamWires
 from pw.client.display.tables import is_notebook
 from pw.client.session.thread_messages import Close
+from pw.core.coordinates import times
 from pw.core.errors import ConnectionFailed, Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.installed import DASHBOARD, is_installed
@@ -49,10 +52,33 @@ PAGE_S = 10.0
 
 def device_count() -> int:
     """Return the number of CPU devices. Raises Error if PW_EMBEDDED_DEVICES is no number."""
-    text = os.environ.get("PW_EMBEDDED_DEVICES", "8")
+    text = os.environ.get("PW_EMBEDDED_DEVICES", "")
+    if not text:
+        return math.prod(topology()) if topology() else 8
     if not text.isdigit() or not 1 <= int(text) <= 1024:
         raise Error(f"PW_EMBEDDED_DEVICES must be a number from 1 to 1024, not {text!r}")
     return int(text)
+
+
+def topology() -> tuple[int, ...]:
+    """Return the grid in which the CPU devices lie; empty for one row. Raises Error if it is none."""
+    text = os.environ.get("PW_EMBEDDED_TOPOLOGY", "")
+    if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise Error(f"PW_EMBEDDED_TOPOLOGY is a grid of devices such as 2x4, not {text!r}")
+    return tuple(map(int, text.split("x"))) if text else ()
+
+
+def coordinates(devices: int) -> str | None:
+    """Return the coordinates of so many CPU devices, for `pw-worker --coords`. Raises Error."""
+    sizes = topology()
+    if not sizes:
+        return None
+    if math.prod(sizes) != devices:
+        raise Error(
+            f"PW_EMBEDDED_TOPOLOGY={times(sizes)} is a grid of {math.prod(sizes)} devices, and {devices} are "
+            "asked for (PW_EMBEDDED_DEVICES, PW_DEVICES)"
+        )
+    return f"{','.join('0' for _ in sizes)}:{times(sizes)}"
 
 
 def device_memory() -> int | None:
@@ -213,6 +239,7 @@ def _start_worker(
         log_level="error",
         heartbeat=HEARTBEAT_S,
         device_memory=device_memory(),
+        coords=coordinates(devices) if platform == "cpu" else None,
         alone=not has_supervisor,
         reconnect=None if has_supervisor else RECONNECT_S,
     )

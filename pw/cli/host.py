@@ -23,7 +23,7 @@ from typing import NoReturn
 import uvloop
 
 from pw.cli import handover
-from pw.cli.assembly import add_host, memory_of
+from pw.cli.assembly import add_host, coords_of, memory_of
 from pw.cli.host_options import HostOptions
 from pw.cli.keeping import Keeper
 from pw.cli.process import (
@@ -40,6 +40,7 @@ from pw.cli.process import (
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
+from pw.core.coordinates import parse_coordinates, parse_wraps
 from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
@@ -127,6 +128,7 @@ class HostRuntime:
                     devices[0].device_kind,
                     local_count,
                     memory_of(own, size_of(self._options.device_memory)),
+                    coords_of(own),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
@@ -275,6 +277,8 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         begin.spare,
         python=allow_python,
         python_tenants=tuple(filter(None, map(str.strip, options.python_tenants.split(",")))),
+        coords=parse_coordinates(options.coords, options.devices),
+        wraps=parse_wraps(options.wrap),
     )
     replicas = _inherited(name, parcel, supervisor)
     executor = add_host(

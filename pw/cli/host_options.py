@@ -46,6 +46,23 @@ class HostOptions:
             help=f"What the devices are: {', '.join(PLATFORMS)}, or what another package adds."
         ),
     ] = "cpu"
+    coords: Annotated[
+        str,
+        typer.Option(
+            metavar="START:SHAPE",
+            help="Coordinates of the devices on the interconnect of the island, as in 0,2:2x2: a block of 2x2 "
+            "devices from (0, 2) on, the last axis first. With a ';' between several blocks. By default those "
+            "that JAX has; without them, the number of the host and that of the device.",
+        ),
+    ] = ""
+    wrap: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH,...",
+            help="For each axis of --coords, after how many devices it wraps around; 0 if it does not. The "
+            "same for all hosts of the island.",
+        ),
+    ] = ""
     device_memory: Annotated[
         str,
         typer.Option(

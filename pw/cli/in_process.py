@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.extend.backend
 
-from pw.cli.assembly import add_host, memory_of
+from pw.cli.assembly import add_host, coords_of, memory_of
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
@@ -74,7 +74,14 @@ class InProcessHost:
         device = self._devices[0]
         memory = memory_of([device], self._device_memory_bytes)
         joined(
-            IslandJoined(form.island, form.epoch, device.device_kind, len(self._devices), memory)
+            IslandJoined(
+                form.island,
+                form.epoch,
+                device.device_kind,
+                len(self._devices),
+                memory,
+                coords_of(self._devices),
+            )
         )
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:

@@ -21,6 +21,7 @@ from pw.cli.process import (
     size_of,
 )
 from pw.cli.supervisor import Supervisor
+from pw.core.coordinates import check_coordinates, parse_coordinates, parse_wraps
 from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.roles import Role
@@ -49,6 +50,13 @@ def serve(**values: Any) -> None:
         )
     if not island and not options.spare:
         raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")
+    try:
+        coords = parse_coordinates(options.coords, options.devices)
+        check_coordinates(coords, parse_wraps(options.wrap), options.devices)
+    except Error as error:
+        raise typer.BadParameter(str(error), param_hint="--coords") from None
+    if coords and not island:
+        raise typer.BadParameter("--coords are coordinates in the grid of an --island")
     check_log_level(options.log_level)
     if max(len(name), len(island)) > NAME_CHARACTERS:
         raise typer.BadParameter(f"names have {NAME_CHARACTERS} characters at most")

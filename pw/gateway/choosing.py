@@ -64,7 +64,9 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         Error: the devices do not divide over the islands.
     """
     status = _settled(runtime, wanted)
-    counts = {island.name: island.devices for island in status.islands if island.hosts}
+    counts = {
+        island.name: island.devices - island.exclusive for island in status.islands if island.hosts
+    }
     names = sorted(counts)
     if wanted.island_names is not None:
         names = list(wanted.island_names)

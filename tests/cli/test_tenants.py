@@ -154,6 +154,19 @@ print(float(np.asarray(pw.put(x, there)).sum()), flush=True)
 """
 
 
+EXCLUSIVE = """
+import sys, time, pw
+try:
+    slice = pw.make_virtual_device_set().add_slice(topology=(int(sys.argv[1]),), exclusive=True)
+except pw.InsufficientDevices as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("has", slice.coords, flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
 class Cluster:
     """A controller with a file of rights and one of accounts, a host `h` of four devices, and certificates."""
 
@@ -295,6 +308,24 @@ def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluste
     second.kill()
     until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
     assert not cluster.status()["red"]["amounts"].get("devices")
+
+
+@pytest.mark.processes
+def test_exclusive_devices_are_kept_from_other_tenants(cluster: Cluster) -> None:
+    first = cluster.script("red", EXCLUSIVE, 3)
+    first.until_says("has ((0, 0), (0, 1), (0, 2))")
+    second = cluster.script("blue", EXCLUSIVE, 1)
+    second.until_says("has ((0, 3),)")
+    refused = _out(cluster.script("green", EXCLUSIVE, 1))
+    assert "InsufficientDevices no island has 1 device" in refused
+    assert (
+        "i: 0 of 4 devices are free; in the block of 1 at (0, 0), slices have device 0 of h"
+        in refused
+    )
+    assert not any(name in refused for name in ("red", "blue"))
+    first.kill()
+    until(lambda: "clients" not in cluster.status()["red"]["amounts"], "red has left")
+    cluster.script("green", EXCLUSIVE, 1).until_says("has ((0, 0),)")
 
 
 @pytest.mark.processes

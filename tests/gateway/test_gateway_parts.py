@@ -289,7 +289,7 @@ def test_devices_divide_over_islands() -> None:
 )
 def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, asked: Any) -> None:
     here, waits, released = (
-        [SimpleNamespace(name="a", devices=4, hosts=["h"], state="ready")],
+        [SimpleNamespace(name="a", devices=4, exclusive=0, hosts=["h"], state="ready")],
         [],
         [],
     )
@@ -299,7 +299,9 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
             return SliceBound(0, island or "", "cpu", "kind", (), 1)
         waits.append((island, how["apart"]))
         if (name := "abc"[len(waits) - 1]) != "a":
-            here.append(SimpleNamespace(name=name, devices=4, hosts=["h"], state="ready"))
+            here.append(
+                SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["h"], state="ready")
+            )
         return SimpleNamespace(slice=len(waits))
 
     def status() -> Any:
@@ -321,14 +323,18 @@ def test_the_islands_of_a_cluster_that_starts_are_waited_for(wanted: Wanted, ask
 @pytest.mark.parametrize("wanted", [Wanted(None, None, None), Wanted(None, 1, ("a",))])
 def test_an_island_without_hosts_is_waited_for(wanted: Wanted, others: int) -> None:
     """Another controller has begun, or the island forms again after a loss."""
-    island = SimpleNamespace(name="a", devices=0, hosts=[], state="waiting", is_late=False)
-    ready = SimpleNamespace(name="b", devices=4, hosts=["h"], state="ready", is_late=False)
+    island = SimpleNamespace(
+        name="a", devices=0, exclusive=0, hosts=[], state="waiting", is_late=False
+    )
+    ready = SimpleNamespace(
+        name="b", devices=4, exclusive=0, hosts=["h"], state="ready", is_late=False
+    )
     waits = []
 
     def bind(devices: int, kind: None, name: str | None, topology: None, **how: Any) -> Any:
         if how:
             waits.append(name)
-            vars(island).update(devices=4, hosts=["h"], state="ready")
+            vars(island).update(devices=4, exclusive=0, hosts=["h"], state="ready")
         return SliceBound(devices, name or "a", "cpu", "kind", (), 1)
 
     slices = allocate(_runtime([island, *[ready] * others], bind), wanted)
@@ -342,6 +348,7 @@ def test_an_island_that_is_lost_or_does_not_come_is_left_out() -> None:
         SimpleNamespace(
             name=name,
             devices=4,
+            exclusive=0,
             hosts=["h"] if state == "ready" else [],
             state=state,
             is_late=name == "a",
@@ -380,7 +387,8 @@ def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
         raise errors.InsufficientDevices(f"no island has {devices} devices")
 
     islands = [
-        SimpleNamespace(name=name, devices=4, hosts=["a host"], state="ready") for name in "ab"
+        SimpleNamespace(name=name, devices=4, exclusive=0, hosts=["a host"], state="ready")
+        for name in "ab"
     ]
     runtime = _runtime(islands, refuse)
     words = "^64 devices are asked for, 32 on each of 2 islands: no island has 32 devices$"

@@ -111,8 +111,11 @@ def test_any_host_that_runs_python() -> None:
     for number in range(2, 8):
         bench.want(number, 1, python=True)
         assert bench.on(number)[0] in ("b1", "b2")
-    bench.say(CONTROL, msg.AllocateSlice(8, 2, None, None, (2, 1), python=True))
+    bench.say(CONTROL, msg.AllocateSlice(8, 2, None, None, None, host_count=2, python=True))
     assert bench.on(8) == ["b1", "b2"]
+    bench.say(CONTROL, msg.AllocateSlice(10, 3, None, None, None, host_count=3, python=True))
+    refused = bench.news(msg.SliceRefused)[-1]
+    assert "no island has 3 hosts that run Python" in refused.error.message
     too_many = bench.want(9, 5, python=True)
     assert "5 devices, on hosts that run Python functions" in too_many.error.message
 

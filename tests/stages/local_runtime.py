@@ -142,6 +142,7 @@ class LocalRuntime:
         island: Any = None,
         topology: Any = None,
         apart: Sequence[int] = (),
+        exclusive: bool = False,
     ) -> Any:
         if devices > DEVICES:
             raise InsufficientDevices(f"{devices} devices were asked for; there are {DEVICES}")
@@ -151,7 +152,12 @@ class LocalRuntime:
             platform=self.platform,
             kind=kind,
             devices=range(devices),
+            coords=(),
+            topology=topology or (),
         )
+
+    def coords(self, slice: int) -> tuple[tuple[int, ...], ...]:
+        return ()  # it has no grid
 
     def island(self, slice: int) -> str:
         return ""  # as it was bound

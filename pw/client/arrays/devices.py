@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
+from pw.core.coordinates import times
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
 from pw.core.jax_private.tables import forget_devices
@@ -25,6 +27,9 @@ class _DeviceGroup:
 
     size: int
     """Number of devices."""
+    topology: tuple[int, ...] | None = None
+    """Number of devices along each axis of their block on the interconnect; None if no shape was asked for. The
+    devices are in the order of the block, the last axis first, and a mesh of the group has these axes."""
 
     def __init__(self) -> None:
         self.compiled = Recent()
@@ -51,7 +56,7 @@ class _DeviceGroup:
         devices = self.devices
         grid = np.empty(len(devices), dtype=object)  # so that `Mesh` takes a slice
         grid[:] = devices
-        return grid
+        return grid if self.topology is None else grid.reshape(self.topology)
 
 
 class Slice(_DeviceGroup):
@@ -65,6 +70,16 @@ class Slice(_DeviceGroup):
         self.platform = bound.platform
         self.kind = bound.kind
         self.size = len(bound.devices)
+        self.topology = bound.topology or None
+        self._coords = bound.coords
+
+    @property
+    def coords(self) -> tuple[tuple[int, ...], ...]:
+        """Coordinates of the devices in the grid of the island, in order: after a loss or a drain they may be
+        others. An empty tuple for a device that has none.
+        """
+        self._coords = self.runtime.coords(self.id) or self._coords
+        return self._coords
 
     @property
     def island(self) -> str:
@@ -78,10 +93,15 @@ class Slice(_DeviceGroup):
         return tuple(VirtualDevice(self, index) for index in range(self.size))
 
     def __repr__(self) -> str:
-        return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
+        shape = "" if self.topology is None else f", topology={self.topology}"
+        return (
+            f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r}{shape})"
+        )
 
     def _repr_html_(self) -> str:
         rows = [("island", self.island), ("devices", self.size), ("platform", self.platform)]
+        if self.topology is not None:
+            rows.append(("topology", times(self.topology)))
         return facts("Slice", [*rows, *([("kind", self.kind)] if self.kind else [])])
 
     def __del__(self) -> None:
@@ -190,6 +210,12 @@ class VirtualDevice:
         )
 
     @property
+    def coords(self) -> tuple[int, ...]:
+        """Coordinates of the device in the grid of its island; empty if it has none."""
+        coords = self.slice.coords
+        return coords[self.index] if self.index < len(coords) else ()
+
+    @property
     def island(self) -> str:
         """The island that the device is on."""
         return self.slice.island
@@ -237,6 +263,7 @@ class VirtualDeviceSet:
         tpu_devices: int | None = None,
         islands: None = None,
         hosts: str | Sequence[str] | None = None,
+        exclusive: bool = False,
     ) -> Slice: ...
 
     @overload
@@ -247,6 +274,7 @@ class VirtualDeviceSet:
         *,
         islands: int | Sequence[str],
         tpu_devices: int | None = None,
+        exclusive: bool = False,
     ) -> Slices: ...
 
     @checks_keywords
@@ -260,14 +288,22 @@ class VirtualDeviceSet:
         tpu_devices: int | None = None,
         islands: int | Sequence[str] | None = None,
         hosts: str | Sequence[str] | None = None,
+        exclusive: bool = False,
     ) -> Slice | Slices:
         """Allocate virtual devices for computations; returns when they are bound.
 
+        Devices that have computed the least in the last minute are chosen first, and of equal ones those that
+        the fewest slices have.
+
         Args:
-            devices: how many.
+            devices: how many; those of `topology` if None.
             kind: device kind they must have, such as "cpu" or "NVIDIA H100"; any if None.
             island: name of the island they must be on; any if None.
-            topology: extent of the interconnect they must span; any if None.
+            topology: number of devices along each axis of a block of neighbours on the interconnect, such as
+                `(2, 4)`; any devices if None. The devices come in the order of the block, the last axis first,
+                so that axes of a mesh of this shape lie along its links: `pw.Mesh(slice, ("x", "y"))`.
+                The block may lie turned, and around the end of an axis that wraps around. It keeps its shape
+                when the slice moves. `pw status` shows the grid of each island, and its free blocks.
             tpu_devices: the paper's name for `devices`.
             islands: spread the devices evenly over so many different islands, or over the islands with
                 these names. A mesh of them may have one axis that crosses islands: the first dimension of
@@ -275,15 +311,27 @@ class VirtualDeviceSet:
             hosts: names of hosts of one island, as `pw status` shows them, or one name. Each has as many of
                 the devices, in this order. If one is lost, the slice waits for it and moves to no other
                 host. `islands` and `topology` do not go with it.
+            exclusive: share the devices with no other slice of any client, for as long as this one lives.
+                Otherwise slices share devices in time.
 
         Raises:
-            InsufficientDevices: no island can satisfy the request, or has a host of that name.
+            InsufficientDevices: no island can satisfy the request, or has a host of that name. The error says
+                which blocks are free, and what stands in the way.
             ArgumentError: `kind` or `island` is no name, or there is no such argument.
-            ValueError: the devices do not divide over the islands or hosts.
+            ValueError: the devices do not divide over the islands or hosts, or are more or fewer than those of
+                `topology`.
         """
-        if (devices is None) == (tpu_devices is None):
-            raise TypeError("add_slice takes one number of devices: add_slice(devices=4)")
+        shape = None if topology is None else _shape_of(topology)
+        if (devices is not None and tpu_devices is not None) or (devices, tpu_devices, shape) == (
+            None,
+        ) * 3:
+            raise TypeError(
+                "add_slice takes one number of devices, add_slice(devices=4), or a shape, "
+                "add_slice(topology=(2, 4))"
+            )
         asked: Any = tpu_devices if devices is None else devices
+        if asked is None and shape is not None:
+            asked = math.prod(shape)
         try:
             count = 0 if isinstance(asked, bool) else index(asked)
         except TypeError:
@@ -295,7 +343,11 @@ class VirtualDeviceSet:
                 raise ArgumentError(
                     f"add_slice takes {what}= as a name, as pw status shows it; not {value!r}"
                 )
-        shape = None if topology is None else tuple(map(index, topology))
+        if shape is not None and math.prod(shape) != count:
+            raise ValueError(
+                f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number "
+                "out"
+            )
         if hosts is not None:
             if islands is not None or shape is not None:
                 raise TypeError("add_slice takes hosts= without islands= and topology=")
@@ -304,9 +356,9 @@ class VirtualDeviceSet:
                 raise ValueError(
                     f"{count} devices do not divide over {len(named)} hosts; each has as many as the others"
                 )
-            return self._add(count, kind, island, hosts=named)
+            return self._add(count, kind, island, hosts=named, exclusive=exclusive)
         if islands is None:
-            return self._add(count, kind, island, shape)
+            return self._add(count, kind, island, shape, exclusive=exclusive)
         if island is not None or shape is not None:
             raise TypeError("add_slice takes islands= without island= and topology=")
         names: list[str | None] = (
@@ -324,7 +376,8 @@ class VirtualDeviceSet:
         for name in names:
             apart = tuple(one.id for one in parts)
             try:
-                parts.append(self._add(count // len(names), kind, name, apart=apart))
+                part = self._add(count // len(names), kind, name, apart=apart, exclusive=exclusive)
+                parts.append(part)
             except InsufficientDevices as error:
                 del self._slices[len(self._slices) - len(parts) :]
                 raise InsufficientDevices(
@@ -354,6 +407,19 @@ class VirtualDeviceSet:
         return html("", [Table("Slices", ("island", "devices", "platform", "kind"), rows)])
 
 
+def _shape_of(topology: Any) -> tuple[int, ...]:
+    """Return a shape that a user gives. Raises ValueError."""
+    try:
+        shape = tuple(map(index, topology))
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(
+            f"topology= takes the number of devices along each axis, such as (2, 4); not {topology!r}"
+        )
+    return shape
+
+
 def host_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
     """Return names of hosts that a user gives. Raises ValueError."""
     named = (hosts,) if isinstance(hosts, str) else tuple(hosts)
@@ -378,8 +444,7 @@ def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:
         return Slice(runtime, runtime.allocate_slice(len(names), hosts=names, python=True))
     if isinstance(hosts, bool) or hosts < 1:
         raise ValueError(f"hosts= takes names, or how many hosts, at least 1; not {hosts!r}")
-    block = (hosts, 1) if hosts > 1 else None
-    return Slice(runtime, runtime.allocate_slice(hosts, topology=block, python=True))
+    return Slice(runtime, runtime.allocate_slice(hosts, host_count=hosts, python=True))
 
 
 def make_virtual_device_set() -> VirtualDeviceSet:

@@ -41,6 +41,7 @@ from pw.client.session.thread_messages import Allocate, Close, Forget, Listen, O
 from pw.client.session.uploads import KEEP_BYTES
 from pw.core import messages as msg
 from pw.core.compact import Compact
+from pw.core.coordinates import times
 from pw.core.errors import (
     AccessRefused,
     ConnectionFailed,
@@ -321,8 +322,13 @@ class Runtime:
             self.release_slice(request.slice)
             raise
         except InsufficientDevices as error:
-            if self.address is not None or any((kind, island, topology, *how.values())):
+            if self.address is not None or any((kind, island, *how.values())):
                 raise
+            if topology is not None:
+                raise InsufficientDevices(
+                    f"{error}. It is the cluster that pw starts beside a script: its CPU devices lie in such a "
+                    f"grid with JAX_PLATFORMS=cpu PW_EMBEDDED_TOPOLOGY={times(topology)}"
+                ) from None
             raise InsufficientDevices(
                 f"{error}. It is the cluster that pw starts beside a script: as many CPU devices are there "
                 f"with JAX_PLATFORMS=cpu PW_EMBEDDED_DEVICES={devices}"
@@ -337,6 +343,11 @@ class Runtime:
         """Return the devices to which a slice is bound, or was last; none if it was given back."""
         bound = self.thread.bound(slice)
         return () if bound is None else bound.devices
+
+    def coords(self, slice: int) -> Sequence[tuple[int, ...]]:
+        """Return the coordinates of the devices of a slice, as `devices`."""
+        bound = self.thread.bound(slice)
+        return () if bound is None else bound.coords
 
     def is_lost(self, slice: int) -> bool:
         """Whether a slice has no devices now: its island was lost, or it was given back."""

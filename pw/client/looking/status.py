@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
+from pw.core.coordinates import times
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status, TenantInfo
 from pw.core.rights import DEVICE_MEMORY, Resource
 from pw.core.sizes import size_in_words
@@ -26,6 +28,8 @@ __all__ = [
 
 _COUNTS = ("devices", "slices", "queued", "launched", "formed")
 _PLACE = ("name", "state", "pid", "devices")
+BLOCKS = 4
+"""Number of forms of free blocks that are shown of an island."""
 _OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
 
 
@@ -85,7 +89,15 @@ class ClusterStatus(Shown):
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of islands, hosts, clients and runs."""
         islands = [
-            (i.name, i.state, i.platform, f"{len(i.hosts)}/{i.expected_hosts}", *_of(i, _COUNTS))
+            (
+                i.name,
+                i.state,
+                i.platform,
+                f"{len(i.hosts)}/{i.expected_hosts}",
+                *_of(i, _COUNTS),
+                _grid(i),
+                _free_blocks(i),
+            )
             for i in self.islands
         ]
         hosts = [
@@ -106,7 +118,11 @@ class ClusterStatus(Shown):
         ]
         runs = [(r.run, r.function, ", ".join(r.islands), f"{r.age_s:.1f}") for r in self.runs]
         return (
-            Table("Islands", ("island", "state", "platform", "hosts", *_COUNTS), tuple(islands)),
+            Table(
+                "Islands",
+                ("island", "state", "platform", "hosts", *_COUNTS, "grid", "free blocks"),
+                tuple(islands),
+            ),
             Table(
                 "Hosts",
                 ("island", "host", "state", "pid", "devices", "python", "endpoint"),
@@ -183,6 +199,20 @@ def _of_bound(tenant: TenantInfo, kind: str) -> str:
     words = size_in_words if kind in (Resource.HOST_MEMORY, DEVICE_MEMORY) else str
     amount = words(tenant.amounts.get(kind, 0))
     return f"{amount} of {words(tenant.bounds[kind])}" if kind in tenant.bounds else amount
+
+
+def _grid(island: IslandInfo) -> str:
+    """Return the sizes of an island's grid; an axis that wraps around has an `o` behind it."""
+    return "x".join(
+        f"{size}{'o' * bool(wrap)}" for size, wrap in zip(island.grid, island.wraps, strict=True)
+    )
+
+
+def _free_blocks(island: IslandInfo) -> str:
+    """Return the blocks of an island's devices without a slice, the largest first."""
+    blocks = Counter(map(times, island.free_blocks))
+    words = [f"{count} of {form}" if count > 1 else form for form, count in blocks.items()]
+    return ", ".join(words[:BLOCKS]) + ", ..." * (len(words) > BLOCKS)
 
 
 def _note(client: ClientInfo) -> str:

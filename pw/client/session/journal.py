@@ -230,8 +230,13 @@ class Journal(Part):
         """Yield everything once more, for a controller that knows nothing of this client."""
         for slice, request in self.slices.items():
             bound, hosts = self.bound.get(slice), tuple(self._hosts.get(slice, ()))
-            home = "" if bound is None else bound.island
-            yield msgspec.structs.replace(request, resumed=True, formerly=home, former_hosts=hosts)
+            yield msgspec.structs.replace(
+                request,
+                resumed=True,
+                formerly="" if bound is None else bound.island,
+                former_hosts=hosts,
+                former_devices=() if bound is None else bound.devices,
+            )
         sent: set[bytes] = set()
         for number, program in self._programs.items():
             new = tuple(artifact for artifact in program.artifacts if artifact.digest not in sent)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from pw.core.coordinates import AXES, LONGEST
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.base import INLINE_BYTES
 from pw.core.programs.spec_checks import DEVICES, DIMENSIONS, VALUES
@@ -71,6 +72,12 @@ Topology = Annotated[tuple[DeviceCount, ...], Meta(max_length=DIMENSIONS)]
 
 Devices = Annotated[tuple[DeviceAddress, ...], Meta(max_length=DEVICES)]
 """Devices of a slice."""
+
+Coordinate = Annotated[tuple[Annotated[int, Meta(ge=0, le=LONGEST)], ...], Meta(max_length=AXES)]
+"""Coordinates of a device, or a length for each axis of an interconnect."""
+
+Coordinates = Annotated[tuple[Coordinate, ...], Meta(max_length=DEVICES)]
+"""Coordinates of the devices of a host, in order."""
 
 Seconds = Annotated[float, Meta(ge=0)]
 """Length of time in seconds; it may be infinite."""

@@ -7,6 +7,7 @@ array it is, how many devices a slice has) is checked by its handler; specs by
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from pw.core import messages as msg
+from pw.core.coordinates import check_coordinates
 from pw.core.errors import ArgumentError, CheckpointFailed, Error, ErrorReport, ProtocolError
 from pw.core.landing import Landing
 from pw.core.programs.spec_checks import shortened
@@ -86,6 +88,17 @@ def _compile(message: msg.Compile) -> None:
 def _register_host(message: msg.RegisterHost) -> None:
     if len(set(message.members)) < len(message.members):
         raise ProtocolError("a host comes from an epoch that cannot be")
+    check_coordinates(message.coords, message.wraps, message.local_devices)
+
+
+def _allocate_slice(message: msg.AllocateSlice) -> None:
+    topology = message.topology
+    if topology is not None and (
+        min(topology, default=0) < 1 or math.prod(topology) != message.devices
+    ):
+        raise ArgumentError(
+            f"a slice of {message.devices} devices cannot have the topology {shortened(str(topology))}"
+        )
 
 
 CHECKS: Mapping[type, Callable[[Any], None]] = {
@@ -95,6 +108,7 @@ CHECKS: Mapping[type, Callable[[Any], None]] = {
     msg.Fetch: _fetch,
     msg.Compile: _compile,
     msg.RegisterHost: _register_host,
+    msg.AllocateSlice: _allocate_slice,
 }
 """Check of each type of message that has one: it raises an `Error`."""
 

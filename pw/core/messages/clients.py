@@ -11,6 +11,8 @@ from pw.core.messages.bounds import (
     Arrays,
     Count,
     DeviceCount,
+    Devices,
+    HostCount,
     Hosts,
     ManyArrays,
     Name,
@@ -99,6 +101,12 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """True to bind the slice to hosts that run clients' Python functions."""
     python_hosts: Hosts = ()
     """Names of the only hosts that run Python functions of the tenant, from the controller; empty for all."""
+    exclusive: bool = False
+    """True to bind the slice to devices that no other slice has, and that none gets while it has them."""
+    host_count: HostCount = 0
+    """Number of hosts of one island that have the devices, each as many; 0 for any number."""
+    former_devices: Devices = ()
+    """Devices of the slice under the earlier controller, in order."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
@@ -113,6 +121,10 @@ class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):
     """Epoch of the island; hosts fence uploads for another epoch."""
     machine: str = ""
     """Machine of all hosts of the island; empty if they are on several."""
+    coords: tuple[tuple[int, ...], ...] = ()
+    """Coordinates of the devices in the grid of the island; an empty tuple for one that has none."""
+    topology: tuple[int, ...] = ()
+    """Number of devices along each axis of the slice's block; empty if the slice has no shape."""
 
 
 class SliceRefused(ControllerToSession, frozen=True, tag=36):

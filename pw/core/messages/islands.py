@@ -14,7 +14,16 @@ from pw.core.messages.base import (
     HostToResources,
     Local,
 )
-from pw.core.messages.bounds import Count, DeviceCount, HostCount, Hosts, Islands, Name
+from pw.core.messages.bounds import (
+    Coordinate,
+    Coordinates,
+    Count,
+    DeviceCount,
+    HostCount,
+    Hosts,
+    Islands,
+    Name,
+)
 
 
 class RegisterHost(HostToResources, frozen=True, tag=10):
@@ -38,6 +47,12 @@ class RegisterHost(HostToResources, frozen=True, tag=10):
     """True if the host runs clients' Python functions."""
     python_tenants: tuple[str, ...] = ()
     """Names of the only tenants whose functions the host runs; empty for all."""
+    coords: Coordinates = ()
+    """Coordinates of the devices on the interconnect, in order, as the operator says; empty if the operator
+    says none."""
+    wraps: Coordinate = ()
+    """For each axis the number of devices after which it wraps around, 0 where it does not; empty if none
+    does."""
 
 
 class HostRejected(ControllerToExecutor, frozen=True, tag=11):
@@ -74,6 +89,8 @@ class IslandJoined(HostToResources, frozen=True, tag=13):
     devices: int
     memory_bytes: Count | None
     """Bytes of memory of one device; None where nothing limits it."""
+    coords: Coordinates = ()
+    """Coordinates of the devices, in order, as JAX has them; empty where it has none."""
 
 
 class IslandJoinFailed(HostToResources, frozen=True, tag=14):

@@ -6,7 +6,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages.base import Local, OnLink
 from pw.core.messages.bounds import Name
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Hello(OnLink, frozen=True, tag=1):

@@ -58,6 +58,14 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Device time of all launches that have ended, in seconds: of each device, in all."""
     is_late: bool = False
     """True if the island has been away so long that its slices move to any island that has room."""
+    grid: tuple[int, ...] = ()
+    """Number of places along each axis of the island's grid of devices; empty before it has formed."""
+    wraps: tuple[int, ...] = ()
+    """For each axis the number of devices after which it wraps around; 0 where it does not."""
+    free_blocks: tuple[tuple[int, ...], ...] = ()
+    """Extents of the blocks that the devices without a slice are made of, the largest first."""
+    exclusive: int = 0
+    """Number of devices of slices that are exclusive."""
 
     @property
     def devices(self) -> int:

@@ -24,6 +24,14 @@ class Device:
     island_number: int
 
 
+def _coords_of(device: Device) -> tuple[int, ...]:
+    """Return the coordinates of a device in the grid of its island, with three axes at least, as JAX has."""
+    coords = device.slice.coords
+    own = coords[device.index] if device.index < len(coords) else ()
+    own = own or (device.index,)
+    return own + (0,) * (3 - len(own))
+
+
 class DevicesOfIsland(NamedTuple):
     """The devices of a list that are on one island."""
 
@@ -175,7 +183,7 @@ class Devices:
                 )
             attributes = added.attributes.attributes
             attributes["slice_index"].int64_value = device.island_number * self._are_slices
-            attributes["coords"].int64_list_value.elements.extend((device.index, 0, 0))
+            attributes["coords"].int64_list_value.elements.extend(_coords_of(device))
             attributes["core_on_chip"].int64_value = 0
             attributes["island"].string_value = device.slice.island.encode()
             attributes["pw_slice"].int64_value = device.slice.id

@@ -89,8 +89,15 @@ class Drains(Part):
                 f"host {node} cannot be drained: {counted(named, 'slice')} may be on no other host "
                 "(hosts=). Their clients can use other slices and delete what lies on these"
             )
-        if self.inventory.spare_for(island) is not None:
-            return None
+        if (spare := self.inventory.spare_for(island)) is not None:
+            displaced = self.slices.displaced_by(spare, node, island)
+            if not displaced:
+                return None
+            return InsufficientDevices(
+                f"host {node} cannot be drained: spare host {spare.node} has other coordinates, without which "
+                f"{counted(displaced, 'slice')} with a topology would have no block; give a spare the --coords "
+                "of the host that it is to replace"
+            )
         stuck = self.slices.stuck_on(island)
         if not stuck:
             return None

@@ -121,7 +121,7 @@ class Epochs(Part):
             home = former
         if (error := home.objection(node, message)) is not None:
             self._reject(host, error)
-        elif home.has_seat(node):
+        elif home.has_seat(node) and not home.misplaced(node, message):
             if message.island_hosts and home.name != message.island:
                 self._remember_home(message)
             self._greet(host)
@@ -144,7 +144,7 @@ class Epochs(Part):
             island.formed, island.ranks = True, list(message.members)
             for early in here.values():
                 if early.node in island.ranks:
-                    island.hosts[early.node] = early
+                    island.seat(early)
                 else:
                     self.inventory.spares[early.node] = early
             island.awaited = set(island.ranks) - island.hosts.keys()
@@ -187,7 +187,7 @@ class Epochs(Part):
                 host=host.node,
             )
             island.ranks[rank] = host.node
-        island.hosts[host.node] = host
+        island.seat(host)
         island.awaited.discard(host.node)
         self.env.log(
             "info",
@@ -292,6 +292,7 @@ class Epochs(Part):
         island.state = "ready"
         island.is_late = False
         island.kind = kind
+        island.lay_out()
         hosts = tuple(host.node for host in island.ranked())
         self.env.log(
             "info", "island ready", island=island.name, epoch=island.epoch, hosts=",".join(hosts)

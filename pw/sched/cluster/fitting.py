@@ -1,134 +1,133 @@
-"""Which devices of an island a slice may have: fits a request, chooses positions, and words a refusal.
+"""Which devices of an island a slice may have: fits a request, and chooses positions.
 
-Pure functions of an island and a request. A request may name hosts: then it gets as many devices of
-each of them. It may want hosts that run clients' Python functions.
+Pure functions of an island and a request. A request may name hosts, or say on how many hosts its devices are:
+then it gets as many devices of each of them. It may want hosts that run clients' Python functions. It may have
+a shape: then it gets a block of the island's grid (`pw.sched.cluster.grid`). An exclusive slice gets devices
+that no other slice has, and no other slice gets those of an exclusive one.
+
+The least busy devices are chosen: those with the least device time of the last minute, in steps of `STEP_S`,
+and of equal ones those that the fewest slices have.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pw.core.errors import Error, InsufficientDevices, PythonRefused
 from pw.core.messages import AllocateSlice
-from pw.sched.cluster.inventory import Inventory, Island, Position, counted
+from pw.sched.cluster.grid import DeviceGrid, Position
+from pw.sched.cluster.inventory import Island
+
+STEP_S = 3.0
+"""Seconds of device time in the last minute by which two devices differ at least that are not equally busy."""
+_STEP = 1 << 32
+"""Weight of a step; a slice on a device weighs 1."""
 
 
 def fits(island: Island, request: AllocateSlice) -> bool:
-    """Whether an island has the devices that a slice needs, or will have them when its hosts are back."""
+    """Whether an island has the devices that a slice needs, or will have them when its hosts are back.
+
+    Other slices may be exclusive on them.
+    """
+    if not is_asked_for(island, request):
+        return False
+    ranks = allowed_ranks(island, request)
+    if request.hosts:
+        return len(ranks) == len(request.hosts) and _on_each(request) <= island.local_devices
+    if request.host_count:
+        return request.host_count <= len(ranks) and _on_each(request) <= island.local_devices
+    if request.devices > len(ranks) * island.local_devices:
+        return False
+    if request.topology is None:
+        return True
+    if math.prod(request.topology) != request.devices or min(request.topology, default=0) < 1:
+        return False
+    return island.grid is None or has_block(island.grid, island, request, ranks)
+
+
+def has_block(
+    grid: DeviceGrid, island: Island, request: AllocateSlice, ranks: Sequence[int]
+) -> bool:
+    """Whether a grid has a block of a slice's shape on these hosts, whatever slices there are."""
+    if len(ranks) == island.expected_hosts and len(grid.cells) == math.prod(grid.sizes):
+        return bool(grid.ways(request.topology or ()))  # no place is empty
+    everywhere = dict.fromkeys(_positions(island, ranks), 0)
+    return grid.best(request.topology or (), everywhere) is not None
+
+
+def is_asked_for(island: Island, request: AllocateSlice) -> bool:
+    """Whether a slice may be on an island by its name and its kind of device."""
     if request.island is not None and request.island != island.name:
         return False
     kinds = (island.platform.lower(), island.kind.lower())
     # Hosts tell the kind when they join.
     is_known = bool(island.kind) or island.state == "ready"
-    if request.kind is not None and is_known and request.kind.lower() not in kinds:
-        return False
-    ranks = _ranks(island, request)
-    if request.hosts:
-        return len(ranks) == len(request.hosts) and _on_each(request) <= island.local_devices
-    if request.topology is not None:
-        extent = math.prod(request.topology)
-        if extent != request.devices or any(size < 1 for size in request.topology):
-            return False
-        if not _blocks(island, request.topology, ranks):
-            return False
-    return request.devices <= len(ranks) * island.local_devices
+    return request.kind is None or not is_known or request.kind.lower() in kinds
 
 
-def choose(island: Island, request: AllocateSlice) -> tuple[Position, ...]:
-    """Return the least loaded devices; with a topology, the least loaded block of that form."""
-    ranks = _ranks(island, request)
-    if request.hosts:
-        return tuple(
-            position
-            for rank in ranks
-            for position in _least_loaded(island, [rank], _on_each(request))
-        )
-    if request.topology is None or len(request.topology) < 2:
-        return _least_loaded(island, ranks, request.devices)
-    blocks = _blocks(island, request.topology, ranks)
-    return min(blocks, key=lambda block: sum(island.load[position] for position in block))
+def choose(
+    island: Island, request: AllocateSlice, busy: Mapping[Position, float]
+) -> tuple[Position, ...] | None:
+    """Return the least busy devices that a slice may have now; with a shape, the least busy block.
+
+    Args:
+        island: an island that the request fits.
+        request: how the client asks for the slice.
+        busy: device time of the last minute, in seconds, of each device that has some.
+
+    Returns:
+        None if other slices have too many of them.
+    """
+    ranks = allowed_ranks(island, request)
+    weights = dict.fromkeys(_positions(island, ranks), 0)
+    weights.update((at, count) for at, count in island.bound.items() if at in weights)
+    for position, busy_s in busy.items():
+        if position in weights:
+            weights[position] += int(busy_s / STEP_S) * _STEP
+    for position in [*(island.bound if request.exclusive else island.exclusive)]:
+        if position in weights and not is_free(island, request, position):
+            del weights[position]
+    if request.topology is not None and island.grid is not None:
+        return island.grid.best(request.topology, weights)
+    if not (request.hosts or request.host_count):
+        return _lightest(weights, request.devices)
+    parts = {
+        rank: _lightest({p: w for p, w in weights.items() if p[0] == rank}, _on_each(request))
+        for rank in ranks
+    }
+    have = {rank: part for rank, part in parts.items() if part is not None}
+    if request.host_count:
+        loads = {rank: sum(weights[position] for position in part) for rank, part in have.items()}
+        lightest = sorted(loads, key=lambda rank: (loads[rank], rank))
+        ranks = sorted(lightest[: request.host_count])
+    if len(have) < len(ranks) or len(ranks) < request.host_count:
+        return None
+    return tuple(position for rank in ranks for position in have[rank])
 
 
 def suits(island: Island, request: AllocateSlice, positions: Sequence[Position]) -> bool:
-    """Whether these positions, which a slice had, are still right for it."""
-    ranks = _ranks(island, request)
+    """Whether these positions, which a slice had, are still right for it, whatever slices there are."""
+    ranks = allowed_ranks(island, request)
     if request.hosts:
         return [rank for rank, _ in positions] == [
             rank for rank in ranks for _ in range(_on_each(request))
         ]
-    return all(rank in ranks and at < island.local_devices for rank, at in positions)
+    if not all(rank in ranks and at < island.local_devices for rank, at in positions):
+        return False
+    if request.topology is None or island.grid is None:
+        return True
+    return island.grid.is_block(request.topology, positions)
 
 
-def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
-    """Return why no island can have a slice, with what there is."""
-    islands = inventory.islands.values()
-    seated = {host.node: host for island in islands for host in island.hosts.values()}
-    for node in request.hosts:
-        if node not in seated:
-            waiting = {host.name: host.state for host in inventory.waiting_hosts()}
-            what = f"is {waiting[node]}" if node in waiting else "is not connected"
-            return InsufficientDevices(
-                f"host {node!r} has no place in an island: it {what} (see pw status). Hosts of islands "
-                f"are: {', '.join(sorted(seated)) or 'none yet'}{_to_come(inventory)}"
-            )
-    if request.python and request.python_hosts:
-        named_hosts = set(request.hosts) - set(request.python_hosts)
-        if named_hosts or not seated.keys() & set(request.python_hosts):
-            return PythonRefused(
-                f"Python functions of your tenant run on {', '.join(request.python_hosts)} only (python in "
-                f"pw-controller --tenants); hosts of islands are: {', '.join(sorted(seated)) or 'none yet'}"
-            )
-    if request.python:
-        named = [seated[node] for node in request.hosts] or list(seated.values())
-        willing = sorted(n for n, host in seated.items() if host.registration.python)
-        refusing = [host.node for host in named if not host.registration.python]
-        if refusing and (request.hosts or not willing):
-            there = f". Hosts that do are: {', '.join(willing)}" if willing else ""
-            return PythonRefused(
-                f"host {refusing[0]!r} runs no Python functions of clients: its owner can start it with "
-                f"pw-worker --allow-python, or LocalCluster(allow_python=True){there}"
-            )
-    there = "; ".join(island.describe() for island in islands) or "no islands yet"
-    if request.python and request.topology == (request.devices, 1):
-        willing = sorted(n for n, host in seated.items() if host.registration.python)
-        return InsufficientDevices(
-            f"no island has {counted(request.devices, 'host')} that run Python functions of clients. Islands "
-            f"are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; ask for "
-            "as many of one island with hosts="
-        )
-    asked = counted(request.devices, "device")
-    if request.like:
-        asked += ", those of another session's slice"
-    for name in ("kind", "island", "topology"):
-        value = getattr(request, name)
-        if value is not None:
-            asked += f" with {name}={value!r}"
-    if request.hosts:
-        asked += f" on {', '.join(request.hosts)}{' together' * (len(request.hosts) > 1)}"
-    if request.python:
-        asked += ", on hosts that run Python functions"
-    besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
-    return InsufficientDevices(
-        f"no island{besides * bool(request.apart)} has {asked} for one slice. There are: {there}"
-        f"{_to_come(inventory)}"
-    )
+def is_free(island: Island, request: AllocateSlice, position: Position) -> bool:
+    """Whether no other slice keeps a slice from having a device."""
+    if request.exclusive:
+        return not island.bound[position]
+    return position not in island.exclusive
 
 
-def _to_come(inventory: Inventory) -> str:
-    """Return which islands and hosts a cluster that starts still waits for, and what to do."""
-    if not inventory.awaited_islands:
-        return ""
-    waiting = [f"{host.name} ({host.state})" for host in inventory.waiting_hosts()]
-    besides = f" Hosts without an island: {', '.join(waiting)}." if waiting else ""
-    return (
-        f".{besides} The cluster still waits for {counted(inventory.awaited_islands, 'island')}: start the "
-        "missing workers (pw-worker), or see in their logs why they have not come; pw status shows the hosts "
-        "that are here"
-    )
-
-
-def _ranks(island: Island, request: AllocateSlice) -> Sequence[int]:
+def allowed_ranks(island: Island, request: AllocateSlice) -> Sequence[int]:
     """Return the ranks of the hosts that a slice may be on, those of named hosts in that order."""
     if not request.hosts and not request.python:
         return range(island.expected_hosts)
@@ -150,23 +149,16 @@ def _runs_python(island: Island, node: str, only: Sequence[str]) -> bool:
 
 
 def _on_each(request: AllocateSlice) -> int:
-    return request.devices // len(request.hosts)
+    return request.devices // (len(request.hosts) or request.host_count)
 
 
-def _least_loaded(island: Island, ranks: Sequence[int], count: int) -> tuple[Position, ...]:
-    positions = [(rank, ordinal) for rank in ranks for ordinal in range(island.local_devices)]
-    chosen = sorted(positions, key=lambda position: (island.load[position], position))
-    return tuple(sorted(chosen[:count]))
+def _positions(island: Island, ranks: Sequence[int]) -> list[Position]:
+    return [(rank, ordinal) for rank in ranks for ordinal in range(island.local_devices)]
 
 
-def _blocks(
-    island: Island, topology: tuple[int, ...], ranks: Sequence[int]
-) -> list[tuple[Position, ...]]:
-    """Return all blocks of a form whose hosts have these ranks."""
-    rows, columns = (topology[0], math.prod(topology[1:])) if len(topology) > 1 else (1, 1)
-    return [
-        tuple((row + r, column + c) for r in range(rows) for c in range(columns))
-        for row in range(island.expected_hosts - rows + 1)
-        if all(row + r in ranks for r in range(rows))
-        for column in range(island.local_devices - columns + 1)
-    ]
+def _lightest(weights: Mapping[Position, int], count: int) -> tuple[Position, ...] | None:
+    """Return so many devices with the least weight, in order; None if there are fewer."""
+    if len(weights) < count:
+        return None
+    chosen = heapq.nsmallest(count, zip(weights.values(), weights.keys(), strict=True))
+    return tuple(sorted(position for _, position in chosen))

@@ -1,24 +1,23 @@
 """Which hosts there are, and where each is: in an island, waiting as a spare, or being drained.
 
 State and questions about it. `Epochs` changes the islands and spares, `Drains` the draining hosts,
-and `SliceTable` counts the load of devices.
+and `SliceTable` counts the slices on devices.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
+from pw.core.coordinates import Coordinate, written
 from pw.core.errors import Error, IslandFull, PlacementError
 from pw.core.sharding import DeviceAddress
+from pw.sched.cluster.grid import DeviceGrid, Position
 
 SETTLING_S = 30.0
 """Seconds that hosts of an earlier controller may take to register."""
-
-Position = tuple[int, int]
-"""Rank and ordinal of a device of an island; the position outlives the host that has the rank."""
 
 
 @dataclass(slots=True)
@@ -64,8 +63,16 @@ class Island:
     is_late: bool = False
     """True if the island has been away so long that its slices move to any island that has room."""
     kind: str = ""
-    load: Counter[Position] = field(default_factory=Counter)
+    grid: DeviceGrid | None = None
+    """Places of the devices on the interconnect, in the newest epoch; None before the first one."""
+    bound: Counter[Position] = field(default_factory=Counter)
     """Number of virtual devices that are bound to each physical device."""
+    exclusive: set[Position] = field(default_factory=set)
+    """Devices of slices that are exclusive."""
+    _places: dict[Coordinate, str] = field(default_factory=dict)
+    """Name of the host that has said each of these coordinates last; it may be away."""
+    _free_blocks: tuple[Coordinate, ...] | None = None
+    """Extents of the blocks of devices without a slice; None until they are asked for."""
 
     @property
     def is_complete(self) -> bool:
@@ -100,6 +107,109 @@ class Island:
         """Return the devices at these positions of an island that is ready."""
         return tuple(DeviceAddress(self.ranks[rank], ordinal) for rank, ordinal in positions)
 
+    # --- devices and slices -------------------------------------------------------------------------
+
+    def occupy(self, positions: Sequence[Position], exclusive: bool) -> None:
+        """A slice has these devices."""
+        self.bound.update(positions)
+        if exclusive:
+            self.exclusive.update(positions)
+        self._free_blocks = None
+
+    def vacate(self, positions: Sequence[Position], exclusive: bool) -> None:
+        """A slice has these devices no more."""
+        self.bound.subtract(positions)
+        if exclusive:
+            self.exclusive.difference_update(positions)
+        self._free_blocks = None
+
+    def lay_out(self) -> None:
+        """Place the devices of the hosts of a new epoch."""
+        self.grid, self._free_blocks = self.grid_of(self.ranked()), None
+
+    def grid_of(self, hosts: Sequence[Host]) -> DeviceGrid:
+        """Return the grid that hosts have, in the order of their ranks.
+
+        The coordinates are those that the hosts' operators say; else those that JAX has, if they differ; else
+        hosts x devices of a host.
+        """
+        placed = (h.registration for h in hosts if self.coords_of(h.registration))
+        wraps = next((registration.wraps for registration in placed), ())
+        cells: dict[Coordinate, Position] = {}
+        for rank, host in enumerate(hosts):
+            for ordinal, cell in enumerate(self.coords_of(host.registration)):
+                cells[cell] = (rank, ordinal)
+        if not cells:
+            places = [host.joined.coords if host.joined else () for host in hosts]
+            by_jax = {
+                cell: (rank, ordinal)
+                for rank, place in enumerate(places)
+                for ordinal, cell in enumerate(place)
+            }
+            differ = len(by_jax) == sum(map(len, places))
+            if differ and len({len(cell) for cell in by_jax}) == 1:
+                cells = by_jax
+        if not cells:
+            return DeviceGrid.of_hosts(self.expected_hosts, self.local_devices)
+        return DeviceGrid(cells, wraps or (0,) * len(next(iter(cells))))
+
+    def free_blocks(self) -> tuple[Coordinate, ...]:
+        """Return the extents of the blocks that devices without a slice are made of."""
+        if self._free_blocks is None and self.grid is not None:
+            free = {position for position in self.positions() if not self.bound[position]}
+            self._free_blocks = self.grid.blocks_of(free)
+        return self._free_blocks or ()
+
+    def coords_of(self, registration: msg.RegisterHost) -> tuple[Coordinate, ...]:
+        """Return the coordinates of a host's devices here; none if they are those in another island."""
+        return registration.coords if registration.island == self.name else ()
+
+    def misplaced(self, node: str, registration: msg.RegisterHost) -> str:
+        """Return why the coordinates of a host do not go with those of the other hosts; empty if they do.
+
+        It takes as long in an island of thousands of hosts.
+        """
+        coords, placed = self.coords_of(registration), self._placed(node)
+        if not coords:
+            if placed is None or registration.spare:
+                return ""  # the devices of a spare without coordinates are in no block
+            return f"host {placed.node} has coordinates and host {node} has none; give each its --coords"
+        if placed is None:
+            here = (host for host in self.hosts.values() if host.node != node)
+            bare = next((host.node for host in here if not host.registration.spare), None)
+            if bare is None:
+                return ""
+            return f"host {node} has coordinates and host {bare} has none; give each its --coords"
+        there = placed.registration
+        axes = len(there.coords[0]), len(coords[0])
+        if axes[0] != axes[1]:
+            return (
+                f"coordinates of host {placed.node} have {counted(axes[0], 'number')}, and those of host "
+                f"{node} have {axes[1]}"
+            )
+        if there.wraps != registration.wraps:
+            return f"host {placed.node} has another --wrap than host {node}"
+        for cell in coords:
+            other = self.hosts.get(self._places.get(cell, ""))
+            if other and other.node != node and cell in self.coords_of(other.registration):
+                return f"hosts {other.node} and {node} both have a device at {written(cell)}"
+        return ""
+
+    def _placed(self, but: str) -> Host | None:
+        """Return a host of the island, other than this one, that has coordinates."""
+        for node in self._places.values():
+            host = self.hosts.get(node)
+            if host is not None and node != but and self.coords_of(host.registration):
+                return host
+        return None
+
+    # --- seats --------------------------------------------------------------------------------------
+
+    def seat(self, host: Host) -> None:
+        """Give a host a seat."""
+        self.hosts[host.node] = host
+        self._places.update(dict.fromkeys(self.coords_of(host.registration), host.node))
+
     def free_rank(self) -> int | None:
         """Return a rank whose host is gone and not expected back."""
         for rank, node in enumerate(self.ranks):
@@ -116,7 +226,7 @@ class Island:
         return len(self.hosts) < self.expected_hosts
 
     def is_like(self, registration: msg.RegisterHost) -> bool:
-        """Whether a host has the same devices as each host of the island."""
+        """Whether a host has devices of the same platform, and as many, as each host of the island."""
         return (
             registration.local_devices == self.local_devices
             and registration.platform == self.platform
@@ -150,6 +260,8 @@ class Island:
                 f"each, this worker has {registration.local_devices} {registration.platform} devices; "
                 "all hosts of an island must be alike"
             )
+        if not registration.spare and (words := self.misplaced(node, registration)):
+            return PlacementError(f"the devices of island {self.name!r} are in one grid: {words}")
         return None
 
     def describe(self) -> str:
@@ -226,7 +338,8 @@ class Inventory:
             guests = home is not None and any(
                 member.registration.island != name for member in home.hosts.values()
             )
-            if island.is_like(host.registration) and host.may_join(island.name):
+            fits = island.is_like(host.registration) and host.may_join(island.name)
+            if fits and not island.misplaced(host.node, host.registration):
                 if name == island.name:
                     belonging.append(host)
                 elif not name or guests:
@@ -278,6 +391,10 @@ class Inventory:
                 bound.get(island.name, 0),
                 *queued.get(island.name, (0, 0, 0.0)),
                 island.is_late,
+                () if island.grid is None else island.grid.sizes,
+                () if island.grid is None else island.grid.wraps,
+                island.free_blocks(),
+                len(island.exclusive),
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )

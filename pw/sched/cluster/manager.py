@@ -11,7 +11,7 @@ from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs, Overdue
 from pw.sched.cluster.inventory import Inventory
-from pw.sched.cluster.slices import SliceTable, WaitedEnough
+from pw.sched.cluster.slices import Busy, SliceTable, WaitedEnough
 
 
 class ResourceManager(Actor):
@@ -25,10 +25,11 @@ class ResourceManager(Actor):
         expected_islands: int = 1,
         move_s: float = MOVE_S,
         names_python_on: Callable[[str], bool] = lambda host: False,
+        busy: Busy = lambda island: {},
     ) -> None:
         super().__init__(env)
         self.inventory = Inventory(expected_islands=expected_islands)
-        self.slices = SliceTable(env, self.inventory, move_s)
+        self.slices = SliceTable(env, self.inventory, move_s, busy)
         epochs = Epochs(env, self.inventory, self.slices, tickets, claims, names_python_on)
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(

@@ -14,6 +14,10 @@ that no longer fits, it is refused. Its client releases it.
 
 A slice that names hosts is bound to those and to no others. If its island is formed again without
 one of them, it is parked until that host has a place in an island again.
+
+A slice with a shape has a block of the island's grid. If its island is formed again and its devices are no
+block any more, as when a spare at another place has joined, it gets another block there, or on another island.
+Where that needs devices that other slices have, it is parked for a while.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from enum import StrEnum
 
 from pw.core.actors.lifecycle import Lifecycle
 from pw.core.messages import AllocateSlice
-from pw.sched.cluster.inventory import Position
+from pw.sched.cluster.grid import Position
 
 
 class SliceState(StrEnum):

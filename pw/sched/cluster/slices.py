@@ -1,16 +1,21 @@
 """Binds slices to devices: which island has room, which positions a slice gets, and when it moves.
 
-A slice goes to the island whose devices it would share the least, or has the devices of another slice that it
-is to be like. A slice that names hosts has devices of those only. A slice of an earlier controller
-waits first for the island that it was on, then for any that has room
-(`pw.sched.cluster.slice_states`). While the cluster starts, a slice that no island fits waits for those that
-are still to come. `pw.sched.cluster.fitting` knows the devices that a slice may have.
+A slice goes to the island where its devices are the least busy; of equal ones, to the one whose devices it
+would share the least. Or it has the devices of another slice that it is to be like. A slice that names hosts
+has devices of those only. A slice of an earlier controller waits first for the island that it was on, where it
+has its former devices if they are free, then for any that has room (`pw.sched.cluster.slice_states`). While the
+cluster starts, a slice that no island fits waits for those that are still to come. `pw.sched.cluster.fitting`
+knows the devices that a slice may have.
+
+An exclusive slice shares its devices with no other slice, but for those that are to be like it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,9 +23,12 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
+from pw.core.sharding import DeviceAddress
 from pw.core.waits import CLUSTER_START_S, MOVE_S
-from pw.sched.cluster.fitting import choose, fits, refusal, suits
-from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
+from pw.sched.cluster.fitting import STEP_S, allowed_ranks, choose, fits, has_block, is_free, suits
+from pw.sched.cluster.grid import Position
+from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
+from pw.sched.cluster.refusals import refusal
 from pw.sched.cluster.slice_states import BoundSlice, SliceEvent, SliceState
 
 RESUME_S = 30.0
@@ -36,6 +44,18 @@ class WaitedEnough:
     """True to refuse the slice if no island has room."""
 
 
+class Room(NamedTuple):
+    """Devices that a slice may have."""
+
+    island: Island
+    positions: tuple[Position, ...]
+
+
+Busy = Callable[[str], Mapping[DeviceAddress, float]]
+"""Function that returns the device time of the last minute of each device of an island that has some, in
+seconds."""
+
+
 @dataclass(eq=False, repr=False)
 class SliceTable(Part):
     """Slices of the cluster."""
@@ -44,9 +64,12 @@ class SliceTable(Part):
     inventory: Inventory
     move_s: float = MOVE_S
     """Seconds for which slices wait for their island before they move to another one."""
+    busy: Busy = lambda island: {}
     _slices: dict[int, BoundSlice] = field(default_factory=dict, init=False)
     """Slices by number: parked ones in the order in which they were parked, bound ones in the order of
     binding."""
+    _are_parked: bool = field(default=False, init=False)
+    """True if slices may be parked."""
 
     @handles(AllocateSlice)
     def _allocate(self, sender: Address, request: AllocateSlice) -> None:
@@ -65,11 +88,12 @@ class SliceTable(Part):
         piece = self._slices.pop(message.slice, None)
         if piece is not None:
             if piece.state is SliceState.BOUND:
-                self.inventory.islands[piece.island].load.subtract(piece.positions)
+                self.vacate(piece)
             piece.happened(SliceEvent.RELEASE)
             for one in self._slices.values():
                 if one.request.like == message.slice and one.state is SliceState.BOUND:
                     one.request = msgspec.structs.replace(one.request, like=0)
+            self.retry_parked()
 
     @handles(WaitedEnough)
     def _waited_enough(self, sender: Address, timer: WaitedEnough) -> None:
@@ -79,7 +103,7 @@ class SliceTable(Part):
             return
         piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
         may_end = timer.is_over and not self._waits_for_hosts(piece)
-        if may_end and self._roomiest(piece.request) is None:
+        if may_end and self.room(piece.request) is None:
             self._refuse(piece)
         else:
             self._place(piece)
@@ -96,41 +120,103 @@ class SliceTable(Part):
     # --- changes of islands -----------------------------------------------------------------------
 
     def bind_again(self, island: Island) -> None:
-        """An island has another epoch: bind its slices to their positions again."""
-        island.load.clear()
-        for piece in self._on(island):
-            if fits(island, piece.request):
-                self._bind(piece, SliceEvent.REBIND, island)
-            elif set(piece.request.hosts) - set(island.ranks):
-                piece.happened(SliceEvent.PARK)
-            else:  # the island came back smaller, or as another platform
-                self._refuse(piece)
+        """An island has another epoch: bind its slices again, to their positions if they still suit."""
+        pieces = self.on(island)
+        stay = {one.request.slice for one in pieces if self.may_stay(one, island)}
+        island.bound.clear()
+        island.exclusive.clear()
+        for piece in pieces:
+            if piece.request.slice in stay:
+                island.occupy(piece.positions, piece.request.exclusive)
+        for piece in pieces:
+            if piece.request.slice in stay:
+                self._tell_bound(piece, SliceEvent.REBIND, island, piece.positions)
+            else:
+                self._place_again(piece, island)
+
+    def may_stay(self, piece: BoundSlice, island: Island) -> bool:
+        """Whether the positions of a slice still suit it."""
+        model = self._model_of(piece.request)
+        if model is not None and model.island == island.name:
+            is_there = piece.positions == model.positions[: len(piece.positions)]
+            return is_there and self.may_stay(model, island)
+        return fits(island, piece.request) and suits(island, piece.request, piece.positions)
+
+    def _place_again(self, piece: BoundSlice, island: Island) -> None:
+        """Bind a slice whose positions do not suit it any more."""
+        piece.positions = ()
+        room = self._room_on(island, piece)
+        if room is not None:
+            self._bind(piece, SliceEvent.REBIND, room)
+        elif set(piece.request.hosts) - set(island.ranks):
+            self._park(piece)
+        elif (room := self.room(piece.request)) is not None:
+            self._bind(piece, SliceEvent.MOVE, room)
+        elif any(fits(one, piece.request) for one in self.inventory.islands.values()):
+            piece.request = msgspec.structs.replace(piece.request, resumed=True)
+            self._park(piece)
+            waits_s = self.move_s + RESUME_S
+            self.env.call_later(waits_s, WaitedEnough(piece.request.slice, True))
+        else:  # the island came back smaller, or as another platform
+            self._refuse(piece)
 
     def retry_parked(self) -> None:
-        """An island is ready: place the slices that wait."""
-        for piece in self.parked:
-            if piece.state is SliceState.PARKED:  # it is bound already if it is like another one
-                self._place(piece)
+        """An island is ready, or devices are free: place the slices that wait."""
+        if self._are_parked:
+            for piece in self.parked:
+                if (
+                    piece.state is SliceState.PARKED
+                ):  # it is bound already if it is like another one
+                    self._place(piece)
+            self._are_parked = bool(self.parked)
 
     def move(self, island: Island) -> None:
         """An island does not come back: move its slices to islands that have room."""
-        for piece in self._on(island):
-            target = self._roomiest(piece.request)
-            if target is not None and not (piece.request.like and target is island):
-                island.load.subtract(piece.positions)
+        for piece in self.on(island):
+            room = self.room(piece.request)
+            if room is not None and not (piece.request.like and room.island is island):
+                self.vacate(piece)
                 piece.positions = ()
-                self._bind(piece, SliceEvent.MOVE, target)
+                self._bind(piece, SliceEvent.MOVE, room)
 
     def stuck_on(self, island: Island) -> int:
         """Return how many slices of an island no other island has room for."""
-        own = (one.request for one in self._on(island) if not one.request.like)
-        return sum(self._roomiest(request, island) is None for request in own)
+        return self._stuck([one for one in self.on(island) if not one.request.like], island)
+
+    def displaced_by(self, spare: Host, node: str, island: Island) -> int:
+        """Return how many slices with a shape have no room if a spare takes the place of a host.
+
+        Their block may have a hole then, because the spare is at another place.
+        """
+        after = [spare if host.node == node else host for host in island.ranked()]
+        grid = island.grid_of(after)
+        displaced = [
+            one
+            for one in self.on(island)
+            if one.request.topology is not None
+            and not one.request.like
+            and not grid.is_block(one.request.topology, one.positions)
+            and not has_block(grid, island, one.request, allowed_ranks(island, one.request))
+        ]
+        return self._stuck(displaced, island)
+
+    def _stuck(self, pieces: list[BoundSlice], island: Island) -> int:
+        """Return how many of these slices have no room on other islands, if they are placed in turn."""
+        placed: list[tuple[Room, bool]] = []
+        for piece in pieces:
+            if (room := self.room(piece.request, island)) is not None:
+                room.island.occupy(room.positions, piece.request.exclusive)
+                placed.append((room, piece.request.exclusive))
+        for room, exclusive in placed:
+            room.island.vacate(room.positions, exclusive)
+        return len(pieces) - len(placed)
 
     def naming(self, node: str) -> int:
         """Return how many slices name a host."""
         return sum(node in one.request.hosts for one in self._slices.values())
 
-    def _on(self, island: Island) -> list[BoundSlice]:
+    def on(self, island: Island) -> list[BoundSlice]:
+        """Return the slices that are bound to an island."""
         return [
             one
             for one in self._slices.values()
@@ -143,15 +229,17 @@ class SliceTable(Part):
         """Bind, park or refuse a slice."""
         request, islands = piece.request, self.inventory.islands
         self._slices.pop(request.slice, None)
-        island = self._roomiest(request)
+        room = self.room(request)
         if request.formerly and not request.like:
             home = islands.get(request.formerly)
             is_back = home is not None and home.state == "ready" and fits(home, request)
-            island = home if is_back else None
-        if island is not None:
-            piece.request = msgspec.structs.replace(request, resumed=False, formerly="")
+            room = self._room_on(home, piece) if home is not None and is_back else None
+        if room is not None:
+            piece.request = msgspec.structs.replace(
+                request, resumed=False, formerly="", former_devices=()
+            )
             self._slices[request.slice] = piece
-            self._bind(piece, SliceEvent.BIND, island)
+            self._bind(piece, SliceEvent.BIND, room)
         elif (
             request.resumed
             or self._waits_for_hosts(piece)
@@ -159,31 +247,67 @@ class SliceTable(Part):
             or any(i.state != "ready" and fits(i, request) for i in islands.values())
         ):
             self._slices[request.slice] = piece
-            piece.happened(SliceEvent.PARK)
+            self._park(piece)
         else:
             self._refuse(piece)
 
-    def _roomiest(self, request: AllocateSlice, but: Island | None = None) -> Island | None:
-        """Return the island on which a slice would share its devices the least; for a slice like another one,
-        its island.
-        """
+    def _park(self, piece: BoundSlice) -> None:
+        piece.happened(SliceEvent.PARK)
+        self._are_parked = True
+
+    def room(self, request: AllocateSlice, but: Island | None = None) -> Room | None:
+        """Return the devices on which a slice would be best; for a slice like another one, those of that."""
         if request.like:
             island = self._home_of(request.like)
-            return None if island is but or island is None or island.state != "ready" else island
+            model = self._model_of(request)
+            if model is None or island is but or island is None or island.state != "ready":
+                return None
+            return Room(island, model.positions[: request.devices])
         fitting = [
             island
             for island in self.inventory.islands.values()
             if island.state == "ready" and island is not but and fits(island, request)
         ]
-        fitting = self._apart(request, fitting)
-        return min(
-            fitting,
-            key=lambda island: (
-                (island.load.total() + request.devices) / island.device_count,
-                island.name,
-            ),
-            default=None,
-        )
+        best: tuple[int, float, str] | None = None
+        chosen = None
+        for island in self._apart(request, fitting):
+            busy = self._busy(island)
+            positions = choose(island, request, busy)
+            if positions is not None:
+                steps = sum(int(busy.get(position, 0.0) / STEP_S) for position in positions)
+                shared = (island.bound.total() + request.devices) / island.device_count
+                if best is None or (steps, shared, island.name) < best:
+                    best, chosen = (steps, shared, island.name), Room(island, positions)
+        return chosen
+
+    def _room_on(self, island: Island, piece: BoundSlice) -> Room | None:
+        """Return the devices of an island for a slice: those that it had there, if they are free."""
+        request = piece.request
+        if request.like:
+            room = self.room(request)
+            return room if room is not None and room.island is island else None
+        if not fits(island, request):
+            return None
+        ranks = {node: rank for rank, node in enumerate(island.ranks)}
+        former = request.former_devices
+        there = tuple((ranks.get(device.host, -1), device.ordinal) for device in former)
+        if (
+            len(there) == request.devices == len(set(there))
+            and suits(island, request, there)
+            and all(is_free(island, request, position) for position in there)
+        ):
+            return Room(island, there)
+        positions = choose(island, request, self._busy(island))
+        return None if positions is None else Room(island, positions)
+
+    def _busy(self, island: Island) -> dict[Position, float]:
+        """Return the device time of the last minute of an island's devices, in seconds of each."""
+        ranks = {node: rank for rank, node in enumerate(island.ranks)}
+        return {
+            (ranks[device.host], device.ordinal): busy_s
+            for device, busy_s in self.busy(island.name).items()
+            if device.host in ranks
+        }
 
     def _apart(self, request: AllocateSlice, islands: list[Island]) -> list[Island]:
         """Return the islands without the slices that a new slice must be apart from; a slice that moves may
@@ -210,16 +334,17 @@ class SliceTable(Part):
         )
         return bool(piece.island and request.hosts and not are_there)
 
-    def _bind(self, piece: BoundSlice, event: SliceEvent, island: Island) -> None:
-        """Bind a slice, to the positions that it had in this island if it had any."""
-        positions = piece.positions
-        model = self._slices.get(piece.request.like)
-        if model is not None and self._home_of(model.request.slice) is island:
-            positions = model.positions[: piece.request.devices]
-        if not positions or not suits(island, piece.request, positions):
-            positions = choose(island, piece.request)
-        island.load.update(positions)
+    def _bind(self, piece: BoundSlice, event: SliceEvent, room: Room) -> None:
+        """Bind a slice to these devices."""
+        room.island.occupy(room.positions, piece.request.exclusive)
+        self._tell_bound(piece, event, *room)
+
+    def _tell_bound(
+        self, piece: BoundSlice, event: SliceEvent, island: Island, positions: tuple[Position, ...]
+    ) -> None:
+        """Tell the controller that a slice has these devices, which it occupies."""
         piece.bound(event, island.name, positions)
+        places = {} if island.grid is None else island.grid.at
         bound = SliceBound(
             piece.request.slice,
             island.name,
@@ -228,11 +353,22 @@ class SliceTable(Part):
             island.located(positions),
             island.epoch,
             island.machine,
+            tuple(places.get(position, ()) for position in positions),
+            piece.request.topology or (),
         )
         self.env.send(CONTROL, bound)
         for one in self.parked:
             if one.request.like == piece.request.slice and one.state is SliceState.PARKED:
                 self._place(one)
+
+    def vacate(self, piece: BoundSlice) -> None:
+        """Count the devices of a bound slice as its own no more."""
+        self.inventory.islands[piece.island].vacate(piece.positions, piece.request.exclusive)
+
+    def _model_of(self, request: AllocateSlice) -> BoundSlice | None:
+        """Return the bound slice that a slice is to be like."""
+        model = self._slices.get(request.like) if request.like else None
+        return model if model is not None and model.state is SliceState.BOUND else None
 
     def _refuse(self, piece: BoundSlice) -> None:
         request = piece.request

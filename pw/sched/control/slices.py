@@ -85,7 +85,7 @@ class SliceRequests(ControlPart):
             or client.lineage.touches(message.slice)  # arrays were told of before their slice
         ):
             error = ProtocolError("bad slice number")
-        elif message.hosts and not _divides(message):
+        elif not _divides(message):
             error = ProtocolError("bad hosts of a slice")
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
@@ -106,7 +106,7 @@ class SliceRequests(ControlPart):
             slices.unproven.add(message.slice)
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
-            message, resumed=False, formerly="", former_hosts=()
+            message, resumed=False, formerly="", former_hosts=(), former_devices=()
         )
         slices.hosts[message.slice] = set(message.former_hosts)
         slices.waits_since_s[message.slice] = self._env.now_s()
@@ -327,7 +327,9 @@ class SliceRequests(ControlPart):
             client.slices.borrowed.add(number)
             client.slices.unbound[number] = loss
             client.slices.waits_since_s[number] = self._env.now_s()
-            self._env.send(RESOURCES, client.slices.requests[number])
+            # What is made again may share devices: others may have those of an exclusive slice now.
+            request = msgspec.structs.replace(client.slices.requests[number], exclusive=False)
+            self._env.send(RESOURCES, request)
         self.expect(client, loss, _NOT_BORROWED)
 
     def allocate_like(self, client: Client, model: int, devices: int, *, resumed: bool) -> int:
@@ -356,5 +358,9 @@ class SliceRequests(ControlPart):
 
 def _divides(request: msg.AllocateSlice) -> bool:
     """Whether a slice names different hosts, and has as many devices on each as on the others."""
-    count = len(request.hosts)
-    return len(set(request.hosts)) == count and request.devices % count == 0
+    count = len(request.hosts) or request.host_count
+    return not count or (
+        len(set(request.hosts)) == len(request.hosts)
+        and request.devices % count == 0
+        and request.topology is None
+    )

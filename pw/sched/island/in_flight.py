@@ -16,6 +16,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import Watchdog
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.sched.island.admission import Admission
+from pw.sched.island.device_load import DeviceLoad
 from pw.sched.island.installed_program import UNKNOWN
 from pw.sched.island.launch_states import LaunchEvent, SegmentTask
 from pw.sched.island.lease_states import LeaseTable
@@ -51,6 +52,7 @@ class InFlight(Part):
     """Launches in flight by the first host of the gang, the oldest first."""
     device_s: float = field(default=0.0, init=False)
     """Device time of all launches that have ended, in seconds: of each device, in all."""
+    load: DeviceLoad = field(default_factory=DeviceLoad, init=False)
     _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
     """Key on the first host of the gang, for each other host that reports the end."""
 
@@ -137,6 +139,7 @@ class InFlight(Part):
         else:
             self.spending.ended_late(task)
         self.device_s += task.device_s
+        self.load.ended(task.footprint.sites, time_us, now_s)
         if self.policy.keeps_accounts:
             more_us = time_us - task.estimate_us
             self.policy.measured(here.stake, task.footprint.accounts, more_us)

@@ -21,6 +21,7 @@ from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
 from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClient, Submit, Trees
+from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launching import Launcher
@@ -125,6 +126,11 @@ class IslandScheduler(Actor):
         """Yield each tenant that is counted, with its bytes on the device of the island where it has most."""
         memory = self.admission.memory
         return iter(()) if memory is None else most_bytes(memory)
+
+    def busy(self) -> dict[DeviceAddress, float]:
+        """Return the device time of the last minute of each device that has some, in seconds."""
+        in_flight = self.in_flight
+        return in_flight.load.of_devices(in_flight.launches.values(), self.env.now_s())
 
     def uses(self) -> Iterator[tuple[int, ClientUse]]:
         """Yield what each client waits for and has had on this island."""

@@ -32,6 +32,7 @@ from pw.testing.sim.looping import LENDING
 from pw.testing.sim.names import Editions
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.quotas import INJECTED, random_rights
+from pw.testing.sim.shapes import lay_out
 from pw.testing.sim.world import World
 
 SECRET = b"simulated"
@@ -110,6 +111,7 @@ class SimCluster(Site):
             ]
             self.islands[island] = members
             self.hosts += members
+            spare = None
             if random.random() < world.profile.spares:
                 anywhere = random.random() < 0.5
                 spare = SimHost(
@@ -117,6 +119,8 @@ class SimCluster(Site):
                 )
                 self.hosts.append(spare)
                 self._spares.setdefault(devices, []).append(spare.name)
+            if world.profile.shapes:
+                lay_out(world.streams("grids"), members, spare)
         start = world.streams("beginning")
         if start.random() < STARTS:
             self.expected_islands = start.randint(1, len(self.islands))
@@ -159,7 +163,13 @@ class SimCluster(Site):
 
         resources = node.add(
             "resources",
-            lambda env: ResourceManager(env, tickets.public, self.claims, self.expected_islands),
+            lambda env: ResourceManager(
+                env,
+                tickets.public,
+                self.claims,
+                self.expected_islands,
+                busy=lambda island: schedulers[island].busy() if island in schedulers else {},
+            ),
         )
         node.add("services", lambda env: _Services(env, node))
 

@@ -69,6 +69,9 @@ class SimHost:
     island_hosts: int
     devices: int
     spare: bool = False
+    coords: tuple[tuple[int, ...], ...] = ()
+    """Coordinates of the devices; empty if it says none."""
+    wraps: tuple[int, ...] = ()
     incarnation: int = 0
     node: SimNode | None = None
     replicas: list[Replica] = field(default_factory=list)
@@ -120,6 +123,8 @@ class SimHost:
             endpoint,
             self.incarnation,
             spare=self.spare or self.incarnation > 1,
+            coords=self.coords,
+            wraps=self.wraps,
         )
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
         replicas = list(self.replicas)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+DISPLACED = "slice displaced"
+"""Name of what excuses errors: a slice has no room any more after a host was replaced, or the controller."""
 A_READ = "a read"
 """Name in the place of a computation: a host could not read a value."""
 

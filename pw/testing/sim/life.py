@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import (
     Allocate,
@@ -34,6 +36,7 @@ from pw.testing.sim.network import LINES
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
 from pw.testing.sim.programs import ProgramDraft
+from pw.testing.sim.shapes import random_shape
 from pw.testing.sim.world import Violation
 
 RUNS_AHEAD = 12
@@ -311,6 +314,8 @@ class Life:
         names = self._names(island)
         size = len(names) or size
         request = AllocateSlice(self._id(), size, None, island, None, hosts=names)
+        if self.world.profile.shapes and not names:
+            request = self._shaped(request)
 
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:
             if answer is not None:
@@ -325,6 +330,18 @@ class Life:
         if self.world.profile.quotas:
             patience_s = self.random.uniform(0.5, 4.0)
             self.world.after(patience_s, self._wait_no_more, self.lives, self.serial, request.slice)
+
+    def _shaped(self, request: AllocateSlice) -> AllocateSlice:
+        """Return a request with a shape, on any island or for no other slice."""
+        random = self.world.streams(f"shapes/{self.number}")
+        if random.random() >= self.world.profile.shapes:
+            return request
+        return replace(
+            request,
+            island=random.choice((None, request.island)),
+            topology=random.choice((None, *[random_shape(random, request.devices)] * 3)),
+            exclusive=random.random() < 0.3,
+        )
 
     def _wait_no_more(self, life: int, ticket: int, slice_: int) -> None:
         """Ask for another slice: other clients of the tenant may keep what this one needs for long."""

@@ -18,6 +18,7 @@
 | fair | a peer's message waits for its turn no longer because others flood (in `floods`) |
 | program order | a host computes the parts of a run in the order of its program, as a schedule may ask |
 | named hosts | a slice that names hosts has as many devices of each, and of no other, whatever is lost |
+| shapes | blocks are contiguous, exclusive slices share no device, what fits is not refused (in `shapes`) |
 | start | while the cluster starts, requests for devices are not refused; none waits if its island is ready |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
@@ -64,6 +65,7 @@ from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
+from pw.testing.sim.shapes import ShapeMonitor
 from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
@@ -93,6 +95,7 @@ class Monitors:
         QuotaMonitor(cluster)
         WaitMonitor(cluster)
         self._tenant_memory = TenantMemoryMonitor(cluster)
+        ShapeMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -348,6 +351,8 @@ class Monitors:
         resources = self._cluster.resources
         for piece in resources.slices.parked:
             request = piece.request
+            if request.topology is not None or self._world.profile.shapes:
+                continue  # the monitor of shapes looks at it
             names, home = set(request.hosts), request.formerly
             for island in resources.inventory.islands.values():
                 if island.state != "ready" or request.like or request.apart:

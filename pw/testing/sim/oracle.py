@@ -23,7 +23,7 @@ from pw.core.programs.program import Program, ValueRef
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
-from pw.testing.sim.ledger import A_READ, Ledger
+from pw.testing.sim.ledger import A_READ, DISPLACED, Ledger
 from pw.testing.sim.programs import ProgramDraft
 from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
@@ -203,9 +203,13 @@ class Oracle:
                 return None if is_its else f"{violation} (of another array)"
             if "closed by the peer" not in words:
                 return violation
+        elif self._ledger.injected[DISPLACED] and (
+            kind == "InsufficientDevices" or "given back" in words
+        ):
+            return None
         elif kind not in INFRASTRUCTURE:
             return violation
-        placeless = ("drain", "named host replaced")
+        placeless = ("drain", "named host replaced", DISPLACED)
         lasts = truth.durable and not any(self._ledger.injected[fault] for fault in placeless)
         if not self._copied.isdisjoint(truth.made_of):
             lasts = lasts and self._ledger.injected["machine crash"] < REPLICAS

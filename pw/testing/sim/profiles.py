@@ -70,6 +70,9 @@ class SimProfile:
     """Probability, for each act of a client, that it gives a slice back, and asks for another."""
     named_hosts: float = 0.0
     """Probability, for each slice that a client asks for, that it names the hosts."""
+    shapes: float = 0.0
+    """Probability, for each slice that a client asks for, that it has a shape or is exclusive. Then hosts have
+    coordinates."""
     device_memory_bytes: int = 0
     """Bytes of memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
@@ -144,6 +147,7 @@ class SimProfile:
 _NO_FAULTS = (
     "span_s",
     "named_hosts",
+    "shapes",
     "views",
     "handovers",
     "names",
@@ -246,6 +250,14 @@ PROFILES = {
         SimProfile("crashes", span_s=20.0, **_CRASHES),
         SimProfile(
             "slices", span_s=20.0, slices_given_back=0.1, named_hosts=0.3, **(_CRASHES | _RESTARTS)
+        ),
+        SimProfile(
+            "shapes",
+            span_s=20.0,
+            shapes=0.8,
+            slices_given_back=0.15,
+            drains=0.3,
+            **(_CRASHES | {"restarts": 0.3, "spares": 0.7, "pauses": 0.0}),
         ),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3

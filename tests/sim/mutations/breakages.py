@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -25,6 +27,7 @@ from pw.core.sharding import dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
+from pw.sched.cluster.fitting import is_free
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.shards import Shards
@@ -255,9 +258,39 @@ def close_for_strangers(
 
 def bind_anywhere(bind_again: Any, island: Any) -> None:
     """Forget which hosts slices name before they are bound again."""
-    for piece in bind_again.__self__._on(island):
+    for piece in bind_again.__self__.on(island):
         piece.request = replace(piece.request, hosts=())
     bind_again(island)
+
+
+def wrap_around_everywhere(room: Any, request: Any, but: Any = None) -> Any:
+    """Place a slice as if all axes of all grids wrapped around."""
+    for island in room.__self__.inventory.islands.values():
+        if island.grid is not None:
+            island.grid = dataclasses.replace(island.grid, wraps=island.grid.sizes)
+    return room(request, but)
+
+
+def with_a_hole(room: Any, request: Any, but: Any = None) -> Any:
+    """Put another device in the place of the last one of a block."""
+    place = room(request, but)
+    if place is None or request.topology is None or request.devices < 2:
+        return place
+    free = [one for one in place.island.positions() if is_free(place.island, request, one)]
+    away = [position for position in free if position not in place.positions]
+    return place._replace(positions=(*place.positions[:-1], away[-1])) if away else place
+
+
+def as_if_alone(room: Any, request: Any, but: Any = None) -> Any:
+    """Place a slice as if there were no others."""
+    islands = room.__self__.inventory.islands.values()
+    before = [(island, island.bound, island.exclusive) for island in islands]
+    for island in islands:
+        island.bound, island.exclusive = Counter(), set()
+    place = room(request, but)
+    for island, bound, exclusive in before:
+        island.bound, island.exclusive = bound, exclusive
+    return place
 
 
 def arrived_when_asked(ask: Any, number: int, name: int) -> None:

@@ -637,6 +637,47 @@ row(
     wrap("resources.slices.bind_again", breakages.bind_anywhere),
     seen("slices", 17, "named hosts"),
 )
+# A block goes around the end of an axis that does not wrap around.
+row(
+    "wrap-around-everywhere",
+    wrap("resources.slices.room", breakages.wrap_around_everywhere),
+    seen("shapes", 28, "shapes"),
+)
+# A block has a hole.
+row(
+    "block-with-a-hole",
+    wrap("resources.slices.room", breakages.with_a_hole),
+    seen("shapes", 0, "shapes"),
+)
+# Two exclusive slices have one device.
+row(
+    "share-exclusive-devices",
+    wrap("resources.slices.room", breakages.as_if_alone),
+    seen("shapes", 1, "shapes"),
+)
+# An island refuses a shape that fits.
+row(
+    "refuse-shapes",
+    wrap(
+        "resources.slices.room", lambda room, it, but=None: None if it.topology else room(it, but)
+    ),
+    seen("shapes", 1, "shapes"),
+)
+# When a host at another place has joined, a slice stays where it has no block any more.
+row(
+    "stay-in-a-broken-block",
+    forget("resources.slices.may_stay", True),
+    seen("shapes", 17, "shapes"),
+)
+# The devices of an exclusive slice are kept when it is given back.
+row(
+    "keep-exclusive-devices",
+    wrap(
+        "resources.slices.vacate",
+        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(it.positions, False),
+    ),
+    seen("shapes", 1, "shapes"),
+)
 # A slice that waits for an island is not bound when that is ready.
 row("leave-it-parked", forget("resources.slices.retry_parked"), seen("calm", 1, "start"))
 # While the cluster starts, requests for devices are refused at once.
