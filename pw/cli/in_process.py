@@ -38,12 +38,14 @@ class InProcessHost:
         bulk: BulkPlane | None = None,
         ended: Callable[[], None] = lambda: None,
         device_memory_bytes: int | None = None,
+        spill_bytes: int = 0,
     ) -> None:
         self.name = name
         self.stopped = ""
         self._ended = ended
         self._devices = list(devices)
         self._device_memory_bytes = device_memory_bytes
+        self._spill_bytes = spill_bytes
         self.node = Node(name, loop, hub.network(name))
         self.bulk = bulk or BulkPlane(loop)
         self.backend = JaxBackend(
@@ -59,7 +61,13 @@ class InProcessHost:
         )
         self.files = FileThreads(loop)
         self.executor = add_host(
-            self.node, registration, self, self.backend, self.bulk, aside=self.files
+            self.node,
+            registration,
+            self,
+            self.backend,
+            self.bulk,
+            aside=self.files,
+            spill_bytes=spill_bytes,
         )
         self.executor.register()
 
@@ -73,9 +81,8 @@ class InProcessHost:
         """Join at once: the island has one host."""
         device = self._devices[0]
         memory = memory_of([device], self._device_memory_bytes)
-        joined(
-            IslandJoined(form.island, form.epoch, device.device_kind, len(self._devices), memory)
-        )
+        devices = device.device_kind, len(self._devices)
+        joined(IslandJoined(form.island, form.epoch, *devices, memory, self._spill_bytes))
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End the host; the process is the user's and lives on."""

@@ -110,7 +110,7 @@ class Arrays(dict[int, Entry]):
         memory: defaultdict[int, list[ArrayMemory]] = defaultdict(list)
         for entry, ordinal in self._shards():
             spec = entry.spec
-            if not spec.memory:
+            if not spec.memory and not entry.value.is_away:
                 whose = client_of(entry.array), serial_of(entry.array)
                 memory[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
         return memory

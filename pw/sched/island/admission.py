@@ -23,6 +23,7 @@ pass. So runs cannot wait for each other in a circle: docs/internals/memory.md h
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
@@ -60,6 +61,8 @@ class Reservation:
     """Number of runs that were admitted while this one waited for memory."""
     tried_at: int = -1
     """Value of `DeviceMemory.frees` when the run last did not fit."""
+    spilled_at: int = -1
+    """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
     hopes: frozenset[int] | None = None
     """Uploads in flight when nothing else could free memory for the first time."""
 
@@ -197,6 +200,10 @@ class Admission(Part):
         """A client has launched a run under a lease; its memory is reserved."""
         reservation.claim = claim
         reservation.is_admitted = reservation.was_launched = True
+
+    def without_room(self) -> Iterable[Reservation]:
+        """Return the runs that were picked and do not fit, the oldest first."""
+        return () if self._refused else self._blocked.values()
 
     def _overdue(self) -> Reservation | None:
         for reservation in self._blocked.values():

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,25 @@ from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
 
 Bytes = npt.NDArray[np.int64]
+
+
+class Tier(Enum):
+    """Memory in which a buffer lies.
+
+    | tier | counts on the devices | `DeviceMemory.spill` | `spilled` | a run reads it |
+    |---|---|---|---|---|
+    | DEVICE | yes | LEAVING | | DEVICE |
+    | LEAVING | yes | | HOST; STAYS if it was not copied | waits |
+    | HOST | no | | | DEVICE, and its bytes are part of what the run needs |
+    | STAYS | yes | | | STAYS |
+    """
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    """It is being copied to host memory."""
+    HOST = "host"
+    STAYS = "stays"
+    """It could not be copied to host memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +78,9 @@ class Buffer:
     """Number of runs in flight that read the buffer."""
     is_counted: bool = False
     """True if the buffer counts on its own; a result of a run in flight is part of the run's reservation."""
+    tier: Tier = Tier.DEVICE
+    used: int = 0
+    """Number of the newest run that has read or made the buffer (`DeviceMemory.runs`)."""
     shards: dict[DeviceAddress, Buffer] | None = None
     """Buffers of a view, or of a buffer that is divided for one, by device. These are counted instead, and the
     divided buffer is one of their `names` until no array and no run has it any more."""
@@ -131,6 +154,10 @@ class DeviceMemory:
         """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
+        self.off: set[Buffer] = set()
+        """Buffers in host memory, or on their way there."""
+        self.runs = 0
+        """Number of runs that have been admitted or launched."""
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -179,6 +206,7 @@ class DeviceMemory:
     def arrived(self, array: int) -> None:
         """The upload of an array has ended."""
         self.arriving.discard(array)
+        self.frees += 1  # it may leave the devices now
 
     def release(self, array: int) -> None:
         """Remove an array; its bytes are free when no run in flight reads them."""
@@ -212,7 +240,10 @@ class DeviceMemory:
             for shard in buffer.shards.values():
                 shard.names -= 1
                 self._let_go(shard)
-        elif buffer.is_counted:
+        elif buffer.tier is Tier.HOST:
+            buffer.tier = Tier.DEVICE
+            self.off.remove(buffer)
+        elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
             self._uncount(buffer)
             self.frees += 1
 
@@ -220,6 +251,73 @@ class DeviceMemory:
         buffer.is_counted = False
         buffer.on.unsettled_bytes -= buffer.shard_bytes
         self._unsettled.add(buffer.on)
+
+    # --- tiers ---------------------------------------------------------------------------------------
+
+    def spill(self, buffer: Buffer) -> None:
+        """Hosts copy a buffer to their memory; nothing reads it meanwhile."""
+        buffer.tier = Tier.LEAVING
+        self.off.add(buffer)
+
+    def keep_off(self, array: int) -> None:
+        """An upload stays in host memory until a run reads it."""
+        buffer = self.buffers[array]
+        self._uncount(buffer)
+        buffer.tier = Tier.HOST
+        self.off.add(buffer)
+
+    def spilled(self, buffer: Buffer, *, kept: bool) -> None:
+        """A buffer does not lie on the devices any more, unless hosts have `kept` it there."""
+        self.frees += 1
+        if kept and buffer.is_needed:
+            buffer.tier = Tier.STAYS
+            self.off.remove(buffer)
+            return
+        self._uncount(buffer)
+        if buffer.is_needed:
+            buffer.tier = Tier.HOST
+        else:  # it was deleted meanwhile
+            buffer.tier = Tier.DEVICE
+            self.off.remove(buffer)
+
+    def _return(self, buffers: Iterable[Buffer | None]) -> None:
+        """Count buffers on their devices again, because a run reads them."""
+        for buffer in buffers:
+            if buffer is not None and buffer.tier is Tier.HOST:
+                buffer.tier = Tier.DEVICE
+                self.off.remove(buffer)
+                self._count(buffer)
+
+    def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Bytes | None:
+        """Return the bytes on each device of what a run reads and is in host memory.
+
+        None if some of it is on its way there.
+        """
+        total = np.zeros_like(self._used)
+        for buffer in {self.buffer_of(args[index]) for index in needs.memory.inputs}:
+            if buffer is not None and buffer.tier is Tier.LEAVING:
+                return None
+            if buffer is not None and buffer.tier is Tier.HOST:
+                total[buffer.on.devices] += buffer.shard_bytes
+        return total
+
+    def shortage(self, program: int, args: Sequence[int | bytes]) -> Bytes:
+        """Return how many bytes a run lacks on each device; none where it needs nothing more."""
+        needs = self.programs[program]
+        more = np.zeros_like(self._used)
+        back = self.returns(needs, args)
+        if back is not None:
+            more += back
+        more[needs.devices] += self.with_temporaries(needs, self.peaks_of(needs, args))
+        short: Bytes = np.where(more > 0, self.settled() + more - self.capacity_bytes, 0)
+        return short
+
+    def has_off(self, client: int) -> bool:
+        """Whether arrays of a client lie in host memory, or are on their way there."""
+        return bool(self.off) and any(
+            buffer in self.off and client_of(array) == client
+            for array, buffer in self.buffers.items()
+        )
 
     # --- views ---------------------------------------------------------------------------------------
 
@@ -269,6 +367,14 @@ class DeviceMemory:
         used = self.settled()[needs.devices] + more
         if ((used > self.capacity_bytes) & (more > 0)).any():
             return None
+        if self.off:
+            back = self.returns(needs, args)
+            if back is None:
+                return None
+            beyond = self._used + back
+            beyond[needs.devices] += more
+            if ((beyond > self.capacity_bytes) & (back > 0)).any():
+                return None
         self._used[needs.devices] = used
         if needs.temporaries is not None and not needs.runs:
             self._computing.add(needs)
@@ -283,10 +389,14 @@ class DeviceMemory:
     ) -> None:
         """A run reads, takes and makes arrays from now on."""
         self.reserved.add(claim)
+        self.runs += 1
         arguments = {index: self.buffer_of(args[index]) for index in needs.memory.inputs}
+        if self.off:
+            self._return(arguments.values())
         for buffer in arguments.values():
             if buffer is not None:
                 buffer.readers += 1
+                buffer.used = self.runs
                 claim.read.append(buffer)
         for index in needs.memory.donated:
             array = args[index]
@@ -299,7 +409,7 @@ class DeviceMemory:
                 buffer = self._view(output, on, arguments)
             else:
                 same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
-                buffer = same or Buffer(on, output.shard_bytes)
+                buffer = same or Buffer(on, output.shard_bytes, used=self.runs)
             outputs[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
@@ -363,7 +473,7 @@ class DeviceMemory:
         room.peaks += size_bytes
         room.on.unsettled_bytes += size_bytes
         self._unsettled.add(room.on)
-        if size_bytes < 0:
+        if size_bytes <= 0:
             self.frees += 1
 
     def claim(

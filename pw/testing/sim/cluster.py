@@ -149,6 +149,7 @@ class SimCluster(Site):
                     env, island, POLICIES[self.policy](), lending=LENDING, trees=self.trees
                 ),
             )
+            schedulers[island].residency.small_bytes = 0
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])
 

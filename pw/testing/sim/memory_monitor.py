@@ -18,8 +18,8 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         return
     reserve, end = memory.reserve, memory.end
 
-    def watched(act: Callable[..., Any], *args: Any) -> Any:
-        before = counted_bytes(memory)
+    def watched(act: Callable[..., Any], *args: Any, back: int = 0) -> Any:
+        before = counted_bytes(memory) + back
         result = act(*args)
         cluster.world.checked["views' memory"] += 1
         if counted_bytes(memory) > before:
@@ -31,7 +31,8 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         has_views = needs is not None and any(one.shards for one in needs.memory.outputs)
         # A small host value is no array: hosts make it for the view.
         if has_views and all(isinstance(arg, int) for arg in args):
-            return watched(reserve, program, args, results)
+            back = memory.returns(needs, args)  # what it names comes back to the devices
+            return watched(reserve, program, args, results, back=0 if back is None else back.sum())
         return reserve(program, args, results)
 
     def ended(claim: Any) -> None:
