@@ -7,7 +7,7 @@ replayed, or an array that is restored, replaces the entry.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 
 import msgspec
@@ -114,6 +114,14 @@ class Arrays(dict[int, Entry]):
                 whose = client_of(entry.array), serial_of(entry.array)
                 memory[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
         return memory
+
+    def off_devices(self) -> Counter[int]:
+        """Return the bytes of each device's shards that lie in host memory."""
+        total: Counter[int] = Counter()
+        for entry, ordinal in self._shards():
+            if entry.spec.memory or entry.value.is_away:
+                total[ordinal] += entry.spec.shard_bytes
+        return total
 
     def _shards(self) -> Iterator[tuple[Entry, int]]:
         """Return each shard on this host: the array that names it, and its device."""

@@ -170,6 +170,8 @@ class Interpreter(Part):
                 self._coordinator.runs.end(number)
             return True
         if isinstance(work, Spilling):
+            if any(self._store.value(array) in self.arriving for array in work.arrays):
+                return False
             self.queue.ops += self._store.tiers.leave(work)
             return True
         if any(value in self.arriving for value in work.values()):

@@ -204,10 +204,13 @@ class ObjectStore(Actor):
         if sender.node != CONTROLLER:
             self.env.count("messages_refused")
             return
-        memory = self.arrays.on_devices()
+        memory, off = self.arrays.on_devices(), self.arrays.off_devices()
         devices = tuple(
             _memory_of(
-                memory.get(ordinal, ()), message.largest, self._backend.allocated_bytes(ordinal)
+                memory.get(ordinal, ()),
+                message.largest,
+                self._backend.allocated_bytes(ordinal),
+                off[ordinal],
             )
             for ordinal in range(message.devices)
         )
@@ -215,7 +218,10 @@ class ObjectStore(Actor):
 
 
 def _memory_of(
-    arrays: Sequence[ArrayMemory], largest: int, allocated: tuple[int | None, int | None]
+    arrays: Sequence[ArrayMemory],
+    largest: int,
+    allocated: tuple[int | None, int | None],
+    host_bytes: int,
 ) -> HeldMemory:
     """Return how much memory of a device each client's arrays take, and so many of the largest arrays."""
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -226,4 +232,5 @@ def _memory_of(
         tuple((client, number, size_bytes) for client, (number, size_bytes) in counts.items()),
         tuple(nlargest(largest, arrays, key=lambda one: one.size_bytes)),
         *allocated,
+        host_bytes,
     )

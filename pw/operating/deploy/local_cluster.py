@@ -109,8 +109,8 @@ class LocalCluster:
             those that CUDA_VISIBLE_DEVICES names, if it is set.
         device_memory: memory of each device that runs may use, in bytes or as in `"4GiB"`; by default what the
             device says that it has, which CPU devices do not.
-        spill: host memory of each worker for arrays that leave the devices when a run has no room there, in bytes
-            or as in `"64GiB"`; by default they stay. It needs devices with a limit (docs/memory.md).
+        spill: host memory of each worker for arrays that leave the devices when a run has no room there, in
+            bytes or as in `"64GiB"`; by default they stay. It needs devices with a limit (docs/memory.md).
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         dashboard: show the cluster on a page; `cluster.dashboard` is its link (docs/dashboard.md). By default

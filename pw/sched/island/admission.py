@@ -84,15 +84,16 @@ class Admission(Part):
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
-        self._reset(message.device_memory_bytes)
+        self._reset(message.device_memory_bytes, message.spill_bytes)
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self._reset(None)
 
-    def _reset(self, capacity_bytes: int | None) -> None:
-        unlimited = capacity_bytes is None
-        self.memory = None if unlimited else DeviceMemory(self.island, capacity_bytes or 0)
+    def _reset(self, capacity_bytes: int | None, spill_bytes: int = 0) -> None:
+        self.memory = None
+        if capacity_bytes is not None:
+            self.memory = DeviceMemory(self.island, capacity_bytes, spill_bytes)
         self._gathering.clear()
         self._blocked.clear()
         self._refused.clear()

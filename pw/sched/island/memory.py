@@ -23,6 +23,7 @@ addition, and a run a few vector operations over the devices of its program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,10 +133,12 @@ class Claim:
 class DeviceMemory:
     """Counts the buffers and reservations on each device of an island."""
 
-    def __init__(self, island: str, capacity_bytes: int) -> None:
+    def __init__(self, island: str, capacity_bytes: int, spill_bytes: int = 0) -> None:
         self.island = island
         self.capacity_bytes = capacity_bytes
         """Bytes of each device."""
+        self.spill_bytes = spill_bytes
+        """Bytes of memory of each host for arrays that leave the devices; 0 if they stay there."""
         self._numbers: dict[DeviceAddress, int] = {}
         self._used: Bytes = np.zeros(0, np.int64)
         self.temporaries: Bytes = np.zeros(0, np.int64)
@@ -311,6 +314,14 @@ class DeviceMemory:
         more[needs.devices] += self.with_temporaries(needs, self.peaks_of(needs, args))
         short: Bytes = np.where(more > 0, self.settled() + more - self.capacity_bytes, 0)
         return short
+
+    def off_bytes(self) -> Counter[str]:
+        """Return the bytes of arrays in the memory of each host, or on their way there."""
+        total: Counter[str] = Counter()
+        for buffer in self.off:
+            for device in buffer.on.addresses:
+                total[device.host] += buffer.shard_bytes
+        return total
 
     def has_off(self, client: int) -> bool:
         """Whether arrays of a client lie in host memory, or are on their way there."""

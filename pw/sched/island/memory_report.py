@@ -87,9 +87,21 @@ def no_room(memory: DeviceMemory, program: int, args: Sequence[int | bytes], cli
         f"{size_in_words(sum(own))} are held by {len(own)} live arrays of "
         f"this client, {size_in_words(sum(foreign))} by {len(foreign)} arrays of other clients, and nothing is "
         "running there that would free any. Delete arrays that are not used any more, donate "
-        "arguments, or move arrays to other devices or to host memory"
+        f"arguments, or move arrays to other devices or to host memory{_spill(memory, number)}"
     )
     return NoRoom(error, _largest(held))
+
+
+def _spill(memory: DeviceMemory, number: int) -> str:
+    """Return why no array leaves a device for host memory by itself."""
+    if not memory.spill_bytes:
+        return "; pw-worker --spill lets arrays leave for host memory by themselves"
+    used_bytes = memory.off_bytes()[memory.devices[number].host]
+    return (
+        f". {size_in_words(used_bytes)} of {size_in_words(memory.spill_bytes)} on its host hold arrays that "
+        "have left (pw-worker --spill), and the others do not make enough room, share their bytes, or find no "
+        "place there"
+    )
 
 
 def _buffers(buffers: Iterable[Buffer | None]) -> set[Buffer]:

@@ -56,8 +56,6 @@ class Residency(Part):
     admission: Admission
     queues: Queues
     leases: LeaseTable
-    spill_bytes: int = field(default=0, init=False)
-    """Memory of each host for arrays that leave its devices, in bytes."""
     small_bytes: int = msg.SMALL_UPLOAD_BYTES
     """Size of a shard below which an upload goes to the devices at once."""
     leaving: dict[int, _Leaving] = field(default_factory=dict, init=False)
@@ -65,7 +63,6 @@ class Residency(Part):
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
-        self.spill_bytes = message.spill_bytes
         self.leaving.clear()
 
     @handles(msg.EpochEnded)
@@ -76,7 +73,7 @@ class Residency(Part):
     def _placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
         """Handled after it is counted: hosts keep a large upload in their memory."""
         memory = self.admission.memory
-        if memory is None or not self.spill_bytes or message.shard_bytes < self.small_bytes:
+        if memory is None or not memory.spill_bytes or message.shard_bytes < self.small_bytes:
             return
         hosts = {device.host for device in message.devices}
         if not any(self._lends(lease, hosts) for lease in self.leases.numbered.values()):
@@ -89,7 +86,7 @@ class Residency(Part):
     def make_room(self) -> bool:
         """Have arrays leave the devices on which runs have no room; return whether some are on their way."""
         memory = self.admission.memory
-        if memory is None or not self.spill_bytes:
+        if memory is None or not memory.spill_bytes:
             return False
         for reservation in self.admission.without_room():
             if reservation.spilled_at != memory.frees:
@@ -118,7 +115,7 @@ class Residency(Part):
         """Yield the arrays that may leave, in the order in which they do."""
         next_use = self._next_uses()
         above = self._above_their_share(memory)
-        used = self._used_bytes(memory)
+        used = memory.off_bytes()
         found: list[tuple[tuple[int, bool, int], int, Buffer]] = []
         for array, buffer in memory.buffers.items():
             client = client_of(array)
@@ -139,7 +136,7 @@ class Residency(Part):
             if lent:
                 self._unlend(lent)
             elif all(
-                used[host] + number * buffer.shard_bytes <= self.spill_bytes
+                used[host] + number * buffer.shard_bytes <= memory.spill_bytes
                 for host, number in on.items()
             ):
                 for host, number in on.items():
@@ -171,14 +168,6 @@ class Residency(Part):
                 bytes_of[client_of(array)] += buffer.shard_bytes * len(buffer.on.devices) / share
         mean = sum(bytes_of.values()) / max(1, len(bytes_of))
         return {client for client, size_bytes in bytes_of.items() if size_bytes > mean}
-
-    def _used_bytes(self, memory: DeviceMemory) -> Counter[str]:
-        """Return the bytes of arrays in the memory of each host."""
-        used: Counter[str] = Counter()
-        for buffer in memory.off:
-            for device in buffer.on.addresses:
-                used[device.host] += buffer.shard_bytes
-        return used
 
     def _spill(self, memory: DeviceMemory, arrays: list[int]) -> None:
         of_hosts: defaultdict[str, list[int]] = defaultdict(list)

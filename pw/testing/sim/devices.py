@@ -347,6 +347,8 @@ class SimBackend:
 
     def _execute(self, op: ops.Execute) -> None:
         installed = self.programs.get(op.key)
+        if any(value.is_away for value in op.args):
+            raise Violation("memory", f"a computation reads host memory of {self.host}")
         for value in op.results:
             if value.payload is not None:
                 raise Violation("a value is made once", f"{op.key!r} on {self.host} runs again")

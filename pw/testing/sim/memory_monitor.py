@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,45 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
 
     memory.reserve, memory.end = reserved, ended
     _watch_lent(cluster.world, island, memory)
+    if memory.spill_bytes:
+        _watch_room(cluster.world, island, scheduler)
+
+
+def _watch_room(world: World, island: str, scheduler: Any) -> None:
+    """Check that no run is refused for which arrays could have left the devices."""
+    admission, residency = scheduler.admission, scheduler.residency
+    make_room = residency.make_room
+
+    def made() -> bool:
+        is_on_its_way: bool = make_room()
+        memory = admission.memory
+        if is_on_its_way or memory is None or memory.claims or memory.arriving:
+            return is_on_its_way
+        for reservation in admission.without_room():
+            world.checked["room"] += 1
+            read = {memory.buffer_of(arg) for arg in reservation.args}
+            free = -memory.shortage(reservation.program, reservation.args)
+            used = memory.off_bytes()
+            for buffer in set(memory.buffers.values()) - read:
+                hosts = Counter(device.host for device in buffer.on.addresses)
+                if (
+                    buffer.is_counted
+                    and buffer.names == 1
+                    and buffer.shards is None
+                    and not buffer.readers
+                    and all(
+                        used[host] + number * buffer.shard_bytes <= memory.spill_bytes
+                        for host, number in hosts.items()
+                    )
+                ):
+                    free[buffer.on.devices] += buffer.shard_bytes
+                    used.update({host: n * buffer.shard_bytes for host, n in hosts.items()})
+            if (free >= 0).all():
+                words = f"{island} finds no room for run {reservation.run:x}, though arrays could leave"
+                raise Violation("memory", words)
+        return is_on_its_way
+
+    residency.make_room = made
 
 
 def _watch_lent(world: World, island: str, memory: Any) -> None:
