@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -248,3 +249,33 @@ def test_two_clients_share_the_devices_and_donate(cluster: InProcessCluster) -> 
         other.close()
     assert [x[0] for x in mine] == [at * 8.0 - 7 for at in range(6)]
     assert [x[-1] for x in theirs] == [(100 + at) * 8.0 - 7 for at in range(6)]
+
+
+# --- real processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_gangs_of_two_hosts_spill_and_a_lost_host_changes_no_value() -> None:
+    """Arrays over two hosts, five times their devices' memory; one host is killed."""
+    with pw.LocalCluster(1, 2, spare_hosts=1, device_memory="8MiB", spill="512MiB") as local:
+        mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+        rows = pw.NamedSharding(mesh, pw.PartitionSpec("x"))
+        add = pw.jit(lambda x, y: x + jnp.roll(y, 1), mesh=mesh)
+        values = [np.arange(MIB, dtype=np.float32) + at for at in range(20)]  # 2 MiB on each host
+        arrays = [pw.put(value, sharding=rows) for value in values]
+
+        def swept() -> None:
+            nonlocal arrays, values
+            arrays = [add(x, y) for x, y in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
+            rolled = [np.roll(value, 1) for value in values[1:] + values[:1]]
+            values = [value + other for value, other in zip(values, rolled, strict=True)]
+
+        swept()
+        pw.block_until_ready(arrays)
+        local.hosts[0].kill()
+        swept()
+        for x, value in zip(arrays, values, strict=True):
+            assert np.array_equal(np.asarray(x), value)
+        use = pw.memory().devices
+        assert all((one.arrays_bytes or 0) <= 8 * MIB for one in use)
+        assert any(one.host_bytes for one in use)
