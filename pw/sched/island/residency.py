@@ -19,7 +19,7 @@ that is read last. Of equals the least recently used goes first. A lease ends be
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
@@ -101,21 +101,29 @@ class Residency(Part):
         if (short <= 0).all():
             return
         chosen: list[int] = []
+        used = memory.off_bytes()
         for array, buffer in self._candidates(memory, set(arrays_in(reservation.args))):
-            if (short[buffer.on.devices] > 0).any():
-                chosen.append(array)
-                short[buffer.on.devices] -= buffer.shard_bytes
-                if (short <= 0).all():
-                    break
-        else:
-            return  # what is in flight may free enough
-        self._spill(memory, chosen)
+            if not (short[buffer.on.devices] > 0).any():
+                continue
+            more = Counter[str]()
+            for device in buffer.on.addresses:
+                more[device.host] += buffer.shard_bytes
+            if any(used[host] + more[host] > memory.spill_bytes for host in more):
+                continue
+            if lent := [one for one in self.leases.numbered.values() if self._lends(one, more)]:
+                self._unlend(lent)
+                continue
+            chosen.append(array)
+            used += more
+            short[buffer.on.devices] -= buffer.shard_bytes
+            if (short <= 0).all():
+                self._spill(memory, chosen)
+                return
 
-    def _candidates(self, memory: DeviceMemory, read: set[int]) -> Iterator[tuple[int, Buffer]]:
-        """Yield the arrays that may leave, in the order in which they do."""
+    def _candidates(self, memory: DeviceMemory, read: set[int]) -> list[tuple[int, Buffer]]:
+        """Return the arrays that may leave, in the order in which they do."""
         next_use = self._next_uses()
         above = self._above_their_share(memory)
-        used = memory.off_bytes()
         found: list[tuple[tuple[int, bool, int], int, Buffer]] = []
         for array, buffer in memory.buffers.items():
             client = client_of(array)
@@ -130,18 +138,8 @@ class Residency(Part):
             ):
                 place = next_use.get(array, NEVER)
                 found.append(((-place, client not in above, buffer.used), array, buffer))
-        for _, array, buffer in sorted(found, key=lambda one: one[0]):
-            on = Counter(device.host for device in buffer.on.addresses)
-            lent = [one for one in self.leases.numbered.values() if self._lends(one, on)]
-            if lent:
-                self._unlend(lent)
-            elif all(
-                used[host] + number * buffer.shard_bytes <= memory.spill_bytes
-                for host, number in on.items()
-            ):
-                for host, number in on.items():
-                    used[host] += number * buffer.shard_bytes
-                yield array, buffer
+        found.sort(key=lambda one: one[0])
+        return [(array, buffer) for _, array, buffer in found]
 
     def _unlend(self, leases: Iterable[LaunchLease]) -> None:
         """Have leases end: their launches may read arrays, and are not known yet."""
