@@ -360,10 +360,10 @@ row(
     wrap("host.store.tiers.leave", breakages.say_spilled_at_once),
     seen("tiers", 0, "memory"),
 )
-# An array counts as gone from all hosts when one has copied it.
+# A host of a gang keeps what the others have copied to their memory.
 row(
-    "spilled-on-one-host",
-    hear("scheduler", m.Spilled, breakages.wait_for_one_host),
+    "keep-what-others-spill",
+    wrap("host.store.tiers.leave", breakages.say_spilled_and_keep),
     seen("tiers", 0, "memory"),
 )
 # What a run brings back to the devices is not counted.
