@@ -14,7 +14,7 @@ from pw.client.connection import current
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id, executor_of
-from pw.sched.island.memory import Tier
+from pw.sched.island.buffers import Tier
 from pw.testing.in_process import InProcessCluster
 from tests.sched.test_memory import DEVICE, OTHER, MemoryBench, needs
 
@@ -84,7 +84,7 @@ def test_what_a_run_reads_comes_back_and_is_part_of_what_it_needs() -> None:
     assert (bench.tier(first), bench.used) == (Tier.DEVICE, 70)
     bench.end(bench.launches()[-1])
     bench.tell(msg.Release(1, (first, second), (("h0",), ("h0",))))
-    assert (bench.used, bench.memory.off) == (0, set())
+    assert (bench.used, bench.memory.tiers.off) == (0, set())
 
 
 def test_what_a_queued_run_reads_leaves_last() -> None:
@@ -162,7 +162,7 @@ def test_an_array_that_is_deleted_on_its_way_counts_until_it_has_left() -> None:
     assert bench.used == 80
     assert run.run not in bench.launched()
     bench.spilled(first)
-    assert (bench.launched()[-1], bench.used, bench.memory.off) == (run.run, 90, set())
+    assert (bench.launched()[-1], bench.used, bench.memory.tiers.off) == (run.run, 90, set())
 
 
 def test_all_hosts_of_an_array_have_copied_it_before_its_bytes_are_free() -> None:
@@ -183,8 +183,8 @@ def test_large_uploads_stay_in_host_memory_until_a_run_reads_them() -> None:
     bench.scheduler.residency.small_bytes = 30
     small, large = arrays_of(bench, 20, 40)
     assert (bench.tier(small), bench.tier(large), bench.used) == (Tier.DEVICE, Tier.HOST, 20)
-    assert bench.memory.has_off(1)
-    assert not bench.memory.has_off(2)
+    assert bench.memory.tiers.have(1)
+    assert not bench.memory.tiers.have(2)
     bench.read(1, large)
     assert (bench.tier(large), bench.used) == (Tier.DEVICE, 60)
 

@@ -133,6 +133,7 @@ class Metrics(Collector):
             ("pw_ended_launches", "Launches that have ended.", "launches"),
             ("pw_queue_seconds", "How long these were queued.", "waited_s"),
             ("pw_device_seconds", "Their device time, of each device.", "device_s"),
+            ("pw_moved_bytes", "Bytes that programs have sent from host to host.", "moved_bytes"),
         ):
             rows = [((tenant,), sums.get(value, 0.0)) for tenant, sums in had.items()]
             yield _counter(name, words, labels, rows)

@@ -640,6 +640,30 @@ def without_another_try(client_left: Callable[..., None], client: Any) -> None:
     del slices.queue.try_again
 
 
+def count_bytes_twice(add: Callable[..., None], number: int, tenant: str, spent: Any) -> None:
+    """Add to an account twice what hosts have sent."""
+    spent.moved_bytes *= 2
+    add(number, tenant, spent)
+
+
+def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> Any:
+    """Set memory aside for a lease, and count it for the island only."""
+    memory: Any = room.__self__  # type: ignore[attr-defined]
+    claim = room(client, devices)
+    claim.on = memory.device_set(claim.on.addresses, (memory.total,))
+    claim.totals = claim.on.totals
+    return claim
+
+
+def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
+    """End a run, and count its results for the island only."""
+    memory: Any = end.__self__  # type: ignore[attr-defined]
+    end(claim)
+    for _, buffer in claim.results:
+        if buffer.is_counted and buffer.shards is None:
+            memory.move(buffer, (memory.total,))
+
+
 def believe_what_it_had(
     ask: Callable[..., bool], client: int, tenant: str, slice_: int, devices: int, then: Any
 ) -> bool:
@@ -687,3 +711,10 @@ def without_counting(release: Callable[..., bool], shared: Any, version: Any) ->
     """Delete a version that has readers."""
     version.readers.clear()
     return release(shared, version)
+
+
+def by_arrival(forecast: Callable[[], Any]) -> Any:
+    """Foretell that the launch that came first goes first."""
+    foretold = forecast()
+    foretold.turns.sort(key=lambda task: task.arrival)
+    return foretold
