@@ -225,13 +225,14 @@ def add_host(
     reconnect_s: float = RECONNECT_S,
     output: Output | None = None,
     checkpoint_root: str = "",
+    spill_bytes: int = 0,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
     `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
     `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
-    checkpoints on disk.
+    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -246,6 +247,7 @@ def add_host(
             env,
             *(backend, bulk, counters, replicas, aside, keep, output, checkpoint_root),
             lambda: recent.of(node.name),
+            spill_bytes,
         ),
     )
     if output is not None:

@@ -83,11 +83,22 @@ def coordinates(devices: int) -> str | None:
 
 def device_memory() -> int | None:
     """Return the memory of each device in bytes. Raises Error if PW_EMBEDDED_DEVICE_MEMORY is no size."""
-    text = os.environ.get("PW_EMBEDDED_DEVICE_MEMORY", "")
+    return _size("PW_EMBEDDED_DEVICE_MEMORY")
+
+
+def spill() -> int | None:
+    """Return the host memory for arrays that leave the devices, in bytes. Raises Error if PW_EMBEDDED_SPILL is
+    no size.
+    """
+    return _size("PW_EMBEDDED_SPILL")
+
+
+def _size(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
     try:
         return parse_size(text) if text else None
     except ValueError as error:
-        raise Error(f"PW_EMBEDDED_DEVICE_MEMORY: {error}") from None
+        raise Error(f"{variable}: {error}") from None
 
 
 def start(runtime: Runtime) -> SessionOnNode:
@@ -240,6 +251,7 @@ def _start_worker(
         heartbeat=HEARTBEAT_S,
         device_memory=device_memory(),
         coords=coordinates(devices) if platform == "cpu" else None,
+        spill=spill(),
         alone=not has_supervisor,
         reconnect=None if has_supervisor else RECONNECT_S,
     )
@@ -250,7 +262,7 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
     from pw.cli.assembly import add_controller
     from pw.cli.in_process import InProcessHost
 
-    bound_bytes = device_memory()
+    bound_bytes, spill_bytes = device_memory(), spill() or 0
     folder = PrivateFolder.make()
     thread = LoopThread("pw-embedded")
 
@@ -273,7 +285,7 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
 
         devices = jax.local_devices()
         host = InProcessHost(
-            thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended, bound_bytes
+            thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended, bound_bytes, spill_bytes
         )
 
         def teardown() -> None:

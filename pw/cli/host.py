@@ -129,6 +129,7 @@ class HostRuntime:
                     local_count,
                     memory_of(own, size_of(self._options.device_memory)),
                     coords_of(own),
+                    size_of(self._options.spill) or 0,
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
@@ -293,6 +294,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         reconnect_s=options.reconnect,
         output=output,
         checkpoint_root=options.checkpoint_root,
+        spill_bytes=size_of(options.spill) or 0,
     )
     del replicas  # only the store may hold them
 

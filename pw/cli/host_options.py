@@ -71,6 +71,14 @@ class HostOptions:
             "has, which CPU devices do not.",
         ),
     ] = ""
+    spill: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for arrays that leave the devices when a run has no room there, as in 64GiB; "
+            "by default they stay. It needs devices with a limit: accelerators, or --device-memory.",
+        ),
+    ] = ""
     spare: Annotated[
         bool,
         typer.Option(

@@ -38,12 +38,14 @@ class InProcessHost:
         bulk: BulkPlane | None = None,
         ended: Callable[[], None] = lambda: None,
         device_memory_bytes: int | None = None,
+        spill_bytes: int = 0,
     ) -> None:
         self.name = name
         self.stopped = ""
         self._ended = ended
         self._devices = list(devices)
         self._device_memory_bytes = device_memory_bytes
+        self._spill_bytes = spill_bytes
         self.node = Node(name, loop, hub.network(name))
         self.bulk = bulk or BulkPlane(loop)
         self.backend = JaxBackend(
@@ -59,7 +61,13 @@ class InProcessHost:
         )
         self.files = FileThreads(loop)
         self.executor = add_host(
-            self.node, registration, self, self.backend, self.bulk, aside=self.files
+            self.node,
+            registration,
+            self,
+            self.backend,
+            self.bulk,
+            aside=self.files,
+            spill_bytes=spill_bytes,
         )
         self.executor.register()
 
@@ -81,6 +89,7 @@ class InProcessHost:
                 len(self._devices),
                 memory,
                 coords_of(self._devices),
+                self._spill_bytes,
             )
         )
 

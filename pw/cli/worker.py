@@ -64,7 +64,7 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(
             f"there is no folder {options.checkpoint_root} (--checkpoint-root)"
         )
-    size_of(options.device_memory)
+    size_of(options.device_memory), size_of(options.spill)
     size_of(options.compile_memory, "--compile-memory")
     size_of(options.python_memory, "--python-memory")
     if not controller.startswith(("tcp://", "ipc://")):

@@ -37,6 +37,7 @@ class InProcessCluster:
         islands: number of islands, called `island-0`, `island-1`, ...; each has one host.
         devices_per_island: JAX devices of each; islands get different ones.
         device_memory_bytes: memory of each device that runs may use; None for what the device says.
+        spill_bytes: host memory of each island for arrays that leave the devices.
         policy: scheduling policy among clients.
         events: takes the events of the controller.
         codec: encode and decode every message on its way.
@@ -52,6 +53,7 @@ class InProcessCluster:
         devices_per_island: int = 4,
         *,
         device_memory_bytes: int | None = None,
+        spill_bytes: int = 0,
         policy: str = "fifo",
         events: Sink | None = None,
         codec: bool = True,
@@ -86,6 +88,7 @@ class InProcessCluster:
                     f"island-{index}",
                     devices[index * devices_per_island : (index + 1) * devices_per_island],
                     device_memory_bytes=device_memory_bytes,
+                    spill_bytes=spill_bytes,
                 )
                 for index in range(islands)
             ]

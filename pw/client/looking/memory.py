@@ -52,6 +52,7 @@ class ClusterMemory(Shown):
             "arrays": lambda d: _words(d.arrays_bytes, "no answer"),
             "reserved": lambda d: size_in_words(d.reserved_bytes),
             "temporaries": lambda d: size_in_words(d.temporary_bytes),
+            "in host memory": lambda d: _words(d.host_bytes, "no answer"),
             "in use": lambda d: _words(d.in_use_bytes, ""),
             "peak": lambda d: _words(d.peak_bytes, ""),
         }

@@ -206,6 +206,27 @@ class Discard(ControllerToExecutor, frozen=True, tag=74):
     """Number of launches of the lease that come first: those with a lower index."""
 
 
+SMALL_UPLOAD_BYTES = 1 << 20
+"""Size of a shard, in bytes, below which an upload goes to the devices at once, where arrays may leave them."""
+
+
+class Spill(ControllerToExecutor, frozen=True, tag=87):
+    """IslandScheduler to HostExecutor, in launch order: move these arrays from device to host memory."""
+
+    epoch: int
+    sequence: int
+    arrays: tuple[int, ...]
+
+
+class Spilled(HostToScheduler, frozen=True, tag=88):
+    """HostExecutor to IslandScheduler: these arrays do not lie on the devices of this host any more."""
+
+    epoch: int
+    arrays: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+    """Arrays that are still there, because they could not be copied."""
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A launch that has ended on a host, and its device time."""
 

@@ -91,6 +91,8 @@ class IslandJoined(HostToResources, frozen=True, tag=13):
     """Bytes of memory of one device; None where nothing limits it."""
     coords: Coordinates = ()
     """Coordinates of the devices, in order, as JAX has them; empty where it has none."""
+    spill_bytes: Count = 0
+    """Bytes of host memory for arrays that leave the devices; 0 if they stay there."""
 
 
 class IslandJoinFailed(HostToResources, frozen=True, tag=14):
@@ -136,6 +138,8 @@ class IslandFormed(Local, frozen=True, tag=17):
     """True if other processes compile for the hosts, so that a crash of a compiler does not crash a host."""
     devices: int = 0
     """Number of devices of the island."""
+    spill_bytes: int = 0
+    """Bytes of memory of each host for arrays that leave the devices; 0 if they stay there."""
 
 
 class EpochEnded(Local, frozen=True, tag=18):

@@ -79,6 +79,8 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes in use as the device's allocator counts; None if it does not."""
     peak_bytes: int | None
     """Bytes that were in use, at most; None if the allocator does not count them."""
+    host_bytes: int = 0
+    """Bytes of shards of this device that lie in host memory."""
 
 
 class HostMeasured(HostToController, frozen=True, tag=184):
@@ -122,6 +124,9 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that were in use, at most; None if the allocator does not count them."""
     owners: tuple[OwnerMemory, ...]
     largest: tuple[ArrayMemory, ...]
+    host_bytes: int | None = None
+    """Bytes of the device's shards that lie in host memory: arrays that a script has put there, and those that
+    have left the device; None if the host did not answer."""
 
 
 class Memory(ControllerToSession, frozen=True, tag=185):

@@ -7,7 +7,7 @@ replayed, or an array that is restored, replaces the entry.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 
 import msgspec
@@ -110,10 +110,18 @@ class Arrays(dict[int, Entry]):
         memory: defaultdict[int, list[ArrayMemory]] = defaultdict(list)
         for entry, ordinal in self._shards():
             spec = entry.spec
-            if not spec.memory:
+            if not spec.memory and not entry.value.is_away:
                 whose = client_of(entry.array), serial_of(entry.array)
                 memory[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
         return memory
+
+    def off_devices(self) -> Counter[int]:
+        """Return the bytes of each device's shards that lie in host memory."""
+        total: Counter[int] = Counter()
+        for entry, ordinal in self._shards():
+            if entry.spec.memory or entry.value.is_away:
+                total[ordinal] += entry.spec.shard_bytes
+        return total
 
     def _shards(self) -> Iterator[tuple[Entry, int]]:
         """Return each shard on this host: the array that names it, and its device."""

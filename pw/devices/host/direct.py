@@ -58,9 +58,12 @@ class Direct:
             arg = arguments.args[index]
             if isinstance(arg, int):
                 entry = arrays.get(arg)
-                if entry is None or entry.value.error is not None or entry.value in arriving:
+                if entry is None:
                     return None
-                values[index] = entry.value
+                value = entry.value
+                if value.error is not None or value.is_away or value in arriving:
+                    return None
+                values[index] = value
         for index in program.plan.inputs:
             arg = arguments.args[index]
             if isinstance(arg, bytes):

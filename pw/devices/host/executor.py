@@ -13,6 +13,8 @@ also in the object store, under the ids that the client gave them.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -35,6 +37,7 @@ from pw.devices.host.membership import HostProcess, Membership
 from pw.devices.host.passing import Passing
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.tiers import Spilling
 from pw.devices.host.value import Value
 from pw.devices.host.why import Explanations
 from pw.devices.host.work import Forgetting, HostLaunch, HostRun, Replicating
@@ -178,7 +181,10 @@ class HostExecutor(Actor):
             if isinstance(arg, bytes):
                 run.slots[index] = self._inline(arg, program.inline(index))
                 continue
-            value = self._store.value(arg)
+            entry = self._store.arrays.get(arg)
+            if entry is not None and entry.value.is_away and entry.value.error is None:
+                self.interpreter.queue.ops.append(self._store.tiers.bring_back(entry))
+            value = None if entry is None else entry.value
             if value is None:
                 lost = ArrayLost(
                     f"argument {index} of {body.name!r}, {body.inputs[index].short}, is not on this host "
@@ -241,6 +247,15 @@ class HostExecutor(Actor):
             named = (*order.copies, *(copy for file in order.files for copy in file.copies))
             client = next((client_of(copy.array) for copy in named), 0)  # all belong to one client
             self.interpreter.put(client, Replicating(client, copies, files))
+
+    @handles(msg.Spill)
+    def _spill(self, sender: Address, message: msg.Spill) -> None:
+        if self.leases.takes(sender, message):
+            of_clients: defaultdict[int, list[int]] = defaultdict(list)
+            for array in message.arrays:
+                of_clients[client_of(array)].append(array)
+            for client, arrays in of_clients.items():
+                self.interpreter.put(client, Spilling(message.epoch, tuple(arrays), sender))
 
     @handles(msg.Discard)
     def _discard(self, sender: Address, message: msg.Discard) -> None:

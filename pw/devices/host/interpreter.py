@@ -36,6 +36,7 @@ from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.outcomes import Outcomes
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.tiers import Spilling
 from pw.devices.host.value import Value
 from pw.devices.host.views import view_op
 from pw.devices.host.work import (
@@ -167,6 +168,11 @@ class Interpreter(Part):
                 self._backend.forget(key)
             for number in work.runs:
                 self._coordinator.runs.end(number)
+            return True
+        if isinstance(work, Spilling):
+            if any(self._store.value(array) in self.arriving for array in work.arrays):
+                return False
+            self.queue.ops += self._store.tiers.leave(work)
             return True
         if any(value in self.arriving for value in work.values()):
             return False

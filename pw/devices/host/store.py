@@ -41,6 +41,7 @@ from pw.devices.host.printing import OutputLines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import HostRequests
+from pw.devices.host.tiers import Tiers
 from pw.devices.host.uploads import HostUploads
 from pw.devices.host.value import Value
 
@@ -60,6 +61,7 @@ class ObjectStore(Actor):
         output: OutputLines | None = None,
         checkpoint_root: str = "",
         lines: Callable[[], tuple[LogLine, ...]] = tuple,
+        spill_bytes: int = 0,
     ) -> None:
         super().__init__(env)
         self._lines = lines
@@ -71,9 +73,18 @@ class ObjectStore(Actor):
         self.replicas = Replicas(env, bulk, replicas, keep, self._gone_clients)
         self.files = Files(env, aside, self.clients, checkpoint_root)
         self.arrays = Arrays(env.address.node, bulk, self.replicas)
+        self.tiers = Tiers(env, self.arrays, spill_bytes)
         self.requests = HostRequests(env, backend, bulk, self.arrays, self.clients, self.printing)
         self.uploads = HostUploads(
-            env, backend, bulk, self.arrays, self.clients, self.requests, self.replicas, self.files
+            env,
+            backend,
+            bulk,
+            self.arrays,
+            self.clients,
+            self.requests,
+            self.replicas,
+            self.files,
+            self.tiers,
         )
         self.compilations = Compilations(env, backend, self.clients)
         self.callbacks = HostCallbacks(env, backend, bulk, self.clients)
@@ -193,10 +204,13 @@ class ObjectStore(Actor):
         if sender.node != CONTROLLER:
             self.env.count("messages_refused")
             return
-        memory = self.arrays.on_devices()
+        memory, off = self.arrays.on_devices(), self.arrays.off_devices()
         devices = tuple(
             _memory_of(
-                memory.get(ordinal, ()), message.largest, self._backend.allocated_bytes(ordinal)
+                memory.get(ordinal, ()),
+                message.largest,
+                self._backend.allocated_bytes(ordinal),
+                off[ordinal],
             )
             for ordinal in range(message.devices)
         )
@@ -204,7 +218,10 @@ class ObjectStore(Actor):
 
 
 def _memory_of(
-    arrays: Sequence[ArrayMemory], largest: int, allocated: tuple[int | None, int | None]
+    arrays: Sequence[ArrayMemory],
+    largest: int,
+    allocated: tuple[int | None, int | None],
+    host_bytes: int,
 ) -> HeldMemory:
     """Return how much memory of a device each client's arrays take, and so many of the largest arrays."""
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -215,4 +232,5 @@ def _memory_of(
         tuple((client, number, size_bytes) for client, (number, size_bytes) in counts.items()),
         tuple(nlargest(largest, arrays, key=lambda one: one.size_bytes)),
         *allocated,
+        host_bytes,
     )

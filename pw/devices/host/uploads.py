@@ -26,6 +26,7 @@ from pw.devices.host.checkpoint_files import Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import HostRequests
+from pw.devices.host.tiers import Tiers
 from pw.devices.host.value import Value
 
 _NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
@@ -44,6 +45,7 @@ class HostUploads(Part):
     requests: HostRequests
     replicas: Replicas
     files: Files
+    tiers: Tiers
     place: tuple[str, int] = ("", 0)
     """The island and the epoch of this host."""
     devices: tuple[int, int] = (0, 0)
@@ -82,7 +84,9 @@ class HostUploads(Part):
                 return
             self._stop_landing(entry)  # the bytes may have come to a host that is no more
         else:
-            entry = self.arrays.expect(array, Value(), spec, message.devices)
+            entry = self.arrays.expect(
+                array, self.tiers.value_of_upload(spec), spec, message.devices
+            )
         boxes = self.arrays.boxes(entry)
         offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
@@ -152,7 +156,8 @@ class HostUploads(Part):
     def _restore(self, sender: Address, message: msg.Restore) -> None:
         if self._is_refused(sender, message.array):
             return
-        entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
+        value = self.tiers.value_of_upload(message.spec)
+        entry = self.arrays.expect(message.array, value, message.spec, message.devices)
         spec = message.spec
         boxes = self.arrays.boxes(entry)
         sources: dict[Box, list[str]] = {box: [] for box, _ in boxes}
@@ -182,7 +187,8 @@ class HostUploads(Part):
             if old.arrived:
                 self._tell_uploaded(old, None, again=True)
             return  # otherwise it is being read, and its end is reported then
-        entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
+        value = self.tiers.value_of_upload(message.spec)
+        entry = self.arrays.expect(message.array, value, message.spec, message.devices)
 
         def done(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if self.arrays.get(message.array) is not entry:
@@ -218,7 +224,8 @@ class HostUploads(Part):
             if self.arrays.get(entry.array) in (entry, None):
                 self._tell_uploaded(entry, error)
 
-        self.backend.submit([Build(entry.value, entry.spec, entry.devices, parts, done)])
+        lies = self.tiers.lies(entry.spec, entry.value)
+        self.backend.submit([Build(entry.value, lies, entry.devices, parts, done)])
         self.requests.submitted(entry.array, entry.value)
 
     def _tell_uploaded(

@@ -120,6 +120,9 @@ class Value:
         self.heir: Value | None = None
         """The first result of the computation that its buffers were donated to."""
 
+    is_away = False
+    """True if the buffers lie in host memory for a while, although the array belongs on devices."""
+
     @property
     def state(self) -> ValueState:
         """Its row in the table."""
@@ -186,3 +189,10 @@ class Value:
         if self.questions is None:
             self.questions = deque()
         self.questions.append(question)
+
+
+class AwayValue(Value):
+    """A value whose buffers lie in host memory, until a run reads it (`pw.devices.host.tiers`)."""
+
+    __slots__ = ()
+    is_away = True

@@ -14,6 +14,7 @@ from pw.core.messages import ArrayCopy, CopyFile, Launch
 from pw.devices.host.backend import Backend, Build, Op
 from pw.devices.host.program import HostProgram, SegmentSteps
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.tiers import Spilling
 from pw.devices.host.value import Value
 
 
@@ -99,7 +100,7 @@ class Replicating:
         yield from (value for _, values in self.files for value in values)
 
 
-Work = HostLaunch | Forgetting | Replicating
+Work = HostLaunch | Forgetting | Replicating | Spilling
 
 
 RecentLaunch = tuple[int, int, HostProgram, tuple[ReferenceType[Value], ...]]

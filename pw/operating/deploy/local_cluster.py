@@ -109,6 +109,8 @@ class LocalCluster:
             those that CUDA_VISIBLE_DEVICES names, if it is set.
         device_memory: memory of each device that runs may use, in bytes or as in `"4GiB"`; by default what the
             device says that it has, which CPU devices do not.
+        spill: host memory of each worker for arrays that leave the devices when a run has no room there, in
+            bytes or as in `"64GiB"`; by default they stay. It needs devices with a limit (docs/memory.md).
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         dashboard: show the cluster on a page; `cluster.dashboard` is its link (docs/dashboard.md). By default
@@ -128,7 +130,7 @@ class LocalCluster:
 
     Raises:
         ConnectionFailed: a daemon ended or the islands were not formed in time.
-        ValueError: there are too few GPUs for so many workers, or `device_memory` is no size.
+        ValueError: there are too few GPUs for so many workers, or `device_memory` or `spill` is no size.
     """
 
     @checks_keywords
@@ -141,6 +143,7 @@ class LocalCluster:
         spare_hosts: int = 0,
         platform: str = "cpu",
         device_memory: int | str | None = None,
+        spill: int | str | None = None,
         policy: str = "fifo",
         connect: bool = True,
         dashboard: bool | None = None,
@@ -164,6 +167,7 @@ class LocalCluster:
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         bound_bytes = None if device_memory is None else parse_size(str(device_memory))
+        spill_bytes = None if spill is None else parse_size(str(spill))
         self.address = ""
         self.hosts: list[LocalHost] = []
         """The hosts of the islands as they were started, and after them the spare ones."""
@@ -206,6 +210,7 @@ class LocalCluster:
                 devices=devices_per_host,
                 platform=platform,
                 device_memory=bound_bytes,
+                spill=spill_bytes,
                 heartbeat=heartbeat_s,
                 allow_python=allow_python,
                 compile_cache=None if compile_cache is None else os.fspath(compile_cache),

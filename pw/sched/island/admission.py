@@ -28,7 +28,7 @@ is an upload (`pending_uploads`). While work of a tenant waits for its memory, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -69,6 +69,8 @@ class Reservation:
     """Number of runs that were admitted while this one waited for memory."""
     tried_at: int = -1
     """Value of `DeviceMemory.frees` when the run last did not fit."""
+    spilled_at: int = -1
+    """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
     short: Total | None = None
     """Total in which the run did not fit then: that of its tenant, or that of the island."""
     hopes: frozenset[int] | None = None
@@ -102,7 +104,9 @@ class Admission(Part):
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._reset()
         if message.device_memory_bytes is not None or self.counts_tenants:
-            self.memory = DeviceMemory(self.island, message.device_memory_bytes, self._tenants)
+            self.memory = DeviceMemory(
+                self.island, message.device_memory_bytes, self._tenants, message.spill_bytes
+            )
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
@@ -230,6 +234,10 @@ class Admission(Part):
         """A client has launched a run under a lease; its memory is reserved."""
         reservation.claim = claim
         reservation.is_admitted = reservation.was_launched = True
+
+    def without_room(self) -> Iterable[Reservation]:
+        """Return the runs that were picked and do not fit, the oldest first."""
+        return self._blocked.values()
 
     def _is_behind(self, memory: DeviceMemory, reservation: Reservation) -> bool:
         """Whether a run waits for an upload, or for work of the same total that was passed too often."""

@@ -29,6 +29,7 @@ from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.queues import Queues
+from pw.sched.island.residency import Residency
 from pw.sched.island.window import Footprint, SiteGroup, Window
 
 UNKNOWN_US = 100.0
@@ -55,6 +56,7 @@ class Launcher(Part):
     queues: Queues
     watchdog: Watchdog
     leases: LeaseTable
+    residency: Residency
     _look_again_s: float = field(default=math.inf, init=False)
     """Time at which the earliest timer comes, in seconds."""
 
@@ -62,7 +64,11 @@ class Launcher(Part):
         """Launch all that may go."""
         while (task := self._next()) is not None:
             self._launch(task)
-        while self.admission.are_tenants_short and self.admission.go_on(self._able):
+        while (
+            self.admission.are_tenants_short
+            and not self.residency.make_room()
+            and self.admission.go_on(self._able)
+        ):
             while (task := self._next()) is not None:
                 self._launch(task)
 
@@ -128,7 +134,7 @@ class Launcher(Part):
         for queue in idle:
             self.queues.rest(queue)
         if not footprints:
-            admission.refuse_if_stuck()
+            self._find_memory()
             return None
         is_open = partial(self.window.is_open, contended=wanting > 1)
         if len(footprints) > 1 and not any(map(is_open, footprints)):
@@ -162,11 +168,16 @@ class Launcher(Part):
                     queue.take(now_s)
                     return task
         if kept_until_s == math.inf:
-            admission.refuse_if_stuck()
+            self._find_memory()
         elif kept_until_s < self._look_again_s:
             self._look_again_s = kept_until_s
             self.env.call_later(kept_until_s - now_s + TIMER_S, self._kept_long_enough)
         return None
+
+    def _find_memory(self) -> None:
+        """Make room for runs that do not fit; refuse one if there can be none."""
+        if not self.residency.make_room():
+            self.admission.refuse_if_stuck()
 
     def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
         """Return the clients that are about to come back."""

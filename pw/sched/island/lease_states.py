@@ -135,6 +135,8 @@ class LeaseTable:
     """Ends of launches of which the client has not told yet, by host and number."""
     sliding: list[LaunchLease] = field(default_factory=list)
     """Leases whose clients need a new window."""
+    unwanted: list[LaunchLease] = field(default_factory=list)
+    """Leases that keep arrays on devices where other runs have no room."""
 
     def are_free(self, hosts: tuple[str, ...]) -> bool:
         """Whether none of these hosts is lent."""
@@ -165,3 +167,4 @@ class LeaseTable:
         self.numbered.clear()
         self.early.clear()
         self.sliding.clear()
+        self.unwanted.clear()

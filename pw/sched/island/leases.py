@@ -170,6 +170,9 @@ class LaunchLeases(Part):
         """Lend hosts to clients that are alone there, and let holders launch more; after hosts were told
         what to drop, because that makes room.
         """
+        unwanted, self.table.unwanted = self.table.unwanted, []
+        for lease in unwanted:
+            self._close(lease, "spill")
         if self.admission.memory is not None:
             if self.table.holders and self.admission.are_tenants_short:
                 self._close_short()
@@ -265,7 +268,7 @@ class LaunchLeases(Part):
         self, memory: DeviceMemory, client: int, programs: Collection[int], window: int
     ) -> LentMemory | None:
         """Set memory aside for a lease; None if that cannot be."""
-        if not can_be_lent(memory, programs):
+        if memory.tiers.have(client) or not can_be_lent(memory, programs):
             return None
         room = LentMemory(memory, client, programs, min(window, self.lending.ahead))
         room.widen()

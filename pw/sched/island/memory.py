@@ -37,36 +37,12 @@ import numpy.typing as npt
 from pw.core.ids import client_of
 from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
+from pw.sched.island.buffers import Buffer, Tier
+from pw.sched.island.memory_tiers import MemoryTiers, Returns, shortage
 from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total
 
 UNBOUNDED_BYTES = 1 << 62
 """Free bytes of devices that nothing bounds."""
-
-
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """The memory of an array, on each of its devices."""
-
-    on: DeviceSet
-    shard_bytes: int
-    names: int = 0
-    """Number of arrays that have the buffer."""
-    readers: int = 0
-    """Number of runs in flight that read the buffer."""
-    is_counted: bool = False
-    """True if the buffer counts on its own; a result of a run in flight is part of the run's reservation."""
-    shards: dict[DeviceAddress, Buffer] | None = None
-    """Buffers of a view, or of a buffer that is divided for one, by device. These are counted instead, and the
-    divided buffer is one of their `names` until no array and no run has it any more."""
-
-    @property
-    def is_needed(self) -> bool:
-        """Return whether an array or a run in flight has the buffer."""
-        return bool(self.names or self.readers)
-
-    def parts(self) -> Iterable[Buffer]:
-        """Return the buffers that are counted for it: itself, or one for each device."""
-        return (self,) if self.shards is None else self.shards.values()
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +66,11 @@ class DeviceMemory:
     """Counts the buffers and reservations on each device of an island."""
 
     def __init__(
-        self, island: str, capacity_bytes: int | None, tenants: TenantBounds | None = None
+        self,
+        island: str,
+        capacity_bytes: int | None,
+        tenants: TenantBounds | None = None,
+        spill_bytes: int = 0,
     ) -> None:
         self.island = island
         self.total = Total(capacity_bytes)
@@ -111,6 +91,9 @@ class DeviceMemory:
         """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
+        self.tiers = MemoryTiers(self, spill_bytes)
+        self.runs = 0
+        """Number of runs that have been admitted or launched."""
 
     # --- tenants -------------------------------------------------------------------------------------
 
@@ -184,7 +167,7 @@ class DeviceMemory:
         totals = totals or self.totals_of(client_of(array))
         buffer = Buffer(self.device_set(devices, totals), shard_bytes)
         self._name(array, buffer)
-        self._count(buffer)
+        self.count(buffer)
         self.arriving.add(array)
         return buffer
 
@@ -193,10 +176,10 @@ class DeviceMemory:
         for part in {buffer, *buffer.parts()}:
             is_counted = part.is_counted
             if is_counted:
-                self._uncount(part)
+                self.uncount(part)
             part.on = self.device_set(part.on.addresses, totals)
             if is_counted:
-                self._count(part)
+                self.count(part)
 
     def used_of(self, total: Total, devices: tuple[DeviceAddress, ...]) -> int:
         """Return the bytes of a total on that of some devices which has most."""
@@ -207,6 +190,7 @@ class DeviceMemory:
     def arrived(self, array: int) -> None:
         """The upload of an array has ended."""
         self.arriving.discard(array)
+        self.frees += 1  # it may leave the devices now
 
     def release(self, array: int) -> None:
         """Remove an array; its bytes are free when no run in flight reads them."""
@@ -228,7 +212,8 @@ class DeviceMemory:
         self.release(array)
         self.buffers[array] = buffer
 
-    def _count(self, buffer: Buffer) -> None:
+    def count(self, buffer: Buffer) -> None:
+        """Count a buffer on its devices."""
         buffer.is_counted = True
         buffer.on.unsettled_bytes += buffer.shard_bytes
         self._unsettled.add(buffer.on)
@@ -240,11 +225,14 @@ class DeviceMemory:
             for shard in buffer.shards.values():
                 shard.names -= 1
                 self._let_go(shard)
-        elif buffer.is_counted:
-            self._uncount(buffer)
+        elif buffer.tier is Tier.HOST:
+            self.tiers.forget(buffer)
+        elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
+            self.uncount(buffer)
             self.frees += 1
 
-    def _uncount(self, buffer: Buffer) -> None:
+    def uncount(self, buffer: Buffer) -> None:
+        """Count it there no more."""
         buffer.is_counted = False
         buffer.on.unsettled_bytes -= buffer.shard_bytes
         self._unsettled.add(buffer.on)
@@ -261,7 +249,7 @@ class DeviceMemory:
             buffer = arguments.get(source)
             if buffer is None:  # a small host value, which hosts make for this run
                 shard = Buffer(self.device_set((device,), on.totals), output.shard_bytes)
-                self._count(shard)
+                self.count(shard)
             else:
                 shard = self._divided(buffer)[device]
             shard.names += 1
@@ -278,9 +266,9 @@ class DeviceMemory:
                 for device in buffer.on.addresses
             }
             if buffer.is_counted:
-                self._uncount(buffer)
+                self.uncount(buffer)
                 for shard in buffer.shards.values():
-                    self._count(shard)
+                    self.count(shard)
         return buffer.shards
 
     # --- runs ----------------------------------------------------------------------------------------
@@ -297,11 +285,12 @@ class DeviceMemory:
             return claim
         peaks = self.peaks_of(needs, args)
         self.settle()
+        back = self.returns(needs, args)
         counted = []
         for total in needs.totals:
             more = total.with_temporaries(needs, peaks)
             used = total.used[needs.devices] + more
-            if total.has_no_room(used, more):
+            if total.has_no_room(used, more) or (back and back.has_no_room(total, needs, more)):
                 return None
             counted.append((total, used, more - peaks))
         for total, used, temporaries in counted:
@@ -311,25 +300,42 @@ class DeviceMemory:
         self._name_all(claim, needs, args, results)
         return claim
 
+    def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Returns | None:
+        """Return what a run reads and is in host memory; None if nothing is."""
+        if not self.tiers.off:
+            return None
+        return self.tiers.returns(self.buffer_of(args[index]) for index in needs.memory.inputs)
+
     def without_room(self, program: int, args: Sequence[int | bytes]) -> Total:
         """Return the total in which a run has no room: that of its tenant, or else that of the island."""
         needs = self.programs[program]
-        peaks = self.peaks_of(needs, args)
+        peaks, back = self.peaks_of(needs, args), self.returns(needs, args)
         for total in needs.totals:
             more = total.with_temporaries(needs, peaks)
-            if total.has_no_room(total.used[needs.devices] + more, more):
+            no_room = total.has_no_room(total.used[needs.devices] + more, more)
+            if no_room or (back and back.has_no_room(total, needs, more)):
                 return total
         return self.total
+
+    def shortage(self, total: Total, program: int, args: Sequence[int | bytes]) -> Bytes:
+        """Return the bytes that a run lacks on each device, as a total counts."""
+        needs = self.programs[program]
+        self.settle()
+        return shortage(total, needs, self.peaks_of(needs, args), self.returns(needs, args))
 
     def _name_all(
         self, claim: Claim, needs: Needs, args: Sequence[int | bytes], results: Sequence[int]
     ) -> None:
         """A run reads, takes and makes arrays from now on."""
         self.reserved.add(claim)
+        self.runs += 1
         arguments = {index: self.buffer_of(args[index]) for index in needs.memory.inputs}
+        if self.tiers.off:
+            self.tiers.bring_back(arguments.values())
         for buffer in arguments.values():
             if buffer is not None:
                 buffer.readers += 1
+                buffer.used = self.runs
                 claim.read.append(buffer)
         for index in needs.memory.donated:
             array = args[index]
@@ -342,7 +348,7 @@ class DeviceMemory:
                 buffer = self._view(output, on, arguments)
             else:
                 same = outputs.get(output.same_as_output) or arguments.get(output.same_as_input)
-                buffer = same or Buffer(on, output.shard_bytes)
+                buffer = same or Buffer(on, output.shard_bytes, used=self.runs)
             outputs[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
@@ -354,7 +360,7 @@ class DeviceMemory:
             if not result.is_counted:
                 for buffer in result.parts():
                     if not buffer.is_counted and buffer.is_needed:
-                        self._count(buffer)
+                        self.count(buffer)
 
     def withdraw(self, claim: Claim) -> None:
         """A run was cancelled before it began: give its donated arrays back."""
@@ -393,7 +399,7 @@ class DeviceMemory:
         room.peaks += size_bytes
         room.on.unsettled_bytes += size_bytes
         self._unsettled.add(room.on)
-        if size_bytes < 0:
+        if size_bytes <= 0:
             self.frees += 1
 
     def claim(

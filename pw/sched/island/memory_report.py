@@ -14,7 +14,8 @@ from pw.core.ids import client_of
 from pw.core.messages import CountedMemory
 from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
-from pw.sched.island.memory import Buffer, DeviceMemory
+from pw.sched.island.buffers import Buffer
+from pw.sched.island.memory import DeviceMemory
 from pw.sched.island.memory_totals import Bytes, DeviceSet, Total
 from pw.sched.island.pending_uploads import PendingUpload
 
@@ -142,9 +143,20 @@ def no_room(
         f"{size_in_words(sum(own))} are held by {len(own)} live arrays of "
         f"this client, {size_in_words(sum(foreign))} by {len(foreign)} arrays of other clients, and nothing is "
         "running there that would free any. Delete arrays that are not used any more, donate "
-        "arguments, or move arrays to other devices or to host memory"
+        f"arguments, or move arrays to other devices or to host memory{_spill(memory, number)}"
     )
     return NoRoom(error, _largest(held))
+
+
+def _spill(memory: DeviceMemory, number: int) -> str:
+    """Return why no array leaves a device for host memory by itself."""
+    if not memory.tiers.spill_bytes:
+        return "; pw-worker --spill lets arrays leave for host memory by themselves"
+    used = size_in_words(memory.tiers.used_bytes()[memory.devices[number].host])
+    return (
+        f". {used} of {size_in_words(memory.tiers.spill_bytes)} on its host hold arrays that have left "
+        "(pw-worker --spill), and the others do not make enough room, share their bytes, or find no place there"
+    )
 
 
 def no_room_for_upload(memory: DeviceMemory, upload: PendingUpload) -> NoRoom:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pw.core.ids import arrays_in, client_of
 from pw.core.messages import ArrayPlaced
 from pw.core.sharding import DeviceAddress
-from pw.sched.island.memory import Buffer, DeviceMemory
+from pw.sched.island.buffers import Buffer
+from pw.sched.island.memory import DeviceMemory
 from pw.sched.island.memory_totals import Total
 
 

@@ -20,7 +20,16 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClient, Submit, Trees
+from pw.core.messages import (
+    TREES,
+    ArrayPlaced,
+    CancelRun,
+    ClientUse,
+    EpochEnded,
+    RemoveClient,
+    Submit,
+    Trees,
+)
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
@@ -34,6 +43,7 @@ from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
+from pw.sched.island.residency import Residency
 from pw.sched.island.spending import Spending
 from pw.sched.island.window import Window
 
@@ -70,8 +80,19 @@ class IslandScheduler(Actor):
         self.in_flight = in_flight = InFlight(
             env, members, policy, window, quarantine, admission, queues, watchdog, table, spending
         )
+        self.residency = residency = Residency(env, members, admission, queues, table)
         self._launcher = launcher = Launcher(
-            env, members, policy, window, admission, programs, in_flight, queues, watchdog, table
+            env,
+            members,
+            policy,
+            window,
+            admission,
+            programs,
+            in_flight,
+            queues,
+            watchdog,
+            table,
+            residency,
         )
         self.leases = leases = LaunchLeases(
             env, members, admission, programs, in_flight, queues, launcher, table, lending
@@ -92,8 +113,10 @@ class IslandScheduler(Actor):
                 leases,
                 reports,
                 spending,
+                residency,
             ),
             order={
+                ArrayPlaced: (Admission, Residency),
                 Submit: (LaunchLeases, Queues),
                 CancelRun: (InFlight, Queues),  # which removes the launches
                 RemoveClient: (

@@ -158,6 +158,7 @@ class SimCluster(Site):
                     counts_tenants=self.rights.have_file,
                 ),
             )
+            schedulers[island].residency.small_bytes = 0
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])
 

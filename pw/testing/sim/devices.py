@@ -33,6 +33,8 @@ from pw.testing.sim.world import Violation
 OP_S = 4e-6
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
+COPY_BYTES_PER_S = 1e9
+"""Rate of copies between the memories of devices and hosts."""
 _DONATED = Shards()
 """Shards in the place of buffers that a computation has taken over."""
 
@@ -345,6 +347,8 @@ class SimBackend:
 
     def _execute(self, op: ops.Execute) -> None:
         installed = self.programs.get(op.key)
+        if any(value.is_away for value in op.args):
+            raise Violation("memory", f"a computation reads host memory of {self.host}")
         for value in op.results:
             if value.payload is not None:
                 raise Violation("a value is made once", f"{op.key!r} on {self.host} runs again")
@@ -408,7 +412,13 @@ class SimBackend:
             data = held[box_slices(piece.source_box)]
             for position in piece.destination_devices:
                 shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
-        self._fill(op.result, shards, by_run=True)
+        if op.spec.memory == op.source_spec.memory:
+            self._fill(op.result, shards, by_run=True)
+            return
+        self._world.checked["moves between memories"] += 1
+        total = sum(shard.nbytes for shard in shards.values())
+        delay_s = self._random.uniform(0.5, 20.0) * total / COPY_BYTES_PER_S * self.node.slowness
+        self.fill_after(delay_s, [op.result], [shards], on_devices=not op.spec.memory)
 
     def _view(self, op: ops.View) -> None:
         shards = Shards()
@@ -428,13 +438,14 @@ class SimBackend:
 
     def _build(self, op: ops.Build) -> None:
         total = write_parts(shards := empty(op.spec, op.devices, self.host), op, self.host)
+        on_devices = not op.spec.memory
         if total <= 4096:
-            self._fill(op.result, shards)
+            self._fill(op.result, shards, on_devices=on_devices)
             if op.done is not None:
                 self._answer_none(op.done)
             return
         delay_s = total / BUILD_BYTES_PER_S * self.node.slowness
-        self.fill_after(delay_s, [op.result], [shards], done=op.done)
+        self.fill_after(delay_s, [op.result], [shards], done=op.done, on_devices=on_devices)
 
     def fill_after(
         self,
@@ -443,6 +454,8 @@ class SimBackend:
         shards: Sequence[Shards],
         error: ErrorReport | None = None,
         done: ops.Done | None = None,
+        *,
+        on_devices: bool = True,
     ) -> None:
         """Fill values later, or give them an error; without `done`, a run has made them."""
         assembly = _Assembly()
@@ -454,7 +467,8 @@ class SimBackend:
                 value.building = None
                 if error is not None:
                     value.fail(error)
-                self._fill(value, shards[index] if shards else Shards(), by_run=done is None)
+                filled = shards[index] if shards else Shards()
+                self._fill(value, filled, by_run=done is None, on_devices=on_devices)
             assembly.set()
             if done is not None:
                 self._answer_none(done)
@@ -494,7 +508,9 @@ class SimBackend:
             return ErrorReport.of(ArrayDeleted("the buffers were donated"), self.host)
         return None
 
-    def _fill(self, value: Value, shards: Shards, *, by_run: bool = False) -> None:
+    def _fill(
+        self, value: Value, shards: Shards, *, by_run: bool = False, on_devices: bool = True
+    ) -> None:
         if value.error is not None:
             self._tell(value)
             return
@@ -502,4 +518,5 @@ class SimBackend:
             raise Violation("a value is made once", f"on {self.host}")
         value.fill(shards)
         self._tell(value)
-        self._buffers.fill(shards, by_run=by_run)
+        if on_devices:
+            self._buffers.fill(shards, by_run=by_run)

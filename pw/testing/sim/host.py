@@ -90,11 +90,14 @@ class SimHost:
         self._keeping = self.world.streams(f"keeping/{self.name}")
         self._early = self.world.streams(f"early launches/{self.name}")
         self._direct = self.world.streams(f"direct/{self.name}")
+        self._tiers = self.world.streams(f"tiers/{self.name}")
         slow = self._random.random() < self.world.profile.slow_hosts
         self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
         if slow:
             self.world.ledger.injected["slow host"] += 1
         self._fixed_port = self._random.random() < 0.3
+        spill_bytes = self.world.profile.spill_bytes
+        self.spill_bytes = spill_bytes and self._tiers.choice((spill_bytes, spill_bytes, 64 << 10))
 
     # --- the supervisor ------------------------------------------------------------------------------
 
@@ -129,8 +132,12 @@ class SimHost:
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
         replicas = list(self.replicas)
         self.store = node.add(
-            "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.keep)
+            "store",
+            lambda env: ObjectStore(
+                env, backend, bulk, counters, replicas, keep=self.keep, spill_bytes=self.spill_bytes
+            ),
         )
+        self.store.tiers.small_bytes = 0
         self.coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
         self.executor = node.add(
             "executor",
@@ -293,7 +300,9 @@ class Groups:
             return
         self._cluster.gangs.joined(host.backend, form.epoch)
         memory_bytes = self._world.profile.device_memory_bytes or None
-        answer = IslandJoined(form.island, form.epoch, "simulated", host.devices, memory_bytes)
+        answer = IslandJoined(
+            form.island, form.epoch, "simulated", host.devices, memory_bytes, (), host.spill_bytes
+        )
         node.call(lambda: joined(answer))
 
     def _give_up(

@@ -18,8 +18,8 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         return
     reserve, end = memory.reserve, memory.end
 
-    def watched(act: Callable[..., Any], *args: Any) -> Any:
-        before = counted_bytes(memory)
+    def watched(act: Callable[..., Any], *args: Any, back: int = 0) -> Any:
+        before = counted_bytes(memory) + back
         result = act(*args)
         cluster.world.checked["views' memory"] += 1
         if counted_bytes(memory) > before:
@@ -31,7 +31,9 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         has_views = needs is not None and any(one.shards for one in needs.memory.outputs)
         # A small host value is no array: hosts make it for the view.
         if has_views and all(isinstance(arg, int) for arg in args):
-            return watched(reserve, program, args, results)
+            back = memory.returns(needs, args)  # what it names comes back to the devices
+            back_bytes = 0 if back is None else back.bytes_in(memory.total).sum()
+            return watched(reserve, program, args, results, back=back_bytes)
         return reserve(program, args, results)
 
     def ended(claim: Any) -> None:
@@ -43,6 +45,41 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
 
     memory.reserve, memory.end = reserved, ended
     _watch_lent(cluster.world, island, memory)
+    if memory.tiers.spill_bytes:
+        _watch_room(cluster.world, island, scheduler)
+
+
+def _watch_room(world: World, island: str, scheduler: Any) -> None:
+    """Check that no run is refused for which arrays could have left the devices."""
+    admission, residency = scheduler.admission, scheduler.residency
+    make_room = residency.make_room
+
+    def made() -> bool:
+        is_on_its_way: bool = make_room()
+        memory = admission.memory
+        if is_on_its_way or memory is None or memory.claims or memory.arriving:
+            return is_on_its_way
+        for reservation in admission.without_room():
+            world.checked["room"] += 1
+            read = {memory.buffer_of(arg) for arg in reservation.args}
+            total = reservation.short or memory.total
+            free = -memory.shortage(total, reservation.program, reservation.args)
+            used = memory.tiers.used_bytes()
+            for buffer in set(memory.buffers.values()) - read:
+                if buffer.may_leave and total in buffer.on.totals:
+                    free[buffer.on.devices] += buffer.shard_bytes
+                    for device in buffer.on.addresses:
+                        used[device.host] += buffer.shard_bytes
+            if any(size_bytes > memory.tiers.spill_bytes for size_bytes in used.values()):
+                continue  # it depends on which of them leave
+            if (free >= 0).all():
+                words = (
+                    f"{island} finds no room for run {reservation.run:x}, though arrays could leave"
+                )
+                raise Violation("memory", words)
+        return is_on_its_way
+
+    residency.make_room = made
 
 
 def _watch_lent(world: World, island: str, memory: Any) -> None:

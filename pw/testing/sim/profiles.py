@@ -75,6 +75,8 @@ class SimProfile:
     coordinates."""
     device_memory_bytes: int = 0
     """Bytes of memory of each device; 0 where nothing limits it."""
+    spill_bytes: int = 0
+    """Bytes of memory of each host for arrays that leave the devices; some hosts have less."""
     broken_programs: bool = True
     """True if clients also bring programs that do not compile, or raise."""
     views: float = 0.0
@@ -197,6 +199,8 @@ _DEVICES: dict[str, Any] = {
 _LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
 _LITTLE_MEMORY: dict[str, Any] = {"device_memory_bytes": 256 << 10}
+_TIERS: dict[str, Any] = {"device_memory_bytes": 96 << 10, "spill_bytes": 1 << 24}
+"""Memory for three large arrays on each device, and for all on the hosts."""
 
 
 def _lossy(name: str, **more: Any) -> SimProfile:
@@ -244,6 +248,8 @@ PROFILES = {
         ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
+        SimProfile("tiers", runs=60, views=0.1, checkpoints=0.05, loops=0.1, **_TIERS),
+        _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),
         SimProfile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),

@@ -87,6 +87,36 @@ def keep_what_was_lent(end: Callable[..., None], lease: Any) -> None:
     end(lease)
 
 
+def say_spilled_at_once(leave: Callable[..., Any], work: Any) -> Any:
+    """Tell the scheduler that arrays have left the devices before they are copied."""
+    tiers = leave.__self__  # type: ignore[attr-defined]
+    tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
+    return leave(work)
+
+
+def say_spilled_and_keep(leave: Callable[..., Any], work: Any) -> Any:
+    """Leave arrays on the devices of the second host of each island, and say that they have left."""
+    tiers = leave.__self__  # type: ignore[attr-defined]
+    if not tiers.env.address.node.endswith("h1"):
+        return leave(work)
+    tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
+    return []
+
+
+def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
+    """Have a launch read the copy in host memory."""
+    away = entry.value
+    move = bring_back(entry)
+    entry.value = away
+    return move
+
+
+def only_unread(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
+    """Let no array leave that a queued run reads."""
+    places = candidates.__self__._next_uses()  # type: ignore[attr-defined]
+    return [one for one in candidates(memory, read) if one[0] not in places]
+
+
 def overtake_earlier_uploads(
     put: Callable[..., None], note: Any, post: Callable[..., None]
 ) -> None:

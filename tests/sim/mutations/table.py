@@ -357,6 +357,42 @@ row(
     wrap("host.executor.leases.take", breakages.take_beyond_the_room),
     seen("leases-memory", 1, "memory"),
 )
+# --- tiers of memory -----------------------------------------------------------------------------
+
+# A host says that an array has left before its copy is complete.
+row(
+    "spilled-before-the-copy",
+    wrap("host.store.tiers.leave", breakages.say_spilled_at_once),
+    seen("tiers", 0, "memory"),
+)
+# A host of a gang keeps what the others have copied to their memory.
+row(
+    "keep-what-others-spill",
+    wrap("host.store.tiers.leave", breakages.say_spilled_and_keep),
+    seen("tiers", 0, "memory"),
+)
+# What a run brings back to the devices is not counted.
+row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 0, "memory"))
+# Nothing is reserved for what a run brings back.
+row("return-without-room", forget("memory.returns", None), seen("tiers", 0, "memory"))
+# A launch reads an array in host memory.
+row(
+    "read-host-memory",
+    wrap("host.store.tiers.bring_back", breakages.leave_the_value_away),
+    seen("tiers", 0, "memory"),
+)
+# Arrays leave in spite of a lease, whose launches are not known.
+row(
+    "spill-under-a-lease",
+    put("scheduler.residency._lends", lambda lease, hosts: False),
+    seen("tiers", 0, "memory"),
+)
+# No array leaves that a queued run reads.
+row(
+    "keep-what-queued-runs-read",
+    wrap("scheduler.residency._candidates", breakages.only_unread),
+    seen("tiers", 0, "memory"),
+)
 # --- data ----------------------------------------------------------------------------------------
 
 # A sender is not told where the bytes of an edge go.

@@ -99,6 +99,7 @@ class MemoryReports(ControlPart):
             None if held is None else held.peak_bytes,
             self._owners(counted, held, sees),
             () if held is None else tuple(map(self._named, held.largest)),
+            None if held is None else held.host_bytes,
         )
 
     def _owners(

@@ -1,0 +1,192 @@
+"""Moves arrays between the devices of an island and the memory of its hosts, so that runs fit.
+
+Theory of operation. Hosts with `pw-worker --spill` have room for arrays that leave their devices. When a run
+has no room on some devices, `make_room` chooses arrays that lie there, and `Spill` has their hosts copy them,
+in launch order. The bytes are free when all hosts have said that the copy is complete (`Spilled`). The run
+then fits. A run that reads such an array needs its bytes, too: they are reserved before the run is admitted
+(G5), and the launch itself has hosts bring the array back, behind earlier computations. So the scheduler
+decides alone what lies where, and hosts follow in one order; `Tier` has the states.
+
+What is counted on the devices is never less than what lies there. Large uploads are not admitted, so they stay
+in host memory until a run reads them. Under a lease they are counted on the devices at once: the client
+launches what reads them.
+
+Which arrays leave: none that a run in flight or an upload uses, or that shares its bytes. First those that no
+queued run reads, and among them those of clients with more bytes for their share than the average; then the one
+that is read last. Of equals the least recently used goes first. A lease ends before arrays leave its hosts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from pw.core import messages as msg
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.ids import Address, arrays_in, client_of, executor_of
+from pw.sched.island.admission import Admission, Reservation
+from pw.sched.island.buffers import Buffer, Tier
+from pw.sched.island.launch_states import SegmentTask
+from pw.sched.island.lease_states import LaunchLease, LeaseTable
+from pw.sched.island.members import Members
+from pw.sched.island.memory import DeviceMemory
+from pw.sched.island.memory_tiers import host_bytes
+from pw.sched.island.queues import Queues
+
+NEVER = 1 << 30
+"""Place in the queue of the next run that reads an array, if there is none."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """An array that its hosts copy to their memory."""
+
+    buffer: Buffer
+    missing: set[str]
+    """Hosts that have not answered."""
+    kept: bool = False
+    """True if a host could not copy it."""
+
+
+@dataclass(eq=False, repr=False)
+class Residency(Part):
+    """Decides which arrays of one island lie in host memory."""
+
+    env: Env
+    members: Members
+    admission: Admission
+    queues: Queues
+    leases: LeaseTable
+    small_bytes: int = msg.SMALL_UPLOAD_BYTES
+    """Size of a shard below which an upload goes to the devices at once."""
+    leaving: dict[int, _Leaving] = field(default_factory=dict, init=False)
+    """Arrays on their way to host memory, by number."""
+
+    @handles(msg.IslandFormed)
+    def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
+        self.leaving.clear()
+
+    @handles(msg.EpochEnded)
+    def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
+        self.leaving.clear()
+
+    @handles(msg.ArrayPlaced)
+    def _placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
+        """Handled after it is counted: hosts keep a large upload in their memory."""
+        memory = self.admission.memory
+        if memory is None or not memory.tiers.spill_bytes or message.shard_bytes < self.small_bytes:
+            return
+        hosts = {device.host for device in message.devices}
+        if not any(self._lends(lease, hosts) for lease in self.leases.numbered.values()):
+            memory.tiers.keep_off(memory.buffers[message.array])
+
+    @staticmethod
+    def _lends(lease: LaunchLease, hosts: Collection[str]) -> bool:
+        return not set(hosts).isdisjoint(lease.hosts)
+
+    def make_room(self) -> bool:
+        """Have arrays leave the devices on which runs have no room; return whether some are on their way."""
+        memory = self.admission.memory
+        if memory is None or not memory.tiers.spill_bytes:
+            return False
+        for reservation in self.admission.without_room():
+            if reservation.spilled_at != memory.frees:
+                reservation.spilled_at = memory.frees
+                self._make_room_for(memory, reservation)
+        return bool(self.leaving or self.leases.unwanted)
+
+    def _make_room_for(self, memory: DeviceMemory, reservation: Reservation) -> None:
+        total = reservation.short or memory.total
+        short = memory.shortage(total, reservation.program, reservation.args)
+        for one in self.leaving.values():
+            if total in one.buffer.on.totals:
+                short[one.buffer.on.devices] -= one.buffer.shard_bytes
+        if (short <= 0).all():
+            return
+        chosen: list[int] = []
+        used = memory.tiers.used_bytes()
+        for array, buffer in self._candidates(memory, set(arrays_in(reservation.args))):
+            if total not in buffer.on.totals or not (short[buffer.on.devices] > 0).any():
+                continue
+            more = host_bytes(buffer)
+            if any(used[host] + more[host] > memory.tiers.spill_bytes for host in more):
+                continue
+            if lent := [one for one in self.leases.numbered.values() if self._lends(one, more)]:
+                self._unlend(lent)
+                continue
+            chosen.append(array)
+            used += more
+            short[buffer.on.devices] -= buffer.shard_bytes
+            if (short <= 0).all():
+                self._spill(memory, chosen)
+                return
+
+    def _candidates(self, memory: DeviceMemory, read: set[int]) -> list[tuple[int, Buffer]]:
+        """Return the arrays that may leave, in the order in which they do."""
+        next_use = self._next_uses()
+        above = self._above_their_share(memory)
+        found: list[tuple[tuple[int, bool, int], int, Buffer]] = []
+        for array, buffer in memory.buffers.items():
+            client = client_of(array)
+            if buffer.may_leave and array not in read and array not in memory.arriving:
+                place = next_use.get(array, NEVER)
+                found.append(((-place, client not in above, buffer.used), array, buffer))
+        found.sort(key=lambda one: one[0])
+        return [(array, buffer) for _, array, buffer in found]
+
+    def _unlend(self, leases: Iterable[LaunchLease]) -> None:
+        """Have leases end: their launches may read arrays, and are not known yet."""
+        unwanted = self.leases.unwanted
+        unwanted += [one for one in leases if one not in unwanted]
+
+    def _next_uses(self) -> dict[int, int]:
+        """Return the place in its client's queue of the first run that reads each array."""
+        places: dict[int, int] = {}
+        for queue in self.queues.busy.values():
+            for place, task in enumerate(queue.tasks):
+                if isinstance(task, SegmentTask):
+                    for array in arrays_in(task.here.arguments.args):
+                        places[array] = min(place, places.get(array, place))
+        return places
+
+    def _above_their_share(self, memory: DeviceMemory) -> set[int]:
+        """Return the clients whose arrays take more bytes for their share than the average."""
+        bytes_of: defaultdict[int, float] = defaultdict(float)
+        for array, buffer in memory.buffers.items():
+            if buffer.tier is Tier.DEVICE:
+                queue = self.queues.clients.get(client_of(array))
+                share = 1.0 if queue is None else queue.stake.share
+                bytes_of[client_of(array)] += buffer.shard_bytes * len(buffer.on.devices) / share
+        mean = sum(bytes_of.values()) / max(1, len(bytes_of))
+        return {client for client, size_bytes in bytes_of.items() if size_bytes > mean}
+
+    def _spill(self, memory: DeviceMemory, arrays: list[int]) -> None:
+        of_hosts: defaultdict[str, list[int]] = defaultdict(list)
+        for array in arrays:
+            buffer = memory.buffers[array]
+            hosts = {device.host for device in buffer.on.addresses}
+            self.leaving[array] = _Leaving(buffer, hosts)
+            memory.tiers.spill(buffer)
+            for host in sorted(hosts):
+                of_hosts[host].append(array)
+        for host, own in of_hosts.items():
+            number = self.members.next_number(host)
+            self.env.send(executor_of(host), msg.Spill(self.members.epoch, number, tuple(own)))
+        self.env.count("arrays_spilled", len(arrays))
+
+    @handles(msg.Spilled)
+    def _spilled(self, sender: Address, message: msg.Spilled) -> None:
+        memory = self.admission.memory
+        if memory is None or not self.members.is_current(message.epoch, sender):
+            return
+        for array in (*message.arrays, *message.kept):
+            leaving = self.leaving.get(array)
+            if leaving is None or sender.node not in leaving.missing:
+                self.env.count("messages_stale")
+                continue
+            leaving.kept |= array in message.kept
+            leaving.missing.remove(sender.node)
+            if not leaving.missing:
+                del self.leaving[array]
+                memory.tiers.spilled(leaving.buffer, kept=leaving.kept)
