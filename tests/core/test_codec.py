@@ -6,6 +6,7 @@ import ast
 import contextlib
 import enum
 import functools
+import math
 import operator
 import types
 import typing
@@ -48,7 +49,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.builds(kind, **fields)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return within(values_of(args[0]), args[1:])
+        return within(args[0], args[1:])
     if isinstance(origin, type) and issubclass(origin, Compact):
         return st.builds(Compact, values_of(args[0]), st.lists(values_of(Ranges)).map(tuple))
     if origin in (types.UnionType, typing.Union):
@@ -62,15 +63,16 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     raise AssertionError(f"no strategy for {kind}")
 
 
-def within(values: st.SearchStrategy[Any], marks: tuple[object, ...]) -> st.SearchStrategy[Any]:
-    """Those of the values that are within bounds; lengths of 2 and strings of 8 always are."""
+def within(kind: Any, marks: tuple[object, ...]) -> st.SearchStrategy[Any]:
+    """Values of a type that are within bounds; lengths of 2 and strings of 8 always are."""
     bounds = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
     least = [b.ge if b.gt is None else b.gt + 1 for b in bounds if (b.ge, b.gt) != (None, None)]
     most = [bound.le for bound in bounds if bound.le is not None]
     if least or most:
-        numbers = st.floats if isinstance((*least, *most)[0], float) else st.integers
-        return numbers(max(least, default=-(2**63)), min(most, default=2**63 - 1))
-    return values
+        if kind is float:
+            return st.floats(max(least, default=-math.inf), min(most, default=math.inf))
+        return st.integers(max(least, default=-(2**63)), min(most, default=2**63 - 1))
+    return values_of(kind)
 
 
 envelopes = st.lists(
