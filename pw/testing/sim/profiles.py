@@ -248,7 +248,7 @@ PROFILES = {
         ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
-        SimProfile("tiers", runs=60, views=0.1, checkpoints=0.05, loops=0.1, **_TIERS),
+        SimProfile("tiers", runs=60, views=0.1, checkpoints=0.05, loops=0.2, fed=0.3, **_TIERS),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),
