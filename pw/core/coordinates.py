@@ -17,7 +17,7 @@ from pw.core.errors import ArgumentError
 Coordinate = tuple[int, ...]
 """Place of a device: a number for each axis."""
 
-AXES = 8
+AXES = 4
 """Number of axes of an interconnect, at most."""
 LONGEST = 1 << 20
 """Number of devices along an axis, at most."""
