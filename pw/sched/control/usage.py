@@ -3,7 +3,7 @@
 Theory of operation. An amount is counted under the id of what it is for: devices under the number of their
 slice, programs under their own, replicas under their array. So an amount that is counted twice, or given
 back twice, changes nothing. What a tenant has is the sum over its clients, and what a client has is
-forgotten when it leaves. The parts of the controller `take` before they do what needs the resource, and
+forgotten when it leaves; only checkpoints on disk stay (`pw.sched.control.checkpoints.disk_table`). The parts of the controller `take` before they do what needs the resource, and
 `give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries again after each
 `give`.
 
@@ -65,6 +65,8 @@ class Usage:
 
     def __init__(self, rights: TenantRights = NO_BOUNDS) -> None:
         self.rights = rights
+        self.disk_bytes: Callable[[str], int] = lambda tenant: 0
+        """Function that returns the bytes on disk of a tenant; the table of them sets it."""
         self._clients: dict[int, ClientUsage] = {}
 
     # --- clients ----------------------------------------------------------------------------------
@@ -86,6 +88,8 @@ class Usage:
 
     def amount(self, tenant: str, resource: Resource) -> int:
         """Return how much a tenant has of a resource."""
+        if resource is Resource.DISK:
+            return self.disk_bytes(tenant)
         return sum(usage.amount(resource) for usage in self.of_tenant(tenant))
 
     def amounts(self, tenant: str) -> dict[str, int]:
