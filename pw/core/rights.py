@@ -88,7 +88,8 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Size | None, _right("bytes", _SIZE, "replicas of `pw.checkpoint` in host memory")
     ] = None
     disk: Annotated[
-        Size | None, _right("bytes", _SIZE, "arrays in the checkpoints on disk that its clients write")
+        Size | None,
+        _right("bytes", _SIZE, "arrays in the checkpoints on disk that its clients write"),
     ] = None
     device_memory: Annotated[
         Size | None, _right("bytes", _SIZE, "memory of each device that its arrays and runs take")

@@ -1,4 +1,4 @@
-"""The right `disk`: saves are counted and refused, and what users delete is noticed. Files are real, clocks are not."""
+"""The right `disk`: saves are counted and refused, and what users delete is noticed. Files are real."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 Theory of operation. An amount is counted under the id of what it is for: devices under the number of their
 slice, programs under their own, replicas under their array. So an amount that is counted twice, or given
 back twice, changes nothing. What a tenant has is the sum over its clients, and what a client has is
-forgotten when it leaves; only checkpoints on disk stay (`pw.sched.control.checkpoints.disk_table`). The parts of the controller `take` before they do what needs the resource, and
-`give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries again after each
-`give`.
+forgotten when it leaves; only bytes on disk stay, in a table of their own
+(`pw.sched.control.checkpoints.disk_table`). The parts of the controller `take` before they do what needs the
+resource, and `give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries
+again after each `give`.
 
 A bound is compared with what a tenant asks for, not with what it has: a tenant whose bound is lowered keeps
 what it had. So does a client that comes back from an earlier controller (`keep`), but for its devices.

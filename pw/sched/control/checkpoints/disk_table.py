@@ -199,9 +199,9 @@ class DiskTable(ControlPart):
         self._ticker.start()
 
     def _write(self) -> None:
-        if self.sink is not None and self._unwritten:
-            if self.sink.write_folders(list(self._unwritten.values())):
-                self._unwritten.clear()
+        entries = list(self._unwritten.values())
+        if self.sink is not None and entries and self.sink.write_folders(entries):
+            self._unwritten.clear()
 
     # --- folders that users delete ----------------------------------------------------------------
 

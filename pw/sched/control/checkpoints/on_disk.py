@@ -143,8 +143,7 @@ class Saves(ControlPart):
         for island, theirs in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, (), tuple(theirs)))
         self.under_way[message.checkpoint] = _Save(
-            *(client, message, files, islands, set(files), list(files)),
-            size_bytes=size_bytes,
+            *(client, message, files, islands, set(files), list(files)), size_bytes=size_bytes
         )
 
     def _makes_sense(self, message: msg.SaveArrays) -> bool:
