@@ -9,12 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from pw.core.accounts import AccountEntry, Spent
+from pw.core.accounts import AccountEntry, FolderEntry, Spent
 from pw.core.errors import ArgumentError
 from pw.core.ids import CONTROLLER
 from pw.transport.log import log
 
-_DECODER = msgspec.json.Decoder(AccountEntry)
+_ENTRY = msgspec.json.Decoder(AccountEntry)
+_FOLDER = msgspec.json.Decoder(FolderEntry)
+_KIND = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class AccountsFile:
@@ -31,6 +33,8 @@ class AccountsFile:
         self.settle: Callable[[], object] = lambda: None
         self._path = path
         self._sums: dict[str, Spent] = {}
+        self._folders: dict[tuple[str, str], FolderEntry] = {}
+        """Checkpoints on disk that the file had at first, by tenant and path."""
         self._is_failing = False
         try:
             Path(path).touch(0o600)
@@ -49,26 +53,47 @@ class AccountsFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    entry = _DECODER.decode(line)
+                    self._add(line)
                 except msgspec.DecodeError as error:
                     raise ArgumentError(
                         f"--accounts {self._path}, line {number} is no entry of an account: {error}"
                     ) from None
                 whole_bytes += len(line)
-                self._sums.setdefault(entry.tenant, Spent()).add(entry)
         if Path(self._path).stat().st_size > whole_bytes:
             with open(self._path, "r+b") as file:
                 file.truncate(whole_bytes)
+
+    def _add(self, line: bytes) -> None:
+        """Count the entry of a line. Raises msgspec.DecodeError if it has none."""
+        if "stored" not in _KIND.decode(line):
+            entry = _ENTRY.decode(line)
+            self._sums.setdefault(entry.tenant, Spent()).add(entry)
+            return
+        folder = _FOLDER.decode(line)
+        self._folders.pop((folder.tenant, folder.path), None)
+        if folder.size_bytes:
+            self._folders[folder.tenant, folder.path] = folder
 
     def sums(self) -> Mapping[str, Spent]:
         """Return the sums of the entries that the file had at first, by tenant."""
         return self._sums
 
+    def folders(self) -> Sequence[FolderEntry]:
+        """Return the checkpoints on disk that the file had at first."""
+        return list(self._folders.values())
+
     def write(self, entries: Sequence[AccountEntry]) -> bool:
         """Append entries; return whether all are in the file."""
+        return self._append(entries)
+
+    def write_folders(self, entries: Sequence[FolderEntry]) -> bool:
+        """Append entries of checkpoints on disk; return whether all are in the file."""
+        return self._append(entries)
+
+    def _append(self, entries: Sequence[AccountEntry | FolderEntry]) -> bool:
         now = round(time.time(), 3)
         lines = "".join(
-            json.dumps({"time": now} | _rounded(msgspec.structs.asdict(entry))) + "\n"
+            json.dumps({"time": now} | _rounded(msgspec.to_builtins(entry))) + "\n"
             for entry in entries
         ).encode()
         try:

@@ -53,6 +53,17 @@ class AccountEntry(Spent, kw_only=True):
     leaves: bool = False
 
 
+class FolderEntry(msgspec.Struct, kw_only=True):
+    """Bytes of one checkpoint on disk from now on; the last entry of a tenant and a path holds."""
+
+    path: str = msgspec.field(name="stored")
+    tenant: str
+    size_bytes: int = msgspec.field(name="bytes")
+    """Bytes of its arrays; 0 if the folder is not there any more."""
+    host: str = ""
+    """Name of a host that wrote it."""
+
+
 class AccountSink(Protocol):
     """Keeps entries."""
 
@@ -64,3 +75,9 @@ class AccountSink(Protocol):
 
     def write(self, entries: Sequence[AccountEntry]) -> bool:
         """Keep entries; return whether they are kept."""
+
+    def folders(self) -> Sequence[FolderEntry]:
+        """Return the last entry of each checkpoint on disk that is there."""
+
+    def write_folders(self, entries: Sequence[FolderEntry]) -> bool:
+        """Keep entries of checkpoints on disk; return whether they are kept."""

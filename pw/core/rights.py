@@ -38,6 +38,7 @@ class Resource(StrEnum):
     DEVICES = "devices"
     PROGRAMS = "programs"
     HOST_MEMORY = "host_memory"
+    DISK = "disk"
     NAMES = "names"
 
 
@@ -85,6 +86,10 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     host_memory: Annotated[
         Size | None, _right("bytes", _SIZE, "replicas of `pw.checkpoint` in host memory")
+    ] = None
+    disk: Annotated[
+        Size | None,
+        _right("bytes", _SIZE, "arrays in the checkpoints on disk that its clients write"),
     ] = None
     device_memory: Annotated[
         Size | None, _right("bytes", _SIZE, "memory of each device that its arrays and runs take")
@@ -149,6 +154,8 @@ def in_words(resource: Resource, amount: int) -> str:
     """Return an amount of a resource as people write it, as in `1 device` or `4.00 GiB of host memory`."""
     if resource is Resource.HOST_MEMORY:
         return f"{size_in_words(amount)} of host memory"
+    if resource is Resource.DISK:
+        return f"{size_in_words(amount)} on disk"
     return f"{amount} {resource.value[:-1] if amount == 1 else resource.value}"
 
 

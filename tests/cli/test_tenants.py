@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pw.cli.accounts import AccountsFile
-from pw.core.accounts import AccountEntry, Spent
+from pw.core.accounts import AccountEntry, FolderEntry, Spent
 from pw.core.errors import ArgumentError
 from pw.core.messages.roles import Role
 from pw.transport.access.authority import Authority
@@ -32,6 +32,7 @@ devices = 3
 clients = 2
 programs = 2
 device_memory = "64MiB"
+disk = "1MiB"
 python = ["h"]
 
 [tenants.green]
@@ -167,6 +168,29 @@ else:
 """
 
 
+SAVE = """
+import os, shutil, sys, time, numpy as np, pw
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+there, old, new = list(mesh.devices.flat), *sys.argv[1:]
+
+def save(path, kib):
+    pw.checkpoint(pw.put(np.zeros(kib << 8, np.float32), there), path=path).result()
+    print("saved", path, flush=True)
+
+if new.endswith("b"):
+    save(old, 600)
+while True:  # what is deleted is noticed within a few seconds
+    try:
+        save(new, 600)
+        break
+    except pw.QuotaExceeded as error:
+        if os.path.exists(old):
+            print(error, flush=True)
+            shutil.rmtree(old)
+        time.sleep(0.5)
+"""
+
+
 class Cluster:
     """A controller with a file of rights and one of accounts, a host `h` of four devices, and certificates."""
 
@@ -262,7 +286,9 @@ class Cluster:
         return json.loads(asked.out)  # type: ignore[no-any-return]
 
     def entries(self) -> list[AccountEntry]:
-        lines = self.accounts.read_bytes().splitlines()
+        lines = [
+            line for line in self.accounts.read_bytes().splitlines() if b'"stored"' not in line
+        ]
         return [msgspec.json.decode(line, type=AccountEntry) for line in lines]
 
 
@@ -301,6 +327,7 @@ def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluste
         "devices": 3,
         "programs": 2,
         "device_memory": 64 << 20,
+        "disk": 1 << 20,
     }
     assert "has 2" not in second.out
     first.kill()
@@ -476,6 +503,39 @@ def test_accounts_go_on_after_a_restart(cluster: Cluster) -> None:
 
 
 @pytest.mark.processes
+def test_bytes_on_disk_are_bounded_and_what_is_deleted_is_noticed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Also by a controller that was started again, which knows what is there from its accounts."""
+    a, b, c = (str(tmp_path / name) for name in "abc")
+
+    def words(has: str, path: str, largest: str) -> str:
+        return (
+            f"tenant 'red' has {has} on disk and may have 1.00 MiB on disk; the checkpoint {path} takes "
+            f"600.00 KiB. Delete checkpoints of this tenant (the largest: {largest})"
+        )
+
+    out = _out(cluster.script("red", SAVE, a, b))
+    assert words("600.00 KiB", b, f"{a}, 600.00 KiB") in out
+    assert out.endswith(f"saved {b}\n")
+    assert cluster.status()["red"]["amounts"]["disk"] == 600 << 10
+    folders = [json.loads(one) for one in cluster.accounts.read_text().splitlines() if a in one]
+    assert [(one["stored"], one["tenant"], one["bytes"], one["host"]) for one in folders] == [
+        (a, "red", 600 << 10, "h"),
+        (a, "red", 0, "h"),
+    ]
+    cluster.controller.process.send_signal(signal.SIGTERM)
+    assert cluster.controller.end() == 0
+    cluster.controller = cluster.start_controller()
+    assert cluster.status()["red"]["amounts"]["disk"] == 600 << 10
+    d = str(tmp_path / "d")
+    assert _out(cluster.script("red", SAVE, b, c)).endswith(f"saved {c}\n")
+    assert not Path(b).exists(), "it was refused first"
+    assert _out(cluster.script("blue", SAVE, d, f"{d}b")).endswith(f"saved {d}b\n"), "no bound"
+    assert "disk" not in cluster.status().get("blue", {"amounts": {}})["amounts"]
+
+
+@pytest.mark.processes
 def test_accounts_have_what_goes_from_host_to_host(cluster: Cluster) -> None:
     """Also if the script has ended before the hosts tell of it."""
     other = cluster.start(
@@ -557,6 +617,18 @@ def test_the_file_of_accounts_only_grows(tmp_path: Path) -> None:
     assert file.write([entry(3)])
     file.close()
     assert [json.loads(line)["client"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    folder = FolderEntry(path="/a", tenant="red", size_bytes=5, host="h")
+    gone = FolderEntry(path="/b", tenant="red", size_bytes=0, host="h")
+    file = AccountsFile(str(path))
+    assert file.write_folders([folder, msgspec.structs.replace(gone, size_bytes=7), gone])
+    file.close()
+    file = AccountsFile(str(path))
+    assert file.folders() == [folder]
+    assert file.sums() == {"red": Spent(device_s=0.75, uploaded_bytes=9)}
+    file.close()
+    path.write_text('{"stored": 3}\n')
+    with pytest.raises(ArgumentError, match="line 1 is no entry of an account"):
+        AccountsFile(str(path))
     path.write_text("no entry\n")
     with pytest.raises(ArgumentError, match="line 1 is no entry of an account"):
         AccountsFile(str(path))

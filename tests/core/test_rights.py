@@ -67,6 +67,7 @@ def test_operators_are_not_bounded_by_the_default_and_may_do_all() -> None:
             "line 4: clients = 'x' is not a whole",
         ),
         ("[tenants.a]\nhost_memory = 'much'", "host_memory = 'much' is not a size such as 4GiB"),
+        ("[tenants.a]\ndisk = -1", "line 2: disk = -1 is not a size such as 4GiB"),
         ("[tenants.a]\npython = 3", "line 2: python = 3 is not true, false or a list of hosts"),
         (
             "[tenants.a]\nmay_suspend = true",
@@ -118,4 +119,5 @@ def test_each_resource_is_a_right_and_has_words() -> None:
     assert in_words(Resource.DEVICES, 1) == "1 device"
     assert in_words(Resource.PROGRAMS, 2) == "2 programs"
     assert in_words(Resource.HOST_MEMORY, 3 << 20) == "3.00 MiB of host memory"
+    assert in_words(Resource.DISK, 3 << 20) == "3.00 MiB on disk"
     assert TenantRights(named={"red": Rights(devices=1)}).of("red").bounds() == {"devices": 1}

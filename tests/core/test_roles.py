@@ -51,7 +51,8 @@ TAGS = """
     CallEnded=130 RunStarted=131 Cancel=132 CancelRuns=133 PassedLaunches=134 SaveArrays=140
     FileWritten=141 CommitFiles=142 FilesCommitted=143 AbandonFiles=144 Describe=145
     Described=146 ReadArray=147 HoldsNoMore=148 Printed=149 Compile=150 Compiled=151
-    CallClient=152 CallReturned=153 CallLanding=154 ReadRecords=170 Records=171 GetMemory=180
+    CallClient=152 CallReturned=153 CallLanding=154 LookForFolders=155 FoldersGone=156
+    ReadRecords=170 Records=171 GetMemory=180
     MeasureIsland=181 IslandMeasured=182 MeasureHost=183 HostMeasured=184 Memory=185 Observe=186
     Observed=187 GetPlan=188 ProgramPlan=189 HostRegistered=201
 """

@@ -45,6 +45,22 @@ def load(
     return found
 
 
+def test_a_folder_is_missing_only_where_this_host_may_look(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "root", tmp_path / "outside"
+    inside.mkdir()
+    save(inside / "there", np.arange(3, dtype=np.int32))
+    (inside / "file").write_text("no folder")
+    (inside / "loop").symlink_to("loop")
+    (inside / "out").symlink_to(outside)
+    names = ("there", "gone", "file", "file/below", "loop", "out", "out/below")
+    paths = [f"{inside / name}" for name in names]
+    bad = [f"{inside}/../gone", "gone", f"{tmp_path}/gone"]
+    root = os.path.realpath(inside)
+    missing = {os.path.relpath(one, inside) for one in checkpoint_paths.missing(paths + bad, root)}
+    assert missing == {"gone", "file", "file/below"}
+    assert f"{tmp_path}/gone" in checkpoint_paths.missing(bad, "")
+
+
 def within(seconds: float, act: Callable[[], Any]) -> BaseException | None:
     """Return what `act` raises; fail if it does not end."""
     raised: list[BaseException] = []

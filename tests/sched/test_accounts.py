@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pw.core import messages as msg
-from pw.core.accounts import AccountEntry, Spent
+from pw.core.accounts import AccountEntry, FolderEntry, Spent
 from pw.devices.host.edges_out import REPORT_S
 from pw.sched.control.accounts import ENTRIES_S
 from tests.stages.actors import World
@@ -22,6 +22,7 @@ class Sink:
     def __init__(self) -> None:
         self.settle: Callable[[], object] = lambda: None
         self.entries: list[AccountEntry] = []
+        self.folder_entries: list[FolderEntry] = []
         self.has_room = True
 
     def sums(self) -> Mapping[str, Spent]:
@@ -33,6 +34,15 @@ class Sink:
     def write(self, entries: Sequence[AccountEntry]) -> bool:
         if self.has_room:
             self.entries += entries
+        return self.has_room
+
+    def folders(self) -> Sequence[FolderEntry]:
+        kept = {(one.tenant, one.path): one for one in self.folder_entries}
+        return [one for one in kept.values() if one.size_bytes]
+
+    def write_folders(self, entries: Sequence[FolderEntry]) -> bool:
+        if self.has_room:
+            self.folder_entries += entries
         return self.has_room
 
     def launches(self) -> Counter[int]:

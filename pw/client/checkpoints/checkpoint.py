@@ -86,6 +86,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         CheckpointExists: (by `result`) the path exists.
         CheckpointFailed: (by `result`) the hosts cannot write there, and have changed nothing; or a host could
             not put its replicas where they survive a crash.
+        QuotaExceeded: (by `result`) the tenant may not have so many bytes in host memory, or on disk.
         ArrayDeleted: an array was deleted or donated before.
         NotOwner: the arrays belong to different sessions.
         TracerError: called in a function that is being traced.

@@ -196,7 +196,7 @@ class TenantsStatus(Shown):
 
 def _of_bound(tenant: TenantInfo, kind: str) -> str:
     """Return what a tenant has of a kind, and of how much, if that is bounded."""
-    words = size_in_words if kind in (Resource.HOST_MEMORY, DEVICE_MEMORY) else str
+    words = size_in_words if kind in (Resource.HOST_MEMORY, Resource.DISK, DEVICE_MEMORY) else str
     amount = words(tenant.amounts.get(kind, 0))
     return f"{amount} of {words(tenant.bounds[kind])}" if kind in tenant.bounds else amount
 

@@ -86,6 +86,21 @@ class AbandonFiles(ControllerToStore, frozen=True, tag=144):
     """Error to answer with if the checkpoint is not at its path; if it is, answer with `FilesCommitted`."""
 
 
+class LookForFolders(ControllerToStore, frozen=True, tag=155):
+    """Controller to ObjectStore: look whether the folders of checkpoints are still there."""
+
+    look: int
+    """Number of this look."""
+    paths: tuple[str, ...]
+
+
+class FoldersGone(HostToController, frozen=True, tag=156):
+    """ObjectStore to Controller: the folders that are not there any more, the answer to `LookForFolders`."""
+
+    look: int
+    paths: Names
+
+
 class Describe(ClientToStore, frozen=True, tag=145):
     """ClientSession to ObjectStore: describe the checkpoint at this path."""
 

@@ -20,7 +20,7 @@ from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.sharding import ArraySpec, Box
-from pw.devices.host import checkpoint_format
+from pw.devices.host import checkpoint_format, checkpoint_paths
 from pw.devices.host import checkpoint_reader as disk_reader
 from pw.devices.host.backend import Read, relative
 from pw.devices.host.clients import Clients
@@ -154,6 +154,17 @@ class Files(Part):
 
         abandon = partial(checkpoint_format.abandon, message.path, message.checkpoint, self._root)
         self._call(abandon, abandoned)
+
+    @handles(msg.LookForFolders)
+    def _look(self, sender: Address, message: msg.LookForFolders) -> None:
+        if not self._from_controller(sender):
+            return
+
+        def looked(result: tuple[str, ...] | ErrorReport) -> None:
+            paths = () if isinstance(result, ErrorReport) else result
+            self._env.send(CONTROL, msg.FoldersGone(message.look, paths))
+
+        self._call(partial(checkpoint_paths.missing, message.paths, self._root), looked)
 
     def _from_controller(self, sender: Address) -> bool:
         if sender.node != CONTROLLER:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -44,6 +44,25 @@ def resolved(path: str, root: str) -> str:
             "there, or ask its owner to start it with another --checkpoint-root"
         )
     return real
+
+
+def missing(paths: Sequence[str], root: str) -> tuple[str, ...]:
+    """Return the paths at which there is no folder any more; not those that this host cannot see.
+
+    Args:
+        paths: of checkpoints.
+        root: see `resolved`; what is outside of it is not looked at.
+    """
+    return tuple(path for path in paths if _is_missing(path, root))
+
+
+def _is_missing(path: str, root: str) -> bool:
+    try:
+        return not stat.S_ISDIR(os.stat(resolved(path, root)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (CheckpointFailed, OSError):
+        return False
 
 
 def opened(path: str) -> BinaryIO:

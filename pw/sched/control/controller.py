@@ -27,6 +27,7 @@ from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
 from pw.sched.control.accounts import Accounts, Take
+from pw.sched.control.checkpoints.disk_table import LOOKS, DiskTable
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import ReplicaTable
@@ -107,7 +108,8 @@ class Controller(Actor):
         runs = self.runs = RunsInFlight(sessions, credits_at_once)
         replicas = self.replicas = ReplicaTable(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
-        saves = self.saves = Saves(sessions)
+        disk = self.disk = DiskTable(sessions, account_sink, first_client * LOOKS)
+        saves = self.saves = Saves(sessions, disk)
         handovers = self.handovers = HandoverTable(sessions, registry, runs)
         stream = self.stream = ClientOrder(sessions, checkpoints, saves, handovers)
         losses = Losses(sessions, runs)
@@ -154,7 +156,7 @@ class Controller(Actor):
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
-            *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
+            *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, disk, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts),
@@ -207,6 +209,7 @@ class Controller(Actor):
             self.replicas.host_lost(message.node)
             self.checkpoints.host_lost(message.node)
             self.saves.host_lost(message.node)
+            self.disk.host_lost(message.node)
 
     def _remove(self, client: Client, reason: str) -> None:
         """Release all that a client owned, on every host."""

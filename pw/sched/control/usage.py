@@ -3,9 +3,10 @@
 Theory of operation. An amount is counted under the id of what it is for: devices under the number of their
 slice, programs under their own, replicas under their array. So an amount that is counted twice, or given
 back twice, changes nothing. What a tenant has is the sum over its clients, and what a client has is
-forgotten when it leaves. The parts of the controller `take` before they do what needs the resource, and
-`give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries again after each
-`give`.
+forgotten when it leaves; only bytes on disk stay, in a table of their own
+(`pw.sched.control.checkpoints.disk_table`). The parts of the controller `take` before they do what needs the
+resource, and `give` when it is over. A part whose work waits for a resource has a `RoomQueue`, and tries
+again after each `give`.
 
 A bound is compared with what a tenant asks for, not with what it has: a tenant whose bound is lowered keeps
 what it had. So does a client that comes back from an earlier controller (`keep`), but for its devices.
@@ -65,6 +66,8 @@ class Usage:
 
     def __init__(self, rights: TenantRights = NO_BOUNDS) -> None:
         self.rights = rights
+        self.disk_bytes: Callable[[str], int] = lambda tenant: 0
+        """Function that returns the bytes on disk of a tenant; the table of them sets it."""
         self._clients: dict[int, ClientUsage] = {}
 
     # --- clients ----------------------------------------------------------------------------------
@@ -86,6 +89,8 @@ class Usage:
 
     def amount(self, tenant: str, resource: Resource) -> int:
         """Return how much a tenant has of a resource."""
+        if resource is Resource.DISK:
+            return self.disk_bytes(tenant)
         return sum(usage.amount(resource) for usage in self.of_tenant(tenant))
 
     def amounts(self, tenant: str) -> dict[str, int]:

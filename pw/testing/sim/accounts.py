@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pw.core.accounts import AccountEntry, Spent
+from pw.core.accounts import AccountEntry, FolderEntry, Spent
 from pw.core.ids import Address
 from pw.core.messages import BytesMoved, EdgeData
 from pw.testing.sim.world import Violation
@@ -60,6 +60,14 @@ class SimAccounts:
         self.entries += entries
         self.check()
         return True
+
+    def folders(self) -> Sequence[FolderEntry]:
+        """Return nothing: no tenant of a simulation writes to disk."""
+        return ()
+
+    def write_folders(self, entries: Sequence[FolderEntry]) -> bool:
+        """Refuse entries that cannot be."""
+        raise Violation("accounts", f"{len(entries)} checkpoints on disk are in accounts")
 
     def _started(self, controller: Any) -> None:
         self._before = len(self.entries)

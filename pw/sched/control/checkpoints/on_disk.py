@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
+from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError, QuotaExceeded
 from pw.core.ids import Address, scheduler_of, store_of
 from pw.core.messages.copying import OBJECTS, weight_of
 from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.sched.control.checkpoints.disk_table import DiskTable
 from pw.sched.control.checkpoints.in_memory import objection
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
@@ -47,6 +48,8 @@ class _Save:
     """Names of hosts that are there: the first of them commits."""
     error: ErrorReport | None = None
     committing: bool = False
+    may_be_there: bool = False
+    """True if a host was lost while it put the checkpoint in its place."""
     size_bytes: int = 0
     """Bytes of all files."""
 
@@ -54,6 +57,8 @@ class _Save:
 @dataclass(eq=False)
 class Saves(ControlPart):
     """Checkpoints that are being written to disk."""
+
+    disk: DiskTable
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +128,13 @@ class Saves(ControlPart):
         files = {
             host: f"{message.checkpoint}-{at:05d}.safetensors" for at, host in enumerate(parts)
         }
+        size_bytes = sum(sizes_bytes.values())
+        try:
+            self.disk.take(client.tenant, message, size_bytes, next(iter(files)))
+        except QuotaExceeded as exceeded:
+            answer = msg.Answered(message.request, ErrorReport.of(exceeded))
+            self.sessions.tell(client, answer)
+            return
         by_island: dict[str, list[tuple[str, msg.CopyFile]]] = {}
         for host, (names, copies) in parts.items():
             where = (message.checkpoint, message.path, message.overwrite, files[host])
@@ -131,8 +143,7 @@ class Saves(ControlPart):
         for island, theirs in by_island.items():
             self._env.send(scheduler_of(island), msg.CopyArrays(client.number, (), tuple(theirs)))
         self.under_way[message.checkpoint] = _Save(
-            *(client, message, files, islands, set(files), list(files)),
-            size_bytes=sum(sizes_bytes.values()),
+            *(client, message, files, islands, set(files), list(files)), size_bytes=size_bytes
         )
 
     def _makes_sense(self, message: msg.SaveArrays) -> bool:
@@ -180,6 +191,7 @@ class Saves(ControlPart):
             return
         if message.error is None:
             save.client.usage.stored_bytes += save.size_bytes
+        self._settle(save, is_there=message.error is None)
         self._answer(save, message.error)
         self._proceed()
 
@@ -199,7 +211,8 @@ class Saves(ControlPart):
         """A host does not write and does not commit any more."""
         for save in self.under_way.values():
             if node in save.present:
-                save.committing = save.committing and node != save.present[0]
+                if save.committing and node == save.present[0]:
+                    save.committing, save.may_be_there = False, True
                 save.present.remove(node)
                 if not save.present:
                     save.error = save.error or _lost(node)
@@ -258,7 +271,13 @@ class Saves(ControlPart):
                 )
                 self._env.send(store_of(save.present[0]), commit)
 
+    def _settle(self, save: _Save, *, is_there: bool | None) -> None:
+        """Count the bytes of a save, or give them back; of one that only looks, none were taken."""
+        if save.files:
+            self.disk.settle(save.client.tenant, save.message, is_there=is_there)
+
     def _abandon(self, id_: str, save: _Save) -> None:
+        self._settle(save, is_there=None if save.may_be_there else False)
         self.leftovers[id_] = save.message.path, frozenset(save.islands.values())
         if len(self.leftovers) > LEFTOVERS_KEPT:
             del self.leftovers[next(iter(self.leftovers))]
