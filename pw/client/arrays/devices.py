@@ -18,6 +18,7 @@ from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
 from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
+from pw.core.platforms import platform_of
 
 
 class _DeviceGroup:
@@ -145,6 +146,42 @@ class Slices(_DeviceGroup):
 _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValueDictionary()
 
 
+class VirtualMemory(str):
+    """One memory of a virtual device, as JAX asks a device for it: jaxlib compares it with names of memories."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """JAX's name of the memory, such as "pinned_host"."""
+        return str(self)
+
+
+class _NoClient:
+    """Takes the place of JAX's client of a virtual device.
+
+    JAX asks it for its process when it looks for the memories of a device. It asks for anything else when it is
+    about to compute in this process: that raises ArgumentError.
+    """
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+
+    def process_index(self) -> int:
+        """Return the process that programs the device."""
+        return VirtualDevice.process_index
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ArgumentError(
+            f"{self._device!r} is in the cluster, and jax computes in this process: pw.put(x, "
+            "sharding=sharding) puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax "
+            "that name it, with transformations of them such as jax.grad, are called in a @pw.program. With "
+            "JAX_PLATFORMS=pw, jax.devices() are devices of the cluster on which jax computes"
+        )
+
+
 class VirtualDevice:
     """One device of a slice; the cluster chooses the physical device behind it.
 
@@ -180,14 +217,17 @@ class VirtualDevice:
         return (serial_of(self.slice.id) << 16) + self.index  # JAX wants 64 bits
 
     @property
-    def client(self) -> NoReturn:
-        """JAX asks for it when it is about to compute in this process. Raises ArgumentError."""
-        raise ArgumentError(
-            f"{self!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) "
-            "puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
-            "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
-            "jax.devices() are devices of the cluster on which jax computes"
-        )
+    def client(self) -> _NoClient:
+        """JAX's client of the device, which there is none of."""
+        return _NoClient(self)
+
+    def default_memory(self) -> VirtualMemory:
+        """Return the device's own memory."""
+        return self.addressable_memories()[0]
+
+    def addressable_memories(self) -> list[VirtualMemory]:
+        """Return the memories beside the device in which arrays can lie; its own is the first."""
+        return [VirtualMemory(kind) for kind in platform_of(self.platform).memories]
 
     @property
     def island(self) -> str:

@@ -122,6 +122,7 @@ class Residency(Part):
             if (
                 buffer.tier is Tier.DEVICE
                 and buffer.is_counted
+                and buffer.shard_bytes  # none of an array that its client has in host memory
                 and buffer.shards is None
                 and buffer.names == 1
                 and not buffer.readers

@@ -79,7 +79,9 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
                     free[buffer.on.devices] += buffer.shard_bytes
                     used.update({host: n * buffer.shard_bytes for host, n in hosts.items()})
             if (free >= 0).all():
-                words = f"{island} finds no room for run {reservation.run:x}, though arrays could leave"
+                words = (
+                    f"{island} finds no room for run {reservation.run:x}, though arrays could leave"
+                )
                 raise Violation("memory", words)
         return is_on_its_way
 

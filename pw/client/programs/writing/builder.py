@@ -256,7 +256,7 @@ class ProgramBuilder:
         if isinstance(value, JoinedValue):
             value = gathered(self, value, type_)
         self._check_not_given(value, "pw.put")
-        return replace(value, type=type_, moved=object())
+        return replace(value, aval=type_.aval, type=type_, moved=object())
 
     def place(
         self, value: PlacedValue, type_: ArrayType, consumer: str, own: bool = False
