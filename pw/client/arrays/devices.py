@@ -147,7 +147,7 @@ _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValu
 
 
 class VirtualMemory(str):
-    """One memory of a virtual device, as JAX asks a device for it: jaxlib compares it with names of memories."""
+    """One memory of a virtual device, as JAX asks a device for it; jaxlib compares it with names."""
 
     __slots__ = ()
 

@@ -134,7 +134,9 @@ def signature_of(leaf: Any) -> Any:
 
 @lru_cache(maxsize=AVALS_KEPT)
 def _without_sharding(aval: Any) -> Any:
-    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.core.ShapedArray(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space
+    )
 
 
 def aval_of(signature: Any) -> Any:
