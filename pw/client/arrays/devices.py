@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NoReturn, overload
 
+import jax
 import numpy as np
 
 from pw.client.arrays.operator_cache import Recent
+from pw.client.arrays.operators import Operators
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
+from pw.core.jax_private import hooks
 from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
 from pw.core.platforms import platform_of
@@ -174,12 +178,17 @@ class _NoClient:
         return VirtualDevice.process_index
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ArgumentError(
-            f"{self._device!r} is in the cluster, and jax computes in this process: pw.put(x, "
-            "sharding=sharding) puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax "
-            "that name it, with transformations of them such as jax.grad, are called in a @pw.program. With "
-            "JAX_PLATFORMS=pw, jax.devices() are devices of the cluster on which jax computes"
-        )
+        _refuse(self._device)
+
+
+def _refuse(device: VirtualDevice) -> NoReturn:
+    """Raise because JAX is about to use a device in this process."""
+    raise ArgumentError(
+        f"{device!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) puts "
+        "values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
+        "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
+        "jax.devices() are devices of the cluster on which jax computes"
+    )
 
 
 class VirtualDevice:
@@ -425,3 +434,35 @@ def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:
 def make_virtual_device_set() -> VirtualDeviceSet:
     """Return an empty set of slices; connects to a cluster if this process is not connected."""
     return VirtualDeviceSet(current.runtime())
+
+
+def _device_put(*values: Any, devices: Sequence[Any], copy_semantics: Any, **more: Any) -> Any:
+    """Do what `jax.device_put` was called for; values that go to virtual devices go by `pw.put`."""
+    for value, target in zip(values, devices, strict=True):
+        if _is_virtual(target) or (
+            isinstance(target, jax.memory.Space) and isinstance(value, Operators)
+        ):
+            transfer = importlib.import_module("pw.client.functions.transfer")
+            return transfer.device_put(values, devices, copy_semantics)
+    return _put_here(*values, devices=devices, copy_semantics=copy_semantics, **more)
+
+
+def _is_virtual(target: Any) -> bool:
+    """Whether a sharding is over virtual devices."""
+    if not isinstance(target, jax.sharding.Sharding) or not target._is_concrete:
+        return False
+    return isinstance(next(iter(target.device_set)), VirtualDevice)
+
+
+def _put_shards(
+    aval: Any, sharding: Any, shards: Sequence[Any], devices: Sequence[Any], *how: Any, **more: Any
+) -> Any:
+    """Put shards on devices for functions of JAX other than `jax.device_put`, which have none of virtual ones."""
+    if devices and isinstance(devices[0], VirtualDevice):
+        _refuse(devices[0])
+    return _put_shards_here(aval, sharding, shards, devices, *how, **more)
+
+
+_put_here, _put_shards_here = hooks.DEVICE_PUT.value, hooks.BATCHED_DEVICE_PUT.value
+hooks.DEVICE_PUT.replace(_device_put)
+hooks.BATCHED_DEVICE_PUT.replace(_put_shards)

@@ -63,7 +63,7 @@ class OwnSharding(jax.sharding.Sharding):
 
     def in_space(self, space: jax.memory.Space) -> OwnSharding:
         """Return the sharding in a memory of this space: in its own memory, if that is one."""
-        if space_of(self.memory) is space:
+        if space_of(self.memory) is space or space not in _KIND_OF:
             return self
         return self.with_memory_kind(_KIND_OF[space])
 

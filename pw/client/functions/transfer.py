@@ -15,7 +15,6 @@ import numpy as np
 import pw.client.functions.function  # noqa: F401 - compiles the operators of what is put
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
-from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.joined import JoinedArray, uploaded
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.of_jax import own_sharding
@@ -32,7 +31,6 @@ from pw.client.keywords import checks_keywords
 from pw.client.programs.writing.builder import ProgramBuilder
 from pw.client.programs.writing.launch import Launch
 from pw.core.errors import ShardingError, TracerError
-from pw.core.jax_private import hooks
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
 
@@ -157,46 +155,38 @@ def _put(leaf: Any, target: OwnSharding | None, keep: bool) -> Any:
     return target.mesh.slice.compiled.get_or_make(("put", source, type_), make)([leaf])[0]
 
 
-def _device_put(
-    *values: Any, devices: Sequence[Any], copy_semantics: Sequence[Any], **more: Any
-) -> Sequence[Any]:
-    """Do what `jax.device_put` was called for: `put` moves values to virtual devices."""
-    targets = list(map(_target_of, values, devices))
-    if not any(targets):
-        results: Sequence[Any] = _put_here(
-            *values, devices=devices, copy_semantics=copy_semantics, **more
-        )
-        return results
+def device_put(
+    values: Sequence[Any], devices: Sequence[Any], copy_semantics: Sequence[Any]
+) -> list[Any]:
+    """Do what `jax.device_put` was called for outside of traced functions: `put` moves the values.
+
+    Args:
+        values: the leaves.
+        devices: for each a sharding over virtual devices, or the space of a memory of its own devices.
+        copy_semantics: for each, whether JAX's caller gives it away or wants a copy.
+
+    Raises:
+        ShardingError: a target has no virtual devices.
+    """
+    targets = [
+        value._type.sharding.in_space(target)
+        if isinstance(value, Array) and isinstance(target, jax.memory.Space)
+        else own_sharding(target)
+        for value, target in zip(values, devices, strict=True)
+    ]
     if None in targets:
         raise ShardingError(
-            "jax.device_put was given virtual devices for some values and none for others; call it twice"
+            "jax.device_put was given virtual devices for some values and none for others; call it once for "
+            "each kind of devices"
         )
-    moved = put(list(values), sharding=targets)
+    moved: list[Any] = put(list(values), sharding=targets)
     for at, how in enumerate(copy_semantics):
-        if how.name == "DONATE_INPUT" and moved[at] is not values[at]:
-            values[at].delete()
+        if how.name == "DONATE_INPUT" and isinstance(values[at], Array):
+            if moved[at] is not values[at]:
+                values[at].delete()
         elif how.name == "ALWAYS_COPY" and moved[at] is values[at]:
             moved[at] = moved[at].copy()
-    return list(moved)
-
-
-def _target_of(value: Any, target: Any) -> OwnSharding | None:
-    """Return where `jax.device_put` moves a value; None if not to virtual devices."""
-    if isinstance(value, Array) and isinstance(target, jax.memory.Space):
-        return value._type.sharding.in_space(target)
-    if isinstance(target, jax.sharding.NamedSharding):
-        is_virtual = isinstance(target.mesh, jax.sharding.Mesh) and isinstance(
-            target.mesh.devices.flat[0], VirtualDevice
-        )
-    elif isinstance(target, jax.sharding.SingleDeviceSharding):
-        is_virtual = isinstance(next(iter(target.device_set)), VirtualDevice)
-    else:
-        is_virtual = isinstance(target, OwnSharding)
-    return own_sharding(target) if is_virtual else None
-
-
-_put_here = hooks.DEVICE_PUT.value
-hooks.DEVICE_PUT.replace(_device_put)
+    return moved
 
 
 def _moves_by_count(rows: Any, target: OwnSharding) -> bool:
