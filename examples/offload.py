@@ -1,8 +1,8 @@
 """Training whose optimizer's state lies in host memory between steps: in `pw.jit`, and in plain JAX.
 
-Run it: `python -m examples.offload`. Each of four trainings has the same numbers: with the moments of Adam in
-the memory of the devices and in that of their hosts, as a `pw.jit` function and as one of `jax.jit`. It starts a
-cluster beside itself; with PW_ADDRESS it runs on that cluster, whose devices nothing else should use: it
+Run it: `python -m examples.offload`. Four trainings have the same losses: with the moments of Adam in the
+memory of the devices and in that of their hosts, as a `pw.jit` function and as one of `jax.jit`. It starts a
+cluster beside itself. With PW_ADDRESS it runs on that cluster, whose devices nothing else should use: it
 prints what their memory holds.
 """
 

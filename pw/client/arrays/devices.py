@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
-import jax
 import numpy as np
 
+from pw.client.arrays import device_in_jax
+from pw.client.arrays.device_in_jax import NoClient, VirtualMemory, memories_of
 from pw.client.arrays.operator_cache import Recent
-from pw.client.arrays.operators import Operators
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
 from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
-from pw.core.jax_private import hooks
 from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
-from pw.core.platforms import platform_of
 
 
 class _DeviceGroup:
@@ -150,47 +147,6 @@ class Slices(_DeviceGroup):
 _joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValueDictionary()
 
 
-class VirtualMemory(str):
-    """One memory of a virtual device, as JAX asks a device for it; jaxlib compares it with names."""
-
-    __slots__ = ()
-
-    @property
-    def kind(self) -> str:
-        """JAX's name of the memory, such as "pinned_host"."""
-        return str(self)
-
-
-class _NoClient:
-    """Takes the place of JAX's client of a virtual device.
-
-    JAX asks it for its process when it looks for the memories of a device. It asks for anything else when it is
-    about to compute in this process: that raises ArgumentError.
-    """
-
-    __slots__ = ("_device",)
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
-
-    def process_index(self) -> int:
-        """Return the process that programs the device."""
-        return VirtualDevice.process_index
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse(self._device)
-
-
-def _refuse(device: VirtualDevice) -> NoReturn:
-    """Raise because JAX is about to use a device in this process."""
-    raise ArgumentError(
-        f"{device!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) puts "
-        "values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
-        "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
-        "jax.devices() are devices of the cluster on which jax computes"
-    )
-
-
 class VirtualDevice:
     """One device of a slice; the cluster chooses the physical device behind it.
 
@@ -226,17 +182,17 @@ class VirtualDevice:
         return (serial_of(self.slice.id) << 16) + self.index  # JAX wants 64 bits
 
     @property
-    def client(self) -> _NoClient:
+    def client(self) -> NoClient:
         """JAX's client of the device, which there is none of."""
-        return _NoClient(self)
+        return NoClient(self)
 
     def default_memory(self) -> VirtualMemory:
         """Return the device's own memory."""
         return self.addressable_memories()[0]
 
-    def addressable_memories(self) -> list[VirtualMemory]:
+    def addressable_memories(self) -> tuple[VirtualMemory, ...]:
         """Return the memories beside the device in which arrays can lie; its own is the first."""
-        return [VirtualMemory(kind) for kind in platform_of(self.platform).memories]
+        return memories_of(self.platform)
 
     @property
     def island(self) -> str:
@@ -436,33 +392,4 @@ def make_virtual_device_set() -> VirtualDeviceSet:
     return VirtualDeviceSet(current.runtime())
 
 
-def _device_put(*values: Any, devices: Sequence[Any], copy_semantics: Any, **more: Any) -> Any:
-    """Do what `jax.device_put` was called for; values that go to virtual devices go by `pw.put`."""
-    for value, target in zip(values, devices, strict=True):
-        if _is_virtual(target) or (
-            isinstance(target, jax.memory.Space) and isinstance(value, Operators)
-        ):
-            transfer = importlib.import_module("pw.client.functions.transfer")
-            return transfer.device_put(values, devices, copy_semantics)
-    return _put_here(*values, devices=devices, copy_semantics=copy_semantics, **more)
-
-
-def _is_virtual(target: Any) -> bool:
-    """Whether a sharding is over virtual devices."""
-    if not isinstance(target, jax.sharding.Sharding) or not target._is_concrete:
-        return False
-    return isinstance(next(iter(target.device_set)), VirtualDevice)
-
-
-def _put_shards(
-    aval: Any, sharding: Any, shards: Sequence[Any], devices: Sequence[Any], *how: Any, **more: Any
-) -> Any:
-    """Put shards on devices for functions of JAX other than `jax.device_put`, which have none of virtual ones."""
-    if devices and isinstance(devices[0], VirtualDevice):
-        _refuse(devices[0])
-    return _put_shards_here(aval, sharding, shards, devices, *how, **more)
-
-
-_put_here, _put_shards_here = hooks.DEVICE_PUT.value, hooks.BATCHED_DEVICE_PUT.value
-hooks.DEVICE_PUT.replace(_device_put)
-hooks.BATCHED_DEVICE_PUT.replace(_put_shards)
+device_in_jax.register(VirtualDevice)

@@ -61,7 +61,7 @@ class OwnSharding(jax.sharding.Sharding):
         """Return the sharding with the same shards in another memory. Raises ShardingError."""
         return OwnSharding.over(self.mesh, self.spec, kind)
 
-    def in_space(self, space: jax.memory.Space) -> OwnSharding:
+    def in_space(self, space: Any) -> OwnSharding:
         """Return the sharding in a memory of this space: in its own memory, if that is one."""
         if space_of(self.memory) is space or space not in _KIND_OF:
             return self
@@ -160,7 +160,7 @@ _KIND_OF = {jax.memory.Space.Device: None, jax.memory.Space.Host: "pinned_host"}
 """Kinds of memory by the spaces that JAX's types name."""
 
 
-def space_of(memory: str) -> jax.memory.Space:
+def space_of(memory: str) -> Any:
     """Return the space that JAX's types have for a memory of a spec."""
     return jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
 

@@ -334,15 +334,15 @@ class JitFunction(Wrapped[P, R]):
     def _input_sharding(self, leaf: Any, wanted: Any, mesh: OwnMesh) -> OwnSharding:
         own = leaf.sharding if isinstance(leaf, ArrayType) else None
         if wanted is not None:
-            wanted = on_mesh(mesh, wanted)
-            if own is not None and own.memory_kind != wanted.memory_kind:
+            asked = on_mesh(mesh, wanted)
+            if own is not None and own.memory_kind != asked.memory_kind:
                 raise ShardingError(
-                    f"it lies in the memory {own.memory_kind!r}, and in_shardings says {wanted.memory_kind!r}; "
+                    f"it lies in the memory {own.memory_kind!r}, and in_shardings says {asked.memory_kind!r}; "
                     "as jax.jit, a call moves no argument between memories. Move it first, with "
-                    f"pw.put(x, x.sharding.with_memory_kind({wanted.memory_kind!r})), or in the function, with "
+                    f"pw.put(x, x.sharding.with_memory_kind({asked.memory_kind!r})), or in the function, with "
                     "jax.device_put"
                 )
-            return wanted
+            return asked
         if own is not None and own.mesh == mesh:
             return own
         replicated = OwnSharding.replicated(mesh)

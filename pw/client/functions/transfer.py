@@ -48,7 +48,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             in `jax.device_put`, a value for `sharding`.
         sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
             "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
-            values go to a default slice of one device.
+            values go to a default slice of one device. `memory_kind="pinned_host"` puts shards in the memory of
+            the hosts; a sharding without a kind in that of the devices.
         keep: keep host values in this process's memory for as long as arrays depend on them, so that they
             survive any loss of hosts. Otherwise they are kept within the session's budget (see `pw.connect`).
 

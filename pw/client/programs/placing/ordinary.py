@@ -51,7 +51,7 @@ class Group:
     def __init__(self, mesh: OwnMesh, program: str) -> None:
         self.mesh = mesh
         self._program = program
-        self._inputs: dict[tuple[int, jax.memory.Space], tuple[Any, PlacedValue]] = {}
+        self._inputs: dict[tuple[int, Any], tuple[Any, PlacedValue]] = {}
         self._equations: list[Any] = []
         self._key: list[Any] = []
         self._numbers: dict[Any, int] = {}

@@ -202,7 +202,7 @@ class Placement:
             values.append(value)
         return values
 
-    def _in_space(self, value: Any, space: jax.memory.Space) -> Any:
+    def _in_space(self, value: Any, space: Any) -> Any:
         """Return a value in a memory of its devices; a host value, which has no devices, as it is."""
         if mesh_of(value) is None:
             return value
