@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.computations import export
 from pw.testing import InProcessCluster
+from tests.stages.inside import number_of, type_of
 from tests.stages.jax_releases import RESULTS_IN_HOST_MEMORY
 from tests.stages.stage import mesh_on, numbers
 
@@ -170,7 +171,7 @@ def test_shardings(mesh: pw.Mesh) -> None:
     assert pw.put(x, sharding=host) is x
     assert pw.put(x, sharding=own).sharding == own
     with pytest.raises(pw.ShardingError, match=r"'foo' is no memory .*'cpu'.*'pinned_host'"):
-        x._type.sharding.with_memory_kind("foo")
+        type_of(x).sharding.with_memory_kind("foo")
 
 
 def test_shards_are_where_the_sharding_says(cluster: InProcessCluster, mesh: pw.Mesh) -> None:
@@ -195,7 +196,8 @@ def test_shards_are_where_the_sharding_says(cluster: InProcessCluster, mesh: pw.
 
 def _kind(cluster: InProcessCluster, array: Any) -> str:
     """The memory that the shards of an array are really in."""
-    payload: Any = cluster.hosts[0].executor._store.arrays[array._id].value.payload
+    store: Any = cluster.hosts[0].node.actors["store"]
+    payload = store.arrays[number_of(array)].value.payload
     (kind,) = {shard.data.sharding.memory_kind for shard in payload.addressable_shards}
     return str(kind)
 

@@ -165,17 +165,17 @@ def space_of(memory: str) -> Any:
     return jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
 
 
-def _memory_of(mesh: OwnMesh, kind: str | None) -> str:
+def _memory_of(mesh: OwnMesh, name: str | None) -> str:
     """Return a user's kind of memory as a spec has it. Raises ShardingError if the devices have none."""
     own, *more = mesh.memories
-    if kind is None or kind == own:
+    if name is None or name == own:
         return ""
-    if kind not in more:
+    if name not in more:
         raise ShardingError(
-            f"{kind!r} is no memory of devices of the platform {mesh.slice.platform!r}, which have "
+            f"{name!r} is no memory of devices of the platform {mesh.slice.platform!r}, which have "
             f"{', '.join(map(repr, mesh.memories))}; pass one of these as memory_kind"
         )
-    return kind
+    return name
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -29,7 +29,7 @@ from pw.sched.island.admission import Admission, Reservation
 from pw.sched.island.launch_states import SegmentTask
 from pw.sched.island.lease_states import LaunchLease, LeaseTable
 from pw.sched.island.members import Members
-from pw.sched.island.memory import Buffer, DeviceMemory, Tier
+from pw.sched.island.memory import Buffer, Bytes, DeviceMemory, Tier
 from pw.sched.island.queues import Queues
 
 NEVER = 1 << 30
@@ -100,19 +100,30 @@ class Residency(Part):
             short[one.buffer.on.devices] -= one.buffer.shard_bytes
         if (short <= 0).all():
             return
+        read = set(arrays_in(reservation.args))
+        for largest_first in (False, True):  # small ones may fill the host memory that one needs
+            chosen = self._enough(short.copy(), self._candidates(memory, read, largest_first))
+            if chosen:
+                self._spill(memory, chosen)
+                return
+        # what is in flight may free enough
+
+    @staticmethod
+    def _enough(short: Bytes, candidates: Iterator[tuple[int, Buffer]]) -> list[int]:
+        """Return the first arrays that leave enough room; none if all together do not."""
         chosen: list[int] = []
-        for array, buffer in self._candidates(memory, set(arrays_in(reservation.args))):
+        for array, buffer in candidates:
             if (short[buffer.on.devices] > 0).any():
                 chosen.append(array)
                 short[buffer.on.devices] -= buffer.shard_bytes
                 if (short <= 0).all():
-                    break
-        else:
-            return  # what is in flight may free enough
-        self._spill(memory, chosen)
+                    return chosen
+        return []
 
-    def _candidates(self, memory: DeviceMemory, read: set[int]) -> Iterator[tuple[int, Buffer]]:
-        """Yield the arrays that may leave, in the order in which they do."""
+    def _candidates(
+        self, memory: DeviceMemory, read: set[int], largest_first: bool = False
+    ) -> Iterator[tuple[int, Buffer]]:
+        """Yield the arrays that may leave, in the order in which they do, or the largest first."""
         next_use = self._next_uses()
         above = self._above_their_share(memory)
         used = memory.off_bytes()
@@ -131,7 +142,11 @@ class Residency(Part):
             ):
                 place = next_use.get(array, NEVER)
                 found.append(((-place, client not in above, buffer.used), array, buffer))
-        for _, array, buffer in sorted(found, key=lambda one: one[0]):
+        if largest_first:
+            found.sort(key=lambda one: -one[2].shard_bytes)
+        else:
+            found.sort(key=lambda one: one[0])
+        for _, array, buffer in found:
             on = Counter(device.host for device in buffer.on.addresses)
             lent = [one for one in self.leases.numbered.values() if self._lends(one, on)]
             if lent:

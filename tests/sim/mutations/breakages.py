@@ -25,6 +25,7 @@ from pw.core.sharding import dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
+from pw.sched.island.memory import Tier
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.shards import Shards
@@ -107,10 +108,18 @@ def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
     return move
 
 
-def only_unread(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
+def only_unread(candidates: Callable[..., Any], memory: Any, *how: Any) -> Any:
     """Let no array leave that a queued run reads."""
     places = candidates.__self__._next_uses()  # type: ignore[attr-defined]
-    return (one for one in candidates(memory, read) if one[0] not in places)
+    return (one for one in candidates(memory, *how) if one[0] not in places)
+
+
+def also_what_is_in_host_memory(candidates: Callable[..., Any], memory: Any, *how: Any) -> Any:
+    """Let arrays leave the devices that their clients have in host memory."""
+    for array, buffer in list(memory.buffers.items()):
+        if not buffer.shard_bytes and buffer.is_counted and buffer.tier is Tier.DEVICE:
+            yield array, buffer
+    yield from candidates(memory, *how)
 
 
 def overtake_earlier_uploads(
