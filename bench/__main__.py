@@ -38,6 +38,7 @@ SUITE = {
     "transfer": 300,
     "exchange": 180,
     "sharing": 180,
+    "spill": 240,
     "feeding": 240,
     "train": 420,
     "gateway": 600,

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from pw.client.looking.memory import memory
     from pw.client.looking.names import names
     from pw.client.looking.plan import plan
+    from pw.client.looking.queue import queue
     from pw.client.looking.show import show
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
@@ -144,6 +145,7 @@ _LAZY = {
     "names": "pw.client.looking.names",
     "memory": "pw.client.looking.memory",
     "plan": "pw.client.looking.plan",
+    "queue": "pw.client.looking.queue",
     "profile": "pw.operating.profiling.profile",
     "show": "pw.client.looking.show",
     "stats": "pw.client.connection.current",
@@ -203,6 +205,7 @@ __all__ = [
     "names",
     "memory",
     "plan",
+    "queue",
     "profile",
     "show",
     "stats",

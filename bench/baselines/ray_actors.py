@@ -33,29 +33,38 @@ def start(hosts: int) -> Peer:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Any]:
-    """Start Ray, and remove its files at the end."""
+def prepared() -> Iterator[tuple[str, dict[str, object]]]:
+    """Return a folder for Ray's files, which is removed at the end, and its settings."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    import ray
-
     folder = tempfile.mkdtemp(prefix="ray")
-    ray.init(
-        address="local",
-        num_cpus=64,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=512 << 20,
-        _temp_dir=folder,
-        # A stopped daemon does not answer; Ray must not count it as lost.
-        _system_config={"health_check_timeout_ms": 600_000},
-    )
     try:
-        yield ray
+        # A stopped daemon does not answer; Ray must not count it as lost.
+        yield folder, {"health_check_timeout_ms": 600_000}
     finally:
-        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Any]:
+    """Start Ray, and remove its files at the end."""
+    with prepared() as (folder, settings):
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=64,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=512 << 20,
+            _temp_dir=folder,
+            _system_config=settings,
+        )
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:

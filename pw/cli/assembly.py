@@ -136,7 +136,9 @@ def add_controller(
     def spawn_scheduler(island: str) -> None:
         schedulers[island] = node.add(
             f"scheduler/{island}",
-            lambda env: IslandScheduler(env, island, POLICIES[policy](), stall_s),
+            lambda env: IslandScheduler(
+                env, island, POLICIES[policy](), stall_s, counts_tenants=rights.have_file
+            ),
         )
 
     resources = node.add(
@@ -180,6 +182,9 @@ def add_controller(
             claims=claims,
             rights=rights,
             uses=uses,
+            tenants_memory=lambda: (
+                one for scheduler in schedulers.values() for one in scheduler.tenants_memory()
+            ),
             take_spent=lambda client: (
                 one for scheduler in schedulers.values() for one in scheduler.spending.take(client)
             ),

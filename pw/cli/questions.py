@@ -111,6 +111,12 @@ def why(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document with all reports.")
     ] = False,
+    queue: Annotated[
+        bool,
+        typer.Option(
+            "--queue", help="A table instead: who waits for whom, since when, and when it goes on."
+        ),
+    ] = False,
     timeout: Timeout = 5.0,
 ) -> None:
     """Explain what holds up the cluster: the most likely cause first, then the report of every host.
@@ -118,11 +124,15 @@ def why(
     It names the run, the computation, the host that others wait for, since when, and where its threads are in
     the code.
 
+    With --queue it lists all that waits, on each island in the order in which it will go on. The time is an
+    estimate from what is in front and how long such work took before; it is "-" where that is not known.
+
     Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
     """
     from pw.cli import requests
 
-    requests.explanation(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
+    ask = requests.queue if queue else requests.explanation
+    ask(address_of(address, credentials, insecure), timeout).show(as_json=as_json)
 
 
 def plan(

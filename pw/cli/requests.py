@@ -19,6 +19,7 @@ from pw.client.display import tables
 from pw.client.looking.memory import ClusterMemory
 from pw.client.looking.names import ClusterNames
 from pw.client.looking.plan import Plan
+from pw.client.looking.queue import ClusterQueue
 from pw.client.looking.status import ClusterStatus
 from pw.core.errors import Error
 from pw.core.ids import client_id
@@ -163,6 +164,13 @@ def explanation(address: str, timeout_s: float) -> Answer:
     islands = [_island(island) for island in reply.islands]
     verdict = {"verdict": reply.text.splitlines()[0]}
     return Answer(verdict | _document(reply) | {"islands": islands}, reply.text)
+
+
+def queue(address: str, timeout_s: float) -> Answer:
+    """Return which clients wait, and for which; in JSON, what is not known is null."""
+    with connected(address, timeout_s) as session:
+        reply = session.ask.queue(timeout_s)
+    return Answer({"address": address} | _document(reply), ClusterQueue.of(reply))
 
 
 def _document(reply: msgspec.Struct) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class Spent(msgspec.Struct):
     """Bytes that came from the client to devices."""
     stored_bytes: int = 0
     """Bytes of checkpoints that were written to disk."""
+    moved_bytes: int = 0
+    """Bytes that programs have sent from host to host."""
 
     def add(self, more: Spent) -> None:
         """Add other amounts to these."""

@@ -46,7 +46,7 @@ class Size(int):
 
 
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def _right(unit: str, form: str, meaning: str) -> msgspec.Meta:
@@ -57,6 +57,9 @@ def _right(unit: str, form: str, meaning: str) -> msgspec.Meta:
 _WEIGHT = "a positive number"
 _COUNT = "a whole number, 0 or more"
 _FLAG = "true or false"
+_SIZE = "a size such as 4GiB"
+DEVICE_MEMORY = "device_memory"
+"""Name of the right that the schedulers of islands check, device by device, and not the ledger."""
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,22 +72,24 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Weight | None, _right("weight", _WEIGHT, "share that one client may ask for")
     ] = None
     max_priority: Annotated[
-        Count | None, _right("priority", _COUNT, "priority that one client may ask for")
+        Amount | None, _right("priority", _COUNT, "priority that one client may ask for")
     ] = None
     clients: Annotated[
-        Count | None, _right("clients", _COUNT, "processes that are connected at once")
+        Amount | None, _right("clients", _COUNT, "processes that are connected at once")
     ] = None
     devices: Annotated[
-        Count | None, _right("devices", _COUNT, "virtual devices of all its slices")
+        Amount | None, _right("devices", _COUNT, "virtual devices of all its slices")
     ] = None
     programs: Annotated[
-        Count | None, _right("programs", _COUNT, "compiled programs that its clients hold")
+        Amount | None, _right("programs", _COUNT, "compiled programs that its clients hold")
     ] = None
     host_memory: Annotated[
-        Size | None,
-        _right("bytes", "a size such as 4GiB", "replicas of `pw.checkpoint` in host memory"),
+        Size | None, _right("bytes", _SIZE, "replicas of `pw.checkpoint` in host memory")
     ] = None
-    names: Annotated[Count | None, _right("names", _COUNT, "arrays that it publishes by name")] = (
+    device_memory: Annotated[
+        Size | None, _right("bytes", _SIZE, "memory of each device that its arrays and runs take")
+    ] = None
+    names: Annotated[Amount | None, _right("names", _COUNT, "arrays that it publishes by name")] = (
         None
     )
     python: Annotated[
@@ -105,8 +110,9 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return bound
 
     def bounds(self) -> dict[str, int]:
-        """Return the bounds of all resources that have one, by name."""
+        """Return the bounds of device memory and of all resources that have one, by name."""
         bounds = {resource.value: self.bound(resource) for resource in Resource}
+        bounds[DEVICE_MEMORY] = self.device_memory
         return {name: int(bound) for name, bound in bounds.items() if bound is not None}
 
     def check(self, share: float, priority: int) -> None:
@@ -183,6 +189,9 @@ class TenantRights:
     """Rights of tenants that have none of their own."""
     named: Mapping[str, Rights] = field(default_factory=dict)
     """Rights of each tenant that has its own, by name."""
+    have_file: bool = False
+    """True if a file gives them, which the operator may change while the controller runs. Then schedulers count
+    the memory of each tenant."""
 
     def of(self, tenant: str) -> Rights:
         """Return the rights of a tenant."""
@@ -250,7 +259,7 @@ def rights_of_options(
     named.setdefault(OPERATOR, Rights(**everywhere))
     for tenant, share in shares.items():
         named[tenant] = msgspec.structs.replace(named.get(tenant, default), share=share)
-    return TenantRights(default, named)
+    return TenantRights(default, named, have_file=text is not None)
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -259,7 +268,7 @@ Section = tuple[str, ...]
 """Names in the head of a section of the file."""
 
 _DEFAULT: Section = ("default",)
-_HEAD = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
+_HEAD = re.compile(r"\s*\[{1,2}([^\[\]]+)\]{1,2}\s*(#.*)?")
 
 
 def _sections(text: str, file: str) -> dict[Section, dict[str, Any]]:
@@ -272,7 +281,7 @@ def _sections(text: str, file: str) -> dict[Section, dict[str, Any]]:
     for name, table in tables.items():
         if name not in ("default", "tenants") or not isinstance(table, dict):
             words = f"{name!r} is no section; there are [default] and [tenants.NAME]"
-            raise _wrong(text, file, (name,), name, words)
+            raise _wrong(text, file, (), name, words)
         if name == "default":
             sections[_DEFAULT] = table
             continue
@@ -308,25 +317,32 @@ def _size(right: type, value: object) -> object:
 
 
 def _wrong(text: str, file: str, section: Section, name: str, words: str) -> ArgumentError:
-    """Return the error of a right in the file, with its line."""
-    return ArgumentError(f"{file}, line {_line_of(text, section, name)}: {words}")
+    """Return the error of a right or a section in the file, with its line."""
+    return ArgumentError(f"{file}, line {_line_of(text, (*section, name))}: {words}")
 
 
-def _line_of(text: str, section: Section, name: str) -> int:
-    """Return the line of a name below the head of a section; else that of the head, or 1."""
-    head = 1
+def _line_of(text: str, path: Section) -> int:
+    """Return the line of the head or the key at a path, or of the first below it; else of its section, or 1."""
     here: Section = ()
+    head = 1
     for number, line in enumerate(text.splitlines(), 1):
         if match := _HEAD.fullmatch(line):
-            here = tuple(_path(match[1]))
-            head = number if here == section else head
-        elif here == section and line.partition("=")[0].strip().strip("\"'") == name:
+            at = here = tuple(_path(match[1]))
+            head = number if here == path[:-1] else head
+        else:
+            key, equals, _ = line.partition("=")
+            at = (*here, *_path(key)) if equals else ()
+        if at[: len(path)] == path:
             return number
     return head
 
 
 def _path(head: str) -> Iterator[str]:
-    table: Any = tomllib.loads(f"[{head}]")
+    """Yield the names in a head or a dotted key; none of a text that is neither."""
+    try:
+        table: Any = tomllib.loads(f"[{head}]")
+    except tomllib.TOMLDecodeError:
+        return
     while table:
         ((name, table),) = table.items()
         yield name

@@ -31,6 +31,7 @@ share = 2
 devices = 3
 clients = 2
 programs = 2
+device_memory = "64MiB"
 python = ["h"]
 
 [tenants.green]
@@ -75,6 +76,21 @@ while True:
     time.sleep(1)
 """
 
+LOOP = """
+import sys, jax, numpy as np, pw
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=int(sys.argv[1])).devices, ("x",))
+
+def turn(x):
+    return jax.lax.fori_loop(0, int(sys.argv[2]), lambda i, x: 0.5 * x + 1.0, x)
+
+f, x, results = pw.jit(turn, mesh=mesh), np.ones(12, np.float32), []
+print("begins", flush=True)
+while True:
+    results.append(f(x))
+    if len(results) == 3:
+        pw.get(results.pop(0))
+"""
+
 CALL = """
 import jax, numpy as np, pw
 
@@ -87,6 +103,54 @@ try:
     print(np.asarray(function(np.ones(3, np.float32))), flush=True)
 except pw.PythonRefused as error:
     print("refused", error, flush=True)
+"""
+
+
+PUT = """
+import gc, sys, jax.numpy as jnp, numpy as np, pw
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+there = list(mesh.devices.flat)
+MIB = np.zeros(1 << 18, np.float32)
+MAKE = pw.jit(lambda x: x + 1, mesh=mesh)
+TRIPLE = pw.jit(lambda x: jnp.tile(x, 3), mesh=mesh)
+
+def tries(what, work):
+    try:
+        print(what, float(np.asarray(work())[-1]), flush=True)
+    except pw.QuotaExceeded as error:
+        print(what, error, flush=True)
+
+x = pw.put(np.tile(MIB, 30), there)
+tries("first", lambda: x)
+e, w = pw.put(np.tile(MIB, 10), there), pw.put(np.tile(MIB, 30), there)
+tries("second", lambda: MAKE(w))
+del e, w
+gc.collect()
+tries("result", lambda: MAKE(x))
+y = MAKE(x)
+tries("beside", lambda: y)
+tries("too much", lambda: MAKE(x))
+tries("never", lambda: TRIPLE(x))
+del y
+gc.collect()
+for number in range(5):  # each waits until the one before it is gone
+    z = MAKE(x)
+    del z
+tries("after", lambda: MAKE(x))
+print("done", flush=True)
+sys.stdin.read() if sys.stdin else None
+import time
+while True:
+    time.sleep(1)
+"""
+
+
+MOVE = """
+import numpy as np, pw
+slices = pw.make_virtual_device_set()
+here, there = (slices.add_slice(devices=1, island=one).devices for one in "ij")
+x = pw.put(np.ones(1 << 18, np.float32), here)
+print(float(np.asarray(pw.put(x, there)).sum()), flush=True)
 """
 
 
@@ -166,6 +230,24 @@ class Cluster:
         assert asked.end() == 0, asked.err
         return asked.out.replace("\n", " ")
 
+    def waits(self, tenant: str = "operator") -> dict[str, Any]:
+        """Return the document of `pw why --queue`, as a tenant sees it."""
+        asked = self.start(
+            *(
+                "pw.cli.main",
+                "why",
+                "--queue",
+                "--json",
+                "--timeout",
+                60,
+                "--address",
+                self.address,
+            ),
+            PW_CREDENTIALS=self.keys[tenant],
+        )
+        assert asked.end() == 0, asked.err
+        return json.loads(asked.out)  # type: ignore[no-any-return]
+
     def entries(self) -> list[AccountEntry]:
         lines = self.accounts.read_bytes().splitlines()
         return [msgspec.json.decode(line, type=AccountEntry) for line in lines]
@@ -201,7 +283,12 @@ def test_tenants_wait_for_and_are_refused_what_they_may_not_have(cluster: Cluste
     assert _out(cluster.script("blue", TRY, 1)) == "has 1\n"
     shown = cluster.status()
     assert shown["red"]["amounts"]["devices"] == 3
-    assert shown["red"]["bounds"] == {"clients": 2, "devices": 3, "programs": 2}
+    assert shown["red"]["bounds"] == {
+        "clients": 2,
+        "devices": 3,
+        "programs": 2,
+        "device_memory": 64 << 20,
+    }
     assert "has 2" not in second.out
     first.kill()
     second.until_says("computed")
@@ -225,10 +312,82 @@ def test_a_wait_that_is_interrupted_takes_no_devices_later(cluster: Cluster) -> 
 
 
 @pytest.mark.processes
+def test_tenants_see_their_place_and_no_names_of_others(cluster: Cluster) -> None:
+    """The operator's script is on all devices, and takes its turns with that of blue."""
+    scripts = [
+        cluster.script("operator", LOOP, 4, 10_000_000),
+        cluster.script("blue", LOOP, 1, 1000),
+    ]
+    for one in scripts:
+        one.until_says("begins")
+    rows: list[dict[str, Any]] = []
+
+    def is_behind(front: str) -> bool:
+        """Whether blue's launch waits behind another client's, and it is known for how long."""
+        rows[:] = cluster.waits("blue" if front == "another tenant" else "operator")["waits"]
+        return any(
+            row["tenant"] == "blue"
+            and row["kind"] == "launch"
+            and row["left_s"] is not None
+            and any(front in one["name"] for one in row["in_front"])
+            for row in rows
+        )
+
+    until(lambda: is_behind("operator"), "blue's launch behind the operator's")
+    until(lambda: is_behind("another tenant"), "the same, as blue sees it")
+    for row in rows:
+        assert (row["name"], row["client"]) == ("another tenant", 0) or row["tenant"] == "blue"
+        assert "turn" in row["what"] or row["what"] == "a run on i"
+        assert "operator" not in json.dumps(row)
+
+
+@pytest.mark.processes
+def test_who_waits_for_devices_of_its_tenant_sees_who_has_them(cluster: Cluster) -> None:
+    first = cluster.script("red", HOLD, 3)
+    first.until_says("computed")
+    second = cluster.script("red", WAIT, 2)
+    second.until_says("asks")
+    until(lambda: cluster.waits()["waits"], "a slice that waits")
+    (row,) = cluster.waits()["waits"]
+    assert row["kind"] == "devices"
+    assert row["what"] == "2 devices; tenant 'red' may have 3 and has 3"
+    assert row["waited_s"] > 0.0
+    assert [one["amount"] for one in row["in_front"]] == [3]
+    assert (cluster.waits("blue")["waits"], cluster.waits("blue")["hidden"]) == ([], 1)
+    first.kill()
+    until(lambda: not cluster.waits()["waits"], "the slice")
+
+
+@pytest.mark.processes
 def test_python_functions_run_for_tenants_that_may(cluster: Cluster) -> None:
     red, green = cluster.script("red", CALL), cluster.script("green", CALL)
     assert _out(red) == "[2. 2. 2.]\n"
     assert "it may run none in this cluster (python in pw-controller --tenants)" in _out(green)
+
+
+@pytest.mark.processes
+def test_a_tenant_has_so_much_memory_on_a_device(cluster: Cluster) -> None:
+    """On devices that have no limit of their own; blue has no bound."""
+    red = cluster.script("red", PUT)
+    red.until_says("done")
+    lines = dict(
+        line.split(" ", 1) for line in red.out.replace("too much", "more").splitlines()[:-1]
+    )
+    assert {name for name, words in lines.items() if "tenant 'red'" not in words} == {
+        *("first", "result", "beside", "after")
+    }
+    assert "put there needs 30.00 MiB" in lines["second"]
+    assert "has 40.00 MiB and may have 64.00 MiB" in lines["second"]
+    assert "needs 30.00 MiB more on" in lines["more"]
+    assert "pw memory" in lines["more"]
+    assert "may have 64.00 MiB on each device" in lines["never"]
+    shown = cluster.status()["red"]
+    assert shown["amounts"]["device_memory"] == 30 << 20
+    blue = cluster.script("blue", PUT)
+    blue.until_says("done")
+    assert "tenant" not in blue.out
+    red.kill()
+    until(lambda: "device_memory" not in cluster.status()["red"]["amounts"], "memory is given back")
 
 
 @pytest.mark.processes
@@ -283,6 +442,22 @@ def test_accounts_go_on_after_a_restart(cluster: Cluster) -> None:
     assert text.end() == 0, text.err
     assert re.search(r"red +2 +0 of 2|red +2 +1 of 2", text.out), text.out
     assert "blue" not in text.out
+
+
+@pytest.mark.processes
+def test_accounts_have_what_goes_from_host_to_host(cluster: Cluster) -> None:
+    """Also if the script has ended before the hosts tell of it."""
+    other = cluster.start(
+        "pw.cli.worker",
+        *("--controller", cluster.address, "--island", "j", "--name", "h/2"),
+        PW_CREDENTIALS=cluster.keys["h"],
+    )
+    other.until_says("island=j")
+    before = cluster.status().get("red", {"spent": {"moved_bytes": 0}})["spent"]["moved_bytes"]
+    assert _out(cluster.script("red", MOVE)) == f"{float(1 << 18)}\n"
+    sent = lambda: cluster.status()["red"]["spent"]["moved_bytes"] - before  # noqa: E731
+    until(lambda: sent() == 4 << 18, "a MiB between hosts")
+    other.kill()
 
 
 @pytest.mark.processes

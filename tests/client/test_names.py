@@ -181,6 +181,26 @@ def test_a_lookup_elsewhere_moves_only_what_it_asks_for(users: Users, devices: i
         pw.jit(lambda w: 2 * w, mesh=mesh, donate_argnums=0)(found["layer"][0])
 
 
+def test_what_is_no_place_for_an_array_is_an_error_of_the_lookup(users: Users) -> None:
+    pw.publish("base", weights(mesh_on(0), 5.0)).result(60)
+    mesh = mesh_on(1)
+    for like, words in (
+        (P("x"), r"has P\('x'.*\), without devices; pass pw.NamedSharding\(mesh, P\('x'"),
+        (3, "has 3; it takes a pw.NamedSharding, or an array that lies on virtual devices"),
+    ):
+        with pytest.raises(pw.ShardingError, match=f"like= of pw.lookup {words}"):
+            pw.lookup("base", like=like)
+
+    @pw.program
+    def step(x: Any) -> Any:
+        return x + pw.lookup("base", like=rows(mesh))["layer"][1]
+
+    with pytest.raises(
+        pw.TracerError, match=r"pw.lookup\(like=\) was called in a function that JAX"
+    ):
+        step(np.zeros(8, np.float32))
+
+
 def test_arrays_of_several_islands_are_one_version(users: Users) -> None:
     both = pw.make_virtual_device_set().add_slice(devices=8, islands=2)
     mesh = pw.Mesh(np.array(both.devices).reshape(2, 4), ("i", "x"))

@@ -51,6 +51,11 @@ def test_operators_are_not_bounded_by_the_default_and_may_do_all() -> None:
     [
         ("x", "t.toml: .*line 1"),
         ("\n[other]\na = 1", "t.toml, line 2: 'other' is no section; there are .default. and"),
+        ("[default]\n[teants.red]\nshare = 2", "t.toml, line 2: 'teants' is no section"),
+        ("[default]\n\n[[other]]", "t.toml, line 3: 'other' is no section"),
+        ("# share = 1\n\nshare = 2\n[default]", "t.toml, line 3: 'share' is no section"),
+        ("\ntenants.red = 2", "t.toml, line 2: 'red' is no section; write rights below"),
+        ("[default]\n[tenants.red.more]\na = 1", "t.toml, line 2: 'more' is no right"),
         ("default = 3", "t.toml, line 1: 'default' is no section"),
         ("[tenants]\nred = 1", "t.toml, line 2: 'red' is no section; write rights below"),
         ("[default]\n\nshare = 0", "t.toml, line 3: share = 0 is not a positive number"),

@@ -140,6 +140,7 @@ def test_why_and_plan_are_asked_at_the_readers_pace(
                 waiting.ask("plan", f"nothing {number}")
     work(0.1)
     assert reader.ask("why").result(60.0).text
+    assert reader.ask("queue").result(60.0).policy
 
 
 def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
@@ -214,6 +215,10 @@ def test_only_the_token_opens_the_page(link: str) -> None:
         assert "script-src" not in answer.headers["Content-Security-Policy"]
     with cookies.open(f"{page}island/island-0", timeout=60) as answer:
         assert len(json.load(answer)["island-0-host-0"]) == 1
+    with cookies.open(f"{page}queue", timeout=60) as answer:
+        told = json.load(answer)
+        assert "policy" in told["head"]
+        assert "goes on in" in told["tables"][0]["columns"]
 
 
 def test_the_stream_moves_when_a_run_starts(link: str) -> None:

@@ -266,7 +266,7 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
         edge.expect(client_id(1, serial))
         edge.world.settle()
     assert edge.arrived == 20
-    assert len(edge.world.alarms) == 2, "early messages expire, and edges are probed"
+    assert len(edge.world.alarms) == 4, "early messages expire, edges are probed, two hosts report"
     edge.world.wait(early_edges.EARLY_S)
     assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 

@@ -10,6 +10,7 @@ import pytest
 
 from pw.core import messages as msg
 from pw.core.accounts import AccountEntry, Spent
+from pw.devices.host.edges_out import REPORT_S
 from pw.sched.control.accounts import ENTRIES_S
 from tests.stages.actors import World
 from tests.stages.scripted import LARGE, SMALL, Client, chain, join, split
@@ -78,6 +79,31 @@ def test_a_client_has_an_entry_a_minute_if_it_has_used_something() -> None:
     stage.calls(stage.blue, 2)
     stage.world.wait(ENTRIES_S)
     assert stage.sink.launches() == {stage.red.number: 3, stage.blue.number: 2}
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_bytes_between_hosts_are_counted_for_the_tenant(elements: int, leaves: bool) -> None:
+    """In a message or over the bulk plane; also if the hosts tell of them after the client has left."""
+    stage = Stage()
+    stage.world.host("h1", "j", 1, 2)
+    stage.world.settle()
+    here, there = stage.red.slice(1, "i"), stage.red.slice(1, "j")
+    stage.world.settle()
+    source, target = split(here, 1, elements), split(there, 1, elements)
+    array = stage.red.upload(np.arange(elements), source)
+    program = stage.red.program(chain([source, target]))
+    for _ in range(3):
+        stage.red.run(program, array)
+    stage.world.settle()
+    if leaves:
+        stage.world.kill("red")
+        stage.world.settle()
+    assert not any(entry.moved_bytes for entry in stage.sink.entries)
+    stage.world.wait(REPORT_S)
+    stage.world.wait(ENTRIES_S)
+    assert stage.sink.sums()["red"].moved_bytes == 3 * source.size_bytes
+    assert stage.spent(stage.blue).keys() == {"blue"}
 
 
 def test_the_last_entry_says_that_the_client_leaves() -> None:

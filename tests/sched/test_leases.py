@@ -108,16 +108,6 @@ def test_a_run_of_a_lease_that_is_gone_waits_for_what_it_reads() -> None:
     assert bench.launches()[before:][0].run == submit.run
 
 
-def test_a_run_of_a_lease_waits_for_nothing_if_its_hosts_have_taken_it() -> None:
-    bench = lent()
-    array = client_id(HOLDER, 500)
-    (lease,) = {message.lease for _, message in sent(bench, msg.Lend)}
-    bench.tell(msg.SubmitLeased(bench.submission(HOLDER, awaits=(array,)), lease, 0))
-    before = len(bench.launches())
-    bench.tell(msg.UploadEnded(array))
-    assert len(bench.launches()) == before, "it was launched by its client"
-
-
 def test_after_a_lease_that_was_not_worth_it_more_runs_come_first_but_not_in_a_row() -> None:
     bench = lent()
     bench.tell(bench.submission(HOLDER, is_whole=True))  # it launches nothing itself

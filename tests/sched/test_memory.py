@@ -448,7 +448,9 @@ def test_a_run_without_room_for_its_temporaries_is_told_how_much_it_needs() -> N
     program = ledger.program(needs(5), 10)
     assert ledger.memory.reserve(program, (), ()) is None
     assert never_fits(ledger.memory, program, ()) is None
-    assert "needs 15 B more" in str(no_room(ledger.memory, program, (), 1).error)
+    assert "needs 15 B more" in str(
+        no_room(ledger.memory, ledger.memory.total, program, (), 1).error
+    )
 
 
 @settings(max_examples=examples(200))
@@ -490,7 +492,7 @@ def test_the_count_is_right_whatever_happens(seed: int) -> None:
         elif arrays:
             ledger.memory.release(arrays.pop(dice.randrange(len(arrays))))
         largest = max((known[program] for program, _ in flying), default=0)
-        assert ledger.memory.temporaries.sum() == largest
+        assert ledger.memory.total.temporaries.sum() == largest
         for told in counted(ledger.memory):
             parts = (told.arrays_bytes, *(size for _, size in told.reserved), told.temporary_bytes)
             assert sum(parts) == ledger.memory.used_bytes(told.device)
@@ -508,8 +510,10 @@ def test_the_count_is_right_whatever_happens(seed: int) -> None:
 class MemoryBench(Bench):
     """A scheduler whose devices have 100 bytes each; the test plays the controller."""
 
-    def __init__(self, clients: int = 2, capacity_bytes: int | None = 100) -> None:
-        super().__init__()
+    def __init__(
+        self, clients: int = 2, capacity_bytes: int | None = 100, *, counts_tenants: bool = False
+    ) -> None:
+        super().__init__(counts_tenants=counts_tenants)
         self.tell(msg.IslandFormed("i", 1, self.hosts, capacity_bytes))
         for client in range(1, clients + 1):
             self.client(client)

@@ -185,7 +185,7 @@ def test_what_waits_of_one_tenant_costs_others_nothing() -> None:
     usage = Usage(TenantRights(named={RED: Rights(devices=0)}))
     usage.attach(1, RED)
     usage.attach(2, BLUE)
-    queue, began = RoomQueue(usage, Resource.DEVICES), []
+    queue, began = RoomQueue(usage, Resource.DEVICES, float), []
     for key in range(50):
         assert not queue.ask(1, RED, key, 1, lambda: began.append("red"))
     asked = []

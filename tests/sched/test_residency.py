@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from pw.client.connection import current
 from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id, executor_of
-from pw.sched.island.memory import Tier
+from pw.sched.island.buffers import Tier
 from pw.testing.in_process import InProcessCluster
 from tests.sched.test_memory import DEVICE, OTHER, MemoryBench, needs
 
@@ -83,7 +84,7 @@ def test_what_a_run_reads_comes_back_and_is_part_of_what_it_needs() -> None:
     assert (bench.tier(first), bench.used) == (Tier.DEVICE, 70)
     bench.end(bench.launches()[-1])
     bench.tell(msg.Release(1, (first, second), (("h0",), ("h0",))))
-    assert (bench.used, bench.memory.off) == (0, set())
+    assert (bench.used, bench.memory.tiers.off) == (0, set())
 
 
 def test_what_a_queued_run_reads_leaves_last() -> None:
@@ -130,13 +131,6 @@ def test_what_cannot_make_enough_room_stays() -> None:
     assert bench.launched()[-1] == large.run
 
 
-def test_small_arrays_do_not_take_the_host_memory_that_a_large_one_needs() -> None:
-    bench = TierBench(spill_bytes=60)
-    _, large = arrays_of(bench, 10, 60)
-    bench.run(bench.program(1, needs(85)))
-    assert bench.spills() == [(large,)]
-
-
 def test_what_its_client_has_in_host_memory_does_not_leave() -> None:
     bench = TierBench()
     _, large = arrays_of(bench, 0, 40)
@@ -175,7 +169,7 @@ def test_an_array_that_is_deleted_on_its_way_counts_until_it_has_left() -> None:
     assert bench.used == 80
     assert run.run not in bench.launched()
     bench.spilled(first)
-    assert (bench.launched()[-1], bench.used, bench.memory.off) == (run.run, 90, set())
+    assert (bench.launched()[-1], bench.used, bench.memory.tiers.off) == (run.run, 90, set())
 
 
 def test_all_hosts_of_an_array_have_copied_it_before_its_bytes_are_free() -> None:
@@ -196,8 +190,8 @@ def test_large_uploads_stay_in_host_memory_until_a_run_reads_them() -> None:
     bench.scheduler.residency.small_bytes = 30
     small, large = arrays_of(bench, 20, 40)
     assert (bench.tier(small), bench.tier(large), bench.used) == (Tier.DEVICE, Tier.HOST, 20)
-    assert bench.memory.has_off(1)
-    assert not bench.memory.has_off(2)
+    assert bench.memory.tiers.have(1)
+    assert not bench.memory.tiers.have(2)
     bench.read(1, large)
     assert (bench.tier(large), bench.used) == (Tier.DEVICE, 60)
 
@@ -262,3 +256,33 @@ def test_two_clients_share_the_devices_and_donate(cluster: InProcessCluster) -> 
         other.close()
     assert [x[0] for x in mine] == [at * 8.0 - 7 for at in range(6)]
     assert [x[-1] for x in theirs] == [(100 + at) * 8.0 - 7 for at in range(6)]
+
+
+# --- real processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_gangs_of_two_hosts_spill_and_a_lost_host_changes_no_value() -> None:
+    """Arrays over two hosts, five times their devices' memory; one host is killed."""
+    with pw.LocalCluster(1, 2, spare_hosts=1, device_memory="8MiB", spill="512MiB") as local:
+        mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+        rows = pw.NamedSharding(mesh, pw.PartitionSpec("x"))
+        add = pw.jit(lambda x, y: x + jnp.roll(y, 1), mesh=mesh)
+        values = [np.arange(MIB, dtype=np.float32) + at for at in range(20)]  # 2 MiB on each host
+        arrays = [pw.put(value, sharding=rows) for value in values]
+
+        def swept() -> None:
+            nonlocal arrays, values
+            arrays = [add(x, y) for x, y in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
+            rolled = [np.roll(value, 1) for value in values[1:] + values[:1]]
+            values = [value + other for value, other in zip(values, rolled, strict=True)]
+
+        swept()
+        pw.block_until_ready(arrays)
+        local.hosts[0].kill()
+        swept()
+        for x, value in zip(arrays, values, strict=True):
+            assert np.array_equal(np.asarray(x), value)
+        use = pw.memory().devices
+        assert all((one.arrays_bytes or 0) <= 8 * MIB for one in use)
+        assert any(one.host_bytes for one in use)

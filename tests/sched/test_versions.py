@@ -366,7 +366,7 @@ def test_versions_of_a_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_numbers_of_names_that_have_ended_are_kept_for_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pw.sched.control.names.RECENT", 2)
+    monkeypatch.setattr("pw.sched.control.directory.RECENT", 2)
     stage = VersionStage()
 
     def once(client: Client, name: str) -> int:

@@ -289,7 +289,7 @@ class World:
         def spawn(island: str) -> None:
             address = Address(CONTROLLER, f"scheduler/{island}")
             make = lambda env: IslandScheduler(  # noqa: E731
-                env, island, POLICIES[policy](), trees=self.trees
+                env, island, POLICIES[policy](), trees=self.trees, counts_tenants=rights.have_file
             )
             self.schedulers[island] = self.add(address, make)
 
@@ -307,6 +307,11 @@ class World:
                 first_client=first_client,
                 credits_at_once=credits_at_once,
                 rights=rights,
+                tenants_memory=lambda: (
+                    one
+                    for scheduler in self.schedulers.values()
+                    for one in scheduler.tenants_memory()
+                ),
                 take_spent=lambda client: (
                     one
                     for scheduler in self.schedulers.values()

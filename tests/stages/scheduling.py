@@ -17,11 +17,20 @@ from tests.stages.actors import World
 class Bench:
     """One scheduler of island "i", and answers of its hosts when the test gives them."""
 
-    def __init__(self, policy: str = "fifo", hosts: tuple[str, ...] = ("h0", "h1")) -> None:
+    def __init__(
+        self,
+        policy: str = "fifo",
+        hosts: tuple[str, ...] = ("h0", "h1"),
+        *,
+        counts_tenants: bool = False,
+    ) -> None:
         self.world = World()
         self.address = scheduler_of("i")
         self.scheduler: IslandScheduler = self.world.add(
-            self.address, lambda env: IslandScheduler(env, "i", POLICIES[policy]())
+            self.address,
+            lambda env: IslandScheduler(
+                env, "i", POLICIES[policy](), counts_tenants=counts_tenants
+            ),
         )
         self.hosts = hosts
         self.runs = 0

@@ -82,6 +82,10 @@ class Questions:
         """Return the memory of all devices. Raises ConnectionFailed if the controller does not answer."""
         return self._answered(self._ask(msg.GetMemory, Future[msg.Memory]()), timeout_s)
 
+    def queue(self, timeout_s: float = STATUS_S) -> msg.Queue:
+        """Return which clients wait, and for which. Raises ConnectionFailed if nothing answers."""
+        return self._answered(self._ask(msg.GetQueue, Future[msg.Queue]()), timeout_s)
+
     def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> msg.ProgramPlan:
         """Return the plan of a program. Raises ArgumentError if there is none, or ConnectionFailed."""
         request = partial(msg.GetPlan, name=name, program=program)

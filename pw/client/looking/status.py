@@ -9,7 +9,7 @@ from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status, TenantInfo
-from pw.core.rights import Resource
+from pw.core.rights import DEVICE_MEMORY, Resource
 from pw.core.sizes import size_in_words
 from pw.core.waits import LOOKING_S
 
@@ -146,7 +146,7 @@ class TenantsStatus(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of what tenants have and may have, and of what they have used."""
-        kinds = [resource.value for resource in Resource]
+        kinds = [*(resource.value for resource in Resource), DEVICE_MEMORY]
         has = [
             (one.name, one.share, *(_of_bound(one, kind) for kind in kinds), one.amounts["runs"])
             for one in self.tenants
@@ -160,7 +160,7 @@ class TenantsStatus(Shown):
                 f"{one.spent['memory_byte_s'] / (3600 << 30):.3f} GiB h",
                 *(
                     size_in_words(int(one.spent[kind]))
-                    for kind in ("uploaded_bytes", "stored_bytes")
+                    for kind in ("uploaded_bytes", "stored_bytes", "moved_bytes")
                 ),
             )
             for one in self.tenants
@@ -169,7 +169,10 @@ class TenantsStatus(Shown):
             Table("Tenants", ("tenant", "share", *kinds, "runs"), tuple(has)),
             Table(
                 "Used",
-                ("tenant", "device s", "launches", "compile s", "memory", "uploaded", "stored"),
+                (
+                    *("tenant", "device s", "launches", "compile s", "memory", "uploaded"),
+                    *("stored", "between hosts"),
+                ),
                 tuple(used),
             ),
         )
@@ -177,7 +180,7 @@ class TenantsStatus(Shown):
 
 def _of_bound(tenant: TenantInfo, kind: str) -> str:
     """Return what a tenant has of a kind, and of how much, if that is bounded."""
-    words = size_in_words if kind == Resource.HOST_MEMORY else str
+    words = size_in_words if kind in (Resource.HOST_MEMORY, DEVICE_MEMORY) else str
     amount = words(tenant.amounts.get(kind, 0))
     return f"{amount} of {words(tenant.bounds[kind])}" if kind in tenant.bounds else amount
 

@@ -279,6 +279,7 @@ class Requests(Part):
         msg.Published,
         msg.VersionOffer,
         msg.NameList,
+        msg.Queue,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

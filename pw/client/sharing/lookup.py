@@ -11,12 +11,14 @@ import jax
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import Slice
 from pw.client.arrays.joined import JoinedArray
+from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.connection import current
 from pw.client.functions.prefixes import spread
 from pw.client.functions.transfer import put
+from pw.client.functions.wrapped import under_jax_trace
 from pw.client.keywords import checks_keywords
 from pw.client.sharing.description import Devices, read
-from pw.core.errors import ArgumentError, InsufficientDevices
+from pw.core.errors import ArgumentError, InsufficientDevices, ShardingError, TracerError
 from pw.core.messages import SharedPart, VersionOffer
 
 TRIES = 3
@@ -63,7 +65,8 @@ def lookup(
     Raises:
         NameNotFound: nothing that this session may read is published under the name, or not this version.
         ArgumentError: an argument is none, or `like` does not fit the tree.
-        ShardingError: an array cannot be split as `like` says.
+        ShardingError: an array cannot be split as `like` says, or an entry of it is no place.
+        TracerError: JAX traces the function that calls it, and there is a `like`.
         InsufficientDevices: the devices of the arrays are away.
     """
     return looked_up(name, version, after, like, wait, lambda slice_: slice_.devices)
@@ -167,6 +170,11 @@ def _read_only(array: Array, offer: VersionOffer) -> Array:
 def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
     """Put the arrays of a tree where `like` says."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
+    if under_jax_trace(leaves):
+        raise TracerError(
+            "pw.lookup(like=) was called in a function that JAX traces; look the name up before, and pass "
+            "the arrays"
+        )
     like = jax.tree_util.tree_map(
         lambda one: one.sharding if isinstance(one, (Array, jax.Array)) else one, like
     )
@@ -176,9 +184,20 @@ def _moved(tree: Any, like: Any, offer: VersionOffer) -> Any:
         if not isinstance(leaf, Array) or target is None:
             results.append(leaf)
             continue
+        if not isinstance(target, OwnSharding):
+            raise ShardingError(_no_place(target))
         moved = put(leaf, sharding=target)
         if moved is not leaf:
             for member in moved.members:
                 _read_only(member, offer)
         results.append(moved)
     return jax.tree_util.tree_unflatten(structure, results)
+
+
+def _no_place(target: Any) -> str:
+    """Return why an entry of `like` is no place for an array."""
+    if isinstance(target, PartitionSpec):
+        words = f"{target}, without devices; pass pw.NamedSharding(mesh, {target})"
+    else:
+        words = f"{target!r}; it takes a pw.NamedSharding, or an array that lies on virtual devices"
+    return f"like= of pw.lookup has {words}"

@@ -31,6 +31,7 @@ from pw.core.messages.status import *
 from pw.core.messages.stores import *
 from pw.core.messages.timelines import *
 from pw.core.messages.trees import *
+from pw.core.messages.waiting import *
 
 REMOTE: tuple[type[Base], ...] = tuple(
     [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pw.core.errors import ErrorReport
 from pw.core.landing import Landing
-from pw.core.messages.base import HostToCoordinator
+from pw.core.messages.base import HostToController, HostToCoordinator
+from pw.core.messages.bounds import Count
 
 
 class EdgeCredit(HostToCoordinator, frozen=True, tag=90):
@@ -34,6 +35,13 @@ class EdgeFailed(HostToCoordinator, frozen=True, tag=92):
     error: ErrorReport
     alone: bool = False
     """True if the value exists, but cannot be sent to this host; other hosts may receive theirs."""
+
+
+class BytesMoved(HostToController, frozen=True, tag=86):
+    """ShardCoordinator to Controller, some seconds after edges were sent: how much it was for each client."""
+
+    moved: tuple[tuple[int, Count], ...]
+    """Clients, with the bytes that this host has sent to other hosts since its last report."""
 
 
 class EdgeProbe(HostToCoordinator, frozen=True, tag=113):

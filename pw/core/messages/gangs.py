@@ -27,6 +27,8 @@ class AddClient(Local, frozen=True, tag=60):
     """Node of the client's session."""
     line: str = ""
     """Node of the client's lines to hosts; empty if it has none."""
+    device_memory_bytes: int | None = None
+    """Bytes that the tenant may have on a device; None for no bound."""
 
 
 class Submit(Local, frozen=True, tag=61):
@@ -208,7 +210,7 @@ SMALL_UPLOAD_BYTES = 1 << 20
 """Size of a shard, in bytes, below which an upload goes to the devices at once, where arrays may leave them."""
 
 
-class Spill(ControllerToExecutor, frozen=True, tag=85):
+class Spill(ControllerToExecutor, frozen=True, tag=87):
     """IslandScheduler to HostExecutor, in launch order: move these arrays from device to host memory."""
 
     epoch: int
@@ -216,7 +218,7 @@ class Spill(ControllerToExecutor, frozen=True, tag=85):
     arrays: tuple[int, ...]
 
 
-class Spilled(HostToScheduler, frozen=True, tag=86):
+class Spilled(HostToScheduler, frozen=True, tag=88):
     """HostExecutor to IslandScheduler: these arrays do not lie on the devices of this host any more."""
 
     epoch: int
@@ -341,6 +343,20 @@ class ArrayPlaced(Local, frozen=True, tag=81):
     devices: tuple[DeviceAddress, ...]
     """Physical device at every position of the slice's mesh."""
     shard_bytes: int
+    is_back: bool = False
+    """True if recovery brings the array back, which its tenant has had."""
+
+
+class UploadRefused(Local, frozen=True, tag=85):
+    """IslandScheduler to Controller (local): this array of `ArrayPlaced` takes its tenant beyond its bound.
+
+    The array counts for the island until its release.
+    """
+
+    array: int
+    error: ErrorReport
+    holders: tuple[tuple[int, int], ...] = ()
+    """Largest arrays of the tenant where there is no room, with their bytes there."""
 
 
 class RunAtHead(Local, frozen=True, tag=82):

@@ -122,7 +122,8 @@ class TenantInfo(msgspec.Struct, frozen=True, array_like=True):
     share: float
     """Weight of the tenant among tenants, where the policy is `share`."""
     amounts: dict[str, int]
-    """Amounts that the tenant has, by the name of the right, and its `runs` in flight; bytes for memory."""
+    """Amounts that the tenant has, by the name of the right, and its `runs` in flight. Memory is in
+    bytes, that of devices on the device where the tenant has most."""
     bounds: dict[str, int]
     """Amounts that the tenant may have, by the name of the right; a right without a bound is left out."""
     spent: dict[str, float] = {}

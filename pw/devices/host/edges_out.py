@@ -6,6 +6,7 @@ when both its value and the receiver's credit are there (`pw.devices.host.edge_s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
 from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
-from pw.core.ids import Address, client_of, coordinator_of
+from pw.core.ids import CONTROL, Address, client_of, coordinator_of
 from pw.core.landing import Bulk
 from pw.core.packing import pack
 from pw.core.programs.counted import Array, joined, packed
@@ -29,6 +31,9 @@ from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
 from pw.devices.host.run_table import RunTable
 from pw.devices.host.value import Value
+
+REPORT_S = 2.0
+"""Seconds between two reports of the bytes that were sent."""
 
 _STAGES = {
     Sending.WAITING: "no value",
@@ -50,6 +55,11 @@ class EdgesOut(Part):
     _outgoing: dict[EdgeKey, Outgoing] = field(default_factory=dict)
     _void_clients: set[int] = field(default_factory=set)
     """Clients whose edges need a credit that is here already, because they left long ago."""
+    moved: Counter[int] = field(default_factory=Counter)
+    """Bytes that were sent for each client and are not reported."""
+
+    def __post_init__(self) -> None:
+        self._reports = Ticker(self.env, REPORT_S, self._report_moved)
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -136,6 +146,7 @@ class EdgesOut(Part):
     def _send_inline(self, outgoing: Outgoing, data: bytes) -> None:
         run, edge, destination = outgoing.key
         self._happens(outgoing, SendEvent.INLINE)
+        self.count(run, len(data))
         self.env.send(coordinator_of(destination), msg.EdgeData(run, edge, data))
         if self.env.recorder.on:
             self._record(outgoing, self.env.now_s())
@@ -182,7 +193,11 @@ class EdgesOut(Part):
         # If it began before the recording, a timeline shows it from its start, whenever that was.
         began_s = self.env.now_s() if self.env.recorder.on else outgoing.since_s
 
+        size_bytes = sum(part.nbytes for _, part in outgoing.parts)
+
         def pushed(error: Exception | None) -> None:
+            if error is None:
+                self.count(outgoing.key[0], size_bytes)
             if outgoing.state is Sending.ENDED:
                 return
             self._happens(outgoing, SendEvent.SENT)
@@ -195,6 +210,16 @@ class EdgesOut(Part):
             pushed(ProtocolError(f"edge {outgoing.key[1]} got a landing that is too small"))
             return
         self.bulk.push(landing, outgoing.parts, pushed)
+
+    def count(self, run: int, size_bytes: int) -> None:
+        """Count bytes for the accounts."""
+        self.moved[client_of(run)] += size_bytes
+        self._reports.start()
+
+    def _report_moved(self) -> bool:
+        moved, self.moved = self.moved, Counter()
+        self.env.send(CONTROL, msg.BytesMoved(tuple(moved.items())))
+        return False
 
     def _record(self, outgoing: Outgoing, began_s: float) -> None:
         """Record a route that was sent, for timelines."""

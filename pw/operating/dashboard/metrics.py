@@ -37,6 +37,8 @@ COUNTERS = {
     "pw_computations": ("computations", "Computations that hosts have enqueued."),
     "pw_compilations": ("compilations", "Executables that hosts have compiled."),
     "pw_executables_loaded": ("executables_loaded", "Executables that came from a cache."),
+    "pw_spilled_bytes": ("bytes_spilled", "Bytes that have left devices for host memory."),
+    "pw_returned_bytes": ("bytes_returned", "Bytes that have come back to devices."),
     "pw_timelines_ended": ("timelines_ended", "Timelines whose client has not read them."),
 }
 """Counters of Prometheus, without their ending `_total`, by the counter of `pw.stats()` and its help."""
@@ -131,6 +133,7 @@ class Metrics(Collector):
             ("pw_ended_launches", "Launches that have ended.", "launches"),
             ("pw_queue_seconds", "How long these were queued.", "waited_s"),
             ("pw_device_seconds", "Their device time, of each device.", "device_s"),
+            ("pw_moved_bytes", "Bytes that programs have sent from host to host.", "moved_bytes"),
         ):
             rows = [((tenant,), sums.get(value, 0.0)) for tenant, sums in had.items()]
             yield _counter(name, words, labels, rows)

@@ -2,9 +2,9 @@
 
 Theory of operation. A thread has one session, with the rights of its credentials. Each second it asks one
 question: in turn the status, the memory of devices and the counters of all processes;
-a question of a person at the page (why, plan) takes the place of one of them. While runs are in flight it also
-records short samples (`pw.operating.dashboard.sampling`). Each answer makes a new `Snapshot`, which replaces
-the one before. A controller that does not answer, or is started again, makes a snapshot that says so.
+a question of a person at the page (why, queue, plan) takes the place of one of them. While runs are in flight
+it also records short samples (`pw.operating.dashboard.sampling`). Each answer makes a new `Snapshot`, which
+replaces the one before. A controller that does not answer, or is started again, makes a snapshot that says so.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TRACE_S = 10.0
 """The longest timeline that the page records."""
 
 Question = tuple[str, str]
-"""Question (`why` or `plan`), and the name of what it is about."""
+"""Question (`why`, `queue` or `plan`), and the name of what it is about."""
 
 
 class Busy(Error):
@@ -138,7 +138,7 @@ class Reader:
             self._thread.join(2 * ANSWER_S)
 
     def ask(self, what: str, name: str = "") -> Future[Any]:
-        """Ask `why`, or for the `plan` of a program; equal questions share an answer.
+        """Ask `why`, for the `queue`, or for the `plan` of a program; equal questions share an answer.
 
         Raises:
             Busy: too many questions wait.
@@ -232,11 +232,13 @@ class Reader:
     def _answer(self, session: Runtime, question: Question, answer: Future[Any]) -> None:
         what, name = question
         try:
-            reply: Any = (
-                session.ask.explain(ANSWER_S)
-                if what == "why"
-                else session.ask.plan(name, 0, ANSWER_S)
-            )
+            reply: Any
+            if what == "why":
+                reply = session.ask.explain(ANSWER_S)
+            elif what == "queue":
+                reply = session.ask.queue(ANSWER_S)
+            else:
+                reply = session.ask.plan(name, 0, ANSWER_S)
         except Error as error:
             answer.set_exception(error)
         else:
@@ -257,6 +259,9 @@ class Reader:
             counts = {"launches": use.launches, "waited_s": use.waited_s, "device_s": use.device_s}
             self.totals.take(client.number, ("tenant", client.tenant), counts)
             self.tenants[client.tenant] = None
+        for tenant in status.tenants:
+            moved = {"moved_bytes": tenant.spent.get("moved_bytes", 0.0)}
+            self.totals.take(("moved", tenant.name), ("tenant", tenant.name), moved)
         for island in status.islands:
             self.totals.take(
                 ("island", island.name),

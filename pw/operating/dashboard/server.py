@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pw.client.display.tables import Shown
 from pw.client.looking.plan import Plan
+from pw.client.looking.queue import ClusterQueue
 from pw.core.errors import Error
 from pw.operating.dashboard.metrics import Metrics
 from pw.operating.dashboard.reader import Busy, Reader
@@ -91,6 +92,7 @@ class Page:
             Route("/island/{name:path}", self._island),
             Route("/picture", self._picture),
             Route("/why", self._why),
+            Route("/queue", self._queue),
             Route("/plan", self._plan),
             Route("/trace", self._trace, methods=["POST"]),
         ]
@@ -159,6 +161,9 @@ class Page:
 
     async def _why(self, request: Request) -> Response:
         return await self._asked("why", "", lambda reply: {"text": reply.text})
+
+    async def _queue(self, request: Request) -> Response:
+        return await self._asked("queue", "", lambda reply: _shown(ClusterQueue.of(reply)))
 
     async def _plan(self, request: Request) -> Response:
         name = request.query_params.get("name", "")

@@ -24,6 +24,8 @@ class DeviceView(msgspec.Struct, frozen=True):
     arrays_bytes: int | None
     reserved_bytes: int
     limit_bytes: int | None
+    host_bytes: int
+    """Bytes of its shards that lie in host memory."""
     clients: tuple[tuple[str, int], ...]
     """Names of clients, and the bytes that each has there."""
 
@@ -255,6 +257,7 @@ def devices_of(readings: Readings, host: str, count: int) -> tuple[DeviceView, .
                 None if device is None else device.arrays_bytes,
                 0 if device is None else device.reserved_bytes + device.temporary_bytes,
                 None if device is None else device.limit_bytes,
+                0 if device is None else device.host_bytes or 0,
                 owners,
             )
         )

@@ -6,16 +6,21 @@ entry that the sink cannot keep waits for the next minute.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from pw.core import messages as msg
 from pw.core.accounts import AccountEntry, AccountSink, Spent
 from pw.core.actors.ticker import Ticker
 from pw.sched.control.clients import Client
-from pw.sched.control.sessions import ControlPart
+from pw.sched.control.sessions import ControlPart, handles_host
 
 ENTRIES_S = 60.0
 """Seconds between two entries of a client."""
+
+FORMER_KEPT = 4096
+"""Number of clients that have left whose tenants are remembered."""
 
 Take = Callable[[int], Iterable[tuple[int, str, Spent]]]
 """Function that takes what a client (0 for all) has used on islands, with its number and tenant."""
@@ -37,6 +42,8 @@ class Accounts(ControlPart):
             self.sink.settle = self.settle
         self._sampled_s: dict[int, float] = {}
         """Time until which the memory of each client is counted, in seconds."""
+        self._former: OrderedDict[int, str] = OrderedDict()
+        """Tenants of clients that have left, by number: what hosts did for them may become known later."""
         self._ticker = Ticker(self._env, ENTRIES_S, self._write_again)
 
     def sums(self) -> Mapping[str, Spent]:
@@ -59,10 +66,25 @@ class Accounts(ControlPart):
         self._collect(client.number)
         self._sample(client)
         self._sampled_s.pop(client.number, None)
+        self._former[client.number] = client.tenant
+        if len(self._former) > FORMER_KEPT:
+            self._former.popitem(last=False)
         entry = self._unwritten.get(client.number)
         if entry is not None:
             entry.leaves = True
             self._write({client.number: entry})
+
+    @handles_host(msg.BytesMoved)
+    def _moved(self, host: str, message: msg.BytesMoved) -> None:
+        """A host has sent bytes to other hosts for its clients."""
+        for number, size_bytes in message.moved:
+            client = self.sessions.get(number)
+            if client is not None:
+                client.usage.moved_bytes += size_bytes
+            elif number in self._former:
+                self.add(number, self._former[number], Spent(moved_bytes=size_bytes))
+            else:
+                self._env.count("moved_bytes_of_strangers", size_bytes)
 
     def settle(self) -> None:
         """Write all that was used until now."""
@@ -82,7 +104,7 @@ class Accounts(ControlPart):
     def _collect(self, client: int = 0) -> bool:
         news = list(self.take(client))
         for number, tenant, spent in news:
-            self._add(number, tenant, spent)
+            self.add(number, tenant, spent)
         return bool(news)
 
     def _sample(self, client: Client) -> None:
@@ -95,12 +117,14 @@ class Accounts(ControlPart):
             memory_byte_s=size_bytes * passed_s,
             uploaded_bytes=usage.uploaded_bytes,
             stored_bytes=usage.stored_bytes,
+            moved_bytes=usage.moved_bytes,
         )
-        usage.uploaded_bytes = usage.stored_bytes = 0
+        usage.uploaded_bytes = usage.stored_bytes = usage.moved_bytes = 0
         if spent:
-            self._add(client.number, client.tenant, spent)
+            self.add(client.number, client.tenant, spent)
 
-    def _add(self, number: int, tenant: str, spent: Spent) -> None:
+    def add(self, number: int, tenant: str, spent: Spent) -> None:
+        """Add what a client has used to its entry, and to the sums of its tenant."""
         self._sums.setdefault(tenant, Spent()).add(spent)
         if self.sink is None:
             return

@@ -108,6 +108,8 @@ class ArrayEntry(Attempts):
     """Error that lost the array, or made it fail."""
     input: int = 0
     """Id under which the client uploads the array; 0 if it does not come from the client."""
+    refused: bool = False
+    """True if it takes its tenant beyond what it may have: hosts drop it when all have reported."""
     restored: bool = False
     """True if the array was made from replicas, or brought again, so that hosts may have replicas of it."""
     past: tuple[ArrayState, ...] = ()
@@ -172,6 +174,10 @@ class ArrayEntry(Attempts):
         """Give the array an error."""
         self._after(ArrayEvent.FAIL)
         self.cause = error
+
+    def drop(self) -> None:
+        """Its hosts drop it."""
+        self.hosts = ()
 
     def delete(self) -> None:
         """The client does not hold it any more."""

@@ -35,6 +35,8 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
+        self.waits_since_s: dict[int, float] = {}
+        """Times since which slices wait for devices, in seconds, by number; bound ones have none."""
         self.unproven: set[int] = set()
         """Slices on the devices of another slice whose tenant is not known yet: its client may come back."""
         self.times_bound: dict[int, int] = {}

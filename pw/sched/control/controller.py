@@ -12,7 +12,7 @@ opens no bulk channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import asdict
 
@@ -21,7 +21,7 @@ from pw.core.accounts import AccountSink, Spent
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
-from pw.core.rights import NO_BOUNDS, NewRights, TenantRights
+from pw.core.rights import DEVICE_MEMORY, NO_BOUNDS, NewRights, TenantRights
 from pw.core.tenants import NO_SECRET, OPERATOR, Claims, may_touch
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
@@ -53,6 +53,7 @@ from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.usage import Usage
+from pw.sched.control.waits import WaitReports
 from pw.sched.control.watches import IslandWatches
 
 
@@ -80,6 +81,7 @@ class Controller(Actor):
         uses: Callable[[], Mapping[int, msg.ClientUse]] = dict,
         lines: Callable[[], tuple[msg.LogLine, ...]] = tuple,
         awaited_islands: Callable[[], int] = int,
+        tenants_memory: Callable[[], Iterable[tuple[str, int]]] = tuple,
         take_spent: Take = lambda client: (),
         account_sink: AccountSink | None = None,
     ) -> None:
@@ -93,8 +95,9 @@ class Controller(Actor):
         self._counters = counters
         self._uses = uses
         self._lines = lines
+        self._tenants_memory = tenants_memory
         self.usage = Usage(rights)
-        self._islands = Islands(env)
+        self._islands = Islands(env, counts_tenants=rights.have_file)
         sessions = self.sessions = Sessions(
             env, self._islands, tickets, first_client, events, claims, self.usage, heard_s
         )
@@ -126,6 +129,9 @@ class Controller(Actor):
             sessions, slices, replicas, handovers, uploads, confirmations, self._release
         )
         lookups = self.lookups = Lookups(sessions, names)
+        waits = WaitReports(
+            *(sessions, inquiries, policy, slices, registry, runs, stream, lookups, island_status)
+        )
         in_order: Handlers = {
             msg.Run: runs.start,
             msg.CreateArray: uploads.create,
@@ -151,7 +157,7 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups),
+            *(confirmations, names, lookups, waits, self.accounts),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -368,10 +374,15 @@ class Controller(Actor):
     def _tenants(self, asker: str) -> Iterator[msg.TenantInfo]:
         """Yield the tenants that a client of a tenant may see."""
         rights, sums = self.usage.rights, self.accounts.sums()
+        most_bytes: dict[str, int] = {}
+        for tenant, size_bytes in self._tenants_memory():
+            most_bytes[tenant] = max(size_bytes, most_bytes.get(tenant, 0))
         here = {client.tenant for client in self.sessions.clients}
         for tenant in sorted(here | rights.named.keys() | sums.keys()):
             if may_touch(asker, tenant):
                 own, amounts = rights.of(tenant), self.usage.amounts(tenant)
+                if most_bytes.get(tenant):
+                    amounts[DEVICE_MEMORY] = most_bytes[tenant]
                 spent = asdict(sums.get(tenant, Spent()))
                 yield msg.TenantInfo(tenant, own.share, amounts, own.bounds(), spent)
 

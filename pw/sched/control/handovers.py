@@ -24,86 +24,28 @@ only one side has come ends after a while.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from msgspec.structs import replace
+from dataclasses import dataclass
 
 from pw.core.actors.ticker import Ticker
-from pw.core.errors import ArrayDeleted, ArrayLost, Error, ErrorReport, NotOwner, PlacementError
+from pw.core.errors import Error, ErrorReport
 from pw.core.ids import client_of
 from pw.core.messages import OFFER_TOKEN_BYTES, Delete, Offer, OfferSource
-from pw.core.programs.program import Program
 from pw.core.programs.spec_checks import check_spec
-from pw.core.programs.views import view_program
-from pw.core.sharding import ArraySpec, Placement
+from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import ArrayEntry
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
+from pw.sched.control.offers import ALONE, ALONE_S, ENDED, REUSED, Handover, view_of, why_not
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.runs import RunsInFlight
 from pw.sched.control.sessions import ControlPart
 
-ALONE_S = 240.0
-"""Seconds for which an offer waits for its importer, and a taken array for its offer: the other client may
-have to wait for its runs in flight first."""
 GUARDED_S = 30.0
 """Seconds for which an offer keeps its arrays from being donated and deleted."""
 LOOK_S = 1.0
 """How often to look for those that have waited too long."""
 VIEWS_KEPT = 64
 """Number of programs of each exporter that stay installed."""
-
-_ENDED = ErrorReport.of(
-    ArrayLost(
-        "the session that handed the array over has ended, and there are no replicas of it; call pw.checkpoint "
-        "on the arrays that your program cannot do without"
-    )
-)
-_ALONE = ErrorReport.of(
-    ArrayLost(
-        f"no session has offered the array within {ALONE_S:.0f} s: the call that hands it over was not made "
-        "there, or has failed. Hand it over again"
-    )
-)
-_REUSED = ErrorReport.of(
-    NotOwner(
-        "the array was taken already, or never offered; each offer can be taken once. Hand it over again"
-    )
-)
-
-
-@dataclass(slots=True, eq=False)
-class Handover:
-    """Arrays that one client hands to another: the offer, the arrays that are taken, or both."""
-
-    token: bytes
-    until_s: float
-    """Time at which it ends if only one side has come, in seconds."""
-    exporter: Client | None = None
-    offer: Offer | None = None
-    importer: int = 0
-    """Number of the importer; 0 while no client has taken an array."""
-    imports: dict[int, tuple[int, ArraySpec]] = field(default_factory=dict)
-    """Number and spec of each array of the importer, by its place in the offer."""
-    asked: dict[int, int] = field(default_factory=dict)
-    """Arrays for which the importer waits before the offer has come, with the names under which they arrive."""
-    error: ErrorReport | None = None
-    """Error of each array that is taken, if there is nothing to take."""
-    untaken: int = 0
-    """Number of arrays that have still to get that error; negative if it is not known."""
-    record: Record | None = None
-    """Record of the run that makes the importer's arrays."""
-    guarded: dict[int, None] = field(default_factory=dict)
-    """Offered arrays that stay until that run is submitted."""
-    guarded_until_s: float = 0.0
-    """Time until which these arrays stay, in seconds."""
-    deleted: list[int] = field(default_factory=list)
-    """Guarded arrays that the exporter has deleted."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether both sides have come."""
-        return self.offer is not None and len(self.imports) == len(self.offer.arrays)
 
 
 @dataclass(eq=False)
@@ -134,7 +76,7 @@ class HandoverTable(ControlPart):
         if client_of(message.run) != client.number or not client.is_new(message.run):
             self._env.count("messages_duplicate")
             return
-        error = _why_not(client, message)
+        error = why_not(client, message)
         handover = self._offered(client, message, error)
         if handover is not None:
             handover.guarded = dict.fromkeys(message.arrays)
@@ -173,7 +115,7 @@ class HandoverTable(ControlPart):
             client.lineage.refuse_run(message.run)
             return None
         if error is None and any(index >= len(message.arrays) for index in handover.imports):
-            error = _REUSED
+            error = REUSED
         handover.exporter, handover.offer = client, message
         client.lineage.hold(message.arrays)
         if error is not None:
@@ -216,7 +158,7 @@ class HandoverTable(ControlPart):
         """End an offer unless a client has taken it."""
         handover = self._handovers.get(token)
         if handover is not None and not handover.imports:
-            self._end(handover, _ENDED)
+            self._end(handover, ENDED)
 
     def is_untaken(self, token: bytes) -> bool:
         """Whether an offer waits for a client to take an array of it."""
@@ -255,7 +197,7 @@ class HandoverTable(ControlPart):
         """Have a taken array arrive under this name: its own number, or one that only recovery knows."""
         handover = self._of.get(number)
         if handover is None:
-            self.runs.handed.append((name, _REUSED if name == number else _ENDED))
+            self.runs.handed.append((name, REUSED if name == number else ENDED))
             return
         if handover.error is not None:
             self.runs.handed.append((name, handover.error))
@@ -291,7 +233,7 @@ class HandoverTable(ControlPart):
             handover = self._of.pop(number, None)
             if handover is None:
                 continue
-            self._fail(handover, number, _ENDED)
+            self._fail(handover, number, ENDED)
             if handover.record is not None and handover.exporter is not None:
                 handover.exporter.lineage.release((number,))
             self._match(handover)
@@ -303,7 +245,7 @@ class HandoverTable(ControlPart):
         if exporter is None or not handover.is_complete:
             return
         if not any(self._of.get(number) is handover for number, _ in handover.imports.values()):
-            self._end(handover, _ENDED)
+            self._end(handover, ENDED)
         elif handover.asked:
             exporter.wanted.update(handover.asked)
             handover.asked.clear()
@@ -339,38 +281,14 @@ class HandoverTable(ControlPart):
     def _record(self, handover: Handover, exporter: Client) -> None:
         offer = handover.offer
         assert offer is not None
-        program = self.registry.own(exporter, self._view(handover, offer), VIEWS_KEPT)
+        program = self.registry.own(
+            exporter, view_of(handover, offer, self._islands.bindings), VIEWS_KEPT
+        )
         results = tuple([handover.imports[index][0] for index in range(len(offer.arrays))])
         handover.record = exporter.lineage.add_run(offer.run, program, offer.arrays, results)
         exporter.lineage.let_go(offer.arrays)
         gone = [number for number in results if self._of.get(number) is not handover]
         exporter.lineage.release(gone)
-
-    def _view(self, handover: Handover, offer: Offer) -> Program:
-        """Return the program that makes the importer's arrays, in terms of the exporter's slice."""
-        bindings = self._islands.bindings
-        outputs, shards = [], []
-        for index, spec in enumerate(offer.specs):
-            _, wanted = handover.imports[index]
-            own = bindings.get(spec.placement.slice)
-            theirs = bindings.get(wanted.placement.slice)
-            if own is None or theirs is None:
-                raise PlacementError(
-                    f"the array {spec.short} cannot be handed over: its devices have been given back, or "
-                    "have not come back after a loss. Put it on other ones first, with pw.put"
-                )
-            here, there = own.located(spec.placement), theirs.located(wanted.placement)
-            if set(here) != set(there):
-                raise PlacementError(
-                    f"the array {spec.short} cannot be handed over: it lies on other devices than those that "
-                    "the other session names for it. Move it there first, with pw.put or jax.device_put"
-                )
-            on = {device: at for at, device in enumerate(own.devices)}
-            placement = Placement(spec.placement.slice, tuple([on[device] for device in there]))
-            outputs.append(replace(wanted, placement=placement))
-            at = {device: position for position, device in enumerate(here)}
-            shards.append([(index, at[device]) for device in there])
-        return view_program(offer.specs, outputs, shards)
 
     def results(self, exporter: Client, record: Record) -> dict[int, int]:
         """Return the names under which importers await results of a record that is about to run."""
@@ -389,7 +307,7 @@ class HandoverTable(ControlPart):
             ):
                 names[number] = name
             else:
-                self._refused(number, name, _ENDED)
+                self._refused(number, name, ENDED)
         return names
 
     def submitted(self, record: Record) -> None:
@@ -467,7 +385,7 @@ class HandoverTable(ControlPart):
         alone = [handover for handover in self._handovers.values() if not handover.is_complete]
         for handover in alone:
             if handover.until_s <= now_s:
-                self._end(handover, _ALONE)
+                self._end(handover, ALONE)
             elif handover.guarded and handover.guarded_until_s <= now_s:
                 self._env.count("offers_unguarded")
                 self._unguard(handover)
@@ -477,36 +395,10 @@ class HandoverTable(ControlPart):
         """End the offers of a client, also those that wait, and forget the arrays that it has taken."""
         for message in client.stream:
             if isinstance(message, Offer):
-                self._offered(client, message, _ENDED)
+                self._offered(client, message, ENDED)
         for handover in list(self._handovers.values()):
             if handover.exporter is client:
                 handover.guarded = {}  # the client's arrays leave with it
-                self._end(handover, _ENDED)
+                self._end(handover, ENDED)
             elif handover.importer == client.number:
                 self.forgotten([number for number, _ in handover.imports.values()])
-
-
-def _why_not(client: Client, message: Offer) -> ErrorReport | None:
-    """Return why these arrays cannot be offered; an array that has failed can."""
-    if message.error is not None:
-        return message.error
-    error: Error | None = None
-    slices = {spec.placement.slice for spec in message.specs}
-    if len(message.arrays) != len(message.specs) or len(slices) != 1:
-        error = PlacementError("arrays of several slices, or none, were offered at once")
-    for number, spec in zip(message.arrays, message.specs, strict=False):
-        array = client.arrays.get(number)
-        if client_of(number) != client.number:
-            error = NotOwner(
-                f"the array {spec.short} belongs to another session than the one that offers it"
-            )
-        elif array is None:
-            error = ArrayDeleted(
-                f"the array {spec.short} was deleted or donated before it was handed over; keep a copy, or do "
-                "not donate it"
-            )
-        elif array.error is None and array.spec != spec:
-            error = PlacementError(
-                f"the array {spec.short} was offered with another layout than it has"
-            )
-    return None if error is None else ErrorReport.of(error)

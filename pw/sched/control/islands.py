@@ -14,8 +14,9 @@ from pw.sched.control.array_states import ArrayEntry
 class Islands:
     """Islands, the way to their schedulers, and the devices of the slices that are bound."""
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env, *, counts_tenants: bool = False) -> None:
         self._env = env
+        self._counts_tenants = counts_tenants
         self.islands: set[str] = set()
         """Names of islands that are ready."""
         self.limited: set[str] = set()
@@ -33,15 +34,15 @@ class Islands:
         """Return the device of each shard of an array whose slice is bound."""
         return self.bindings[spec.placement.slice].located(spec.placement)
 
-    def place(self, island: str, array: int, spec: ArraySpec) -> None:
-        """Tell a scheduler of the memory of an array that no run makes."""
-        placed = ArrayPlaced(array, self.located(spec), spec.device_bytes)
+    def place(self, island: str, array: int, spec: ArraySpec, *, is_back: bool = False) -> None:
+        """Tell a scheduler of the memory of an array that no run makes, or that recovery brings back."""
+        placed = ArrayPlaced(array, self.located(spec), spec.device_bytes, is_back)
         self._env.send(scheduler_of(island), placed)
 
     def formed(self, message: IslandFormed) -> bool:
         """An island is ready; return whether it needs a scheduler."""
         self.islands.add(message.island)
-        if message.device_memory_bytes is not None:
+        if message.device_memory_bytes is not None or self._counts_tenants:
             self.limited.add(message.island)
         is_new = message.island not in self.schedulers
         self.schedulers[message.island] = None

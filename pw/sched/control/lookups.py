@@ -41,6 +41,8 @@ class _WaitingLookup:
 
     client: Client
     message: msg.Lookup
+    since_s: float
+    """Time at which it began to wait, in seconds."""
     is_over: bool = False
     """True if it does not wait any more for a version that is not there."""
     timer: Timer | None = None
@@ -74,7 +76,7 @@ class Lookups(ControlPart):
         if message.request in waiting:
             self._env.count("messages_duplicate")
             return
-        reader = _WaitingLookup(client, message, message.wait_s <= 0)
+        reader = _WaitingLookup(client, message, self._env.now_s(), message.wait_s <= 0)
         if self._answer(reader):
             return
         if len(waiting) >= WAITING:
@@ -122,7 +124,7 @@ class Lookups(ControlPart):
     def _answer(self, reader: _WaitingLookup) -> bool:
         """Answer a lookup; return False if it still has to wait."""
         client, message = reader.client, reader.message
-        shared = self.names.find(client, message.name, message.version)
+        shared = self.names.directory.find(client, message.name, message.version)
         if shared is not None and any(
             one.state is VersionState.ARRIVING and one.maker == client.number
             for one in shared.versions.values()
@@ -145,7 +147,9 @@ class Lookups(ControlPart):
             return True
         if shared is None or version is None or version.number <= message.after:
             if reader.is_over:
-                error = self.names.not_there(client, message.name, message.version, message.after)
+                error = self.names.directory.not_there(
+                    client, message.name, message.version, message.after
+                )
                 self.names.refuse(client, message.request, error)
             return reader.is_over
         holder = shared.holder
@@ -199,7 +203,7 @@ class Lookups(ControlPart):
     @handles_client(msg.GetNames)
     def _list(self, client: Client, message: msg.GetNames) -> None:
         infos = []
-        for shared in self.names.seen_by(client):
+        for shared in self.names.directory.seen_by(client):
             version = shared.current
             assert version is not None, "only such names are seen"
             readers = {n for one in shared.versions.values() for n in one.readers.values()}

@@ -15,13 +15,14 @@ The controller tells the maker of a version when it ends, and the maker tells no
 When the maker of the current version leaves, the version is retired, at once or `keep_s` later. In between its
 arrays are checkpointed, because nothing else could make them again. What a reader has, it keeps.
 
-`pw.sched.control.lookups` says which version a lookup gets, and when.
+`pw.sched.control.directory` has the names and says which of them a client may read, `pw.sched.control.lookups`
+which version a lookup gets, and when.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +40,6 @@ from pw.core.errors import (
     ArrayLost,
     Error,
     ErrorReport,
-    NameNotFound,
     QuotaExceeded,
 )
 from pw.core.ids import Address, client_id, client_of
@@ -50,6 +50,7 @@ from pw.core.tenants import OPERATOR
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.confirmations import Confirmations
+from pw.sched.control.directory import NameDirectory
 from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.sessions import ControlPart
 from pw.sched.control.set_aside import Ordered
@@ -59,21 +60,17 @@ from pw.sched.control.versions import SharedName, Version, VersionEvent, Version
 
 NAMES = 1024
 """Number of names of one tenant, at most."""
-RECENT = 1 << 14
-"""Number of names of one tenant that have ended whose version numbers go on, when they are published again."""
 VERSIONS = 1024
 """Number of versions of one name, at most: those that arrive, the current one, and those that readers have."""
 AGAIN_S = 0.1
 """Seconds before hosts are asked again for arrays of which some were lost."""
 
-_Key = tuple[str, str]
-"""Tenant and name."""
-
 
 class KeepOver(NamedTuple):
     """Timer: a version has outlasted its maker's session long enough."""
 
-    key: _Key
+    tenant: str
+    name: str
     version: int
 
 
@@ -94,11 +91,7 @@ class NameTable(ControlPart):
     confirmations: Confirmations
     remove: Callable[[Client, str], None]
     """Releases all that a holder owns."""
-    _names: dict[_Key, SharedName] = field(default_factory=dict, init=False)
-    _recent: defaultdict[str, OrderedDict[str, int]] = field(
-        default_factory=lambda: defaultdict(OrderedDict), init=False
-    )
-    """Newest version numbers of each tenant's names that have ended, the one that ended longest ago first."""
+    directory: NameDirectory = field(default_factory=NameDirectory, init=False)
     _arriving: deque[tuple[SharedName, Version]] = field(default_factory=deque, init=False)
     offered: dict[bytes, tuple[SharedName, Version]] = field(default_factory=dict, init=False)
     """Versions that offers to readers are of, by token."""
@@ -141,22 +134,22 @@ class NameTable(ControlPart):
 
     def _has_come(self, client: Client, message: msg.Publish) -> bool:
         """Whether there is a version of this publication."""
-        shared = self._names.get((client.tenant, message.name))
+        shared = self.directory.get(client.tenant, message.name)
         versions = () if shared is None else shared.versions.values()
         return any((client.number, message.request) == one.origin for one in versions)
 
     def _objection(self, client: Client, message: msg.Publish) -> Error | None:
-        key = client.tenant, message.name
+        shared = self.directory.get(client.tenant, message.name)
         if not message.name or "/" in message.name:
             return ArgumentError(
                 f"{message.name!r} is no name for arrays: it has at least one character, and no slash"
             )
-        if key not in self._names and sum(one[0] == client.tenant for one in self._names) >= NAMES:
+        if shared is None and self.directory.count_of(client.tenant) >= NAMES:
             return ArgumentError(
                 f"tenant {client.tenant!r} has {NAMES} names, as many as it may have; pw.unpublish "
                 "those that nothing needs"
             )
-        if key in self._names and len(self._names[key].versions) >= VERSIONS:
+        if shared is not None and len(shared.versions) >= VERSIONS:
             return ArgumentError(
                 f"{message.name!r} has {VERSIONS} versions that arrive or that readers have, as many as it may "
                 "have; wait for earlier ones, with pw.publish(...).result(), or have readers delete theirs"
@@ -169,7 +162,7 @@ class NameTable(ControlPart):
             )
         if client.resuming is None:  # else it keeps what it had
             try:
-                more = int(key not in self._names)
+                more = int(shared is None)
                 self.sessions.usage.check(client.tenant, Resource.NAMES, more)
             except QuotaExceeded as error:
                 return error
@@ -182,13 +175,12 @@ class NameTable(ControlPart):
         return None
 
     def _begin(self, client: Client, message: msg.Publish, *, resumed: bool) -> None:
-        key = client.tenant, message.name
-        shared = self._names.get(key)
+        shared = self.directory.get(client.tenant, message.name)
         if shared is None:
             words = f"name {message.name!r}"
             holder = self.sessions.hold(words, client.tenant, self.replicas.unclaimed)
-            shared = self._names[key] = SharedName(client.tenant, message.name, holder)
-            shared.last = shared.newest = self._recent[client.tenant].pop(message.name, 0)
+            shared = SharedName(client.tenant, message.name, holder)
+            self.directory.add(shared)
         former = message.version if resumed else 0
         number = former if former > shared.last else shared.last + 1
         shared.last = number
@@ -360,12 +352,7 @@ class NameTable(ControlPart):
             releases = map(msg.ReleaseSlice, unused.values())
             self._in_order(holder, msg.Delete(tuple(version.arrays)), *releases)
         else:
-            key = shared.tenant, shared.name
-            del self._names[key]
-            recent = self._recent[shared.tenant]
-            recent[shared.name] = shared.last
-            if len(recent) > RECENT:
-                recent.popitem(last=False)
+            self.directory.remove(shared)
             self.remove(holder, "nothing is published under its name")
 
     def client_left(self, client: Client) -> None:
@@ -373,7 +360,7 @@ class NameTable(ControlPart):
         for token, (_, version) in list(self.offered.items()):
             if version.readers.get(token) == client.number:
                 self.handovers.withdraw(token)
-        for shared in list(self._names.values()):
+        for shared in self.directory.all():
             for version in list(shared.versions.values()):
                 if version.maker != client.number:
                     continue
@@ -388,8 +375,8 @@ class NameTable(ControlPart):
             self._retire(shared, version)
             return
         if keep_s < math.inf:
-            key = shared.tenant, shared.name
-            self._env.call_later(keep_s, KeepOver(key, version.number))
+            over = KeepOver(shared.tenant, shared.name, version.number)
+            self._env.call_later(keep_s, over)
         if arrays := tuple(version.arrays):
             self._in_order(shared.holder, msg.Checkpoint(0, arrays))
 
@@ -407,7 +394,7 @@ class NameTable(ControlPart):
 
     @handles(KeepOver)
     def _keep_over(self, sender: Address, timer: KeepOver) -> None:
-        shared = self._names.get(timer.key)
+        shared = self.directory.get(timer.tenant, timer.name)
         version = None if shared is None else shared.current
         if shared is None or version is None or version.maker:
             return
@@ -416,9 +403,9 @@ class NameTable(ControlPart):
 
     def unpublish(self, client: Client, message: msg.Unpublish) -> None:
         """A client ends a name."""
-        shared = self.find(client, message.name)
+        shared = self.directory.find(client, message.name)
         if shared is None or (shared.current is None and shared.newest == shared.last):
-            self.refuse(client, message.request, self.not_there(client, message.name))
+            self.refuse(client, message.request, self.directory.not_there(client, message.name))
         elif client.tenant not in (shared.tenant, OPERATOR):
             error = self.sessions.objection(
                 client, f"unpublish {message.name!r}", f"clients of {shared.tenant!r}"
@@ -432,48 +419,6 @@ class NameTable(ControlPart):
             if shared.current is not None:
                 self._retire(shared, shared.current)
             self.sessions.tell(client, msg.Answered(message.request, None))
-
-    # --- read -----------------------------------------------------------------------------------------
-
-    def find(self, client: Client, name: str, version: int = 0) -> SharedName | None:
-        """Return a name of which a client may read a version, by the text that the client has for it.
-
-        Args:
-            client: the reader.
-            name: the name; of another tenant's, after the tenant and a slash.
-            version: number of the version; 0 for the current one, whose readers may also wait for versions that
-                are not there.
-        """
-        tenant, slash, own = name.partition("/")
-        key = (tenant, own) if slash else (client.tenant, name)
-        shared = self._names.get(key)
-        if shared is None or not shared.may_read(client, shared.chosen(version)):
-            return None
-        return shared
-
-    def not_there(
-        self, client: Client, name: str, version: int = 0, after: int = 0
-    ) -> NameNotFound:
-        """Return the error of a lookup that finds nothing."""
-        shared = self.find(client, name, version)
-        if shared is not None and shared.current is not None and (version or after):
-            what = f"version {version}" if version else f"version after {after}"
-            return NameNotFound(
-                f"{name!r} has no {what} yet; the newest is {shared.current.number}. Give wait= to "
-                "wait for it"
-            )
-        names = [self._known_as(client, one) for one in self.seen_by(client)]
-        listed = f"; there are: {', '.join(names[:8])}" if names else ""
-        return NameNotFound(f"nothing is published as {name!r} for this session{listed}")
-
-    def seen_by(self, client: Client) -> list[SharedName]:
-        """Return the names that a client may look up."""
-        shown = (one for one in self._names.values() if one.current is not None)
-        return [one for one in shown if one.may_read(client, one.current)]
-
-    def _known_as(self, client: Client, shared: SharedName) -> str:
-        is_own = shared.tenant == client.tenant
-        return shared.name if is_own else f"{shared.tenant}/{shared.name}"
 
     def refuse(self, client: Client, request: int, error: Error) -> None:
         """Fail a request."""

@@ -50,7 +50,7 @@ class ProgramRegistry(ControlPart):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.artifacts = Artifacts()
-        self.queue = RoomQueue(self.sessions.usage, Resource.PROGRAMS)
+        self.queue = RoomQueue(self.sessions.usage, Resource.PROGRAMS, self._env.now_s)
         """Programs that are not installed because their tenant has as many as it may."""
 
     @handles_client(msg.RegisterProgram)

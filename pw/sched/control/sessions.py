@@ -337,18 +337,19 @@ class Sessions(Part):
             self.env.send(scheduler_of(island), self._added(client))
 
     def _added(self, client: Client) -> msg.AddClient:
-        share = self.usage.rights.of(client.tenant).share
+        rights = self.usage.rights.of(client.tenant)
         return msg.AddClient(
             client.number,
             *self.weight_of(client),
             client.tenant,
-            share,
+            rights.share,
             client.address.node,
             client.line,
+            rights.device_memory,
         )
 
     def rights_changed(self) -> None:
-        """Tell all schedulers the shares and priorities of clients under new rights."""
+        """Tell all schedulers the shares, priorities and memory of clients under new rights."""
         for client in self.clients:
             self.islands.tell_all(self._added(client))
 

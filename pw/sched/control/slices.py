@@ -70,7 +70,7 @@ class SliceRequests(ControlPart):
         super().__post_init__()
         self._bindings = self._islands.bindings
         self._losses = 0
-        self.queue = RoomQueue(self.sessions.usage, Resource.DEVICES)
+        self.queue = RoomQueue(self.sessions.usage, Resource.DEVICES, self._env.now_s)
         """Slices that wait until their tenant has given devices back."""
 
     # --- asked for and bound ----------------------------------------------------------------------
@@ -109,6 +109,7 @@ class SliceRequests(ControlPart):
             message, resumed=False, formerly="", former_hosts=()
         )
         slices.hosts[message.slice] = set(message.former_hosts)
+        slices.waits_since_s[message.slice] = self._env.now_s()
         then = partial(self._env.send, RESOURCES, message)
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
@@ -196,6 +197,7 @@ class SliceRequests(ControlPart):
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
         client.slices.unbound.pop(number, None)
+        client.slices.waits_since_s.pop(number, None)
 
     @handles(msg.SliceRefused)
     def _refused(self, sender: Address, message: msg.SliceRefused) -> None:
@@ -214,6 +216,7 @@ class SliceRequests(ControlPart):
             client.slices.requests.pop(message.slice, None)
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
+            client.slices.waits_since_s.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self.sessions.tell(client, message)
         return client
@@ -262,6 +265,7 @@ class SliceRequests(ControlPart):
         client.slices.unbound.pop(number, None)
         client.slices.unproven.discard(number)
         client.slices.times_bound.pop(number, None)
+        client.slices.waits_since_s.pop(number, None)
         self.forget_request(client, number)
         self._bindings.pop(number, None)
         self._env.send(RESOURCES, msg.ReleaseSlice(number))
@@ -292,6 +296,7 @@ class SliceRequests(ControlPart):
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
+            client.slices.waits_since_s[number] = self._env.now_s()
             waiting[client.number] = client
             error = self.sessions.error_for(client, message)
             self.sessions.tell(client, msg.SliceLost(number, error))
@@ -321,6 +326,7 @@ class SliceRequests(ControlPart):
         for number in sorted(numbers):
             client.slices.borrowed.add(number)
             client.slices.unbound[number] = loss
+            client.slices.waits_since_s[number] = self._env.now_s()
             self._env.send(RESOURCES, client.slices.requests[number])
         self.expect(client, loss, _NOT_BORROWED)
 
@@ -338,6 +344,7 @@ class SliceRequests(ControlPart):
         client.slices.owned.add(number)
         client.slices.requests[number] = request
         client.slices.hosts[number] = set()
+        client.slices.waits_since_s[number] = self._env.now_s()
         self._env.send(RESOURCES, msgspec.structs.replace(request, resumed=resumed))
         return number
 

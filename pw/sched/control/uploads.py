@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pw.core import messages as msg
+from pw.core.actors.actor import handles
 from pw.core.errors import (
     INFRASTRUCTURE,
     ArrayLost,
@@ -22,12 +23,13 @@ from pw.core.errors import (
     ProtocolError,
 )
 from pw.core.events import TransferEvent
-from pw.core.ids import client_of, is_repeat, run_name, store_of
+from pw.core.ids import Address, client_of, is_repeat, run_name, store_of
 from pw.core.messages.checks import check_source
 from pw.core.programs.spec_checks import check_spec, layout_of
 from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.clients import Client
+from pw.sched.control.explain.memory import with_holders
 from pw.sched.control.programs import holders
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.plan import named
@@ -216,8 +218,31 @@ class UploadTable(ControlPart):
         if array.restored:
             self.replicas.arrived(client, number)
         self._islands.tell_all(msg.UploadEnded(number))
-        if was_discarded:
-            self._islands.release(client.number, [(number, array)], late=True)
+        if was_discarded or array.refused:
+            self._drop(client, number, array)
+
+    def _drop(self, client: Client, number: int, array: ArrayEntry) -> None:
+        self._islands.release(client.number, [(number, array)], late=True)
+        array.drop()
+
+    # --- refused by a scheduler -------------------------------------------------------------------
+
+    @handles(msg.UploadRefused)
+    def _over_bound(self, sender: Address, message: msg.UploadRefused) -> None:
+        """Fail an array for which its tenant has no room, and have its hosts drop it."""
+        number = message.array
+        client = self.sessions.owner(number)
+        array = None if client is None else client.arrays.get(number)
+        if client is None or array is None or not array.is_good:
+            self._env.count("messages_stale")
+            return
+        error = with_holders(self.sessions, client.number, message.error, message.holders)
+        array.refused = True
+        client.arrays.fail((number,), error)
+        self.ends.fail(error, arrays=(number,))
+        self.sessions.tell(client, msg.RunFailed(0, (number,), error))
+        if not array.awaited:
+            self._drop(client, number, array)
 
     def settle_taken(self) -> None:
         """Arrays that runs of other clients make have arrived, or will not."""

@@ -13,7 +13,7 @@ what it had. So does a client that comes back from an earlier controller (`keep`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class ClientUsage:
     """Bytes that the client has put on devices, and that its account does not have yet."""
     stored_bytes: int = 0
     """Bytes of its checkpoints on disk, which its account does not have yet."""
+    moved_bytes: int = 0
+    """Bytes that hosts have sent to each other for the client, and that its account does not have yet."""
     is_holder: bool = False
     """True if the client is no process, and holds what is published under a name."""
     amounts: dict[Resource, dict[int, int]] = field(default_factory=dict)
@@ -147,6 +149,8 @@ class RoomRequest(NamedTuple):
     amount: int
     then: Callable[[], None]
     """Function that begins what waits; it asks for no room itself."""
+    since_s: float
+    """Time at which the request came, in seconds."""
 
 
 class RoomQueue:
@@ -155,11 +159,13 @@ class RoomQueue:
     Args:
         usage: the ledger, in which a request is counted when it goes on.
         resource: what all requests are for.
+        now_s: returns the time, in seconds.
     """
 
-    def __init__(self, usage: Usage, resource: Resource) -> None:
+    def __init__(self, usage: Usage, resource: Resource, now_s: Callable[[], float]) -> None:
         self.usage = usage
         self._resource = resource
+        self._now_s = now_s
         self._requests: dict[int, RoomRequest] = {}
         """Requests of all tenants, by the id of what they are for."""
         self._by_tenant: dict[str, dict[int, RoomRequest]] = {}
@@ -169,6 +175,11 @@ class RoomQueue:
         """Ids of what waits."""
         return self._requests.keys()
 
+    @property
+    def tenants(self) -> Iterable[tuple[str, Mapping[int, RoomRequest]]]:
+        """Tenants that wait, each with its requests, the oldest first."""
+        return self._by_tenant.items()
+
     def of_tenant(self, tenant: str) -> Mapping[int, RoomRequest]:
         """Return the requests of a tenant, the oldest first."""
         return self._by_tenant.get(tenant, {})
@@ -177,7 +188,7 @@ class RoomQueue:
         self, client: int, tenant: str, key: int, amount: int, then: Callable[[], None]
     ) -> bool:
         """Call `then` when the tenant may have an amount and no older request waits; return whether it did."""
-        request = RoomRequest(client, tenant, amount, then)
+        request = RoomRequest(client, tenant, amount, then, self._now_s())
         self._requests[key] = self._by_tenant.setdefault(tenant, {})[key] = request
         self.try_again(tenant)
         return key not in self._requests

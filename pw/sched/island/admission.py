@@ -19,19 +19,27 @@ island (by name) when the run is at the head of its client's queue there and all
 ended. Then the islands reserve one after the other, in the order of their names; the last one tells
 all others that the run is admitted. An island without a memory limit takes part and lets everything
 pass. So runs cannot wait for each other in a circle: docs/internals/memory.md has the proof.
+
+Tenants. Where the rights of tenants come from a file, memory is counted for each tenant, also on devices
+without a limit. A run that would take its tenant beyond what it may have on a device waits in the same way,
+but holds only the tenant's own runs back, and is refused when nothing of the tenant can free memory. So
+is an upload (`pending_uploads`). While work of a tenant waits for its memory, none is lent to its clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.sched.island.memory import Claim, DeviceMemory
-from pw.sched.island.memory_report import NoRoom, counted, never_fits, no_room
+from pw.sched.island.memory_report import NoRoom, counted, never_fits, no_room, no_room_for_upload
+from pw.sched.island.memory_totals import TenantBounds, Total
+from pw.sched.island.pending_uploads import PendingUpload, PendingUploads
 
 PATIENCE = 32
 """Number of admissions that may pass a run that does not fit."""
@@ -63,8 +71,13 @@ class Reservation:
     """Value of `DeviceMemory.frees` when the run last did not fit."""
     spilled_at: int = -1
     """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
+    short: Total | None = None
+    """Total in which the run did not fit then: that of its tenant, or that of the island."""
     hopes: frozenset[int] | None = None
     """Uploads in flight when nothing else could free memory for the first time."""
+
+
+Waiting = TypeVar("Waiting", bound="Reservation | PendingUpload")
 
 
 @dataclass(eq=False, repr=False)
@@ -73,8 +86,13 @@ class Admission(Part):
 
     env: Env
     island: str
+    counts_tenants: bool = False
+    """True to count what each tenant has, also where devices have no limit."""
     memory: DeviceMemory | None = field(default=None, init=False)
     """Memory of the devices; None where nothing limits it."""
+    _tenants: TenantBounds = field(default_factory=TenantBounds, init=False)
+    pending: PendingUploads = field(default_factory=PendingUploads, init=False)
+    """Uploads that wait for room of their tenants."""
     _gathering: dict[int, Reservation] = field(default_factory=dict, init=False)
     """Reservations of runs on several islands that have not ended here, by run."""
     _blocked: dict[int, Reservation] = field(default_factory=dict, init=False)
@@ -84,24 +102,38 @@ class Admission(Part):
 
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
-        self._reset(message.device_memory_bytes, message.spill_bytes)
+        self._reset()
+        if message.device_memory_bytes is not None or self.counts_tenants:
+            self.memory = DeviceMemory(
+                self.island, message.device_memory_bytes, self._tenants, message.spill_bytes
+            )
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
-        self._reset(None)
+        self._reset()
 
-    def _reset(self, capacity_bytes: int | None, spill_bytes: int = 0) -> None:
+    def _reset(self) -> None:
         self.memory = None
-        if capacity_bytes is not None:
-            self.memory = DeviceMemory(self.island, capacity_bytes, spill_bytes)
         self._gathering.clear()
         self._blocked.clear()
         self._refused.clear()
+        self.pending.clear()
+
+    @handles(msg.AddClient)
+    def _client_added(self, sender: Address, message: msg.AddClient) -> None:
+        if self.counts_tenants:
+            self._tenants.tenants[message.client] = message.tenant
+            self._tenants.bounds_bytes[message.tenant] = message.device_memory_bytes
+            if self.memory is not None:
+                self.memory.bound(message.tenant, message.device_memory_bytes)
 
     @handles(msg.ArrayPlaced)
     def _array_placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
-        if self.memory is not None:
-            self.memory.place(message.array, message.devices, message.shard_bytes)
+        memory = self.memory
+        if memory is None or (upload := self.pending.place(memory, message)) is None:
+            return
+        if message.shard_bytes > (upload.total.bound_bytes or 0):
+            self._refuse_upload(memory, upload)
 
     @handles(msg.UploadEnded)
     def _upload_ended(self, sender: Address, message: msg.UploadEnded) -> None:
@@ -112,11 +144,12 @@ class Admission(Part):
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         if self.memory is not None:
             self.memory.forget(message.client)
+        self._tenants.remove(message.client)
 
     @handles(msg.MeasureIsland)
     def _measure(self, sender: Address, message: msg.MeasureIsland) -> None:
         memory = self.memory
-        limit_bytes = None if memory is None else memory.capacity_bytes
+        limit_bytes = None if memory is None else memory.total.bound_bytes
         devices = () if memory is None else counted(memory)
         self.env.send(
             sender, msg.IslandMeasured(message.request, self.island, limit_bytes, devices)
@@ -204,35 +237,47 @@ class Admission(Part):
 
     def without_room(self) -> Iterable[Reservation]:
         """Return the runs that were picked and do not fit, the oldest first."""
-        return () if self._refused else self._blocked.values()
+        return self._blocked.values()
 
-    def _overdue(self) -> Reservation | None:
-        for reservation in self._blocked.values():
-            if reservation.passed >= PATIENCE:
-                return reservation
-        return None
+    def _is_behind(self, memory: DeviceMemory, reservation: Reservation) -> bool:
+        """Whether a run waits for an upload, or for work of the same total that was passed too often."""
+        totals = memory.totals_of(client_of(reservation.run))
+        if self.pending and (
+            self.pending.are_read(reservation.args) or any(map(self._is_held_for_upload, totals))
+        ):
+            return True
+        for other in self._blocked.values():
+            if other.passed >= PATIENCE and other.short in totals:
+                return other is not reservation
+        return False
+
+    def _is_held_for_upload(self, total: Total) -> bool:
+        return any(upload.passed >= PATIENCE for upload in self.pending.of(total))
 
     def _reserve(self, memory: DeviceMemory, reservation: Reservation) -> bool:
         if reservation.run in self._refused or reservation.tried_at == memory.frees:
             return False
-        overdue = self._overdue() if self._blocked else None
-        if overdue is not None and overdue is not reservation:
+        if (self._blocked or self.counts_tenants) and self._is_behind(memory, reservation):
             return False
-        reservation.claim = memory.reserve(
-            reservation.program, reservation.args, reservation.results
-        )
-        if reservation.claim is None:
+        claim = memory.reserve(reservation.program, reservation.args, reservation.results)
+        reservation.claim = claim
+        if claim is None:
             reservation.tried_at = memory.frees
             why = never_fits(memory, reservation.program, reservation.args)
             if why is not None:
                 self._refuse(reservation, why)
             else:
+                reservation.short = memory.without_room(reservation.program, reservation.args)
                 self._blocked.setdefault(reservation.run, reservation)
             return False
         self._blocked.pop(reservation.run, None)
         for other in self._blocked.values():
-            other.passed += 1
+            other.passed += other.short in claim.totals
+        if self.counts_tenants:
+            self.pending.passed_by(claim.totals)
         return True
+
+    # --- work that never fits ------------------------------------------------------------------------
 
     def refuse_if_stuck(self) -> None:
         """Refuse one run if nothing can be launched and nothing in flight can free memory.
@@ -242,13 +287,83 @@ class Admission(Part):
         memory = self.memory
         if memory is None or not self._blocked or self._refused or memory.claims:
             return
-        reservation = self._overdue() or next(iter(self._blocked.values()))
-        if reservation.hopes is None:
-            reservation.hopes = frozenset(memory.arriving)
-        if not memory.arriving.isdisjoint(reservation.hopes):
-            return
+        blocked = [one for one in self._blocked.values() if one.short is memory.total]
+        if blocked and not self._has_hope(memory, longest := _longest(blocked)):
+            self._refuse(longest, self._no_room(memory, memory.total, longest))
+
+    @property
+    def are_tenants_short(self) -> bool:
+        """Whether work of a tenant waits for its tenant's memory."""
+        return self.counts_tenants and (bool(self.pending) or any(self._short()))
+
+    def is_short(self, client: int) -> bool:
+        """Whether work of a client's tenant waits for its tenant's memory."""
+        memory = self.memory
+        return memory is not None and memory.totals_of(client)[0] in (
+            *self._short(),
+            *self.pending.totals(),
+        )
+
+    def _short(self) -> Iterator[Total]:
+        """Yield the totals of tenants in which a run has no room."""
+        memory = self.memory
+        shorts = (one.short for one in self._blocked.values())
+        return (one for one in shorts if memory and one is not None and one is not memory.total)
+
+    def go_on(self, able: Callable[[], Container[str]]) -> bool:
+        """Go on with work that waits for its tenant's memory; return whether an upload waits no more.
+
+        Refuse what waits of a tenant that can free nothing: one run or upload of each.
+
+        Args:
+            able: returns the tenants with work that may be launched some time.
+        """
+        memory = self.memory
+        if memory is None or self.pending.try_again(memory):
+            return memory is not None
+        tenants = able()
+        refused = {memory.totals_of(client_of(run))[0] for run in self._refused}
+        for total in dict.fromkeys((*self.pending.totals(), *self._short())):
+            blocked = [one for one in self._blocked.values() if one.short is total]
+            uploads = list(self.pending.of(total))
+            waiting: list[Reservation | PendingUpload] = [*uploads, *blocked]
+            is_held = any(one.passed >= PATIENCE for one in waiting)
+            if (total.tenant in tenants and not is_held) or total in refused:
+                continue
+            if memory.has_claims(total):
+                continue
+            longest = _longest(waiting)
+            if self._has_hope(memory, longest):
+                continue
+            if isinstance(longest, PendingUpload):
+                self._refuse_upload(memory, longest)
+            else:
+                self._refuse(longest, self._no_room(memory, total, longest))
+        return False
+
+    def may_go(self, reservation: Reservation | None) -> bool:
+        """Whether a run at the head of its queue may be admitted, as far as is known."""
+        return reservation is None or (
+            reservation.is_admitted
+            or not (
+                reservation.run in self._blocked
+                or reservation.run in self._refused
+                or self.pending.are_read(reservation.args)
+                or (reservation.islands and not reservation.has_turn)
+            )
+        )
+
+    @staticmethod
+    def _has_hope(memory: DeviceMemory, waiting: Reservation | PendingUpload) -> bool:
+        """Whether uploads have not ended that were in flight when all else had."""
+        if waiting.hopes is None:
+            waiting.hopes = frozenset(memory.arriving)
+        return not memory.arriving.isdisjoint(waiting.hopes)
+
+    @staticmethod
+    def _no_room(memory: DeviceMemory, total: Total, reservation: Reservation) -> NoRoom:
         client = client_of(reservation.run)
-        self._refuse(reservation, no_room(memory, reservation.program, reservation.args, client))
+        return no_room(memory, total, reservation.program, reservation.args, client)
 
     def _refuse(self, reservation: Reservation, why: NoRoom) -> None:
         self._blocked.pop(reservation.run, None)
@@ -256,6 +371,15 @@ class Admission(Part):
         self.env.count("runs_refused")
         error = ErrorReport.of(why.error)
         self.env.send(CONTROL, msg.RunRefused(reservation.run, error, holders=why.holders))
+
+    def _refuse_upload(self, memory: DeviceMemory, upload: PendingUpload) -> None:
+        why = no_room_for_upload(memory, upload)
+        self.pending.drop(upload.array)
+        self.env.count("uploads_without_room")
+        error = ErrorReport.of(why.error)
+        self.env.send(CONTROL, msg.UploadRefused(upload.array, error, why.holders))
+
+    # --- the end of runs -----------------------------------------------------------------------------
 
     def segments_ended(self, reservation: Reservation, count: int = 1) -> None:
         """Count segments of a run that have ended here, or were cancelled."""
@@ -276,3 +400,8 @@ class Admission(Part):
         self._blocked.pop(reservation.run, None)
         self._refused.discard(reservation.run)
         self.segments_ended(reservation, segments)
+
+
+def _longest(waiting: Sequence[Waiting]) -> Waiting:
+    """Return what was passed too often, or else what waits longest."""
+    return next((one for one in waiting if one.passed >= PATIENCE), waiting[0])

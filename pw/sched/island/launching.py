@@ -64,6 +64,26 @@ class Launcher(Part):
         """Launch all that may go."""
         while (task := self._next()) is not None:
             self._launch(task)
+        while (
+            self.admission.are_tenants_short
+            and not self.residency.make_room()
+            and self.admission.go_on(self._able)
+        ):
+            while (task := self._next()) is not None:
+                self._launch(task)
+
+    def _able(self) -> set[str]:
+        """Return the tenants with work at the head of a queue that may go some time, and then free memory."""
+        queues = self.queues.busy.values()
+        return {
+            queue.stake.tenant for queue in queues if queue.tasks and self._may_go(queue.tasks[0])
+        }
+
+    def _may_go(self, task: Task) -> bool:
+        if not isinstance(task, SegmentTask):
+            return True
+        is_due = task.state in (LaunchState.READY, LaunchState.ELIGIBLE) and not task.awaits
+        return is_due and self.admission.may_go(task.here.reservation)
 
     @staticmethod
     def _keep_free(closed: set[SiteGroup], groups: Iterable[SiteGroup]) -> None:

@@ -174,6 +174,8 @@ class LaunchLeases(Part):
         for lease in unwanted:
             self._close(lease, "spill")
         if self.admission.memory is not None:
+            if self.table.holders and self.admission.are_tenants_short:
+                self._close_short()
             self._widen()
         if self.table.sliding:
             self._slide()
@@ -190,6 +192,8 @@ class LaunchLeases(Part):
                 self._due.add(client)
                 continue
             if not self.members.include(habit.hosts) or not self.table.are_free(habit.hosts):
+                continue
+            if self.admission.are_tenants_short and self.admission.is_short(client):
                 continue
             if self._is_alone(queue, habit.hosts):
                 self._lend(client, habit)
@@ -264,7 +268,7 @@ class LaunchLeases(Part):
         self, memory: DeviceMemory, client: int, programs: Collection[int], window: int
     ) -> LentMemory | None:
         """Set memory aside for a lease; None if that cannot be."""
-        if memory.has_off(client) or not can_be_lent(memory, programs):
+        if memory.tiers.have(client) or not can_be_lent(memory, programs):
             return None
         room = LentMemory(memory, client, programs, min(window, self.lending.ahead))
         room.widen()
@@ -383,6 +387,12 @@ class LaunchLeases(Part):
         close = msg.CloseLease(self.members.epoch, lease.number, lease.noticed)
         for host in lease.hosts:
             self.env.send(executor_of(host), close)
+
+    def _close_short(self) -> None:
+        """Close the leases of tenants whose other work waits for memory."""
+        for lease in list(self.table.holders.values()):
+            if self.admission.is_short(lease.client):
+                self._close(lease, "memory")
 
     @handles(msg.LeaseClosed)
     def _closed(self, sender: Address, message: msg.LeaseClosed) -> None:

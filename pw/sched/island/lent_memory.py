@@ -5,7 +5,8 @@ room on each device of the lease, and the temporaries of its programs. The clien
 (`LentProgram.room_bytes`), and launches nothing beyond the room. When it tells of a run, room becomes the
 reservation of the run, like that of every run. What runs and deletes free makes the room wider again.
 
-So what is set aside, and what is reserved, never goes beyond what the devices have.
+So what is set aside, and what is reserved, never goes beyond what the devices have, nor beyond what the tenant
+may have there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from itertools import chain
 
 from pw.core.ids import client_of
 from pw.core.programs.peak import OutputMemory
-from pw.sched.island.memory import Claim, DeviceMemory, Needs
+from pw.sched.island.memory import Claim, DeviceMemory
+from pw.sched.island.memory_totals import Needs
 
 RUNS = 8
 """Number of runs below which room is not worth a lease."""
@@ -51,7 +53,7 @@ class LentMemory:
         self._tried_at = -1
         memory.aside.add(self._room)
         for one in self._needs:
-            memory.let_compute(one)
+            one.let_compute()
 
     @property
     def _room_bytes(self) -> int:
@@ -101,7 +103,7 @@ class LentMemory:
         self._memory.reserved.discard(self._room)
         needs, self._needs = self._needs, []
         for one in needs:
-            self._memory.let_compute_no_more(one)
+            one.let_compute_no_more()
 
 
 def shared_arrays(memory: DeviceMemory, client: int) -> tuple[int, ...]:

@@ -19,14 +19,17 @@ its capacity. Uploads are not admitted; they only reduce the free memory.
 
 Buffers on the same devices are added up in one number until a total is needed. So an array costs an
 addition, and a run a few vector operations over the devices of its program.
+
+Where tenants are counted, what a client takes is in the total of its tenant, too (`memory_totals`). A buffer
+counts for the tenant whose client has made it, whatever names it later. So runs never take a tenant beyond
+what it may have on a device. An upload that would do so is counted for the island alone until it fits
+(`pending_uploads`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -34,84 +37,12 @@ import numpy.typing as npt
 from pw.core.ids import client_of
 from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
+from pw.sched.island.buffers import Buffer, Tier
+from pw.sched.island.memory_tiers import MemoryTiers, Returns, shortage
+from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total
 
-Bytes = npt.NDArray[np.int64]
-
-
-class Tier(Enum):
-    """Memory in which a buffer lies.
-
-    | tier | counts on the devices | `DeviceMemory.spill` | `spilled` | a run reads it |
-    |---|---|---|---|---|
-    | DEVICE | yes | LEAVING | | DEVICE |
-    | LEAVING | yes | | HOST; STAYS if it was not copied | waits |
-    | HOST | no | | | DEVICE, and its bytes are part of what the run needs |
-    | STAYS | yes | | | STAYS |
-    """
-
-    DEVICE = "device"
-    LEAVING = "leaving"
-    """It is being copied to host memory."""
-    HOST = "host"
-    STAYS = "stays"
-    """It could not be copied to host memory."""
-
-
-@dataclass(slots=True, eq=False)
-class _DeviceSet:
-    """The devices that a buffer is on."""
-
-    addresses: tuple[DeviceAddress, ...]
-    devices: npt.NDArray[np.intp]
-    unsettled_bytes: int = 0
-    """Bytes on each of the devices that buffers have added or removed, and that `_used` does not count yet."""
-
-
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """The memory of an array, on each of its devices."""
-
-    on: _DeviceSet
-    shard_bytes: int
-    names: int = 0
-    """Number of arrays that have the buffer."""
-    readers: int = 0
-    """Number of runs in flight that read the buffer."""
-    is_counted: bool = False
-    """True if the buffer counts on its own; a result of a run in flight is part of the run's reservation."""
-    tier: Tier = Tier.DEVICE
-    used: int = 0
-    """Number of the newest run that has read or made the buffer (`DeviceMemory.runs`)."""
-    shards: dict[DeviceAddress, Buffer] | None = None
-    """Buffers of a view, or of a buffer that is divided for one, by device. These are counted instead, and the
-    divided buffer is one of their `names` until no array and no run has it any more."""
-
-    @property
-    def is_needed(self) -> bool:
-        """Return whether an array or a run in flight has the buffer."""
-        return bool(self.names or self.readers)
-
-    def parts(self) -> Iterable[Buffer]:
-        """Return the buffers that are counted for it: itself, or one for each device."""
-        return (self,) if self.shards is None else self.shards.values()
-
-
-@dataclass(slots=True, eq=False)
-class Needs:
-    """The memory that a run of a program needs."""
-
-    name: str
-    memory: IslandMemory
-    devices: npt.NDArray[np.intp]
-    group: npt.NDArray[np.intp]
-    outputs: list[tuple[OutputMemory, _DeviceSet]]
-    peaks: Bytes
-    """Bytes that are reserved for the run itself on each device."""
-    temporary_bytes: tuple[int, ...] = ()
-    temporaries: Bytes | None = None
-    """Bytes that the temporaries of the program add on each device; None if there are none."""
-    runs: int = 0
-    """Number of runs of the program that hold a reservation."""
+UNBOUNDED_BYTES = 1 << 62
+"""Free bytes of devices that nothing bounds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +53,8 @@ class Claim:
     devices: npt.NDArray[np.intp]
     peaks: Bytes | int
     """Bytes on each device, or the same bytes on all of them."""
-    on: _DeviceSet | None = None
+    totals: tuple[Total, ...]
+    on: DeviceSet | None = None
     """Devices, if the bytes are the same on all."""
     needs: Needs | None = None
     read: list[Buffer] = field(default_factory=list)
@@ -133,20 +65,22 @@ class Claim:
 class DeviceMemory:
     """Counts the buffers and reservations on each device of an island."""
 
-    def __init__(self, island: str, capacity_bytes: int, spill_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        island: str,
+        capacity_bytes: int | None,
+        tenants: TenantBounds | None = None,
+        spill_bytes: int = 0,
+    ) -> None:
         self.island = island
-        self.capacity_bytes = capacity_bytes
-        """Bytes of each device."""
-        self.spill_bytes = spill_bytes
-        """Bytes of memory of each host for arrays that leave the devices; 0 if they stay there."""
+        self.total = Total(capacity_bytes)
+        """Bytes of all clients; its bound is the memory of a device."""
+        self.by_tenant: dict[str, Total] = {}
+        """Bytes of each tenant that is counted, by name."""
+        self._bounds = tenants or TenantBounds()
         self._numbers: dict[DeviceAddress, int] = {}
-        self._used: Bytes = np.zeros(0, np.int64)
-        self.temporaries: Bytes = np.zeros(0, np.int64)
-        """Bytes of `_used` that are reserved for the temporaries of all runs in flight."""
-        self._computing: set[Needs] = set()
-        """Programs that need temporaries and have runs in flight."""
-        self._device_sets: dict[tuple[DeviceAddress, ...], _DeviceSet] = {}
-        self._unsettled: set[_DeviceSet] = set()
+        self._device_sets: dict[tuple[Total, tuple[DeviceAddress, ...]], DeviceSet] = {}
+        self._unsettled: set[DeviceSet] = set()
         self.buffers: dict[int, Buffer] = {}
         self.programs: dict[int, Needs] = {}
         self.reserved: set[Claim] = set()
@@ -157,10 +91,34 @@ class DeviceMemory:
         """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
-        self.off: set[Buffer] = set()
-        """Buffers in host memory, or on their way there."""
+        self.tiers = MemoryTiers(self, spill_bytes)
         self.runs = 0
         """Number of runs that have been admitted or launched."""
+
+    # --- tenants -------------------------------------------------------------------------------------
+
+    def totals_of(self, client: int) -> tuple[Total, ...]:
+        """Return the totals that count what a client takes, that of the island last."""
+        tenant = self._bounds.tenants.get(client)
+        if tenant is None:
+            return (self.total,)
+        total = self.by_tenant.get(tenant)
+        if total is None:
+            total = Total(self._bounds.bounds_bytes.get(tenant), tenant)
+            total.grow(len(self._numbers))
+            self.by_tenant[tenant] = total
+        return total, self.total
+
+    def bound(self, tenant: str, bound_bytes: int | None) -> None:
+        """Change what a tenant may have on each device."""
+        total = self.by_tenant.get(tenant)
+        if total is not None and total.bound_bytes != bound_bytes:
+            total.bound_bytes = bound_bytes
+            self.frees += 1
+
+    def has_claims(self, total: Total) -> bool:
+        """Whether runs that a total counts, or may come under a lease, hold a reservation."""
+        return any(total in claim.totals for claim in (*self.reserved, *self.aside))
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -171,13 +129,15 @@ class DeviceMemory:
             return
         sizes = [len(group) for group in memory.groups]
         numbers = np.repeat(np.arange(len(sizes)), sizes)
+        totals = self.totals_of(client_of(program))
         self.programs[program] = Needs(
             name,
             memory,
             self._numbered(device for group in memory.groups for device in group),
             numbers,
-            [(output, self._device_set(output.devices)) for output in memory.outputs],
+            [(output, self.device_set(output.devices, totals)) for output in memory.outputs],
             np.array(memory.peaks(), np.int64)[numbers],
+            totals,
         )
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
@@ -188,10 +148,7 @@ class DeviceMemory:
             needs.temporary_bytes = tuple(map(max, previous, temporary_bytes))
             peaks = np.array(needs.memory.peaks(needs.temporary_bytes), np.int64)[needs.group]
             if (peaks > needs.peaks).any():
-                needs.temporaries = peaks - needs.peaks
-                if needs.runs:
-                    self._computing.add(needs)
-                    self._share_temporaries()
+                needs.need_temporaries(peaks)
 
     def uninstall(self, program: int) -> None:
         """Forget a program; its runs in flight keep their reservations."""
@@ -199,12 +156,36 @@ class DeviceMemory:
 
     # --- arrays --------------------------------------------------------------------------------------
 
-    def place(self, array: int, devices: tuple[DeviceAddress, ...], shard_bytes: int) -> None:
-        """Count an array that is uploaded, before it has arrived."""
-        buffer = Buffer(self._device_set(devices), shard_bytes)
+    def place(
+        self,
+        array: int,
+        devices: tuple[DeviceAddress, ...],
+        shard_bytes: int,
+        totals: tuple[Total, ...] | None = None,
+    ) -> Buffer:
+        """Count an array that is uploaded, before it has arrived: in its client's totals, or in others."""
+        totals = totals or self.totals_of(client_of(array))
+        buffer = Buffer(self.device_set(devices, totals), shard_bytes)
         self._name(array, buffer)
-        self._count(buffer)
+        self.count(buffer)
         self.arriving.add(array)
+        return buffer
+
+    def move(self, buffer: Buffer, totals: tuple[Total, ...]) -> None:
+        """Count a buffer in other totals."""
+        for part in {buffer, *buffer.parts()}:
+            is_counted = part.is_counted
+            if is_counted:
+                self.uncount(part)
+            part.on = self.device_set(part.on.addresses, totals)
+            if is_counted:
+                self.count(part)
+
+    def used_of(self, total: Total, devices: tuple[DeviceAddress, ...]) -> int:
+        """Return the bytes of a total on that of some devices which has most."""
+        numbers = self._numbered(devices)
+        self.settle()
+        return int(total.used[numbers].max(initial=0))
 
     def arrived(self, array: int) -> None:
         """The upload of an array has ended."""
@@ -231,7 +212,8 @@ class DeviceMemory:
         self.release(array)
         self.buffers[array] = buffer
 
-    def _count(self, buffer: Buffer) -> None:
+    def count(self, buffer: Buffer) -> None:
+        """Count a buffer on its devices."""
         buffer.is_counted = True
         buffer.on.unsettled_bytes += buffer.shard_bytes
         self._unsettled.add(buffer.on)
@@ -244,96 +226,21 @@ class DeviceMemory:
                 shard.names -= 1
                 self._let_go(shard)
         elif buffer.tier is Tier.HOST:
-            buffer.tier = Tier.DEVICE
-            self.off.remove(buffer)
+            self.tiers.forget(buffer)
         elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
-            self._uncount(buffer)
+            self.uncount(buffer)
             self.frees += 1
 
-    def _uncount(self, buffer: Buffer) -> None:
+    def uncount(self, buffer: Buffer) -> None:
+        """Count it there no more."""
         buffer.is_counted = False
         buffer.on.unsettled_bytes -= buffer.shard_bytes
         self._unsettled.add(buffer.on)
 
-    # --- tiers ---------------------------------------------------------------------------------------
-
-    def spill(self, buffer: Buffer) -> None:
-        """Hosts copy a buffer to their memory; nothing reads it meanwhile."""
-        buffer.tier = Tier.LEAVING
-        self.off.add(buffer)
-
-    def keep_off(self, array: int) -> None:
-        """An upload stays in host memory until a run reads it."""
-        buffer = self.buffers[array]
-        self._uncount(buffer)
-        buffer.tier = Tier.HOST
-        self.off.add(buffer)
-
-    def spilled(self, buffer: Buffer, *, kept: bool) -> None:
-        """A buffer does not lie on the devices any more, unless hosts have `kept` it there."""
-        self.frees += 1
-        if kept and buffer.is_needed:
-            buffer.tier = Tier.STAYS
-            self.off.remove(buffer)
-            return
-        self._uncount(buffer)
-        if buffer.is_needed:
-            buffer.tier = Tier.HOST
-        else:  # it was deleted meanwhile
-            buffer.tier = Tier.DEVICE
-            self.off.remove(buffer)
-
-    def _return(self, buffers: Iterable[Buffer | None]) -> None:
-        """Count buffers on their devices again, because a run reads them."""
-        for buffer in buffers:
-            if buffer is not None and buffer.tier is Tier.HOST:
-                buffer.tier = Tier.DEVICE
-                self.off.remove(buffer)
-                self._count(buffer)
-
-    def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Bytes | None:
-        """Return the bytes on each device of what a run reads and is in host memory.
-
-        None if some of it is on its way there.
-        """
-        total = np.zeros_like(self._used)
-        for buffer in {self.buffer_of(args[index]) for index in needs.memory.inputs}:
-            if buffer is not None and buffer.tier is Tier.LEAVING:
-                return None
-            if buffer is not None and buffer.tier is Tier.HOST:
-                total[buffer.on.devices] += buffer.shard_bytes
-        return total
-
-    def shortage(self, program: int, args: Sequence[int | bytes]) -> Bytes:
-        """Return how many bytes a run lacks on each device; none where it needs nothing more."""
-        needs = self.programs[program]
-        more = np.zeros_like(self._used)
-        back = self.returns(needs, args)
-        if back is not None:
-            more += back
-        more[needs.devices] += self.with_temporaries(needs, self.peaks_of(needs, args))
-        short: Bytes = np.where(more > 0, self.settled() + more - self.capacity_bytes, 0)
-        return short
-
-    def off_bytes(self) -> Counter[str]:
-        """Return the bytes of arrays in the memory of each host, or on their way there."""
-        total: Counter[str] = Counter()
-        for buffer in self.off:
-            for device in buffer.on.addresses:
-                total[device.host] += buffer.shard_bytes
-        return total
-
-    def has_off(self, client: int) -> bool:
-        """Whether arrays of a client lie in host memory, or are on their way there."""
-        return bool(self.off) and any(
-            buffer in self.off and client_of(array) == client
-            for array, buffer in self.buffers.items()
-        )
-
     # --- views ---------------------------------------------------------------------------------------
 
     def _view(
-        self, output: OutputMemory, on: _DeviceSet, arguments: Mapping[int, Buffer | None]
+        self, output: OutputMemory, on: DeviceSet, arguments: Mapping[int, Buffer | None]
     ) -> Buffer:
         """Return the buffer of a view, which names shards of the arguments."""
         view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
@@ -341,8 +248,8 @@ class DeviceMemory:
         for device, source in zip(output.devices, output.shards, strict=True):
             buffer = arguments.get(source)
             if buffer is None:  # a small host value, which hosts make for this run
-                shard = Buffer(self._device_set((device,)), output.shard_bytes)
-                self._count(shard)
+                shard = Buffer(self.device_set((device,), on.totals), output.shard_bytes)
+                self.count(shard)
             else:
                 shard = self._divided(buffer)[device]
             shard.names += 1
@@ -353,13 +260,15 @@ class DeviceMemory:
         """Return the buffer on each device."""
         if buffer.shards is None:
             buffer.shards = {
-                device: Buffer(self._device_set((device,)), buffer.shard_bytes, names=1)
+                device: Buffer(
+                    self.device_set((device,), buffer.on.totals), buffer.shard_bytes, names=1
+                )
                 for device in buffer.on.addresses
             }
             if buffer.is_counted:
-                self._uncount(buffer)
+                self.uncount(buffer)
                 for shard in buffer.shards.values():
-                    self._count(shard)
+                    self.count(shard)
         return buffer.shards
 
     # --- runs ----------------------------------------------------------------------------------------
@@ -368,32 +277,51 @@ class DeviceMemory:
         self, program: int, args: Sequence[int | bytes], results: Sequence[int]
     ) -> Claim | None:
         """Reserve a run's peak. Return None if it does not fit."""
-        needs = self.programs.get(program)
+        needs, client = self.programs.get(program), client_of(program)
         if needs is None:
-            claim = Claim(client_of(program), np.zeros(0, np.intp), np.zeros(0, np.int64))
+            nothing = np.zeros(0, np.intp), np.zeros(0, np.int64)
+            claim = Claim(client, *nothing, self.totals_of(client))
             self.reserved.add(claim)
             return claim
         peaks = self.peaks_of(needs, args)
-        more = self.with_temporaries(needs, peaks)
-        used = self.settled()[needs.devices] + more
-        if ((used > self.capacity_bytes) & (more > 0)).any():
-            return None
-        if self.off:
-            back = self.returns(needs, args)
-            if back is None:
+        self.settle()
+        back = self.returns(needs, args)
+        counted = []
+        for total in needs.totals:
+            more = total.with_temporaries(needs, peaks)
+            used = total.used[needs.devices] + more
+            if total.has_no_room(used, more) or (back and back.has_no_room(total, needs, more)):
                 return None
-            beyond = self._used + back
-            beyond[needs.devices] += more
-            if ((beyond > self.capacity_bytes) & (back > 0)).any():
-                return None
-        self._used[needs.devices] = used
-        if needs.temporaries is not None and not needs.runs:
-            self._computing.add(needs)
-            self.temporaries[needs.devices] += more - peaks
+            counted.append((total, used, more - peaks))
+        for total, used, temporaries in counted:
+            total.reserve(needs, used, temporaries)
         needs.runs += 1
-        claim = Claim(client_of(program), needs.devices, peaks, needs=needs)
+        claim = Claim(client, needs.devices, peaks, needs.totals, needs=needs)
         self._name_all(claim, needs, args, results)
         return claim
+
+    def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Returns | None:
+        """Return what a run reads and is in host memory; None if nothing is."""
+        if not self.tiers.off:
+            return None
+        return self.tiers.returns(self.buffer_of(args[index]) for index in needs.memory.inputs)
+
+    def without_room(self, program: int, args: Sequence[int | bytes]) -> Total:
+        """Return the total in which a run has no room: that of its tenant, or else that of the island."""
+        needs = self.programs[program]
+        peaks, back = self.peaks_of(needs, args), self.returns(needs, args)
+        for total in needs.totals:
+            more = total.with_temporaries(needs, peaks)
+            no_room = total.has_no_room(total.used[needs.devices] + more, more)
+            if no_room or (back and back.has_no_room(total, needs, more)):
+                return total
+        return self.total
+
+    def shortage(self, total: Total, program: int, args: Sequence[int | bytes]) -> Bytes:
+        """Return the bytes that a run lacks on each device, as a total counts."""
+        needs = self.programs[program]
+        self.settle()
+        return shortage(total, needs, self.peaks_of(needs, args), self.returns(needs, args))
 
     def _name_all(
         self, claim: Claim, needs: Needs, args: Sequence[int | bytes], results: Sequence[int]
@@ -402,8 +330,8 @@ class DeviceMemory:
         self.reserved.add(claim)
         self.runs += 1
         arguments = {index: self.buffer_of(args[index]) for index in needs.memory.inputs}
-        if self.off:
-            self._return(arguments.values())
+        if self.tiers.off:
+            self.tiers.bring_back(arguments.values())
         for buffer in arguments.values():
             if buffer is not None:
                 buffer.readers += 1
@@ -432,7 +360,7 @@ class DeviceMemory:
             if not result.is_counted:
                 for buffer in result.parts():
                     if not buffer.is_counted and buffer.is_needed:
-                        self._count(buffer)
+                        self.count(buffer)
 
     def withdraw(self, claim: Claim) -> None:
         """A run was cancelled before it began: give its donated arrays back."""
@@ -448,35 +376,22 @@ class DeviceMemory:
         self.reserved.discard(claim)
         self.frees += 1
         if claim.on is None:
-            self._used[claim.devices] -= claim.peaks
+            for total in claim.totals:
+                total.used[claim.devices] -= claim.peaks
         else:
             self.set_aside(claim, -int(claim.peaks))
         if claim.needs is not None:
-            self.let_compute_no_more(claim.needs)
+            claim.needs.let_compute_no_more()
         for buffer in claim.read:
             buffer.readers -= 1
             self._let_go(buffer)
 
     # --- leases --------------------------------------------------------------------------------------
 
-    def let_compute(self, needs: Needs) -> None:
-        """Reserve the temporaries of a program, as for a run in flight."""
-        needs.runs += 1
-        if needs.runs == 1 and needs.temporaries is not None:
-            self._computing.add(needs)
-            self._share_temporaries()
-
-    def let_compute_no_more(self, needs: Needs) -> None:
-        """A run has ended, or `let_compute`."""
-        needs.runs -= 1
-        if not needs.runs and needs.temporaries is not None:
-            self._computing.remove(needs)
-            self._share_temporaries()
-
     def room(self, client: int, devices: Iterable[DeviceAddress]) -> Claim:
         """Return what `set_aside` makes larger, for launches of a client on these devices."""
-        on = self._device_set(tuple(devices))
-        return Claim(client, on.devices, 0, on)
+        on = self.device_set(tuple(devices), self.totals_of(client))
+        return Claim(client, on.devices, 0, on.totals, on)
 
     def set_aside(self, room: Claim, size_bytes: int) -> None:
         """Reserve more on each device of a room; less if it is below zero."""
@@ -498,16 +413,22 @@ class DeviceMemory:
         """Reserve so much of a room for a run that has been launched."""
         room.peaks -= size_bytes
         needs = self.programs.get(program)
-        claim = Claim(room.client, room.devices, size_bytes, room.on, needs)
+        claim = Claim(room.client, room.devices, size_bytes, room.totals, room.on, needs)
         self.reserved.add(claim)
         if needs is not None:
-            self.let_compute(needs)
+            needs.let_compute()
             self._name_all(claim, needs, args, results)
         return claim
 
     def free_bytes(self, room: Claim) -> int:
         """Return how much is free on each device of a room."""
-        return self.capacity_bytes - int(self.settled()[room.devices].max(initial=0))
+        self.settle()
+        return min(
+            UNBOUNDED_BYTES
+            if total.bound_bytes is None
+            else total.bound_bytes - int(total.used[room.devices].max(initial=0))
+            for total in room.totals
+        )
 
     # --- what a run needs ----------------------------------------------------------------------------
 
@@ -525,23 +446,6 @@ class DeviceMemory:
                 shared = np.isin(needs.devices, buffer.on.devices)
                 peaks = peaks + shared * buffer.shard_bytes
         return peaks
-
-    def with_temporaries(self, needs: Needs, peaks: Bytes) -> Bytes:
-        """Return what a run adds to `_used`: its peak, and temporaries beyond those reserved already."""
-        if needs.temporaries is None or needs.runs:
-            return peaks
-        beyond = needs.temporaries - self.temporaries[needs.devices]
-        more: Bytes = peaks + np.maximum(beyond, 0)
-        return more
-
-    def _share_temporaries(self) -> None:
-        """Reserve on each device the largest temporaries of the runs in flight."""
-        largest = np.zeros_like(self.temporaries)
-        for needs in self._computing:
-            assert needs.temporaries is not None
-            largest[needs.devices] = np.maximum(largest[needs.devices], needs.temporaries)
-        self._used += largest - self.temporaries
-        self.temporaries = largest
 
     @property
     def claims(self) -> int:
@@ -562,27 +466,31 @@ class DeviceMemory:
 
     def _numbered(self, devices: Iterable[DeviceAddress]) -> npt.NDArray[np.intp]:
         numbers = [self._numbers.setdefault(device, len(self._numbers)) for device in devices]
-        missing = len(self._numbers) - len(self._used)
-        if missing:
-            fresh = np.zeros(missing, np.int64)
-            self._used = np.concatenate([self._used, fresh])
-            self.temporaries = np.concatenate([self.temporaries, fresh])
+        if len(self._numbers) > len(self.total.used):
+            for total in (self.total, *self.by_tenant.values()):
+                total.grow(len(self._numbers))
         return np.array(numbers, np.intp)
 
-    def _device_set(self, devices: tuple[DeviceAddress, ...]) -> _DeviceSet:
-        on = self._device_sets.get(devices)
+    def device_set(
+        self, devices: tuple[DeviceAddress, ...], totals: tuple[Total, ...]
+    ) -> DeviceSet:
+        """Return the set of these devices for buffers that these totals count."""
+        on = self._device_sets.get((totals[0], devices))
         if on is None:
-            on = self._device_sets[devices] = _DeviceSet(devices, self._numbered(devices))
+            on = DeviceSet(devices, self._numbered(devices), totals)
+            self._device_sets[totals[0], devices] = on
         return on
+
+    def settle(self) -> None:
+        """Add to the totals what buffers have added or removed."""
+        for on in self._unsettled:
+            on.settle()
+        self._unsettled.clear()
 
     def settled(self) -> Bytes:
         """Return the bytes of buffers and reservations on each device."""
-        for on in self._unsettled:
-            if on.unsettled_bytes:
-                self._used[on.devices] += on.unsettled_bytes
-                on.unsettled_bytes = 0
-        self._unsettled.clear()
-        return self._used
+        self.settle()
+        return self.total.used
 
     def device_in_words(self, number: int) -> str:
         """Return the name of a device for an error."""

@@ -1,19 +1,23 @@
-"""Reports on the memory of an island: what is reserved on its devices, and why a run has no room."""
+"""Reports on the memory of an island: what is reserved on its devices, and why work has no room there."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
 import numpy as np
 
-from pw.core.errors import OutOfDeviceMemory
+from pw.core.errors import OutOfDeviceMemory, QuotaExceeded
 from pw.core.ids import client_of
 from pw.core.messages import CountedMemory
+from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
-from pw.sched.island.memory import Buffer, Bytes, DeviceMemory
+from pw.sched.island.buffers import Buffer
+from pw.sched.island.memory import DeviceMemory
+from pw.sched.island.memory_totals import Bytes, DeviceSet, Total
+from pw.sched.island.pending_uploads import PendingUpload
 
 HOLDERS_NAMED = 4
 """Number of arrays that an error names: the largest ones."""
@@ -21,17 +25,18 @@ HOLDERS_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Why a run does not fit, and the largest arrays where it does not."""
+    """Why a run or an upload does not fit, and the largest arrays where it does not."""
 
-    error: OutOfDeviceMemory
-    holders: tuple[tuple[int, int], ...]
+    error: OutOfDeviceMemory | QuotaExceeded
+    holders: tuple[tuple[int, int], ...] = ()
     """Arrays on the device, with their bytes there."""
 
 
 def counted(memory: DeviceMemory) -> tuple[CountedMemory, ...]:
     """Return the bytes on each device; takes one step for each reservation and each device."""
-    reserved: defaultdict[int, Bytes] = defaultdict(lambda: np.zeros_like(memory.temporaries))
-    arrays = memory.settled() - memory.temporaries
+    temporaries = memory.total.temporaries
+    reserved: defaultdict[int, Bytes] = defaultdict(lambda: np.zeros_like(temporaries))
+    arrays = memory.settled() - temporaries
     for claim in memory.reserved | memory.aside:
         reserved[claim.client][claim.devices] += claim.peaks
         arrays[claim.devices] -= claim.peaks
@@ -40,50 +45,101 @@ def counted(memory: DeviceMemory) -> tuple[CountedMemory, ...]:
             device,
             int(arrays[number]),
             tuple((client, int(each[number])) for client, each in reserved.items() if each[number]),
-            int(memory.temporaries[number]),
+            int(temporaries[number]),
         )
         for number, device in enumerate(memory.devices)
     )
 
 
+def held_by_clients(memory: DeviceMemory) -> dict[DeviceAddress, Counter[int]]:
+    """Return the bytes that runs and arrays of each client have on each device; a step for each array."""
+    held = {one.device: Counter(dict(one.reserved)) for one in counted(memory)}
+    arrays: Counter[tuple[int, DeviceSet]] = Counter()
+    seen: set[Buffer] = set()
+    for array, buffer in memory.buffers.items():
+        for part in buffer.parts():
+            if part.is_counted and part not in seen:
+                seen.add(part)
+                arrays[client_of(array), part.on] += part.shard_bytes
+    devices = memory.devices
+    for (client, on), size_bytes in arrays.items():
+        for number in on.devices:
+            held[devices[number]][client] += size_bytes
+    return held
+
+
+def most_bytes(memory: DeviceMemory) -> Iterator[tuple[str, int]]:
+    """Yield each tenant that is counted, with its bytes on the device where it has most."""
+    memory.settle()
+    return ((total.tenant, int(total.used.max(initial=0))) for total in memory.by_tenant.values())
+
+
 def never_fits(memory: DeviceMemory, program: int, args: Sequence[int | bytes]) -> NoRoom | None:
     """Return why a run would not even fit alone with its arguments; None if it would."""
+    whys = (_never_fits(memory, total, program, args) for total in memory.programs[program].totals)
+    return next(filter(None, whys), None)
+
+
+def _never_fits(
+    memory: DeviceMemory, total: Total, program: int, args: Sequence[int | bytes]
+) -> NoRoom | None:
     needs = memory.programs[program]
     peaks = memory.peaks_of(needs, args)
-    inputs = np.zeros_like(memory.temporaries)
+    inputs = np.zeros_like(total.temporaries)
     arguments = [args[index] for index in needs.memory.inputs]
     for shard in _buffers(memory.buffer_of(arg) for arg in arguments):
-        inputs[shard.on.devices] += shard.shard_bytes
+        if total in shard.on.totals:
+            inputs[shard.on.devices] += shard.shard_bytes
     if needs.temporaries is not None:
         peaks = peaks + needs.temporaries
     alone = peaks + inputs[needs.devices]
     worst = int(alone.argmax()) if alone.size else 0
-    if not alone.size or alone[worst] <= memory.capacity_bytes:
+    if not alone.size or total.bound_bytes is None or alone[worst] <= total.bound_bytes:
         return None
     number = int(needs.devices[worst])
-    error = OutOfDeviceMemory(
+    run = (
         f"program {needs.name!r} needs {size_in_words(int(alone[worst]))} on "
-        f"{memory.device_in_words(number)}, {size_in_words(int(inputs[number]))} of it for "
-        f"its arguments, and the device has {size_in_words(memory.capacity_bytes)}. Divide its arrays over "
-        "more devices, donate arguments that are not used again, or make it smaller"
+        f"{memory.device_in_words(number)}, {size_in_words(int(inputs[number]))} of it for its arguments"
     )
+    bound = size_in_words(total.bound_bytes)
+    error: OutOfDeviceMemory | QuotaExceeded
+    if total.tenant:
+        has = size_in_words(memory.used_of(total, (memory.devices[number],)))
+        error = QuotaExceeded(
+            f"{run}, and tenant {total.tenant!r} has {has} there and may have {bound} on each device. "
+            "Divide its arrays over more devices, donate arguments that are not used again, make it "
+            f"smaller, {_HIGHER}"
+        )
+    else:
+        error = OutOfDeviceMemory(
+            f"{run}, and the device has {bound}. Divide its arrays over more devices, donate arguments that "
+            "are not used again, or make it smaller"
+        )
     arrays = dict.fromkeys(arg for arg in arguments if isinstance(arg, int))
-    return NoRoom(error, _largest(_on_device(memory, number, arrays)))
+    return NoRoom(error, _largest(_on_device(memory, total, number, arrays)))
 
 
-def no_room(memory: DeviceMemory, program: int, args: Sequence[int | bytes], client: int) -> NoRoom:
-    """Return why a run does not fit beside the arrays that there are."""
+def no_room(
+    memory: DeviceMemory, total: Total, program: int, args: Sequence[int | bytes], client: int
+) -> NoRoom:
+    """Return why a run does not fit beside the arrays that a total has."""
     needs = memory.programs[program]
-    peaks = memory.with_temporaries(needs, memory.peaks_of(needs, args))
-    used = memory.settled()[needs.devices] + peaks
-    worst = int(np.where(peaks > 0, used, -1).argmax())
+    peaks = total.with_temporaries(needs, memory.peaks_of(needs, args))
+    memory.settle()
+    used = total.used[needs.devices]
+    worst = int(np.where(peaks > 0, used + peaks, -1).argmax())
     number = int(needs.devices[worst])
-    held = list(_on_device(memory, number, memory.buffers))
+    held = list(_on_device(memory, total, number, memory.buffers))
+    run = (
+        f"program {needs.name!r} needs {size_in_words(int(peaks[worst]))} more on "
+        f"{memory.device_in_words(number)}"
+    )
+    if total.tenant:
+        return NoRoom(_exceeded(total, run, int(used[worst])), _largest(held))
     own = [size_bytes for array, size_bytes in held if client_of(array) == client]
     foreign = [size_bytes for array, size_bytes in held if client_of(array) != client]
     error = OutOfDeviceMemory(
-        f"program {needs.name!r} needs {size_in_words(int(peaks[worst]))} more on "
-        f"{memory.device_in_words(number)}, which has {size_in_words(memory.capacity_bytes)}: "
+        f"{run}, which has {size_in_words(total.bound_bytes or 0)}: "
         f"{size_in_words(sum(own))} are held by {len(own)} live arrays of "
         f"this client, {size_in_words(sum(foreign))} by {len(foreign)} arrays of other clients, and nothing is "
         "running there that would free any. Delete arrays that are not used any more, donate "
@@ -94,13 +150,37 @@ def no_room(memory: DeviceMemory, program: int, args: Sequence[int | bytes], cli
 
 def _spill(memory: DeviceMemory, number: int) -> str:
     """Return why no array leaves a device for host memory by itself."""
-    if not memory.spill_bytes:
+    if not memory.tiers.spill_bytes:
         return "; pw-worker --spill lets arrays leave for host memory by themselves"
-    used_bytes = memory.off_bytes()[memory.devices[number].host]
+    used = size_in_words(memory.tiers.used_bytes()[memory.devices[number].host])
     return (
-        f". {size_in_words(used_bytes)} of {size_in_words(memory.spill_bytes)} on its host hold arrays that "
-        "have left (pw-worker --spill), and the others do not make enough room, share their bytes, or find no "
-        "place there"
+        f". {used} of {size_in_words(memory.tiers.spill_bytes)} on its host hold arrays that have left "
+        "(pw-worker --spill), and the others do not make enough room, share their bytes, or find no place there"
+    )
+
+
+def no_room_for_upload(memory: DeviceMemory, upload: PendingUpload) -> NoRoom:
+    """Return why an upload does not fit beside what its tenant has."""
+    used = {device: memory.used_of(upload.total, (device,)) for device in upload.devices}
+    device = max(used, key=used.__getitem__)
+    number = memory.devices.index(device)
+    array = (
+        f"an array that is put there needs {size_in_words(upload.buffer.shard_bytes)} on "
+        f"{memory.device_in_words(number)}"
+    )
+    held = _on_device(memory, upload.total, number, memory.buffers)
+    return NoRoom(_exceeded(upload.total, array, used[device]), _largest(held))
+
+
+_HIGHER = "or have the operator raise device_memory in pw-controller --tenants"
+
+
+def _exceeded(total: Total, what: str, used_bytes: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"{what}, where tenant {total.tenant!r} has {size_in_words(used_bytes)} and may have "
+        f"{size_in_words(total.bound_bytes or 0)}, and nothing of the tenant is running there that would free "
+        "any. Delete arrays that are not used any more, donate arguments, divide arrays over more devices, "
+        f"{_HIGHER}"
     )
 
 
@@ -109,14 +189,15 @@ def _buffers(buffers: Iterable[Buffer | None]) -> set[Buffer]:
 
 
 def _on_device(
-    memory: DeviceMemory, number: int, arrays: Iterable[int]
+    memory: DeviceMemory, total: Total, number: int, arrays: Iterable[int]
 ) -> Iterator[tuple[int, int]]:
-    """Return which of these arrays are counted on a device, with their bytes; a shared buffer once."""
+    """Return which of these arrays a total counts on a device, with their bytes; a shared buffer once."""
     seen: set[Buffer] = set()
     for array in arrays:
         named = memory.buffers.get(array)
         for buffer in () if named is None else named.parts():
-            if buffer.is_counted and buffer not in seen and number in buffer.on.devices:
+            is_there = buffer.is_counted and number in buffer.on.devices
+            if is_there and total in buffer.on.totals and buffer not in seen:
                 seen.add(buffer)
                 yield array, buffer.shard_bytes
 

@@ -7,14 +7,41 @@ use. It does not decide which launches may go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
-from pw.sched.island.client_queue import ClientQueue
 from pw.sched.island.window import Account, Stake
 
 CLAIM_US = 100_000
 """Device time that a client may be ahead of others because it could not be served before, in microseconds."""
 AGE_S = 1.0
 """Seconds of waiting after which a client goes next once, whatever its priority."""
+
+
+class Contender(Protocol):
+    """A client that has work for an island: its queue, or a copy of its claim in a forecast."""
+
+    @property
+    def stake(self) -> Stake:
+        """The client's part of the island."""
+
+    @property
+    def priority(self) -> int:
+        """The client's priority."""
+
+    @property
+    def head_arrival(self) -> int:
+        """The arrival of the client's oldest task."""
+
+    @property
+    def waits_since_s(self) -> float:
+        """Time since which no launch of the client has gone, in seconds."""
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """The fair-share accounts of the devices that the client's oldest launch uses."""
+
+
+C = TypeVar("C", bound=Contender)
 
 
 class Policy:
@@ -26,7 +53,7 @@ class Policy:
     keeps_devices = True
     """True if devices are kept idle for a client whose turn it is and that comes back soon."""
 
-    def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
+    def order(self, queues: Sequence[C], now_s: float) -> Sequence[C]:
         """Return the queues in the order in which they may go."""
         raise NotImplementedError
 
@@ -52,7 +79,7 @@ class Fifo(Policy):
     name = "fifo"
     keeps_devices = False
 
-    def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
+    def order(self, queues: Sequence[C], now_s: float) -> Sequence[C]:
         """Order by arrival."""
         if len(queues) < 2:
             return queues
@@ -76,7 +103,7 @@ class ProportionalShare(Policy):
     name = "share"
     keeps_accounts = True
 
-    def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
+    def order(self, queues: Sequence[C], now_s: float) -> Sequence[C]:
         """Order by passes; on several devices the one counts where a client is furthest ahead."""
         if len(queues) < 2:
             return queues
@@ -168,13 +195,13 @@ class Priority(Policy):
 
     name = "priority"
 
-    def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
+    def order(self, queues: Sequence[C], now_s: float) -> Sequence[C]:
         """Order by overlong waits, then by priority, then by arrival."""
         if len(queues) < 2:
             return queues
         aged_s = now_s - AGE_S
 
-        def rank(queue: ClientQueue) -> tuple[bool, float, int]:
+        def rank(queue: C) -> tuple[bool, float, int]:
             if queue.waits_since_s <= aged_s:
                 return False, queue.waits_since_s, queue.head_arrival
             return True, -queue.priority, queue.head_arrival

@@ -126,10 +126,6 @@ class Queues(Part):
     def _launched_itself(
         self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float
     ) -> None:
-        for array in list(tasks[0].awaits):  # it was there: the client could launch the run
-            tasks[0].upload_ended(array)
-            if tasks[0] in (waiting := self._uploads.get(array, [])):
-                waiting.remove(tasks[0])
         for task in tasks:
             task.estimate_us = task.here.installed.estimates_us.get(task.segment, 0.0)
             self.policy.launched(queue.stake, task.footprint.accounts, task.estimate_us)

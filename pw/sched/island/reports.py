@@ -8,10 +8,14 @@ from itertools import islice
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.watchdog import LookForStall, Watchdog
-from pw.core.ids import CONTROL, Address, serial_of
+from pw.core.ids import CONTROL, Address
+from pw.sched.island.admission import Admission
+from pw.sched.island.forecast import Forecast, WaitingLaunch, obstacles
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import LaunchState, SegmentTask
+from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.members import Members
+from pw.sched.island.policy import Policy
 from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.queues import Queues
 
@@ -30,6 +34,9 @@ class Reports(Part):
     in_flight: InFlight
     queues: Queues
     watchdog: Watchdog
+    policy: Policy
+    admission: Admission
+    leases: LeaseTable
 
     @handles(LookForStall)
     def _look(self, sender: Address, timer: LookForStall) -> None:
@@ -61,6 +68,33 @@ class Reports(Part):
         )
         self.env.send(sender, report)
 
+    def forecast(self) -> Forecast:
+        """Forecast in which order the launches that wait go on."""
+        return Forecast(
+            self.policy, self.admission, self.in_flight, self.queues, self.leases, self.env.now_s()
+        )
+
+    @handles(msg.ListWaits)
+    def _list_waits(self, sender: Address, message: msg.ListWaits) -> None:
+        forecast = self.forecast()
+        waits = tuple(map(self._wait, forecast.places))
+        answer = msg.IslandWaits(message.request, self.island, waits, forecast.clients_left_out)
+        self.env.send(sender, answer)
+
+    def _wait(self, place: WaitingLaunch) -> msg.LaunchWait:
+        task = place.task
+        return msg.LaunchWait(
+            task.here.run,
+            task.here.installed.names.program,
+            task.state is LaunchState.IN_FLIGHT,
+            place.reasons,
+            tuple(place.in_front.items()),
+            place.unit,
+            self.env.now_s() - task.here.queued_s,
+            place.left_s,
+            place.more,
+        )
+
     def _work(self, task: SegmentTask) -> msg.WorkReport:
         """Report on a launch that is in flight, or next of its client."""
         names = task.here.installed.names
@@ -81,24 +115,8 @@ class Reports(Part):
 
 def waits_for(head: SegmentTask) -> tuple[str, ...]:
     """Return what the launch at the head of a client's queue waits for."""
-    reasons = []
-    reservation = head.here.reservation
-    if head.awaits:
-        arrays = ", ".join(str(serial_of(array)) for array in sorted(head.awaits))
-        reasons.append(f"the upload of its arguments (array {arrays})")
-    if head.unlaunched:
-        producers = ", ".join(map(str, sorted(head.unlaunched)))
-        reasons.append(f"part {producers} of the same program to be launched on another island")
-    if head.state is LaunchState.REFUSED:
-        reasons.append("its end: its program is in quarantine")
-    if reservation is not None and not reservation.is_admitted:
-        if reservation.tried_at >= 0:
-            reasons.append("device memory that others hold")
-        elif reservation.islands:
-            names = ", ".join(reservation.islands)
-            reasons.append(f"all of its islands ({names}) to have room for it")
-    if not reasons:
-        launched = max((group.launched for group in head.footprint.groups), default=0)
-        ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
-        reasons.append(ahead if launched else "its turn; nothing is in flight where it runs")
-    return tuple(reasons)
+    if reasons := obstacles(head):
+        return tuple(reasons)
+    launched = max((group.launched for group in head.footprint.groups), default=0)
+    ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
+    return (ahead if launched else "its turn; nothing is in flight where it runs",)

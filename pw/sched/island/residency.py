@@ -18,18 +18,20 @@ that is read last. Of equals the least recently used goes first. A lease ends be
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, arrays_in, client_of, executor_of
 from pw.sched.island.admission import Admission, Reservation
+from pw.sched.island.buffers import Buffer, Tier
 from pw.sched.island.launch_states import SegmentTask
 from pw.sched.island.lease_states import LaunchLease, LeaseTable
 from pw.sched.island.members import Members
-from pw.sched.island.memory import Buffer, Bytes, DeviceMemory, Tier
+from pw.sched.island.memory import DeviceMemory
+from pw.sched.island.memory_tiers import host_bytes
 from pw.sched.island.queues import Queues
 
 NEVER = 1 << 30
@@ -73,11 +75,11 @@ class Residency(Part):
     def _placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
         """Handled after it is counted: hosts keep a large upload in their memory."""
         memory = self.admission.memory
-        if memory is None or not memory.spill_bytes or message.shard_bytes < self.small_bytes:
+        if memory is None or not memory.tiers.spill_bytes or message.shard_bytes < self.small_bytes:
             return
         hosts = {device.host for device in message.devices}
         if not any(self._lends(lease, hosts) for lease in self.leases.numbered.values()):
-            memory.keep_off(message.array)
+            memory.tiers.keep_off(memory.buffers[message.array])
 
     @staticmethod
     def _lends(lease: LaunchLease, hosts: Collection[str]) -> bool:
@@ -86,7 +88,7 @@ class Residency(Part):
     def make_room(self) -> bool:
         """Have arrays leave the devices on which runs have no room; return whether some are on their way."""
         memory = self.admission.memory
-        if memory is None or not memory.spill_bytes:
+        if memory is None or not memory.tiers.spill_bytes:
             return False
         for reservation in self.admission.without_room():
             if reservation.spilled_at != memory.frees:
@@ -95,69 +97,43 @@ class Residency(Part):
         return bool(self.leaving or self.leases.unwanted)
 
     def _make_room_for(self, memory: DeviceMemory, reservation: Reservation) -> None:
-        short = memory.shortage(reservation.program, reservation.args)
+        total = reservation.short or memory.total
+        short = memory.shortage(total, reservation.program, reservation.args)
         for one in self.leaving.values():
-            short[one.buffer.on.devices] -= one.buffer.shard_bytes
+            if total in one.buffer.on.totals:
+                short[one.buffer.on.devices] -= one.buffer.shard_bytes
         if (short <= 0).all():
             return
-        read = set(arrays_in(reservation.args))
-        for largest_first in (False, True):  # small ones may fill the host memory that one needs
-            chosen = self._enough(short.copy(), self._candidates(memory, read, largest_first))
-            if chosen:
+        chosen: list[int] = []
+        used = memory.tiers.used_bytes()
+        for array, buffer in self._candidates(memory, set(arrays_in(reservation.args))):
+            if total not in buffer.on.totals or not (short[buffer.on.devices] > 0).any():
+                continue
+            more = host_bytes(buffer)
+            if any(used[host] + more[host] > memory.tiers.spill_bytes for host in more):
+                continue
+            if lent := [one for one in self.leases.numbered.values() if self._lends(one, more)]:
+                self._unlend(lent)
+                continue
+            chosen.append(array)
+            used += more
+            short[buffer.on.devices] -= buffer.shard_bytes
+            if (short <= 0).all():
                 self._spill(memory, chosen)
                 return
-        # what is in flight may free enough
 
-    @staticmethod
-    def _enough(short: Bytes, candidates: Iterator[tuple[int, Buffer]]) -> list[int]:
-        """Return the first arrays that leave enough room; none if all together do not."""
-        chosen: list[int] = []
-        for array, buffer in candidates:
-            if (short[buffer.on.devices] > 0).any():
-                chosen.append(array)
-                short[buffer.on.devices] -= buffer.shard_bytes
-                if (short <= 0).all():
-                    return chosen
-        return []
-
-    def _candidates(
-        self, memory: DeviceMemory, read: set[int], largest_first: bool = False
-    ) -> Iterator[tuple[int, Buffer]]:
-        """Yield the arrays that may leave, in the order in which they do, or the largest first."""
+    def _candidates(self, memory: DeviceMemory, read: set[int]) -> list[tuple[int, Buffer]]:
+        """Return the arrays that may leave, in the order in which they do."""
         next_use = self._next_uses()
         above = self._above_their_share(memory)
-        used = memory.off_bytes()
         found: list[tuple[tuple[int, bool, int], int, Buffer]] = []
         for array, buffer in memory.buffers.items():
             client = client_of(array)
-            if (
-                buffer.tier is Tier.DEVICE
-                and buffer.is_counted
-                and buffer.shard_bytes  # none of an array that its client has in host memory
-                and buffer.shards is None
-                and buffer.names == 1
-                and not buffer.readers
-                and array not in read
-                and array not in memory.arriving
-            ):
+            if buffer.may_leave and array not in read and array not in memory.arriving:
                 place = next_use.get(array, NEVER)
                 found.append(((-place, client not in above, buffer.used), array, buffer))
-        if largest_first:
-            found.sort(key=lambda one: -one[2].shard_bytes)
-        else:
-            found.sort(key=lambda one: one[0])
-        for _, array, buffer in found:
-            on = Counter(device.host for device in buffer.on.addresses)
-            lent = [one for one in self.leases.numbered.values() if self._lends(one, on)]
-            if lent:
-                self._unlend(lent)
-            elif all(
-                used[host] + number * buffer.shard_bytes <= memory.spill_bytes
-                for host, number in on.items()
-            ):
-                for host, number in on.items():
-                    used[host] += number * buffer.shard_bytes
-                yield array, buffer
+        found.sort(key=lambda one: one[0])
+        return [(array, buffer) for _, array, buffer in found]
 
     def _unlend(self, leases: Iterable[LaunchLease]) -> None:
         """Have leases end: their launches may read arrays, and are not known yet."""
@@ -191,7 +167,7 @@ class Residency(Part):
             buffer = memory.buffers[array]
             hosts = {device.host for device in buffer.on.addresses}
             self.leaving[array] = _Leaving(buffer, hosts)
-            memory.spill(buffer)
+            memory.tiers.spill(buffer)
             for host in sorted(hosts):
                 of_hosts[host].append(array)
         for host, own in of_hosts.items():
@@ -213,4 +189,4 @@ class Residency(Part):
             leaving.missing.remove(sender.node)
             if not leaving.missing:
                 del self.leaving[array]
-                memory.spilled(leaving.buffer, kept=leaving.kept)
+                memory.tiers.spilled(leaving.buffer, kept=leaving.kept)

@@ -36,6 +36,7 @@ from pw.sched.island.launching import Launcher
 from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.leases import LENDING, LaunchLeases, Lending
 from pw.sched.island.members import Members
+from pw.sched.island.memory_report import most_bytes
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import IslandPrograms
 from pw.sched.island.quarantine import Quarantine
@@ -57,6 +58,8 @@ class IslandScheduler(Actor):
         stall_s: float = STALL_S,
         lending: Lending = LENDING,
         trees: Trees = TREES,
+        *,
+        counts_tenants: bool = False,
     ) -> None:
         super().__init__(env)
         self.island = island
@@ -66,7 +69,7 @@ class IslandScheduler(Actor):
         self.window = window = Window()
         self.members = members = Members(env, island, trees)
         self.quarantine = quarantine = Quarantine()
-        self.admission = admission = Admission(env, island)
+        self.admission = admission = Admission(env, island, counts_tenants)
         self.programs = programs = IslandPrograms(
             env, island, members, window, admission, quarantine
         )
@@ -93,7 +96,10 @@ class IslandScheduler(Actor):
         self.leases = leases = LaunchLeases(
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
-        reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
+        reports = self.reports = Reports(
+            *(env, island, members, programs, in_flight, queues, watchdog),
+            *(policy, admission, table),
+        )
         self.compose(
             *(
                 members,
@@ -137,6 +143,11 @@ class IslandScheduler(Actor):
     def device_s(self) -> float:
         """Device time of all launches that have ended, in seconds: of each device, in all."""
         return self.in_flight.device_s
+
+    def tenants_memory(self) -> Iterator[tuple[str, int]]:
+        """Yield each tenant that is counted, with its bytes on the device of the island where it has most."""
+        memory = self.admission.memory
+        return iter(()) if memory is None else most_bytes(memory)
 
     def uses(self) -> Iterator[tuple[int, ClientUse]]:
         """Yield what each client waits for and has had on this island."""

@@ -32,6 +32,8 @@ PERMANENT = frozenset(
         # one entry for each device, host or island
         *("_below", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),
         "_busy_until_s",
+        # one entry for each tenant
+        "by_tenant",
         # bounded memories of the past
         *(
             "_dropped",
@@ -42,6 +44,7 @@ PERMANENT = frozenset(
             "recent",
             "_strikes",
             "_sums",
+            "_former",
         ),
     )
 )

@@ -146,7 +146,12 @@ class SimCluster(Site):
             schedulers[island] = node.add(
                 f"scheduler/{island}",
                 lambda env: IslandScheduler(
-                    env, island, POLICIES[self.policy](), lending=LENDING, trees=self.trees
+                    env,
+                    island,
+                    POLICIES[self.policy](),
+                    lending=LENDING,
+                    trees=self.trees,
+                    counts_tenants=self.rights.have_file,
                 ),
             )
             schedulers[island].residency.small_bytes = 0

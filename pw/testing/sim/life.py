@@ -30,6 +30,7 @@ from pw.core.waits import RECONNECT_S
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.lines import SimWires
+from pw.testing.sim.network import LINES
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
 from pw.testing.sim.programs import ProgramDraft
@@ -100,7 +101,7 @@ class Life:
         self.node = node
         self.bulk = SimBulk(node, self.cluster.planes)
         self.session = node.add("session", lambda env: ClientSession(env, self.bulk, self._credits))
-        name = f"client-{self.number}.{self.lives}.lines"
+        name = f"client-{self.number}.{self.lives}{LINES}"
         self.wires = SimWires(self.world, name, self.session.lines)
         self._is_telling = False
         for act in self.cluster.on_start["client"]:

@@ -30,11 +30,15 @@ def loop(client: Any, random: Random) -> None:
     client.looping = random.randint(20, 60) if is_long else random.randint(4, 12)
     client.runs_left += client.looping
     client.world.checked["loops"] += 1
-    _step(client, random, chosen, client.lives, random.random() < 0.7)
+    fed = client.world.profile.fed
+    is_fed = fed > 0 and random.random() < fed
+    _step(client, random, chosen, client.lives, random.random() < 0.7, is_fed)
 
 
-def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool) -> None:
-    """Call once, then wait for a result, or now and then not."""
+def _step(
+    client: Any, random: Random, chosen: list[int], life: int, tidy: bool, is_fed: bool
+) -> None:
+    """Call once, then wait for a result, or now and then not; a loop that is fed puts an argument first."""
     if life != client.lives or not client.node.alive or client.closing or client.looking:
         client.looping = 0
         return
@@ -46,7 +50,7 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
         return
     client.looping -= 1
     before = dict.fromkeys(client.arrays)
-    again = partial(_step, client, random, chosen, life, tidy)
+    again = partial(_step, client, random, chosen, life, tidy, is_fed)
 
     goes_on = random.random() < 0.15
 
@@ -56,8 +60,11 @@ def _step(client: Any, random: Random, chosen: list[int], life: int, tidy: bool)
             client.world.after(random.choice((0.0, 0.0, 1e-4, 1e-3)), again)
 
     asks_with_run = client.looping % 2
-    args = tuple(client.arguments(draft.body.inputs))
-    results = client.launch(number, draft, args, waited if asks_with_run else None)
+    args = client.arguments(draft.body.inputs)
+    if is_fed and args:
+        at = random.randrange(len(args))
+        args[at] = client._put(draft.body.inputs[at])
+    results = client.launch(number, draft, tuple(args), waited if asks_with_run else None)
     array = results[-1]
     if tidy:
         mine = [array for array in before if array in client.arrays][-8:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,8 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         # A small host value is no array: hosts make it for the view.
         if has_views and all(isinstance(arg, int) for arg in args):
             back = memory.returns(needs, args)  # what it names comes back to the devices
-            return watched(reserve, program, args, results, back=0 if back is None else back.sum())
+            back_bytes = 0 if back is None else back.bytes_in(memory.total).sum()
+            return watched(reserve, program, args, results, back=back_bytes)
         return reserve(program, args, results)
 
     def ended(claim: Any) -> None:
@@ -45,7 +45,7 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
 
     memory.reserve, memory.end = reserved, ended
     _watch_lent(cluster.world, island, memory)
-    if memory.spill_bytes:
+    if memory.tiers.spill_bytes:
         _watch_room(cluster.world, island, scheduler)
 
 
@@ -62,22 +62,16 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
         for reservation in admission.without_room():
             world.checked["room"] += 1
             read = {memory.buffer_of(arg) for arg in reservation.args}
-            free = -memory.shortage(reservation.program, reservation.args)
-            used = memory.off_bytes()
+            total = reservation.short or memory.total
+            free = -memory.shortage(total, reservation.program, reservation.args)
+            used = memory.tiers.used_bytes()
             for buffer in set(memory.buffers.values()) - read:
-                hosts = Counter(device.host for device in buffer.on.addresses)
-                if (
-                    buffer.is_counted
-                    and buffer.names == 1
-                    and buffer.shards is None
-                    and not buffer.readers
-                    and all(
-                        used[host] + number * buffer.shard_bytes <= memory.spill_bytes
-                        for host, number in hosts.items()
-                    )
-                ):
+                if buffer.may_leave and total in buffer.on.totals:
                     free[buffer.on.devices] += buffer.shard_bytes
-                    used.update({host: n * buffer.shard_bytes for host, n in hosts.items()})
+                    for device in buffer.on.addresses:
+                        used[device.host] += buffer.shard_bytes
+            if any(size_bytes > memory.tiers.spill_bytes for size_bytes in used.values()):
+                continue  # it depends on which of them leave
             if (free >= 0).all():
                 words = (
                     f"{island} finds no room for run {reservation.run:x}, though arrays could leave"
@@ -104,5 +98,6 @@ def _watch_lent(world: World, island: str, memory: Any) -> None:
 
 
 def counted_bytes(memory: Any) -> int:
-    """Return what a scheduler counts on all devices of its island together."""
-    return int(memory.settled().sum())
+    """Return what a scheduler counts on all devices of its island together, for each total."""
+    memory.settle()
+    return sum(int(total.used.sum()) for total in (memory.total, *memory.by_tenant.values()))

@@ -5,6 +5,7 @@
 | G1 | any two gangs reach all hosts that they share in the same order (launches here, meetings in `gangs`) |
 | G4 | nothing is launched before the producers of its remote inputs |
 | once | no segment is launched twice on a host in one epoch |
+| waits | the queued launch that `pw why --queue` has first is the first to go there (in `waits`) |
 | leases | one numbers the launches of a host at a time; all hosts of a lease take the same (`leasing`) |
 | epochs | a host takes no launch of another epoch than its own |
 | repeats | no run is repeated unless something was injected |
@@ -31,7 +32,7 @@
 | shares | clients that always have work get their parts of device time (in `tenants`, `many`) |
 | deadlines | requests at 0.9 of what a client's share pays for are answered in time (in `many`) |
 | starvation | a client that has work makes progress (in `many`) |
-| quotas | no tenant has more than it may have (in `quotas`) |
+| quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
@@ -64,7 +65,9 @@ from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
+from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
+from pw.testing.sim.waits import WaitMonitor
 from pw.testing.sim.world import SimProcess, Violation
 
 PROMPT_S = 2e-3
@@ -89,6 +92,8 @@ class Monitors:
         LeaseMonitor(cluster)
         AwayMonitor(cluster)
         QuotaMonitor(cluster)
+        WaitMonitor(cluster)
+        self._tenant_memory = TenantMemoryMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -396,7 +401,12 @@ class Monitors:
     ) -> Callable[[], None]:
         if not to.actor.startswith("scheduler"):
             return self._check_parked
-        return partial(watch_memory, self._cluster, to.actor.partition("/")[2])
+
+        def formed() -> None:
+            watch_memory(self._cluster, to.actor.partition("/")[2])
+            self._tenant_memory.watch(to.actor.partition("/")[2])
+
+        return formed
 
     # --- the end -------------------------------------------------------------------------------------
 

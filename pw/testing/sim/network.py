@@ -31,6 +31,8 @@ LEASE_S = 10.0
 LATENCY_S = 60e-6
 RETRY_S = 0.1
 """Seconds after which a node dials an endpoint again where no process listens."""
+LINES = ".lines"
+"""End of the names of nodes that are the clients' ends of lines."""
 
 
 class SimConnection(Connection):
@@ -210,10 +212,11 @@ class SimNetwork(Links):
         copies = 1
         if not world.calm and frame is not None:
             draw = random.random()
-            if draw < profile.frame_loss:
+            loss = profile.frame_loss + profile.line_loss * self.name.endswith(LINES)
+            if draw < loss:
                 self._lost(end, frame)
                 copies = 0
-            elif draw < profile.frame_loss + profile.frame_duplicate:
+            elif draw < loss + profile.frame_duplicate:
                 world.ledger.note("frame doubled", self.name, end.node)
                 copies = 2
             if profile.latency_spike and random.random() < profile.latency_spike:

@@ -19,6 +19,8 @@ class SimProfile:
     span_s: float = 8.0
     """Seconds of virtual time in which clients work and faults happen."""
     frame_loss: float = 0.0
+    line_loss: float = 0.0
+    """Probability that a frame is lost which a client sends over one of its lines, beside `frame_loss`."""
     frame_duplicate: float = 0.0
     latency_spike: float = 0.0
     """Probability that a frame is late by up to 0.3 s, and all that come after it on its link."""
@@ -102,6 +104,8 @@ class SimProfile:
     """Probability, for each act of a client, that it runs a program of which only some rows travel."""
     loops: float = 0.06
     """Probability, for each act of a client, that it begins a loop that waits for each result."""
+    fed: float = 0.0
+    """Probability, for each loop, that each of its calls reads a value that the client has put just before."""
     quick: float = 0.0
     """Probability, for each computation on one host with nothing before it, that its host computes it in the
     turn in which it is launched."""
@@ -153,6 +157,7 @@ _NO_FAULTS = (
     "streams",
     "cuts",
     "loops",
+    "fed",
     "quick",
     "timelines",
     "branches",
@@ -298,7 +303,16 @@ PROFILES = {
         _lossy("timelines-lost", timelines=0.1, **_NETWORK),
         SimProfile("leases", clients=2, runs=60, loops=0.3, quick=0.3, latency_spike=0.01),
         SimProfile("leases-late", clients=2, runs=60, loops=0.3, quick=0.3, late_leases=0.5),
-        _lossy("leases-lost", clients=2, runs=60, loops=0.3, quick=0.3, **_NETWORK),
+        _lossy(
+            "leases-lost",
+            clients=2,
+            runs=60,
+            loops=0.3,
+            fed=0.7,
+            quick=0.3,
+            line_loss=0.03,
+            **_NETWORK,
+        ),
         SimProfile(
             "leases-memory",
             clients=2,

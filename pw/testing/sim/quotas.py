@@ -32,10 +32,11 @@ def random_rights(random: Random) -> TenantRights:
             devices=random.choice((1, 3, 6, 12)),
             programs=random.choice((1, 3, 6, None)),
             host_memory=random.choice((Size(0), Size(1 << 12), Size(1 << 16), None)),
+            device_memory=random.choice((Size(1 << 14), Size(1 << 16), Size(1 << 18), None)),
         )
         for tenant in ("tenant-0", "tenant-1")
     }
-    return TenantRights(named=named)
+    return TenantRights(named=named, have_file=True)
 
 
 def counted_for_nothing(client: Any) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pw.sched.control.handovers import ALONE_S
+from pw.sched.control.offers import ALONE_S
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
 from pw.testing.sim.floods import Fairness

@@ -61,6 +61,7 @@ class Trespasses:
             msg.Status,
             msg.Explanation,
             msg.Memory,
+            msg.Queue,
             msg.ProgramPlan,
             msg.Records,
         ):
@@ -112,6 +113,7 @@ class Trespasses:
             msg.GetStatus(request()),
             msg.Explain(request()),
             msg.GetMemory(request()),
+            msg.GetQueue(request()),
             msg.GetPlan(request(), run_name(victim.serial)),
             msg.ReadRecords(TIMELINE, request()),
         ]
@@ -198,6 +200,12 @@ class Trespasses:
         elif isinstance(message, msg.Memory):
             owners = (owner for device in message.devices for owner in device.owners)
             seen = {owner.client for owner in owners if owner.client}
+        elif isinstance(message, msg.Queue):
+            self._world.checked["waits shown"] += len(message.waits)
+            fronts = {one.client for wait in message.waits for one in wait.in_front}
+            named = {wait.client for wait in message.waits} | fronts
+            runs = {int(wait.run.partition(".")[0]) for wait in message.waits if wait.run}
+            seen = (named - {0}) | runs
         elif isinstance(message, msg.ProgramPlan):
             seen = {int(message.program.partition(".")[0])}
         elif isinstance(message, msg.Records):

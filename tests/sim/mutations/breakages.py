@@ -25,7 +25,6 @@ from pw.core.sharding import dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
-from pw.sched.island.memory import Tier
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.shards import Shards
@@ -92,12 +91,13 @@ def say_spilled_at_once(leave: Callable[..., Any], work: Any) -> Any:
     return leave(work)
 
 
-def wait_for_one_host(scheduler: Any, receive: Any, sender: Any, message: Any) -> None:
-    """Take the word of one host for that of all hosts of an array."""
-    for array in message.arrays:
-        if (leaving := scheduler.residency.leaving.get(array)) is not None:
-            leaving.missing &= {sender.node}
-    receive(sender, message)
+def say_spilled_and_keep(leave: Callable[..., Any], work: Any) -> Any:
+    """Leave arrays on the devices of the second host of each island, and say that they have left."""
+    tiers = leave.__self__  # type: ignore[attr-defined]
+    if not tiers.env.address.node.endswith("h1"):
+        return leave(work)
+    tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
+    return []
 
 
 def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
@@ -108,18 +108,16 @@ def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
     return move
 
 
-def only_unread(candidates: Callable[..., Any], memory: Any, *how: Any) -> Any:
+def only_unread(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
     """Let no array leave that a queued run reads."""
     places = candidates.__self__._next_uses()  # type: ignore[attr-defined]
-    return (one for one in candidates(memory, *how) if one[0] not in places)
+    return [one for one in candidates(memory, read) if one[0] not in places]
 
 
-def also_what_is_in_host_memory(candidates: Callable[..., Any], memory: Any, *how: Any) -> Any:
+def also_what_is_in_host_memory(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
     """Let arrays leave the devices that their clients have in host memory."""
-    for array, buffer in list(memory.buffers.items()):
-        if not buffer.shard_bytes and buffer.is_counted and buffer.tier is Tier.DEVICE:
-            yield array, buffer
-    yield from candidates(memory, *how)
+    away = [(a, one) for a, one in memory.buffers.items() if not one.shard_bytes]
+    return [*away, *candidates(memory, read)]
 
 
 def overtake_earlier_uploads(
@@ -648,6 +646,30 @@ def without_another_try(client_left: Callable[..., None], client: Any) -> None:
     del slices.queue.try_again
 
 
+def count_bytes_twice(add: Callable[..., None], number: int, tenant: str, spent: Any) -> None:
+    """Add to an account twice what hosts have sent."""
+    spent.moved_bytes *= 2
+    add(number, tenant, spent)
+
+
+def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> Any:
+    """Set memory aside for a lease, and count it for the island only."""
+    memory: Any = room.__self__  # type: ignore[attr-defined]
+    claim = room(client, devices)
+    claim.on = memory.device_set(claim.on.addresses, (memory.total,))
+    claim.totals = claim.on.totals
+    return claim
+
+
+def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
+    """End a run, and count its results for the island only."""
+    memory: Any = end.__self__  # type: ignore[attr-defined]
+    end(claim)
+    for _, buffer in claim.results:
+        if buffer.is_counted and buffer.shards is None:
+            memory.move(buffer, (memory.total,))
+
+
 def believe_what_it_had(
     ask: Callable[..., bool], client: int, tenant: str, slice_: int, devices: int, then: Any
 ) -> bool:
@@ -695,3 +717,10 @@ def without_counting(release: Callable[..., bool], shared: Any, version: Any) ->
     """Delete a version that has readers."""
     version.readers.clear()
     return release(shared, version)
+
+
+def by_arrival(forecast: Callable[[], Any]) -> Any:
+    """Foretell that the launch that came first goes first."""
+    foretold = forecast()
+    foretold.turns.sort(key=lambda task: task.arrival)
+    return foretold

@@ -205,13 +205,18 @@ row(
     seen("chaos", 0, "liveness", "actors never raise"),
 )
 row("never-revoke", drop(m.CloseLease), seen("leases", 22, "liveness"))
-# A launched run that no host has taken waits for nothing that it reads.
+# The controller passes a launched run on before what it reads has come, and the scheduler does not wait either.
 row(
     "queue-leased-runs-at-once",
-    mishear(
-        "scheduler", m.SubmitLeased, lambda it: replace(it, submit=replace(it.submit, awaits=()))
+    together(
+        wrap("controller.stream.obstacle", breakages.overlook_uploads),
+        mishear(
+            "scheduler",
+            m.SubmitLeased,
+            lambda it: replace(it, submit=replace(it.submit, awaits=())),
+        ),
     ),
-    seen("chaos", 9807465, "values are made before they are used"),
+    seen("leases-lost", 15, "oracle", "liveness", "values are made before they are used"),
 )
 # A host takes launches of a client after it has said what it has taken.
 row(
@@ -332,7 +337,7 @@ row(
 row(
     "launch-before-its-upload",
     wrap("controller.stream.obstacle", breakages.overlook_uploads),
-    seen("chaos", 910472, "oracle", "liveness"),
+    seen("leases-lost", 0, "actors never raise", "oracle", "liveness"),
 )
 # The memory of a lease is lent to others, too.
 row(
@@ -360,20 +365,16 @@ row(
     wrap("host.store.tiers.leave", breakages.say_spilled_at_once),
     seen("tiers", 0, "memory"),
 )
-# An array counts as gone from all hosts when one has copied it.
+# A host of a gang keeps what the others have copied to their memory.
 row(
-    "spilled-on-one-host",
-    hear("scheduler", m.Spilled, breakages.wait_for_one_host),
+    "keep-what-others-spill",
+    wrap("host.store.tiers.leave", breakages.say_spilled_and_keep),
     seen("tiers", 0, "memory"),
 )
 # What a run brings back to the devices is not counted.
-row("return-uncounted", forget("memory._return"), seen("tiers", 0, "memory"))
+row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 0, "memory"))
 # Nothing is reserved for what a run brings back.
-row(
-    "return-without-room",
-    wrap("memory.returns", lambda returns, *of: 0 * returns.__self__.temporaries),
-    seen("tiers", 0, "memory"),
-)
+row("return-without-room", forget("memory.returns", None), seen("tiers", 0, "memory"))
 # A launch reads an array in host memory.
 row(
     "read-host-memory",
@@ -519,6 +520,12 @@ row(
     "never-age",
     wrap("scheduler.policy.order", lambda order, queues, now_s: order(queues, -math.inf)),
     seen("tenants", 124, "shares"),
+)
+# The table of who waits has the launches in the order of their arrival, whatever the policy is.
+row(
+    "foretell-by-arrival",
+    wrap("scheduler.reports.forecast", breakages.by_arrival),
+    seen("tenants", 11, "waits"),
 )
 # The scheduler launches all queued work at once, however much is in flight.
 row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 124, "response"))
@@ -947,6 +954,36 @@ row(
 row("count-clients-that-left", forget("controller.usage.leave"), seen("quotas", 37, "ledger"))
 # The controller compares nothing with the bounds.
 row("leave-out-the-bounds", forget("controller.usage.check"), seen("quotas", 6, "quotas"))
+# Schedulers do not hear what tenants may have on a device.
+row(
+    "leave-out-the-bounds-of-devices",
+    mishear("scheduler", m.AddClient, lambda it: replace(it, device_memory_bytes=None)),
+    seen("quotas", 17, "quotas"),
+)
+# An upload counts for its tenant, although the tenant may not have so much.
+row(
+    "let-all-uploads-in",
+    forget("scheduler.admission.pending.fits", True),
+    seen("quotas", 22, "quotas"),
+)
+# What is set aside for a lease counts for no tenant.
+row(
+    "lend-beside-the-bound",
+    wrap("memory.room", breakages.count_for_no_tenant),
+    seen("quotas", 15, "quotas"),
+)
+# The results of a run count for no tenant once it has ended.
+row(
+    "count-results-for-no-tenant",
+    wrap("memory.end", breakages.end_for_no_tenant),
+    seen("quotas", 17, "quotas"),
+)
+# Work that waits for memory of its tenant is never refused.
+row(
+    "wait-for-memory-for-ever",
+    forget("scheduler.admission.go_on", False),
+    seen("quotas", 33, "liveness"),
+)
 # A slice waits on after a client of its tenant has left.
 row(
     "wait-on-after-a-client-left",
@@ -964,12 +1001,24 @@ row(
     "lend-devices-to-all", forget("controller.slices.lends", True), seen("trespasses", 0, "tenants")
 )
 # The accounts have no launches that end after their client has left.
-row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 9, "accounts"))
+row("forget-late-launches", forget("scheduler.spending.ended_late"), seen("quotas", 11, "accounts"))
 # The accounts have each launch twice.
 row(
     "account-twice",
     wrap("controller.accounts.take", lambda take, client: [*take(client)] * 2),
     seen("quotas", 0, "accounts"),
+)
+# Hosts forget a part of what they send.
+row(
+    "forget-bytes-sent",
+    wrap("host.coordinator.sending.count", lambda count, run, size: count(run, size // 2)),
+    seen("moves", 4, "accounts"),
+)
+# The accounts have what hosts send twice.
+row(
+    "account-bytes-twice",
+    wrap("controller.accounts.add", breakages.count_bytes_twice),
+    seen("moves", 4, "accounts"),
 )
 # The accounts lose what the disk had no room for.
 row(

@@ -2,7 +2,7 @@
 // Draws the snapshots that the server sends. All text goes through textContent: names come from clients.
 
 const MOST_HOSTS_IN_MATRIX = 32, MOST_RUNS = 60, KEPT = 300, STRIP_S = 60;
-const KEYS = [["1 … 8", "go to a section"], ["w", "why does it wait?"], ["t", "record a trace"], ["d", "dark or light"], ["?", "these keys"], ["Esc", "close"]];
+const KEYS = [["1 … 8", "go to a section"], ["w", "why does it wait?"], ["q", "who waits for whom?"], ["t", "record a trace"], ["d", "dark or light"], ["?", "these keys"], ["Esc", "close"]];
 const SECTIONS = ["islands", "strip", "timeline", "tenants", "runs", "transfers", "happenings", "log"];
 const $ = (selector, from = document) => from.querySelector(selector);
 let now = null, history = [], picture = null, openIsland = null, heard = 0;
@@ -250,8 +250,9 @@ async function asked(subject, path, draw) {
 }
 
 const showWhy = () => asked("Why does it wait?", "why", told => [h("pre", {}, told.text)]);
-const showPlan = name => asked(`Plan of ${name}`, `plan?name=${encodeURIComponent(name)}`, told => [h("p", {}, told.head),
-  ...told.tables.filter(one => one.rows.length).flatMap(one => [h("h2", {}, one.title), table(one.columns, one.rows)])]);
+const tables = told => [h("p", {}, told.head), ...told.tables.filter(one => one.rows.length).flatMap(one => [h("h2", {}, one.title), table(one.columns, one.rows)])];
+const showQueue = () => asked("Who waits for whom?", "queue", tables);
+const showPlan = name => asked(`Plan of ${name}`, `plan?name=${encodeURIComponent(name)}`, tables);
 const showKeys = () => { openIsland = null; show("Keys", table(["key", ""], KEYS.map(([key, words]) => [h("kbd", {}, key), words]))); };
 
 async function showIsland(name) {
@@ -264,7 +265,7 @@ async function showIsland(name) {
   const rows = one.hosts.flatMap(host => (devices[host.name] ?? []).map((device, at) => {
     const all = Math.max(1, device.limit_bytes ?? device.arrays_bytes ?? 1);
     const parts = device.clients.map(([client, bytes]) => h("i", {width: `${100 * bytes / all}%`, color: colors[client] ?? css("--accent"), "data-tip": `${client}: ${size(bytes)}`}));
-    const memory = h("div", {}, h("div", {class: "track"}, ...parts), h("span", {class: "faint"}, `${size(device.arrays_bytes)}${device.limit_bytes ? ` of ${size(device.limit_bytes)}` : ""}${device.reserved_bytes ? `, ${size(device.reserved_bytes)} reserved` : ""}`));
+    const memory = h("div", {}, h("div", {class: "track"}, ...parts), h("span", {class: "faint"}, `${size(device.arrays_bytes)}${device.limit_bytes ? ` of ${size(device.limit_bytes)}` : ""}${device.reserved_bytes ? `, ${size(device.reserved_bytes)} reserved` : ""}${device.host_bytes ? `, ${size(device.host_bytes)} in host memory` : ""}`));
     const who = h("span", {class: "faint"}, device.clients.map(([client, bytes]) => `${client}: ${size(bytes)}`).join("; ") || "–");
     return [at ? "" : h("span", {class: "name"}, host.name), at ? "" : h("span", {class: `pill ${host.state}`}, host.state), at || !host.pid ? "" : String(host.pid), at ? "" : seconds(host.behind_s), device.device, h("span", {class: "use"}, h("span", {class: "track"}, h("i", {width: `${100 * (device.use ?? 0)}%`})), percent(device.use)), memory, who];
   }));
@@ -311,12 +312,12 @@ addEventListener("resize", () => { if (now) { drawStrip(); drawTimeline(); drawT
 function theme(name) { document.documentElement.dataset.theme = name; localStorage.setItem("pw-theme", name); draw(); }
 theme(localStorage.getItem("pw-theme") ?? (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark"));
 const turn = () => theme(document.documentElement.dataset.theme === "light" ? "dark" : "light");
-$("#why").addEventListener("click", showWhy); $("#trace").addEventListener("click", recordTrace); $("#theme").addEventListener("click", turn);
+$("#why").addEventListener("click", showWhy); $("#queue").addEventListener("click", showQueue); $("#trace").addEventListener("click", recordTrace); $("#theme").addEventListener("click", turn);
 $("#help").addEventListener("click", showKeys); $("#close").addEventListener("click", () => $("#dialog").close());
 $("#dialog").addEventListener("close", () => { openIsland = null; });
 addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || $("#dialog").open) return;
-  const section = SECTIONS[Number(event.key) - 1], does = {w: showWhy, t: recordTrace, d: turn, "?": showKeys}[event.key];
+  const section = SECTIONS[Number(event.key) - 1], does = {w: showWhy, q: showQueue, t: recordTrace, d: turn, "?": showKeys}[event.key];
   if (section) { $(`#${section}`).scrollIntoView({block: "start"}); ($(`#${section} button`) ?? $(`#${section} .scroll`))?.focus({preventScroll: true}); } else if (does) { event.preventDefault(); does(); }
 });
 addEventListener("pointermove", event => {

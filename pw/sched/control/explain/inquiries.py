@@ -29,7 +29,7 @@ AT_ONCE = 4
 Questions = tuple[type, Mapping[Address, Callable[[int], object]]]
 """Type of the answers, and for each actor a function that makes the question from a number."""
 
-Inquiry = Generator[Questions, dict[Address, Any], msg.Explanation | msg.Memory]
+Inquiry = Generator[Questions, dict[Address, Any], msg.Explanation | msg.Memory | msg.Queue]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Inquiries(ControlPart):
         self._asked = 0
 
     def answer(
-        self, client: Client, request: msg.Explain | msg.GetMemory, inquiry: Inquiry
+        self, client: Client, request: msg.Explain | msg.GetMemory | msg.GetQueue, inquiry: Inquiry
     ) -> None:
         """Send a client the report of an inquiry, or an error if it has too many open."""
         asker = (client.number, type(request))
@@ -94,7 +94,9 @@ class Inquiries(ControlPart):
         else:
             self._go_on(number)
 
-    @handles(msg.IslandReport, msg.IslandMeasured, msg.HostReport, msg.HostMeasured)
+    @handles(
+        msg.IslandReport, msg.IslandMeasured, msg.IslandWaits, msg.HostReport, msg.HostMeasured
+    )
     def _answered(self, sender: Address, message: Any) -> None:
         number = message.request
         one = self._open.get(number)

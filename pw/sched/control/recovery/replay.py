@@ -148,7 +148,7 @@ class Replays(ControlPart):
                 spec, *home, ArrayState.DISCARDED, frozenset(home[1])
             )
         if not by_run:
-            self._islands.place(array.island, number, spec)
+            self._islands.place(array.island, number, spec, is_back=True)
         return number, array
 
     def read(self, number: int, array: ArrayEntry, source: msg.FileSource) -> None:

@@ -1,0 +1,148 @@
+"""Totals of the bytes on each device of an island: of all clients, and of each tenant that is counted.
+
+A total adds up buffers and the peaks of runs in flight. The temporaries of these runs count once, as much as
+the run that needs most. What a client takes is added to the total of its tenant and to that of the island, in
+the same way, so a tenant's bound is kept like the memory of a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pw.core.programs.peak import IslandMemory, OutputMemory
+from pw.core.sharding import DeviceAddress
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Total:
+    """Bytes on each device, of one tenant or of all."""
+
+    bound_bytes: int | None
+    """Bytes that there may be on each device; None for no bound."""
+    tenant: str = ""
+    """Name of the tenant; empty for all clients."""
+    used: Bytes = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Bytes on each device, without what device sets have not settled."""
+    temporaries: Bytes = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Bytes of `used` that are reserved for the temporaries of all runs in flight."""
+    computing: set[Needs] = field(default_factory=set)
+    """Programs that need temporaries and have runs in flight."""
+
+    def grow(self, devices: int) -> None:
+        """Count more devices, up to this number."""
+        fresh = np.zeros(devices - len(self.used), np.int64)
+        self.used = np.concatenate([self.used, fresh])
+        self.temporaries = np.concatenate([self.temporaries, fresh])
+
+    def with_temporaries(self, needs: Needs, peaks: Bytes) -> Bytes:
+        """Return what a run adds to `used`: its peak, and temporaries beyond those reserved already."""
+        if needs.temporaries is None or needs.runs:
+            return peaks
+        beyond = needs.temporaries - self.temporaries[needs.devices]
+        more: Bytes = peaks + np.maximum(beyond, 0)
+        return more
+
+    def has_no_room(self, used: Bytes, more: Bytes) -> bool:
+        """Whether devices would have too much: they have `used` with `more` bytes of a run."""
+        return self.bound_bytes is not None and bool(((used > self.bound_bytes) & (more > 0)).any())
+
+    def reserve(self, needs: Needs, used: Bytes, temporaries: Bytes) -> None:
+        """Count a run, with which the devices have so much; `temporaries` are those that it adds."""
+        self.used[needs.devices] = used
+        if needs.temporaries is not None and not needs.runs:
+            self.computing.add(needs)
+            self.temporaries[needs.devices] += temporaries
+
+    def share_temporaries(self) -> None:
+        """Reserve on each device the largest temporaries of the runs in flight."""
+        largest = np.zeros_like(self.temporaries)
+        for needs in self.computing:
+            assert needs.temporaries is not None
+            largest[needs.devices] = np.maximum(largest[needs.devices], needs.temporaries)
+        self.used += largest - self.temporaries
+        self.temporaries = largest
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSet:
+    """The devices that a buffer is on, and the totals that count it there."""
+
+    addresses: tuple[DeviceAddress, ...]
+    devices: npt.NDArray[np.intp]
+    totals: tuple[Total, ...]
+    unsettled_bytes: int = 0
+    """Bytes on each of the devices that buffers have added or removed, and that no total counts yet."""
+
+    def settle(self) -> None:
+        """Add to the totals what buffers have added or removed."""
+        if self.unsettled_bytes:
+            for total in self.totals:
+                total.used[self.devices] += self.unsettled_bytes
+            self.unsettled_bytes = 0
+
+
+@dataclass(slots=True, eq=False)
+class Needs:
+    """The memory that a run of a program needs."""
+
+    name: str
+    memory: IslandMemory
+    devices: npt.NDArray[np.intp]
+    group: npt.NDArray[np.intp]
+    outputs: list[tuple[OutputMemory, DeviceSet]]
+    peaks: Bytes
+    """Bytes that are reserved for the run itself on each device."""
+    totals: tuple[Total, ...]
+    """Totals that count the runs: that of the tenant, if it is counted, and that of the island."""
+    temporary_bytes: tuple[int, ...] = ()
+    temporaries: Bytes | None = None
+    """Bytes that the temporaries of the program add on each device; None if there are none."""
+    runs: int = 0
+    """Number of runs of the program that hold a reservation."""
+
+    def let_compute(self) -> None:
+        """Reserve the temporaries of the program, as for a run in flight."""
+        self.runs += 1
+        if self.runs == 1 and self.temporaries is not None:
+            self._share()
+
+    def let_compute_no_more(self) -> None:
+        """A run has ended, or `let_compute`."""
+        self.runs -= 1
+        if not self.runs and self.temporaries is not None:
+            self._share()
+
+    def need_temporaries(self, peaks: Bytes) -> None:
+        """Count the temporaries of a program, with which a run needs these `peaks`."""
+        self.temporaries = peaks - self.peaks
+        if self.runs:
+            self._share()
+
+    def _share(self) -> None:
+        for total in self.totals:
+            if self.runs:
+                total.computing.add(self)
+            else:
+                total.computing.discard(self)
+            total.share_temporaries()
+
+
+@dataclass(slots=True)
+class TenantBounds:
+    """What each tenant may have on a device, and which tenant each client has; epochs do not change it."""
+
+    tenants: dict[int, str] = field(default_factory=dict)
+    """Tenants of the clients that are here, by number."""
+    bounds_bytes: dict[str, int | None] = field(default_factory=dict)
+    """Bytes that each tenant may have on a device; None for no bound."""
+
+    def remove(self, client: int) -> None:
+        """Forget a client, and its tenant with the last one."""
+        tenant = self.tenants.pop(client, None)
+        if tenant is not None and tenant not in self.tenants.values():
+            del self.bounds_bytes[tenant]

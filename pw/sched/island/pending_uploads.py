@@ -1,0 +1,113 @@
+"""Uploads that would take their tenant beyond what it may have on a device.
+
+The bytes of an upload come to its hosts whatever the scheduler says. So an upload without room is counted for
+the island at once, and for its tenant when it fits; the runs that read it wait until then. If nothing of the
+tenant can free memory any more, the upload is refused, and its hosts drop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pw.core.ids import arrays_in, client_of
+from pw.core.messages import ArrayPlaced
+from pw.core.sharding import DeviceAddress
+from pw.sched.island.buffers import Buffer
+from pw.sched.island.memory import DeviceMemory
+from pw.sched.island.memory_totals import Total
+
+
+@dataclass(slots=True, eq=False)
+class PendingUpload:
+    """An upload that is not counted for its tenant yet."""
+
+    array: int
+    buffer: Buffer
+    devices: tuple[DeviceAddress, ...]
+    total: Total
+    """Bytes of the tenant."""
+    passed: int = 0
+    """Number of runs of the tenant that were admitted while the upload waited."""
+    hopes: frozenset[int] | None = None
+    """Uploads in flight when nothing else of the tenant could free memory for the first time."""
+
+
+@dataclass(eq=False, repr=False)
+class PendingUploads:
+    """The uploads of one island that wait for room, the oldest first."""
+
+    _uploads: dict[int, PendingUpload] = field(default_factory=dict)
+    _tried_at: int = -1
+    """Value of `DeviceMemory.frees` when none of them fitted."""
+
+    def __bool__(self) -> bool:
+        return bool(self._uploads)
+
+    def place(self, memory: DeviceMemory, placed: ArrayPlaced) -> PendingUpload | None:
+        """Count an array that no run makes; return it if it has no room."""
+        client, devices = client_of(placed.array), placed.devices
+        tenant, *island = memory.totals_of(client)
+        is_bound = bool(island) and not placed.is_back
+        if not is_bound or self.fits(memory, tenant, devices, placed.shard_bytes):
+            memory.place(placed.array, devices, placed.shard_bytes)
+            return None
+        buffer = memory.place(placed.array, devices, placed.shard_bytes, tuple(island))
+        upload = PendingUpload(placed.array, buffer, devices, tenant)
+        self._uploads[placed.array] = upload
+        return upload
+
+    @staticmethod
+    def fits(
+        memory: DeviceMemory, tenant: Total, devices: tuple[DeviceAddress, ...], shard_bytes: int
+    ) -> bool:
+        """Whether a tenant may have shards of this size on devices, beside what it has there."""
+        bound_bytes = tenant.bound_bytes
+        return bound_bytes is None or memory.used_of(tenant, devices) + shard_bytes <= bound_bytes
+
+    def try_again(self, memory: DeviceMemory) -> bool:
+        """Count the uploads for which there is room now; return whether any waits no more."""
+        if self._tried_at == memory.frees:
+            return False
+        before = len(self._uploads)
+        full: set[Total] = set()  # those of tenants with an older upload that has no room
+        for array, upload in list(self._uploads.items()):
+            buffer = upload.buffer
+            if memory.buffers.get(array) is not buffer:  # it was deleted, or donated
+                del self._uploads[array]
+            elif upload.total not in full:
+                if self.fits(memory, upload.total, upload.devices, buffer.shard_bytes):
+                    memory.move(buffer, memory.totals_of(client_of(array)))
+                    del self._uploads[array]
+                else:
+                    full.add(upload.total)
+        self._tried_at = memory.frees
+        return len(self._uploads) < before
+
+    def drop(self, array: int) -> None:
+        """Let an upload wait no more, because it is refused."""
+        self._uploads.pop(array, None)
+
+    def clear(self) -> None:
+        """Forget all: the island has left its epoch."""
+        self._uploads.clear()
+        self._tried_at = -1
+
+    # --- runs beside them ----------------------------------------------------------------------------
+
+    def are_read(self, args: Sequence[int | bytes]) -> bool:
+        """Whether a run reads one of them."""
+        return not self._uploads.keys().isdisjoint(arrays_in(args))
+
+    def passed_by(self, totals: Collection[Total]) -> None:
+        """A run that these totals count was admitted."""
+        for upload in self._uploads.values():
+            upload.passed += upload.total in totals
+
+    def of(self, total: Total) -> Iterator[PendingUpload]:
+        """Yield the uploads of a tenant, the oldest first."""
+        return (upload for upload in self._uploads.values() if upload.total is total)
+
+    def totals(self) -> Iterator[Total]:
+        """Yield the totals in which an upload has no room."""
+        return (upload.total for upload in self._uploads.values())
