@@ -235,13 +235,13 @@ def test_outside_of_a_program_an_error_says_what_to_do() -> None:
     for call in (
         lambda: double(x),
         lambda: jax.grad(lambda x: double(x).sum())(x),
-        lambda: jax.device_put(x, split),
-        lambda: jnp.zeros(4, device=NamedSharding(mesh_of(devices()), P("x"))),
+        lambda: jnp.zeros(4, device=split),
         lambda: double.lower(x),
     ):
         with pytest.raises(pw.ArgumentError, match=r"in a @pw\.program. With JAX_PLATFORMS=pw"):
             call()
     assert jax.eval_shape(double, x).shape == (4,)
+    assert jax.device_put(x, split).sharding == split
 
 
 def test_errors_name_meshes_and_arguments() -> None:

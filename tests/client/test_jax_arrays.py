@@ -249,9 +249,27 @@ def test_what_cannot_be_converted_says_why(embedded: Bodies) -> None:
         own = pw.make_virtual_device_set().add_slice(devices=2)
         y = pw.put(values, own.devices[0])
         said(pw.PlacementError, "lies on devices that JAX does not have", lambda: pw.jax.to_jax(y))
-        s = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-        x = jax.device_put(values, s)
-        said(pw.PlacementError, "pinned_host", lambda: pw.jax.from_jax(x))
+        """
+    )
+
+
+def test_arrays_in_host_memory(embedded: Bodies) -> None:
+    embedded(
+        """
+        for sharding in (split, rows, SingleDeviceSharding(jax.devices()[0])):
+            x = jax.device_put(values, sharding.with_memory_kind("pinned_host"))
+            y = pw.jax.from_jax(x)
+            assert y.sharding.memory_kind == "pinned_host"
+            np.testing.assert_array_equal(y, values)
+            doubled = pw.jit(lambda y: jax.device_put(y, jax.memory.Space.Device) * 2)(y)
+            assert doubled.sharding.memory_kind == "device"
+            np.testing.assert_array_equal(doubled, values * 2)
+            for array in (y, pw.put(doubled, sharding=y.sharding)):
+                back = pw.jax.to_jax(array)
+                assert back.sharding.memory_kind == "pinned_host"
+                np.testing.assert_array_equal(back, array)
+                moved = jax.device_put(back, back.sharding.with_memory_kind("device"))
+                np.testing.assert_array_equal(moved + 1, np.asarray(array) + 1)
         """
     )
 

@@ -335,13 +335,13 @@ def test_meshes_of_pw_say_where_they_go(mesh: pw.Mesh) -> None:
     assert mapped() == mapped(mesh=mesh) == mapped(mesh=mesh.abstract_mesh) == (2 * v).tolist()
     assert pw.jit(double, mesh=mesh)(v).sharding.mesh is mesh
     for sends in (
-        lambda: jax.device_put(v, sharding),
+        lambda: jax.make_array_from_callback(v.shape, sharding, v.__getitem__),
         lambda: jax.jit(double, out_shardings=sharding)(v),
         lambda: jax.lax.with_sharding_constraint(v, sharding),
     ):
         with pytest.raises(pw.ArgumentError, match=r"pw\.put\(x, sharding=sharding\)"):
             sends()
-    assert pw.put(v, sharding=sharding).sharding == sharding
+    assert pw.put(v, sharding=sharding).sharding == jax.device_put(v, sharding).sharding == sharding
 
 
 def test_code_does_not_say_where_in_a_script_it_was_called() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from pw.client.connection.views import KEPT, Views
@@ -51,6 +52,13 @@ PIECES = tuple(on_one(FOUR, at) for at in range(4))
     [
         ([FOUR], [], [], ArgumentError, "no outputs"),
         ([FOUR], [PIECES[1]], [[(0, 0)]], PlacementError, "lies on device 0; a view moves nothing"),
+        (
+            [FOUR],
+            [msgspec.structs.replace(PIECES[0], memory="pinned_host")],
+            [[(0, 0)]],
+            PlacementError,
+            "in pinned_host, and input 0, .*, in that of its devices; a view moves nothing",
+        ),
         ([lying((0,), (2,), "int32")], [PIECES[0]], [[(0, 0)]], ShardingError, r"int32\[2\]"),
         ([FOUR], [lying((0,), (4,))], [[(0, 0)]], ShardingError, r"shards of float32\[4\]"),
         ([FOUR], [PIECES[0]], [[(1, 0)]], ShardingError, "there are 1 inputs"),

@@ -23,6 +23,11 @@ def test_byte_pairs() -> None:
     [
         (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
         (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
+        (
+            ["examples.offload"],
+            r"(?s)pw\.jit, moments in device: 16\d+ bytes.*pw\.jit, moments in pinned_host: 58\d+ bytes"
+            r".*jax\.jit, moments in pinned_host: .*20 losses, four times the same, bit for bit",
+        ),
         (["examples.elastic"], r"on \[2, 1, 2\] islands; all 60 losses are\nthe same, bit for bit"),
         long(
             ["examples.moe", "--steps", "12"],

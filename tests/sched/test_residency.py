@@ -131,6 +131,13 @@ def test_what_cannot_make_enough_room_stays() -> None:
     assert bench.launched()[-1] == large.run
 
 
+def test_what_its_client_has_in_host_memory_does_not_leave() -> None:
+    bench = TierBench()
+    _, large = arrays_of(bench, 0, 40)
+    bench.run(bench.program(1, needs(70)))
+    assert bench.spills() == [(large,)]
+
+
 def test_a_host_that_cannot_copy_keeps_the_array_and_is_not_asked_again() -> None:
     bench = TierBench()
     first, second = arrays_of(bench, 40, 40)

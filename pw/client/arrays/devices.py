@@ -7,10 +7,12 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import numpy as np
 
+from pw.client.arrays import device_in_jax
+from pw.client.arrays.device_in_jax import NoClient, VirtualMemory, memories_of
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
@@ -200,14 +202,17 @@ class VirtualDevice:
         return (serial_of(self.slice.id) << 16) + self.index  # JAX wants 64 bits
 
     @property
-    def client(self) -> NoReturn:
-        """JAX asks for it when it is about to compute in this process. Raises ArgumentError."""
-        raise ArgumentError(
-            f"{self!r} is in the cluster, and jax computes in this process: pw.put(x, sharding=sharding) "
-            "puts values there, pw.jit(f, mesh=mesh) computes there, and functions of jax that name it, with "
-            "transformations of them such as jax.grad, are called in a @pw.program. With JAX_PLATFORMS=pw, "
-            "jax.devices() are devices of the cluster on which jax computes"
-        )
+    def client(self) -> NoClient:
+        """JAX's client of the device, which there is none of."""
+        return NoClient(self)
+
+    def default_memory(self) -> VirtualMemory:
+        """Return the device's own memory."""
+        return self.addressable_memories()[0]
+
+    def addressable_memories(self) -> tuple[VirtualMemory, ...]:
+        """Return the memories beside the device in which arrays can lie; its own is the first."""
+        return memories_of(self.platform)
 
     @property
     def coords(self) -> tuple[int, ...]:
@@ -450,3 +455,6 @@ def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:
 def make_virtual_device_set() -> VirtualDeviceSet:
     """Return an empty set of slices; connects to a cluster if this process is not connected."""
     return VirtualDeviceSet(current.runtime())
+
+
+device_in_jax.register(VirtualDevice)

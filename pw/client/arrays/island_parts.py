@@ -67,7 +67,8 @@ def parts_of(sharding: OwnSharding, shape: Sequence[int]) -> tuple[IslandPart, .
         device: sharding.core.box(shape, position) for position, device in enumerate(mesh._devices)
     }
     return tuple(
-        _stacked(part, shape, [boxes[device] for device in part._devices]) for part in mesh.parts
+        _stacked(part, shape, [boxes[device] for device in part._devices], sharding.memory)
+        for part in mesh.parts
     )
 
 
@@ -123,21 +124,25 @@ def _factored(
     blocks = tuple(itertools.starmap(ArrayBlock, pairs))
     own_shape = tuple(intervals[-1][1] for intervals in inside)
     mesh = sharding.mesh.parts[island]
-    lies = OwnSharding(mesh, PartitionSpec(*(names or None for names in axes)))
+    lies = OwnSharding(
+        mesh, PartitionSpec(*(names or None for names in axes)), sharding.memory or None
+    )
     return IslandPart(own_shape, blocks, own_shape == shape, lies)
 
 
-def _stacked(mesh: Any, shape: tuple[int, ...], boxes: Sequence[Box]) -> IslandPart:
+def _stacked(mesh: Any, shape: tuple[int, ...], boxes: Sequence[Box], memory: str) -> IslandPart:
     first = tuple(stop - start for start, stop in boxes[0])
     if len(set(boxes)) == 1:
         block = ArrayBlock(boxes[0], tuple((0, size) for size in first))
-        return IslandPart(first, (block,), first == shape, OwnSharding.replicated(mesh))
+        lies = OwnSharding.over(mesh, PartitionSpec(), memory or None)
+        return IslandPart(first, (block,), first == shape, lies)
     blocks = [
         ArrayBlock(box, ((at * first[0], (at + 1) * first[0]), *((0, size) for size in first[1:])))
         for at, box in enumerate(boxes)
     ]
     own = (len(boxes) * first[0], *first[1:])
-    return IslandPart(own, tuple(blocks), False, OwnSharding(mesh, PartitionSpec(mesh.axis_names)))
+    lies = OwnSharding(mesh, PartitionSpec(mesh.axis_names), memory or None)
+    return IslandPart(own, tuple(blocks), False, lies)
 
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

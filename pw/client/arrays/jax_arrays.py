@@ -116,7 +116,7 @@ class Front:
         if own is None:
             if is_named:
                 mesh = self.mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-                own = OwnSharding(mesh, sharding.spec)
+                own = OwnSharding(mesh, sharding.spec, sharding.memory_kind)
             else:
                 own = self._even(sharding, shape)
             if len(self._shardings) >= SHARDINGS_KEPT:
@@ -150,7 +150,7 @@ class Front:
             grid[*at, free[0]] = device
         names = [f"axis{dimension}" for dimension in range(len(shape))]
         mesh = self.mesh(grid, (*names, "copies"))
-        return OwnSharding(mesh, PartitionSpec(*names))
+        return OwnSharding(mesh, PartitionSpec(*names), sharding.memory_kind)
 
     def to_jax(self, sharding: OwnSharding) -> Any:
         """Return the sharding of JAX with the same shards. Raises PlacementError for other devices."""
@@ -167,7 +167,8 @@ class Front:
                 )
             grid[place] = self._devices[number][device.index]
         mesh = jax.sharding.Mesh(grid, sharding.mesh.axis_names)
-        return jax.sharding.NamedSharding(mesh, sharding.spec)
+        kind = sharding.memory or None
+        return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=kind)
 
     # --- arrays ---------------------------------------------------------------------------------------
 
@@ -206,12 +207,6 @@ class Front:
             raise ArrayDeleted(
                 f"the jax.Array {array.aval.str_short()} was deleted or donated before this use; keep a "
                 "copy, or do not donate it"
-            )
-        kind = array.sharding.memory_kind
-        if kind not in (None, next(iter(array.sharding.device_set)).default_memory().kind):
-            raise PlacementError(
-                f"a jax.Array in the memory {kind!r} cannot become a pw.Array; move it first, with "
-                "jax.device_put(x, jax.memory.Space.Device)"
             )
         return ArrayType.of(array.aval, self.from_jax(array.sharding, array.shape))
 
@@ -253,6 +248,7 @@ class Front:
                         "shard": spec.sharding.shard_shape(spec.shape),
                         "devices": [device.id for device in devices_of(shardings[at])],
                         "replicated": not any(spec.sharding.spec),
+                        "memory_kind": types[at].sharding.memory_kind,
                     }
                 )
                 is_weak = types[at].key_impl is None and types[at].aval.weak_type

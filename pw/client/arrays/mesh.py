@@ -23,6 +23,7 @@ from pw.client.connection import current
 from pw.client.display.grid import Grid, of_mesh
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.ids import serial_of
+from pw.core.platforms import platform_of
 from pw.core.sharding import Placement
 
 
@@ -77,7 +78,7 @@ class OwnMesh:
             self.slice.id, tuple(starts[id(device.slice)] + device.index for device in flat)
         )
         self.shardings: dict[Any, Any] = {}
-        """Shardings over it that were asked for, by their partition specs."""
+        """Shardings over it that were asked for, by their partition specs and kinds of memory."""
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 
     def _part(self, is_own: np.ndarray[Any, Any]) -> OwnMesh:
@@ -112,6 +113,11 @@ class OwnMesh:
     def runtime(self) -> Any:
         """The session that the devices belong to."""
         return self.slice.runtime
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """JAX's names of the memories of each device; the first is the default."""
+        return platform_of(self.slice.platform).memories
 
     @property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:

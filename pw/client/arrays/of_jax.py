@@ -17,7 +17,7 @@ from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.mesh import OwnMesh, with_owner
 from pw.client.arrays.sharding import OwnSharding
 from pw.client.connection import jax_backend
-from pw.core.errors import PlacementError, ShardingError
+from pw.core.errors import PlacementError
 
 _own: weakref.WeakKeyDictionary[jax.sharding.Mesh, OwnMesh] = weakref.WeakKeyDictionary()
 
@@ -59,7 +59,8 @@ def own_sharding(sharding: Any) -> OwnSharding | None:
     """Return the sharding of pw with the same shards; None if it is not over virtual devices.
 
     Raises:
-        PlacementError, ShardingError: pw has no such mesh, or no such memory.
+        PlacementError: pw has no such mesh.
+        ShardingError: the devices have no such memory.
     """
     if isinstance(sharding, OwnSharding):
         return sharding
@@ -77,12 +78,7 @@ def own_sharding(sharding: Any) -> OwnSharding | None:
         return None
     if mesh is None:
         return None
-    if sharding.memory_kind not in (None, "device"):
-        raise ShardingError(
-            f"{sharding!r} is in the memory {sharding.memory_kind!r}; arrays of pw are in the memory of "
-            "their devices"
-        )
-    return OwnSharding.over(mesh, spec)
+    return OwnSharding.over(mesh, spec, sharding.memory_kind)
 
 
 def own_or_given(sharding: Any) -> Any:
@@ -98,5 +94,6 @@ def abstract(named: Any) -> Any:
     if sharding is None:
         return named
     if isinstance(named, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(named.mesh.abstract_mesh, named.spec)
+        mesh, kind = named.mesh.abstract_mesh, sharding.memory_kind
+        return jax.sharding.NamedSharding(mesh, named.spec, memory_kind=kind)
     return sharding.abstract()

@@ -24,17 +24,22 @@ class OwnSharding(jax.sharding.Sharding):
     Args:
         mesh: the virtual devices.
         spec: for each dimension a mesh axis, several of them in a tuple, or None.
+        memory_kind: JAX's name of the memory beside each device in which the shards lie; None for the
+            devices' own.
 
     Raises:
-        ShardingError: the spec names an axis that the mesh does not have, or is no partition spec.
+        ShardingError: the spec names an axis that the mesh does not have, or is no partition spec; or the
+            devices have no such memory.
     """
 
-    def __init__(self, mesh: OwnMesh, spec: PartitionSpec) -> None:
+    def __init__(self, mesh: OwnMesh, spec: PartitionSpec, memory_kind: str | None = None) -> None:
         super().__init__()
         self.mesh = mesh
         self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
         self.core.check((math.prod(mesh._extent),) * len(self.core.spec))
-        self._hash = hash((mesh, self.core))
+        self.memory = _memory_of(mesh, memory_kind)
+        """Memory in which the shards lie, as `ArraySpec.memory`: empty for the devices' own."""
+        self._hash = hash((mesh, self.core, self.memory))
 
     @classmethod
     def replicated(cls, mesh: OwnMesh) -> OwnSharding:
@@ -42,17 +47,31 @@ class OwnSharding(jax.sharding.Sharding):
         return cls.over(mesh, PartitionSpec())
 
     @classmethod
-    def over(cls, mesh: OwnMesh, spec: PartitionSpec) -> OwnSharding:
-        """One object for a mesh and a spec."""
-        sharding: OwnSharding | None = mesh.shardings.get(spec)
+    def over(
+        cls, mesh: OwnMesh, spec: PartitionSpec, memory_kind: str | None = None
+    ) -> OwnSharding:
+        """One object for a mesh, a spec and a memory."""
+        key = spec, memory_kind
+        sharding: OwnSharding | None = mesh.shardings.get(key)
         if sharding is None:
-            sharding = mesh.shardings[spec] = cls(mesh, spec)
+            sharding = mesh.shardings[key] = cls(mesh, spec, memory_kind)
         return sharding
+
+    def with_memory_kind(self, kind: str | None) -> OwnSharding:
+        """Return the sharding with the same shards in another memory. Raises ShardingError."""
+        return OwnSharding.over(self.mesh, self.spec, kind)
+
+    def in_space(self, space: Any) -> OwnSharding:
+        """Return the sharding in a memory of this space: in its own memory, if that is one."""
+        if space_of(self.memory) is space or space not in _KIND_OF:
+            return self
+        return self.with_memory_kind(_KIND_OF[space])
 
     @property
     def of_jax(self) -> jax.sharding.NamedSharding:
         """The sharding of JAX over the same mesh, as users see it."""
-        return jax.sharding.NamedSharding(self.mesh.of_jax, self.spec)
+        kind = self.memory or None
+        return jax.sharding.NamedSharding(self.mesh.of_jax, self.spec, memory_kind=kind)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -72,14 +91,17 @@ class OwnSharding(jax.sharding.Sharding):
         try:
             self.core.check(shape)
         except ShardingError:
-            return OwnSharding.replicated(self.mesh)
+            return OwnSharding.over(self.mesh, PartitionSpec(), self.memory)
         return self
 
     # --- the interface of JAX's shardings ------------------------------------------------------------
 
-    memory_kind = None
-
     _is_concrete = False
+
+    @property
+    def memory_kind(self) -> str:
+        """JAX's name of the memory in which the shards lie."""
+        return self.memory or self.mesh.memories[0]
 
     @property
     def is_fully_replicated(self) -> bool:
@@ -100,23 +122,28 @@ class OwnSharding(jax.sharding.Sharding):
 
     def abstract(self) -> jax.sharding.NamedSharding:
         """The same sharding over the abstract mesh, for tracing."""
-        return jax.sharding.NamedSharding(self.mesh.abstract_mesh, self.spec)
+        mesh, kind = self.mesh.abstract_mesh, self.memory_kind
+        return jax.sharding.NamedSharding(mesh, self.spec, memory_kind=kind)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OwnSharding):
             return NotImplemented
-        return self is other or (self.core == other.core and self.mesh == other.mesh)
+        return self is other or (
+            self.core == other.core and self.memory == other.memory and self.mesh == other.mesh
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"NamedSharding({self.mesh!r}, {self.spec})"
+        memory = f", memory_kind={self.memory!r}" if self.memory else ""
+        return f"NamedSharding({self.mesh!r}, {self.spec}{memory})"
 
     @property
     def _words(self) -> str:
         """The spec, in words."""
-        return f"{self.spec}" if any(self.core.spec) else f"{self.spec}: replicated"
+        words = f"{self.spec}" if any(self.core.spec) else f"{self.spec}: replicated"
+        return f"{words} in {self.memory}" if self.memory else words
 
     def _drawing(self, what: str = "an array", shape: tuple[int, ...] | None = None) -> Grid:
         """Return the shards by device, of an array of a shape or of the smallest one."""
@@ -127,6 +154,28 @@ class OwnSharding(jax.sharding.Sharding):
         shards = f"{count} shard{'' if count == 1 else 's'}{each}{copies}"
         head = f"{what} as {self._words}: {shards}; on {self.mesh._where}"
         return of_shards(head, self.core, shape, self.mesh.named_devices)
+
+
+_KIND_OF = {jax.memory.Space.Device: None, jax.memory.Space.Host: "pinned_host"}
+"""Kinds of memory by the spaces that JAX's types name."""
+
+
+def space_of(memory: str) -> Any:
+    """Return the space that JAX's types have for a memory of a spec."""
+    return jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
+
+
+def _memory_of(mesh: OwnMesh, name: str | None) -> str:
+    """Return a user's kind of memory as a spec has it. Raises ShardingError if the devices have none."""
+    own, *more = mesh.memories
+    if name is None or name == own:
+        return ""
+    if name not in more:
+        raise ShardingError(
+            f"{name!r} is no memory of devices of the platform {mesh.slice.platform!r}, which have "
+            f"{', '.join(map(repr, mesh.memories))}; pass one of these as memory_kind"
+        )
+    return name
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pw.client.arrays.island_parts import IslandPart, parts_of
 from pw.client.arrays.operators import Operators
-from pw.client.arrays.sharding import OwnSharding
+from pw.client.arrays.sharding import OwnSharding, space_of
 from pw.core.errors import ArgumentError
 from pw.core.jax_private.tracing import debug_nans, trace_context
 from pw.core.sharding import ArraySpec, dtype_of
@@ -83,14 +83,15 @@ _interning = threading.RLock()
 def _new_type(aval: Any, sharding: OwnSharding) -> ArrayType:
     shape = tuple(aval.shape)
     sharding.core.check(shape)
-    aval = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
+    space, is_weak = space_of(sharding.memory), bool(aval.weak_type)
+    aval = jax.core.ShapedArray(shape, aval.dtype, weak_type=is_weak, memory_space=space)
     key_impl = key_impl_of(aval.dtype)
     if key_impl is None:
         name = str(aval.dtype.name)
     else:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
         shape, name = tuple(data.shape), str(data.dtype.name)
-    spec = ArraySpec(shape, name, sharding.core, sharding.placement)
+    spec = ArraySpec(shape, name, sharding.core, sharding.placement, sharding.memory)
     numpy_dtype = dtype_of(name)
     size_bytes = math.prod(shape) * numpy_dtype.itemsize
     islands = parts_of(sharding, aval.shape) if sharding.mesh.parts else ()
@@ -133,7 +134,9 @@ def signature_of(leaf: Any) -> Any:
 
 @lru_cache(maxsize=AVALS_KEPT)
 def _without_sharding(aval: Any) -> Any:
-    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.core.ShapedArray(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space
+    )
 
 
 def aval_of(signature: Any) -> Any:

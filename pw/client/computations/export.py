@@ -147,14 +147,22 @@ def tracing(mesh: OwnMesh) -> Iterator[None]:
 def _settled(
     module: bytes, mesh: OwnMesh, avals: Sequence[Any], wanted: Sequence[OwnSharding | None]
 ) -> list[OwnSharding]:
-    """Return the sharding of every result: the wanted one, or the compiler's choice."""
+    """Return the sharding of every result: the wanted one, or the compiler's choice.
+
+    The function chooses the memory of such a result, as JAX's type of it says.
+    """
     if mesh.size == 1 or None not in wanted:
-        return [sharding or OwnSharding.replicated(mesh) for sharding in wanted]
-    # The integers of a typed key have dimensions of their own, behind those of the array.
-    specs = result_specs(module, [aval.shape for aval in avals])
+        chosen = [OwnSharding.replicated(mesh)] * len(avals)
+    else:
+        # The integers of a typed key have dimensions of their own, behind those of the array.
+        specs = result_specs(module, [aval.shape for aval in avals])
+        chosen = [
+            OwnSharding.over(mesh, PartitionSpec(*spec[: aval.ndim]))
+            for spec, aval in zip(specs, avals, strict=False)
+        ]
     return [
-        sharding or OwnSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
-        for sharding, spec, aval in zip(wanted, specs, avals, strict=True)
+        sharding or choice.in_space(aval.memory_space)
+        for sharding, choice, aval in zip(wanted, chosen, avals, strict=True)
     ]
 
 
@@ -203,7 +211,12 @@ def _exported(
         out_shardings=[None if sharding is None else sharding.abstract() for sharding in asked],
         keep_unused=True,
     )
-    avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
+    avals = [
+        jax.core.ShapedArray(
+            type_.spec.shape, type_.numpy_dtype, memory_space=type_.aval.memory_space
+        )
+        for type_ in inputs
+    ]
     platform = jax_platform(mesh.slice.platform)
     try:
         # Pieces of a function over islands get their lines removed when it is cut: errors name them.
@@ -256,4 +269,5 @@ def constant(value: Any, type_: ArrayType) -> Array:
 def _captured_type(array: Array, mesh: OwnMesh) -> ArrayType:
     if array._type.sharding.mesh == mesh:
         return array._type
-    return array._type.with_sharding(OwnSharding.replicated(mesh))
+    replicated = OwnSharding.replicated(mesh)
+    return array._type.with_sharding(replicated.in_space(array.aval.memory_space))

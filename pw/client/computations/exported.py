@@ -18,6 +18,7 @@ from pw.client.arrays.mesh import OwnMesh
 from pw.client.arrays.of_jax import own_sharding
 from pw.client.arrays.sharding import OwnSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType
+from pw.core.sharding import Sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,12 @@ def without_devices(shardings: Any) -> Any:
     """Return the user's shardings as a part of `Alike.how`."""
     leaves, tree = jax.tree_util.tree_flatten(shardings, is_leaf=_is_sharding)
     own = [own_sharding(one) for one in leaves]
-    return tuple(a if b is None else b.core for a, b in zip(leaves, own, strict=True)), tree
+    return tuple(a if b is None else _bare(b) for a, b in zip(leaves, own, strict=True)), tree
+
+
+def _bare(sharding: OwnSharding) -> tuple[Sharding, str]:
+    """Return a sharding without its devices."""
+    return sharding.core, sharding.memory
 
 
 def _is_sharding(entry: Any) -> bool:
@@ -102,7 +108,7 @@ def export_once(call: Call, export: Callable[[Call], Export]) -> Export:
     alike, mesh = call.alike, call.mesh
     if alike is None or mesh.parts:
         return export(call)
-    types = tuple((type_.aval, type_.sharding.core) for type_ in call.types)
+    types = tuple((type_.aval, *_bare(type_.sharding)) for type_ in call.types)
     key = alike.how, types, mesh.abstract_mesh, mesh.slice.platform
     try:
         exports = _modules.setdefault(alike.function, {})
@@ -113,10 +119,15 @@ def export_once(call: Call, export: Callable[[Call], Export]) -> Export:
         result = export(call)
         if not result.captured:
             # Without types: these hold the mesh, and with it the slice.
-            outputs = tuple((type_.aval, type_.sharding.spec) for type_ in result.outputs)
+            outputs = tuple(
+                (one.aval, one.sharding.spec, one.sharding.memory) for one in result.outputs
+            )
             exports[key] = replace(result, inputs=(), outputs=()), outputs
         return result
     bare, outputs = earlier
     mesh.check_alive()
-    own = tuple(ArrayType.of(aval, OwnSharding(mesh, spec)) for aval, spec in outputs)
+    own = tuple(
+        ArrayType.of(aval, OwnSharding(mesh, spec, memory or None))
+        for aval, spec, memory in outputs
+    )
     return replace(bare, inputs=call.types, outputs=own)

@@ -31,7 +31,8 @@ def like_arguments(
     """Return `wanted`, with shardings of arguments for results that depend on no argument.
 
     Such a result gets the sharding of the argument that has its shape; of several, of that with the
-    longest common end of the paths. It gets None if there is none, or if these are split differently.
+    longest common end of the paths. It gets None if there is none, or if these are split differently. Its
+    memory is the one in which the function makes it.
 
     Args:
         jaxpr: the function.
@@ -48,10 +49,11 @@ def like_arguments(
                     ends[type_.aval.shape, path[at:]].add(type_.sharding)
     for path, index in tree_flatten_with_path(tree_unflatten(results, range(len(lies))))[0]:
         if free[index] and lies[index] is None:
-            shape = jaxpr.outvars[index].aval.shape
-            keys = [(shape, path[at:]) for at in range(len(path) + 1)]
+            aval = jaxpr.outvars[index].aval
+            keys = [(aval.shape, path[at:]) for at in range(len(path) + 1)]
             shardings = next((ends[key] for key in keys if key in ends), set())
-            lies[index] = next(iter(shardings)) if len(shardings) == 1 else None
+            if len(shardings) == 1:
+                lies[index] = next(iter(shardings)).in_space(aval.memory_space)
     return lies
 
 

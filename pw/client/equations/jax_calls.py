@@ -45,7 +45,11 @@ def with_calls(closed: Any, kinds: list[CallKind]) -> Any:
         name = equation.primitive.name
         if name == "sharding_constraint":
             target = own_sharding(equation.params["sharding"])
-            return equation if target is None else _like(_PUT, equation, devices=(target,))
+            if target is None:
+                return equation
+            (result,) = equation.outvars  # a constraint moves to no other memory
+            target = target.in_space(result.aval.memory_space)
+            return _like(_PUT, equation, devices=(target,))
         if name in ("jit", "shard_map"):
             mesh = _mesh_of(equation)
             if mesh is not None:

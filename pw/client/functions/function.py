@@ -332,11 +332,21 @@ class JitFunction(Wrapped[P, R]):
         return self._by_leaf(self._in_shardings, None, tree, len(avals), "in_shardings")
 
     def _input_sharding(self, leaf: Any, wanted: Any, mesh: OwnMesh) -> OwnSharding:
+        own = leaf.sharding if isinstance(leaf, ArrayType) else None
         if wanted is not None:
-            return on_mesh(mesh, wanted)
-        if isinstance(leaf, ArrayType) and leaf.sharding.mesh == mesh:
-            return leaf.sharding
-        return OwnSharding.replicated(mesh)
+            asked = on_mesh(mesh, wanted)
+            if own is not None and own.memory_kind != asked.memory_kind:
+                raise ShardingError(
+                    f"it lies in the memory {own.memory_kind!r}, and in_shardings says {asked.memory_kind!r}; "
+                    "as jax.jit, a call moves no argument between memories. Move it first, with "
+                    f"pw.put(x, x.sharding.with_memory_kind({asked.memory_kind!r})), or in the function, with "
+                    "jax.device_put"
+                )
+            return asked
+        if own is not None and own.mesh == mesh:
+            return own
+        replicated = OwnSharding.replicated(mesh)
+        return replicated if own is None else replicated.with_memory_kind(own.memory_kind)
 
     def _output_shardings(
         self, tree: Any, avals: Sequence[Any], mesh: OwnMesh, inputs: Sequence[ArrayType]

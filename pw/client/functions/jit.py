@@ -66,11 +66,13 @@ def jit(
             arguments; without any, on a default slice of one device.
         in_shardings: tree prefix of the positional arguments with a PartitionSpec, a `pw.NamedSharding`,
             or None for arguments that keep their sharding (replicated if they are on other devices).
-            Arguments with another sharding are moved.
+            Arguments with another sharding are moved, but none to another kind of memory: that raises
+            ShardingError, as in `jax.jit`.
         out_shardings: the same for the results; None stands for the compiler's choice, which is
             `jax.jit`'s: results of split arrays stay split where that costs nothing. Results that depend on no
             argument's values, as of `jnp.zeros_like`, get the sharding of the argument with the same shape
-            and end of its path; they are replicated if there is none, or several that lie differently.
+            and end of its path; they are replicated if there is none, or several that lie differently. A
+            `memory_kind` puts results there; with None they lie in the memory in which JAX computes them.
         static_argnums, static_argnames: arguments that the trace depends on.
         donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are deleted.
         check_nans: raise `NaNFound` for all results of a call, and all that is computed from them, if one of

@@ -98,7 +98,14 @@ class _PmapFunction(JitFunction[P, R]):
                     f"{tuple(aval.shape)}), but there are {mesh.size} devices; the mapped axis holds "
                     "one slice for each device"
                 )
-        return [self._split(axis, aval.ndim) for axis, aval in zip(axes, avals, strict=True)]
+        splits = (
+            OwnSharding(mesh, self._split(axis, aval.ndim))
+            for axis, aval in zip(axes, avals, strict=True)
+        )
+        return [
+            sharding.in_space(aval.memory_space)
+            for sharding, aval in zip(splits, avals, strict=True)
+        ]
 
     def _split(self, axis: int | None, ndim: int) -> PartitionSpec:
         if axis is None:

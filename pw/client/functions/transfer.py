@@ -6,6 +6,7 @@ move from one sharding to another is an identity program too, so the bytes go fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,7 +48,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             in `jax.device_put`, a value for `sharding`.
         sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
             "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
-            values go to a default slice of one device.
+            values go to a default slice of one device. `memory_kind="pinned_host"` puts shards in the memory of
+            the hosts; a sharding without a kind in that of the devices.
         keep: keep host values in this process's memory for as long as arrays depend on them, so that they
             survive any loss of hosts. Otherwise they are kept within the session's budget (see `pw.connect`).
 
@@ -152,6 +154,40 @@ def _put(leaf: Any, target: OwnSharding | None, keep: bool) -> Any:
         return move.finish([move.reshard(move.leaf(0, source), target)])
 
     return target.mesh.slice.compiled.get_or_make(("put", source, type_), make)([leaf])[0]
+
+
+def device_put(
+    values: Sequence[Any], devices: Sequence[Any], copy_semantics: Sequence[Any]
+) -> list[Any]:
+    """Do what `jax.device_put` was called for outside of traced functions: `put` moves the values.
+
+    Args:
+        values: the leaves.
+        devices: for each a sharding over virtual devices, or the space of a memory of its own devices.
+        copy_semantics: for each, whether JAX's caller gives it away or wants a copy.
+
+    Raises:
+        ShardingError: a target has no virtual devices.
+    """
+    targets = [
+        value._type.sharding.in_space(target)
+        if isinstance(value, Array) and isinstance(target, jax.memory.Space)
+        else own_sharding(target)
+        for value, target in zip(values, devices, strict=True)
+    ]
+    if None in targets:
+        raise ShardingError(
+            "jax.device_put was given virtual devices for some values and none for others; call it once for "
+            "each kind of devices"
+        )
+    moved: list[Any] = put(list(values), sharding=targets)
+    for at, how in enumerate(copy_semantics):
+        if how.name == "DONATE_INPUT" and isinstance(values[at], Array):
+            if moved[at] is not values[at]:
+                values[at].delete()
+        elif how.name == "ALWAYS_COPY" and moved[at] is values[at]:
+            moved[at] = moved[at].copy()
+    return moved
 
 
 def _moves_by_count(rows: Any, target: OwnSharding) -> bool:

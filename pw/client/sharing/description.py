@@ -62,11 +62,14 @@ class SharedLeaf(Leaf, frozen=True, omit_defaults=True):
     """Index of its mesh."""
     axes: tuple[tuple[str, ...], ...] = ()
     """Mesh axes that split each dimension."""
+    memory: str = ""
+    """Kind of memory in which its shards lie; empty for the devices' own."""
 
     def type(self, meshes: Sequence[OwnMesh]) -> ArrayType:
         """Return the type of the array. Raises an Error, LookupError or ValueError if there is none."""
         spec = PartitionSpec(*(axes or None for axes in self.axes))
-        type_ = ArrayType.of(self.aval(), OwnSharding.over(meshes[self.mesh], spec))
+        sharding = OwnSharding.over(meshes[self.mesh], spec, self.memory or None)
+        type_ = ArrayType.of(self.aval(), sharding)
         if len(self.members) != len(type_.parts or (type_,)):
             raise ValueError("an array has another number of parts than islands")
         return type_
@@ -132,4 +135,5 @@ def leaf_of(key: str, array: Array, members: Sequence[Member], mesh: int) -> Sha
         members=tuple(members),
         mesh=mesh,
         axes=type_.sharding.core.spec,
+        memory=type_.sharding.memory,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from jax._src import callback, debugging, dlpack, pjit
+from jax._src import callback, debugging, dispatch, dlpack, pjit
 from jax._src.numpy import array_constructors
 from jaxlib import _jax, xla_client
 
@@ -29,6 +29,8 @@ class Hook(NamedTuple):
 
 BATCHED_DEVICE_PUT = Hook(xla_client, "batched_device_put")
 """Puts shards on devices. Public: none."""
+DEVICE_PUT = Hook(dispatch, "_batched_device_put_impl")
+"""Does what `jax.device_put` is called for, outside of traced functions. Public: none."""
 COST_ANALYSIS = Hook(_jax, "hlo_module_cost_analysis")
 """Estimates the costs of a module that is not compiled. Public: none."""
 FASTPATH = Hook(pjit, "_get_fastpath_data")

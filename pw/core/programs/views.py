@@ -103,6 +103,12 @@ def _check_output(
                 f"of input {source}, {origin.short}, lies on device {there[at]}; a view moves nothing. Move "
                 "the array first, with pw.put(x, sharding=...)"
             )
+        if origin.memory != spec.memory:
+            raise PlacementError(
+                f"{what} lies in {spec.memory or 'the memory of its devices'}, and input {source}, "
+                f"{origin.short}, in {origin.memory or 'that of its devices'}; a view moves nothing. Move "
+                "the array first, with pw.put(x, sharding=...)"
+            )
         if origin.dtype != spec.dtype or origin.sharding.shard_shape(origin.shape) != shape:
             raise ShardingError(
                 f"{what} has shards of {spec.dtype}{list(shape)}, and those of input {source}, {origin.short}, "

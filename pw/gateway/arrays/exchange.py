@@ -91,7 +91,7 @@ class ArrayExchange:
             tuple(map(int, one["shape"])),
             tuple(map(int, one["shard"])),
             tuple(map(int, one["devices"])),
-            self._devices.memories[0],
+            str(one["memory_kind"]),
             bool(one["replicated"]),
         )
 

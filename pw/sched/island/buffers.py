@@ -55,9 +55,12 @@ class Buffer:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it may leave the devices: it lies there, and nothing uses or shares it."""
+        """Whether it may leave the devices: it lies there, and nothing uses or shares it.
+
+        An array that its client has in host memory has no bytes there.
+        """
         is_there = self.tier is Tier.DEVICE and self.is_counted and self.shards is None
-        return is_there and self.names == 1 and not self.readers
+        return is_there and self.shard_bytes > 0 and self.names == 1 and not self.readers
 
     def parts(self) -> Iterable[Buffer]:
         """Return the buffers that are counted for it: itself, or one for each device."""

@@ -369,8 +369,9 @@ class SimBackend:
         if self.closed:
             return
         self._running = False
-        for value, shards in zip(op.results, results, strict=False):
-            self._fill(value, shards, by_run=True)
+        outputs = self.programs[op.key].computation.outputs if results else ()
+        for value, shards, spec in zip(op.results, results, outputs, strict=False):
+            self._fill(value, shards, by_run=True, on_devices=not spec.memory)
         if error is not None:
             for value in op.results:
                 value.fail(error)
@@ -405,6 +406,8 @@ class SimBackend:
             op.result.fail(failure, alone=op.source.alone)
             self._tell(op.result)
             return
+        if (op.spec, op.devices) == (op.source_spec, op.source_devices):
+            raise Violation("memory", f"{self.host} moves an array to where its client has it")
         source: Shards = op.source.payload
         shards = empty(op.spec, op.devices, self.host)
         for piece in op.pieces:
@@ -413,7 +416,7 @@ class SimBackend:
             for position in piece.destination_devices:
                 shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
         if op.spec.memory == op.source_spec.memory:
-            self._fill(op.result, shards, by_run=True)
+            self._fill(op.result, shards, by_run=True, on_devices=not op.spec.memory)
             return
         self._world.checked["moves between memories"] += 1
         total = sum(shard.nbytes for shard in shards.values())
@@ -434,7 +437,7 @@ class SimBackend:
                 if (shard.shape, shard.dtype) != (shape, dtype):
                     raise Violation("views", f"a shard of {shard.shape} in a view of {shape}")
         self._world.checked["views"] += 1
-        self._fill(op.result, shards, by_run=True)
+        self._fill(op.result, shards, by_run=True, on_devices=not op.spec.memory)
 
     def _build(self, op: ops.Build) -> None:
         total = write_parts(shards := empty(op.spec, op.devices, self.host), op, self.host)

@@ -77,6 +77,8 @@ class SimProfile:
     """Bytes of memory of each device; 0 where nothing limits it."""
     spill_bytes: int = 0
     """Bytes of memory of each host for arrays that leave the devices; some hosts have less."""
+    host_memory: float = 0.0
+    """Probability that a kind of arrays of a client lies in host memory."""
     broken_programs: bool = True
     """True if clients also bring programs that do not compile, or raise."""
     views: float = 0.0
@@ -248,7 +250,16 @@ PROFILES = {
         ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
-        SimProfile("tiers", runs=60, views=0.1, checkpoints=0.05, loops=0.2, fed=0.3, **_TIERS),
+        SimProfile(
+            "tiers",
+            runs=60,
+            views=0.1,
+            checkpoints=0.05,
+            loops=0.2,
+            fed=0.3,
+            host_memory=0.2,
+            **_TIERS,
+        ),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),

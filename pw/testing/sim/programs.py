@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from pw.core.messages import Artifact
 from pw.core.programs.program import Computation, Node, Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -141,6 +143,15 @@ def random_kinds(random: Random, slices: Sequence[SimSlice]) -> list[ArraySpec]:
         random_spec(random, random.choice(slices), shape, "uint8" if shape in _LARGE else dtype)
         for shape in shapes
         for _ in range(random.choice((1, 2)))
+    ]
+
+
+def some_in_host_memory(
+    random: Random, kinds: Sequence[ArraySpec], share: float
+) -> list[ArraySpec]:
+    """Return the kinds, about such a share of them in host memory."""
+    return [
+        replace(kind, memory="pinned_host") if random.random() < share else kind for kind in kinds
     ]
 
 

@@ -66,7 +66,7 @@ def _together(random: Random, model: ArraySpec, specs: Sequence[ArraySpec]) -> _
         spec
         for spec in specs
         if (spec.dtype, spec.sharding.shard_shape(spec.shape)) == (model.dtype, shape)
-        and spec.placement.slice == model.placement.slice
+        and (spec.placement.slice, spec.memory) == (model.placement.slice, model.memory)
     ]
     inputs = [model, *random.sample(alike, min(len(alike), 4))]
     shards: dict[int, list[tuple[int, int]]] = {}
@@ -90,10 +90,11 @@ def _together(random: Random, model: ArraySpec, specs: Sequence[ArraySpec]) -> _
 
 
 def _stacked(model: ArraySpec, shape: tuple[int, ...], devices: Sequence[int]) -> ArraySpec:
-    """Shards of this shape, side by side in dimension 0."""
+    """Shards of this shape, side by side in dimension 0, in the memory of another array."""
     count, place = len(devices), Placement(model.placement.slice, tuple(devices))
     sharding = Sharding(("_",), (count,), (("_",),))
-    return ArraySpec((count * shape[0], *shape[1:]), model.dtype, sharding, place)
+    whole = (count * shape[0], *shape[1:])
+    return ArraySpec(whole, model.dtype, sharding, place, model.memory)
 
 
 def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[ProgramDraft]:

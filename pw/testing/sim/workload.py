@@ -29,7 +29,7 @@ from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.looping import is_burst, loop, run_ahead
 from pw.testing.sim.names import share
 from pw.testing.sim.oracle import INFRASTRUCTURE
-from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds
+from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds, some_in_host_memory
 from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.timelines import record
@@ -154,6 +154,9 @@ class SimClient(Life):
     def _register(self) -> None:
         if not self.kinds:
             self.kinds = random_kinds(self.random, self.parts)
+            if share := self.world.profile.host_memory:
+                random = self.world.streams(f"memories/{self.name}")
+                self.kinds = some_in_host_memory(random, self.kinds, share)
         number = self._id()
         name, profile = f"{self.name}/{number & 0xFFFF}", self.world.profile
         draft = random_draft(self.random, profile, self.parts, self.kinds, name)

@@ -117,6 +117,12 @@ def only_unread(candidates: Callable[..., Any], memory: Any, read: set[int]) -> 
     return [one for one in candidates(memory, read) if one[0] not in places]
 
 
+def also_what_is_in_host_memory(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
+    """Let arrays leave the devices that their clients have in host memory."""
+    away = [(a, one) for a, one in memory.buffers.items() if not one.shard_bytes]
+    return [*away, *candidates(memory, read)]
+
+
 def overtake_earlier_uploads(
     put: Callable[..., None], note: Any, post: Callable[..., None]
 ) -> None:

@@ -387,6 +387,12 @@ row(
     put("scheduler.residency._lends", lambda lease, hosts: False),
     seen("tiers", 0, "memory"),
 )
+# Arrays leave the devices that their clients have in host memory.
+row(
+    "spill-what-is-in-host-memory",
+    wrap("scheduler.residency._candidates", breakages.also_what_is_in_host_memory),
+    seen("tiers", 0, "memory"),
+)
 # No array leaves that a queued run reads.
 row(
     "keep-what-queued-runs-read",

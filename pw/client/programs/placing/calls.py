@@ -18,10 +18,10 @@ from pw.client.equations.calls import CallKind
 
 
 def type_in_call(aval: Any, wanted: Any, mesh: OwnMesh, lies: OwnSharding | None) -> ArrayType:
-    """Return the type of an argument of a call.
+    """Return the type of an argument of a call; one that lies in another memory moves.
 
     Args:
-        aval: of the argument.
+        aval: of the argument, as JAX traced the call.
         wanted: what the equation says of it.
         mesh: of the call.
         lies: where the argument lies; None for a host value.
@@ -29,6 +29,7 @@ def type_in_call(aval: Any, wanted: Any, mesh: OwnMesh, lies: OwnSharding | None
     sharding = _concrete(wanted, mesh)
     if sharding is None:
         sharding = lies if lies and lies.mesh == mesh else OwnSharding.replicated(mesh)
+        sharding = sharding.in_space(aval.memory_space)
     return ArrayType.of(aval, sharding)
 
 
@@ -60,11 +61,13 @@ def _traced(
 ) -> Traced | JoinedTraced:
     name = f"{kind.name}_backward" if is_backward else kind.name
     params = equation.params
-    evaluate = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    jaxpr = params["jaxpr"]
+    evaluate = jax.extend.core.jaxpr_as_fun(jaxpr)
     is_as_called = not is_backward and tuple(type_.aval for type_ in types) == kind.avals
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return evaluate(*jax.tree_util.tree_leaves((args, kwargs)))
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        return evaluate(*map(_in_space, leaves, jaxpr.in_avals))
 
     function.__name__ = name
     outs = [_concrete(wanted, kind.mesh) for wanted in params["out_shardings"]]
@@ -78,7 +81,7 @@ def _traced(
             kind.arguments if is_as_called else None,
             donated,
             kind.check_nans,
-            kind.alike if params["jaxpr"] in kind.body else None,
+            kind.alike if jaxpr in kind.body else None,
         )
     )
 
@@ -88,4 +91,10 @@ def _concrete(wanted: Any, mesh: OwnMesh) -> OwnSharding | None:
     if not isinstance(wanted, jax.sharding.NamedSharding):
         return None
     spec = (None if part is PartitionSpec.UNCONSTRAINED else part for part in wanted.spec)
-    return OwnSharding(mesh, PartitionSpec(*spec))
+    return OwnSharding(mesh, PartitionSpec(*spec), wanted.memory_kind)
+
+
+def _in_space(value: Any, aval: Any) -> Any:
+    """Return an argument in the memory for which JAX traced the function."""
+    space = aval.memory_space
+    return value if jax.typeof(value).memory_space is space else jax.device_put(value, space)

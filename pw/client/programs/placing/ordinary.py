@@ -51,7 +51,7 @@ class Group:
     def __init__(self, mesh: OwnMesh, program: str) -> None:
         self.mesh = mesh
         self._program = program
-        self._inputs: dict[int, tuple[Any, PlacedValue]] = {}
+        self._inputs: dict[tuple[int, Any], tuple[Any, PlacedValue]] = {}
         self._equations: list[Any] = []
         self._key: list[Any] = []
         self._numbers: dict[Any, int] = {}
@@ -60,7 +60,7 @@ class Group:
     def add(self, equation: Any, operands: Sequence[Any]) -> list[Pending]:
         """Add an equation on values of this group, and on values of the program."""
         atoms = [
-            atom if isinstance(atom, jex.Literal) else self._variable(value)
+            atom if isinstance(atom, jex.Literal) else self._variable(value, atom.aval)
             for atom, value in zip(equation.invars, operands, strict=True)
         ]
         results = [jex.Var(variable.aval) for variable in equation.outvars]
@@ -78,20 +78,23 @@ class Group:
             self._numbers[variable] = len(self._numbers)
         return pending
 
-    def _variable(self, value: Any) -> Any:
+    def _variable(self, value: Any, traced: Any) -> Any:
+        """Return the variable of a value; an equation reads it in the memory that JAX traced."""
         if isinstance(value, Pending) and value.value is not None:
             value = value.value
         if isinstance(value, Pending):
             return value.variable
-        entry = self._inputs.get(id(value))
+        key = id(value), traced.memory_space
+        entry = self._inputs.get(key)
         if entry is None:
-            entry = self._inputs[id(value)] = jex.Var(value.aval), value
+            aval = value.aval.update(memory_space=traced.memory_space)
+            entry = self._inputs[key] = jex.Var(aval), value
             self._numbers[entry[0]] = len(self._numbers)
         return entry[0]
 
     def finish(
         self,
-        type_of: Callable[[PlacedValue, OwnMesh], ArrayType],
+        type_of: Callable[[PlacedValue, Any, OwnMesh], ArrayType],
         call: Callable[[Any, Sequence[PlacedValue]], list[PlacedValue]],
     ) -> None:
         """Make one computation of the equations; of its results those that may still be wanted."""
@@ -99,9 +102,12 @@ class Group:
         if not wanted:
             return
         values = [value for _, value in self._inputs.values()]
-        types = tuple(type_of(value, self.mesh) for value in values)
-        outputs = [one.variable for one in wanted]
         inputs = [variable for variable, _ in self._inputs.values()]
+        types = tuple(
+            type_of(value, variable.aval, self.mesh)
+            for value, variable in zip(values, inputs, strict=True)
+        )
+        outputs = [one.variable for one in wanted]
         used = _used(self._equations, outputs)
         name = _name(used) or self._program
         lies = tuple(one.wanted for one in wanted)

@@ -115,7 +115,7 @@ class Placement:
         if isinstance(value, Floating) and like is not None and mesh_of(value) is None:
             value = self._landing(value, like.mesh)
             if value.value is None:
-                value.wanted = like
+                value.wanted = like.in_space(value.aval.memory_space)
         return self.on(value)
 
     def _read(self, values: dict[Any, Any], atom: Any) -> Any:
@@ -192,6 +192,8 @@ class Placement:
         for value, target in zip(operands, equation.params["devices"], strict=True):
             if isinstance(target, OwnSharding):
                 value = self._builder.reshard(self.on(value, target.mesh), target)
+            elif isinstance(target, jax.memory.Space):
+                value = self._in_space(value, target)
             elif target is not None:
                 raise TracingError(
                     f"jax.device_put to {target} cannot be a part of a program: its values lie on virtual "
@@ -199,6 +201,14 @@ class Placement:
                 )
             values.append(value)
         return values
+
+    def _in_space(self, value: Any, space: Any) -> Any:
+        """Return a value in a memory of its devices; a host value, which has no devices, as it is."""
+        if mesh_of(value) is None:
+            return value
+        placed = self.on(value)
+        assert placed.sharding is not None
+        return self._builder.reshard(placed, placed.sharding.in_space(space))
 
     def _together(self, equation: Any, operands: list[Any]) -> PlacedValue:
         type_ = ArrayType.of(equation.outvars[0].aval, equation.params["sharding"])
@@ -269,7 +279,7 @@ class Placement:
         """Make a computation of the equations of a group."""
         del self._groups[group.mesh]
         group.finish(
-            lambda value, mesh: self._type(value, value.aval, None, mesh), self._builder.call
+            lambda value, aval, mesh: self._type(value, aval, None, mesh), self._builder.call
         )
 
     # --- branches and loops --------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from pw.client.arrays.array import Array
@@ -44,7 +45,8 @@ def sharding_in(trace: ProgramTrace, value: Any) -> OwnSharding | None:
     mesh = trace.mesh_of(value)
     if mesh is None:
         return sharding
-    return sharding if sharding and sharding.mesh == mesh else OwnSharding.replicated(mesh)
+    lies = sharding if sharding and sharding.mesh == mesh else OwnSharding.replicated(mesh)
+    return lies.in_space(jax.typeof(value).memory_space)
 
 
 def _results(trace: ProgramTrace, equation: Any) -> list[OwnSharding | None]:
@@ -63,8 +65,11 @@ def _results(trace: ProgramTrace, equation: Any) -> list[OwnSharding | None]:
     if joining is not None:
         return joining
     if equation.primitive.name == "device_put":
-        pairs = zip(map(own_sharding, equation.params["devices"]), lie, strict=True)
-        return [to or own for to, own in pairs]
+        targets = map(own_sharding, equation.params["devices"])
+        return [
+            to or (own and own.in_space(aval.memory_space))
+            for to, own, aval in zip(targets, lie, avals, strict=True)
+        ]
     shardings = []
     for aval in avals:
         alike = (
@@ -72,5 +77,6 @@ def _results(trace: ProgramTrace, equation: Any) -> list[OwnSharding | None]:
             for operand, own in zip(operands, lie, strict=True)
             if own is not None and np.shape(operand) == aval.shape
         )
-        shardings.append(next(alike, None))
+        first = next(alike, None)
+        shardings.append(first and first.in_space(aval.memory_space))
     return shardings

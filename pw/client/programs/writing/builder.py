@@ -135,9 +135,13 @@ class ProgramBuilder:
             for part in parts[number]:
                 self.give(part, traced.name)
         return [
-            self.joined(type_, values)
+            self.joined(type_, list(map(self._in_memory_of, values, type_.parts)))
             for values, type_ in zip(results, traced.outputs, strict=True)
         ]
+
+    def _in_memory_of(self, part: PlacedValue, type_: ArrayType) -> PlacedValue:
+        """Return a result of the computations of an island, which leave all in the memory of devices."""
+        return self.reshard(part, type_.sharding) if type_.sharding.memory else part
 
     def _results(
         self,
@@ -256,7 +260,7 @@ class ProgramBuilder:
         if isinstance(value, JoinedValue):
             value = gathered(self, value, type_)
         self._check_not_given(value, "pw.put")
-        return replace(value, type=type_, moved=object())
+        return replace(value, aval=type_.aval, type=type_, moved=object())
 
     def place(
         self, value: PlacedValue, type_: ArrayType, consumer: str, own: bool = False
