@@ -391,7 +391,7 @@ row(
 row(
     "spill-what-is-in-host-memory",
     wrap("scheduler.residency._candidates", breakages.also_what_is_in_host_memory),
-    seen("tiers", 0, "memory"),
+    seen("tiers", 3, "memory"),
 )
 # No array leaves that a queued run reads.
 row(
