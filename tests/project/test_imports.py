@@ -65,7 +65,7 @@ def test_what_is_used_first_imports_all_that_it_needs(tmp_path: Path) -> None:
             env=os.environ | {"PW_ADDRESS": cluster.address},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=400,
             check=False,
         )
     assert done.returncode == 0, done.stderr

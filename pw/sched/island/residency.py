@@ -126,14 +126,14 @@ class Residency(Part):
         """Return the arrays that may leave, in the order in which they do."""
         next_use = self._next_uses()
         above = self._above_their_share(memory)
-        found: list[tuple[tuple[int, bool, int], int, Buffer]] = []
+        ranked: list[tuple[tuple[int, bool, int], int, Buffer]] = []
         for array, buffer in memory.buffers.items():
             client = client_of(array)
             if buffer.may_leave and array not in read and array not in memory.arriving:
                 place = next_use.get(array, NEVER)
-                found.append(((-place, client not in above, buffer.used), array, buffer))
-        found.sort(key=lambda one: one[0])
-        return [(array, buffer) for _, array, buffer in found]
+                ranked.append(((-place, client not in above, buffer.used), array, buffer))
+        ranked.sort(key=lambda one: one[0])
+        return [(array, buffer) for _, array, buffer in ranked]
 
     def _unlend(self, leases: Iterable[LaunchLease]) -> None:
         """Have leases end: their launches may read arrays, and are not known yet."""

@@ -54,7 +54,7 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
     admission, residency = scheduler.admission, scheduler.residency
     make_room = residency.make_room
 
-    def made() -> bool:
+    def room() -> bool:
         is_on_its_way: bool = make_room()
         memory = admission.memory
         if is_on_its_way or memory is None or memory.claims or memory.arriving:
@@ -79,7 +79,7 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
                 raise Violation("memory", words)
         return is_on_its_way
 
-    residency.make_room = made
+    residency.make_room = room
 
 
 def _watch_lent(world: World, island: str, memory: Any) -> None:

@@ -65,8 +65,10 @@ class TenantMemoryMonitor:
 
         def moved(buffer: Any, totals: Any) -> None:
             move(buffer, totals)
-            self._world.checked["uploads that waited"] += 1
             (array,) = [one for one, other in memory.buffers.items() if other is buffer]
+            if not scheduler.admission.pending.are_read((array,)):
+                return  # it is refused, and counts until its hosts have dropped it
+            self._world.checked["uploads that waited"] += 1
             waiting.discard(array)
             check(client_of(array), buffer.on.devices, "an upload that has waited")
 
