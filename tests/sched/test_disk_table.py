@@ -15,7 +15,7 @@ from pw.core.rights import NewRights, Resource, Rights, Size, TenantRights
 from pw.devices.host import checkpoint_format
 from pw.sched.control.checkpoints.disk_table import LOOK_S, SOON_S
 from tests.sched.test_accounts import Sink
-from tests.stages.actors import World
+from tests.stages.actors import FakeAside, World
 from tests.stages.samples import some
 from tests.stages.scripted import Client, chain, join, split
 
@@ -53,7 +53,8 @@ class Stage:
         self.world.controller(
             rights=self.rights(arrays), account_sink=sink, first_client=first_client
         )
-        self.hosts = {"h": self.world.host("h", "i", 1, 1), "g": self.world.host("g", "j", 1, 1)}
+        self.world.host("h", "i", 1, 1)
+        self.world.host("g", "j", 1, 1)
         self.world.tenants = {"r": RED, "r2": RED, "b": BLUE}
         self.world.settle()
         self.red, self.blue = join(self.world, "r"), join(self.world, "b")
@@ -220,7 +221,7 @@ def test_bytes_that_count_are_those_on_disk_whatever_is_lost(
     stage.world.settle()
     if victim == "host":  # it may have put a checkpoint in its place, and not have said so
         stage.world.wait(LOOK_S)
-    table = stage.world.control.disk._tenants[RED]
+    table = stage.world.control.disk.tenants[RED]
     assert not any(folder.saves for folder in table.values())
     sizes = {path: folder.size_bytes // ARRAY_BYTES for path, folder in table.items()}
     there: dict[str, int] = {}
@@ -268,14 +269,13 @@ def test_a_checkpoint_that_was_written_again_is_not_gone(tmp_path: Path) -> None
     stage = Stage(tmp_path)
     stage.save("a")
     stage.delete("a")
-    look = stage.world.control.disk
     stage.world.alarms, alarms = [], stage.world.alarms
     stage.world.now_s += LOOK_S
     for alarm in alarms:
         if "DiskTable" in repr(alarm.note):
             stage.world.post(CONTROL, CONTROL, alarm.note)
     stage.world.drain("controller")
-    (number,) = look._looks
+    (number,) = stage.world.control.disk.looks
     stage.save("a")
     stage.world.settle()
     before = stage.has()
@@ -285,10 +285,12 @@ def test_a_checkpoint_that_was_written_again_is_not_gone(tmp_path: Path) -> None
     assert stage.has() == before == 1
 
 
-def test_only_the_host_that_was_asked_answers(tmp_path: Path) -> None:
+def test_only_the_host_that_was_asked_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = Stage(tmp_path)
     stage.save("a")
-    stage.hosts["h"].store.files._aside = Stuck()
+    monkeypatch.setattr(FakeAside, "call", stuck)
     for _ in range(3):
         stage.world.wait(LOOK_S)
     (look,) = stage.looks()
@@ -301,21 +303,21 @@ def test_only_the_host_that_was_asked_answers(tmp_path: Path) -> None:
     assert stage.has() == 0
 
 
-class Stuck:
-    """Threads of a host whose file system does not answer."""
-
-    def call(self, work: Any, done: Any) -> None:
-        """Do nothing."""
+def stuck(aside: FakeAside, work: Any, done: Any) -> None:
+    """Do nothing, as if the file system of a host did not answer."""
 
 
-def test_another_host_looks_if_the_writer_is_not_connected(tmp_path: Path) -> None:
+def test_another_host_looks_if_the_writer_is_not_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = Stage(tmp_path)
     stage.save("a")
-    stage.hosts["h"].store.files._aside = Stuck()
+    monkeypatch.setattr(FakeAside, "call", stuck)
     stage.world.wait(LOOK_S)
     assert (len(stage.looks("h")), len(stage.looks("g"))) == (1, 0)
     stage.world.kill("h")
     stage.world.settle()
+    monkeypatch.undo()
     stage.delete("a")
     stage.world.wait(LOOK_S)
     assert (len(stage.looks("h")), len(stage.looks("g"))) == (1, 1)

@@ -82,10 +82,11 @@ class DiskTable(ControlPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._tenants: dict[str, dict[str, _Folder]] = {}
+        self.tenants: dict[str, dict[str, _Folder]] = {}
+        """Checkpoints of each tenant, by path."""
         self._versions = 0
         self._hosts: dict[str, None] = {}
-        self._looks: dict[int, _Look] = {}
+        self.looks: dict[int, _Look] = {}
         """Looks that hosts have not answered, by number."""
         self._refused_s: dict[str, float] = {}
         """Time of the last refusal to each tenant, in seconds; only recent ones."""
@@ -96,7 +97,7 @@ class DiskTable(ControlPart):
         for entry in () if self.sink is None else self.sink.folders():
             size_bytes = entry.size_bytes
             folder = _Folder(entry.host, size_bytes, kept_bytes=size_bytes)
-            self._tenants.setdefault(entry.tenant, {})[entry.path] = folder
+            self.tenants.setdefault(entry.tenant, {})[entry.path] = folder
             self._ticker.start()
         self.sessions.usage.disk_bytes = self.bytes_of
 
@@ -104,7 +105,7 @@ class DiskTable(ControlPart):
         """Return the bytes on disk of a tenant; 0 if it has no bound, because then they are not counted."""
         if self._bound(tenant) is None:
             return 0
-        return sum(folder.counted_bytes for folder in self._tenants.get(tenant, {}).values())
+        return sum(folder.counted_bytes for folder in self.tenants.get(tenant, {}).values())
 
     def _bound(self, tenant: str) -> int | None:
         return self.sessions.usage.rights.of(tenant).bound(Resource.DISK)
@@ -126,14 +127,14 @@ class DiskTable(ControlPart):
         bound = self._bound(tenant)
         if bound is None:
             return
-        folder = self._tenants.get(tenant, {}).get(save.path) or _Folder(host)
+        folder = self.tenants.get(tenant, {}).get(save.path) or _Folder(host)
         more_bytes = size_bytes - folder.counted_bytes
         if more_bytes > 0 and self.bytes_of(tenant) + more_bytes > bound:
             self._refused_s[tenant] = self._env.now_s()
             self._soon.start(0.0)
             raise self._exceeded(tenant, save.path, size_bytes, bound)
         folder.saves[save.checkpoint], folder.host = size_bytes, host
-        self._tenants.setdefault(tenant, {})[save.path] = folder
+        self.tenants.setdefault(tenant, {})[save.path] = folder
         self._note(tenant, save.path, folder)
 
     def settle(self, tenant: str, save: msg.SaveArrays, *, is_there: bool | None) -> None:
@@ -147,7 +148,7 @@ class DiskTable(ControlPart):
         """
         if is_there:
             self._replace(tenant, save.path)
-        folder = self._tenants.get(tenant, {}).get(save.path)
+        folder = self.tenants.get(tenant, {}).get(save.path)
         if folder is None:
             return
         size_bytes = folder.saves.pop(save.checkpoint, 0)
@@ -159,7 +160,7 @@ class DiskTable(ControlPart):
 
     def _replace(self, tenant: str, path: str) -> None:
         """Count what other tenants had at a path no more."""
-        for other, folders in list(self._tenants.items()):
+        for other, folders in list(self.tenants.items()):
             if other != tenant and path in folders:
                 folders[path].size_bytes = 0
                 self._note(other, path, folders[path])
@@ -171,7 +172,7 @@ class DiskTable(ControlPart):
             f"takes {size_in_words(size_bytes)}. "
         )
         raise_it = "have the operator raise disk in pw-controller --tenants"
-        folders = self._tenants.get(tenant, {})
+        folders = self.tenants.get(tenant, {})
         sizes = {other: one.counted_bytes for other, one in folders.items() if other != path}
         if size_bytes > bound or not sizes:
             return QuotaExceeded(f"{words}Save less, or {raise_it}")
@@ -193,9 +194,9 @@ class DiskTable(ControlPart):
             self._unwritten[tenant, path] = entry
             self._write()
         if not size_bytes and not folder.saves:
-            del self._tenants[tenant][path]
-            if not self._tenants[tenant]:
-                del self._tenants[tenant]
+            del self.tenants[tenant][path]
+            if not self.tenants[tenant]:
+                del self.tenants[tenant]
         self._ticker.start()
 
     def _write(self) -> None:
@@ -211,12 +212,12 @@ class DiskTable(ControlPart):
 
     def host_lost(self, node: str) -> None:
         """Do not wait for the answers of a host."""
-        self._looks = {number: one for number, one in self._looks.items() if one.host != node}
+        self.looks = {number: one for number, one in self.looks.items() if one.host != node}
 
     def _look_at_all(self) -> bool:
         self._write()
-        self._look(self._tenants)
-        return bool(self._tenants or self._unwritten)
+        self._look(self.tenants)
+        return bool(self.tenants or self._unwritten)
 
     def _look_at_refused(self) -> bool:
         since_s = self._env.now_s() - LOOK_S
@@ -226,10 +227,10 @@ class DiskTable(ControlPart):
 
     def _look(self, tenants: Iterable[str]) -> None:
         """Have hosts look for the folders of tenants that have a bound."""
-        busy = {(look.tenant, look.host) for look in self._looks.values()}
+        busy = {(look.tenant, look.host) for look in self.looks.values()}
         for tenant in tenants:
             versions: dict[str, dict[str, int]] = {}
-            folders = {} if self._bound(tenant) is None else self._tenants.get(tenant, {})
+            folders = {} if self._bound(tenant) is None else self.tenants.get(tenant, {})
             for path, folder in folders.items():
                 host = folder.host if folder.host in self._hosts else next(iter(self._hosts), "")
                 if folder.size_bytes and host and (tenant, host) not in busy:
@@ -240,19 +241,19 @@ class DiskTable(ControlPart):
                     some = tuple(paths[at : at + PATHS_AT_ONCE])
                     self.number += 1
                     look = _Look(host, tenant, {path: theirs[path] for path in some})
-                    self._looks[self.number] = look
+                    self.looks[self.number] = look
                     self._env.send(store_of(host), msg.LookForFolders(self.number, some))
 
     @handles_host(msg.FoldersGone)
     def _gone(self, host: str, message: msg.FoldersGone) -> None:
         """Count folders no more that a host does not see, unless they were written again meanwhile."""
-        look = self._looks.get(message.look)
+        look = self.looks.get(message.look)
         if look is None or look.host != host:
             self._env.count("messages_stale")
             return
-        del self._looks[message.look]
+        del self.looks[message.look]
         for path in message.paths:
-            folder = self._tenants.get(look.tenant, {}).get(path)
+            folder = self.tenants.get(look.tenant, {}).get(path)
             if folder is not None and folder.version == look.versions.get(path):
                 folder.size_bytes = 0
                 self._note(look.tenant, path, folder)
