@@ -39,7 +39,7 @@ class TenantMemoryMonitor:
 
     def watch(self, island: str) -> None:
         """Watch the memory of an island from now on."""
-        scheduler = self._cluster.schedulers.get(island)
+        scheduler: Any = self._cluster.schedulers.get(island)
         memory: Any = None if scheduler is None else scheduler.admission.memory
         if memory is None or not self._world.profile.quotas:
             return
@@ -65,12 +65,12 @@ class TenantMemoryMonitor:
 
         def moved(buffer: Any, totals: Any) -> None:
             move(buffer, totals)
-            (array,) = [one for one, other in memory.buffers.items() if other is buffer]
-            if not scheduler.admission.pending.are_read((array,)):
+            arrays = [one for one, other in memory.buffers.items() if other is buffer]
+            if not scheduler.admission.pending.are_read(arrays):
                 return  # it is refused, and counts until its hosts have dropped it
             self._world.checked["uploads that waited"] += 1
-            waiting.discard(array)
-            check(client_of(array), buffer.on.devices, "an upload that has waited")
+            waiting.difference_update(arrays)
+            check(client_of(arrays[0]), buffer.on.devices, "an upload that has waited")
 
         def aside(room: Any, size_bytes: int) -> None:
             set_aside(room, size_bytes)
