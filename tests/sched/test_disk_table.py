@@ -312,6 +312,7 @@ def test_another_host_looks_if_the_writer_is_not_connected(
 ) -> None:
     stage = Stage(tmp_path)
     stage.save("a")
+    stage.save("b")
     monkeypatch.setattr(FakeAside, "call", stuck)
     stage.world.wait(LOOK_S)
     assert (len(stage.looks("h")), len(stage.looks("g"))) == (1, 0)
@@ -321,7 +322,12 @@ def test_another_host_looks_if_the_writer_is_not_connected(
     stage.delete("a")
     stage.world.wait(LOOK_S)
     assert (len(stage.looks("h")), len(stage.looks("g"))) == (1, 1)
-    assert stage.has() == 0
+    assert stage.has() == 1
+    stage.delete("b")
+    stage.world.wait(LOOK_S)
+    assert stage.has() == 1, (
+        "the other host sees none of them: perhaps its file system is another one"
+    )
 
 
 def test_a_later_controller_goes_on_from_the_accounts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pw.core import messages as msg
 from pw.core.errors import ErrorReport
 from pw.core.ids import client_id, executor_of
 from pw.sched.island.buffers import Tier
+from pw.sched.island.lease_states import LaunchLease, LeaseState
 from pw.testing.in_process import InProcessCluster
 from tests.sched.test_memory import DEVICE, OTHER, MemoryBench, needs
 
@@ -194,6 +195,46 @@ def test_large_uploads_stay_in_host_memory_until_a_run_reads_them() -> None:
     assert not bench.memory.tiers.have(2)
     bench.read(1, large)
     assert (bench.tier(large), bench.used) == (Tier.DEVICE, 60)
+
+
+def test_uploads_beyond_what_a_host_has_for_them_are_counted_on_the_devices() -> None:
+    bench = TierBench(spill_bytes=50)
+    bench.scheduler.residency.small_bytes = 30
+    first, second = arrays_of(bench, 40, 40)
+    assert (bench.tier(first), bench.tier(second), bench.used) == (Tier.HOST, Tier.DEVICE, 40)
+
+
+def test_a_run_is_not_refused_while_a_lease_ends_for_it() -> None:
+    bench = TierBench()
+    array = client_id(1, 5)
+    bench.tell(msg.ArrayPlaced(array, (DEVICE, OTHER), 60), msg.UploadEnded(array))
+    lease = LaunchLease(1, 1, ("h1",), {}, 0, 8)
+    lease.state = LeaseState.CLOSING
+    bench.scheduler.leases.table.numbered[1] = lease
+    run = bench.run(bench.program(2, needs(50)))
+    assert not bench.refused()
+    assert not bench.spills(), f"{lease} may read the array"
+    bench.scheduler.leases.table.numbered.clear()
+    bench.memory.frees += 1
+    bench.tell(msg.UploadEnded(client_id(2, 77)))
+    assert bench.spills() == [(array,)]
+    bench.spilled(array)
+    bench.spilled(array, host="h1")
+    assert bench.launched() == [run.run]
+
+
+def test_host_memory_that_deleted_arrays_free_lets_others_leave() -> None:
+    bench = TierBench(spill_bytes=50)
+    first, second = arrays_of(bench, 40, 40)
+    flying = bench.run(bench.program(1, needs(50)))
+    bench.spilled(first)
+    assert bench.launched() == [flying.run]
+    waiting = bench.run(bench.program(2, needs(50)))
+    assert bench.spills() == [(first,)], "its host has no room for another"
+    bench.tell(msg.Release(1, (first,), (("h0",),)))
+    assert bench.spills() == [(first,), (second,)]
+    bench.spilled(second)
+    assert bench.launched() == [flying.run, waiting.run]
 
 
 def test_without_spill_nothing_leaves() -> None:

@@ -64,6 +64,19 @@ def test_a_run_waits_for_memory_of_its_tenant_and_others_do_not(capacity_bytes: 
     assert not bench.refused()
 
 
+def test_a_run_that_was_not_tried_since_memory_is_free_is_not_refused() -> None:
+    """So it is where the window is closed at the moment at which the last run of the tenant ends."""
+    bench = TenantBench()
+    bench.run(bench.program(R1, needs(30)))
+    second = bench.run(bench.program(R2, needs(30)))
+    (claim,) = bench.memory.reserved
+    bench.memory.end(claim)
+    bench.scheduler.admission.go_on(set)
+    assert not bench.refused()
+    bench.tell(msg.UploadEnded(client_id(B1, 9)))
+    assert second.run in bench.launched()
+
+
 def test_a_run_that_its_tenant_can_never_have_is_refused_with_the_numbers() -> None:
     bench = TenantBench()
     array = client_id(R1, 5)

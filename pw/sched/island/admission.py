@@ -93,6 +93,8 @@ class Admission(Part):
     _tenants: TenantBounds = field(default_factory=TenantBounds, init=False)
     pending: PendingUploads = field(default_factory=PendingUploads, init=False)
     """Uploads that wait for room of their tenants."""
+    keeps_off: Callable[[msg.ArrayPlaced], bool] = field(default=lambda _: False, init=False)
+    """Test of whether an upload stays in host memory (`pw.sched.island.residency`)."""
     _gathering: dict[int, Reservation] = field(default_factory=dict, init=False)
     """Reservations of runs on several islands that have not ended here, by run."""
     _blocked: dict[int, Reservation] = field(default_factory=dict, init=False)
@@ -130,7 +132,13 @@ class Admission(Part):
     @handles(msg.ArrayPlaced)
     def _array_placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
         memory = self.memory
-        if memory is None or (upload := self.pending.place(memory, message)) is None:
+        if memory is None:
+            return
+        if self.keeps_off(message):
+            buffer = memory.place(message.array, message.devices, message.shard_bytes)
+            memory.tiers.keep_off(buffer)
+            return
+        if (upload := self.pending.place(memory, message)) is None:
             return
         if message.shard_bytes > (upload.total.bound_bytes or 0):
             self._refuse_upload(memory, upload)
@@ -333,6 +341,8 @@ class Admission(Part):
             if memory.has_claims(total):
                 continue
             longest = _longest(waiting)
+            if isinstance(longest, Reservation) and longest.tried_at != memory.frees:
+                continue  # it may fit now, and has not been tried: the window is closed
             if self._has_hope(memory, longest):
                 continue
             if isinstance(longest, PendingUpload):

@@ -37,6 +37,12 @@ class CopyTask:
     arrival: int
 
     @property
+    def arrays(self) -> set[int]:
+        """The arrays that are copied or written."""
+        files = (copy for _, file in self.files for copy in file.copies)
+        return {copy.array for copy in (*(copy for _, copy in self.copies), *files)}
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts that copy or write."""
         return tuple(dict.fromkeys(host for host, _ in (*self.copies, *self.files)))
@@ -173,4 +179,4 @@ def _may_use(task: Task, arrays: frozenset[int]) -> bool:
     if isinstance(task, SegmentTask):
         names = task.here.arguments
         return not (arrays.isdisjoint(arrays_in(names.args)) and arrays.isdisjoint(names.results))
-    return isinstance(task, CopyTask)
+    return isinstance(task, CopyTask) and not arrays.isdisjoint(task.arrays)

@@ -227,6 +227,7 @@ class DeviceMemory:
                 self._let_go(shard)
         elif buffer.tier is Tier.HOST:
             self.tiers.forget(buffer)
+            self.frees += 1  # others may leave the devices now
         elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
             self.uncount(buffer)
             self.frees += 1
@@ -310,6 +311,8 @@ class DeviceMemory:
         """Return the total in which a run has no room: that of its tenant, or else that of the island."""
         needs = self.programs[program]
         peaks, back = self.peaks_of(needs, args), self.returns(needs, args)
+        if back is not None and back.is_leaving:
+            return self.total
         for total in needs.totals:
             more = total.with_temporaries(needs, peaks)
             no_room = total.has_no_room(total.used[needs.devices] + more, more)
@@ -322,6 +325,15 @@ class DeviceMemory:
         needs = self.programs[program]
         self.settle()
         return shortage(total, needs, self.peaks_of(needs, args), self.returns(needs, args))
+
+    def shortage_of_upload(self, total: Total, buffer: Buffer) -> Bytes:
+        """Return the bytes that an upload lacks on each device, as a total counts."""
+        self.settle()
+        short = np.zeros_like(total.used)
+        if total.bound_bytes is not None:
+            on = buffer.on.devices
+            short[on] = np.maximum(total.used[on] + buffer.shard_bytes - total.bound_bytes, 0)
+        return short
 
     def _name_all(
         self, claim: Claim, needs: Needs, args: Sequence[int | bytes], results: Sequence[int]

@@ -31,6 +31,8 @@ class PendingUpload:
     """Number of runs of the tenant that were admitted while the upload waited."""
     hopes: frozenset[int] | None = None
     """Uploads in flight when nothing else of the tenant could free memory for the first time."""
+    spilled_at: int = -1
+    """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -43,6 +45,9 @@ class PendingUploads:
 
     def __bool__(self) -> bool:
         return bool(self._uploads)
+
+    def __iter__(self) -> Iterator[PendingUpload]:
+        return iter(self._uploads.values())
 
     def place(self, memory: DeviceMemory, placed: ArrayPlaced) -> PendingUpload | None:
         """Count an array that no run makes; return it if it has no room."""

@@ -18,20 +18,21 @@ that is read last. Of equals the least recently used goes first. A lease ends be
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import Address, arrays_in, client_of, executor_of
-from pw.sched.island.admission import Admission, Reservation
+from pw.sched.island.admission import Admission
 from pw.sched.island.buffers import Buffer, Tier
 from pw.sched.island.launch_states import SegmentTask
-from pw.sched.island.lease_states import LaunchLease, LeaseTable
+from pw.sched.island.lease_states import LaunchLease, LeaseState, LeaseTable
 from pw.sched.island.members import Members
 from pw.sched.island.memory import DeviceMemory
 from pw.sched.island.memory_tiers import host_bytes
+from pw.sched.island.memory_totals import Bytes, Total
 from pw.sched.island.queues import Queues
 
 NEVER = 1 << 30
@@ -71,15 +72,24 @@ class Residency(Part):
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self.leaving.clear()
 
-    @handles(msg.ArrayPlaced)
-    def _placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
-        """Handled after it is counted: hosts keep a large upload in their memory."""
+    def keeps_off(self, placed: msg.ArrayPlaced) -> bool:
+        """Whether hosts keep an upload in their memory until a run reads it, and it is not counted before."""
         memory = self.admission.memory
-        if memory is None or not memory.tiers.spill_bytes or message.shard_bytes < self.small_bytes:
-            return
-        hosts = {device.host for device in message.devices}
-        if not any(self._lends(lease, hosts) for lease in self.leases.numbered.values()):
-            memory.tiers.keep_off(memory.buffers[message.array])
+        if (
+            memory is None
+            or not memory.tiers.spill_bytes
+            or placed.shard_bytes < max(1, self.small_bytes)
+        ):
+            return False
+        hosts = Counter(device.host for device in placed.devices)
+        used = memory.tiers.used_bytes()
+        has_room = all(
+            used[host] + number * placed.shard_bytes <= memory.tiers.spill_bytes
+            for host, number in hosts.items()
+        )
+        return has_room and not any(
+            self._lends(lease, hosts) for lease in self.leases.numbered.values()
+        )
 
     @staticmethod
     def _lends(lease: LaunchLease, hosts: Collection[str]) -> bool:
@@ -93,12 +103,22 @@ class Residency(Part):
         for reservation in self.admission.without_room():
             if reservation.spilled_at != memory.frees:
                 reservation.spilled_at = memory.frees
-                self._make_room_for(memory, reservation)
-        return bool(self.leaving or self.leases.unwanted)
+                total = reservation.short or memory.total
+                short = memory.shortage(total, reservation.program, reservation.args)
+                self._make_room_for(memory, total, short, set(arrays_in(reservation.args)))
+        for upload in self.admission.pending:
+            if upload.spilled_at != memory.frees:
+                upload.spilled_at = memory.frees
+                short = memory.shortage_of_upload(upload.total, upload.buffer)
+                self._make_room_for(memory, upload.total, short, {upload.array})
+        leases = self.leases.numbered.values()
+        is_closing = any(lease.state is LeaseState.CLOSING for lease in leases)
+        return bool(self.leaving or self.leases.unwanted) or is_closing
 
-    def _make_room_for(self, memory: DeviceMemory, reservation: Reservation) -> None:
-        total = reservation.short or memory.total
-        short = memory.shortage(total, reservation.program, reservation.args)
+    def _make_room_for(
+        self, memory: DeviceMemory, total: Total, short: Bytes, read: set[int]
+    ) -> None:
+        """Have arrays leave until a total lacks no bytes; none of those that are read."""
         for one in self.leaving.values():
             if total in one.buffer.on.totals:
                 short[one.buffer.on.devices] -= one.buffer.shard_bytes
@@ -106,7 +126,7 @@ class Residency(Part):
             return
         chosen: list[int] = []
         used = memory.tiers.used_bytes()
-        for array, buffer in self._candidates(memory, set(arrays_in(reservation.args))):
+        for array, buffer in self._candidates(memory, read):
             if total not in buffer.on.totals or not (short[buffer.on.devices] > 0).any():
                 continue
             more = host_bytes(buffer)

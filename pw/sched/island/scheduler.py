@@ -20,16 +20,7 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import (
-    TREES,
-    ArrayPlaced,
-    CancelRun,
-    ClientUse,
-    EpochEnded,
-    RemoveClient,
-    Submit,
-    Trees,
-)
+from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClient, Submit, Trees
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
@@ -81,6 +72,7 @@ class IslandScheduler(Actor):
             env, members, policy, window, quarantine, admission, queues, watchdog, table, spending
         )
         self.residency = residency = Residency(env, members, admission, queues, table)
+        admission.keeps_off = residency.keeps_off
         self._launcher = launcher = Launcher(
             env,
             members,
@@ -116,7 +108,6 @@ class IslandScheduler(Actor):
                 residency,
             ),
             order={
-                ArrayPlaced: (Admission, Residency),
                 Submit: (LaunchLeases, Queues),
                 CancelRun: (InFlight, Queues),  # which removes the launches
                 RemoveClient: (

@@ -528,7 +528,11 @@ row(
     seen("tenants", 11, "waits"),
 )
 # The scheduler launches all queued work at once, however much is in flight.
-row("launch-far-ahead", forget("scheduler.window.is_open", True), seen("tenants", 124, "response", "waits"))
+row(
+    "launch-far-ahead",
+    forget("scheduler.window.is_open", True),
+    seen("tenants", 124, "response", "waits"),
+)
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.

@@ -151,7 +151,7 @@ class DiskTable(ControlPart):
         folder = self.tenants.get(tenant, {}).get(save.path)
         if folder is None:
             return
-        size_bytes = folder.saves.pop(save.checkpoint, 0)
+        size_bytes = folder.saves.pop(save.checkpoint, folder.size_bytes if is_there else 0)
         if is_there is not False:
             self._versions += 1
             folder.version = self._versions
@@ -233,7 +233,8 @@ class DiskTable(ControlPart):
             folders = {} if self._bound(tenant) is None else self.tenants.get(tenant, {})
             for path, folder in folders.items():
                 host = folder.host if folder.host in self._hosts else next(iter(self._hosts), "")
-                if folder.size_bytes and host and (tenant, host) not in busy:
+                is_quiet = folder.size_bytes and not folder.saves
+                if is_quiet and host and (tenant, host) not in busy:
                     versions.setdefault(host, {})[path] = folder.version
             for host, theirs in versions.items():
                 paths = list(theirs)
@@ -252,8 +253,11 @@ class DiskTable(ControlPart):
             self._env.count("messages_stale")
             return
         del self.looks[message.look]
+        sees_some = set(message.paths) != look.versions.keys()
         for path in message.paths:
             folder = self.tenants.get(look.tenant, {}).get(path)
-            if folder is not None and folder.version == look.versions.get(path):
+            if folder is None or folder.saves or folder.version != look.versions.get(path):
+                continue
+            if folder.host == host or sees_some:  # else its file system may be another one
                 folder.size_bytes = 0
                 self._note(look.tenant, path, folder)
