@@ -419,6 +419,7 @@ class SimBackend:
             self._fill(op.result, shards, by_run=True, on_devices=not op.spec.memory)
             return
         self._world.checked["moves between memories"] += 1
+        shards.is_upload = source.is_upload and not op.spec.memory
         total = sum(shard.nbytes for shard in shards.values())
         delay_s = self._random.uniform(0.5, 20.0) * total / COPY_BYTES_PER_S * self.node.slowness
         self.fill_after(delay_s, [op.result], [shards], on_devices=not op.spec.memory)
@@ -441,7 +442,7 @@ class SimBackend:
 
     def _build(self, op: ops.Build) -> None:
         total = write_parts(shards := empty(op.spec, op.devices, self.host), op, self.host)
-        on_devices = not op.spec.memory
+        on_devices, shards.is_upload = not op.spec.memory, True
         if total <= 4096:
             self._fill(op.result, shards, on_devices=on_devices)
             if op.done is not None:
@@ -522,4 +523,4 @@ class SimBackend:
         value.fill(shards)
         self._tell(value)
         if on_devices:
-            self._buffers.fill(shards, by_run=by_run)
+            self._buffers.fill(shards, by_run=by_run and not shards.is_upload)

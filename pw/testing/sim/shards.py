@@ -22,7 +22,14 @@ reports."""
 class Shards(dict[int, np.ndarray[Any, Any]]):
     """The buffers of one value on one host, by the ordinal of the device."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "is_upload")
+
+    is_upload: bool
+    """True if no run has made the value, and it has not left the devices: uploads are not admitted."""
+
+    def __init__(self, *shards: Any) -> None:
+        super().__init__(*shards)
+        self.is_upload = False
 
 
 @dataclass(slots=True)
