@@ -126,7 +126,7 @@ class Residency(Part):
             return
         chosen: list[int] = []
         used = memory.tiers.used_bytes()
-        for array, buffer in self._candidates(memory, read):
+        for array, buffer in self.candidates(memory, read):
             if total not in buffer.on.totals or not (short[buffer.on.devices] > 0).any():
                 continue
             more = host_bytes(buffer)
@@ -142,9 +142,9 @@ class Residency(Part):
                 self._spill(memory, chosen)
                 return
 
-    def _candidates(self, memory: DeviceMemory, read: set[int]) -> list[tuple[int, Buffer]]:
+    def candidates(self, memory: DeviceMemory, read: set[int]) -> list[tuple[int, Buffer]]:
         """Return the arrays that may leave, in the order in which they do."""
-        next_use = self._next_uses()
+        next_use = self.next_uses()
         above = self._above_their_share(memory)
         ranked: list[tuple[tuple[int, bool, int], int, Buffer]] = []
         for array, buffer in memory.buffers.items():
@@ -160,7 +160,7 @@ class Residency(Part):
         unwanted = self.leases.unwanted
         unwanted += [one for one in leases if one not in unwanted]
 
-    def _next_uses(self) -> dict[int, int]:
+    def next_uses(self) -> dict[int, int]:
         """Return the place in its client's queue of the first run that reads each array."""
         places: dict[int, int] = {}
         for queue in self.queues.busy.values():

@@ -93,8 +93,8 @@ def _stacked(model: ArraySpec, shape: tuple[int, ...], devices: Sequence[int]) -
     """Shards of this shape, side by side in dimension 0, in the memory of another array."""
     count, place = len(devices), Placement(model.placement.slice, tuple(devices))
     sharding = Sharding(("_",), (count,), (("_",),))
-    whole = (count * shape[0], *shape[1:])
-    return ArraySpec(whole, model.dtype, sharding, place, model.memory)
+    shape_of_all = (count * shape[0], *shape[1:])
+    return ArraySpec(shape_of_all, model.dtype, sharding, place, model.memory)
 
 
 def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[ProgramDraft]:

@@ -113,7 +113,7 @@ def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
 
 def only_unread(candidates: Callable[..., Any], memory: Any, read: set[int]) -> Any:
     """Let no array leave that a queued run reads."""
-    places = candidates.__self__._next_uses()  # type: ignore[attr-defined]
+    places = candidates.__self__.next_uses()  # type: ignore[attr-defined]
     return [one for one in candidates(memory, read) if one[0] not in places]
 
 

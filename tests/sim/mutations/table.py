@@ -384,13 +384,13 @@ row(
 # Arrays leave the devices that their clients have in host memory.
 row(
     "spill-what-is-in-host-memory",
-    wrap("scheduler.residency._candidates", breakages.also_what_is_in_host_memory),
+    wrap("scheduler.residency.candidates", breakages.also_what_is_in_host_memory),
     seen("tiers", 21, "memory"),
 )
 # No array leaves that a queued run reads.
 row(
     "keep-what-queued-runs-read",
-    wrap("scheduler.residency._candidates", breakages.only_unread),
+    wrap("scheduler.residency.candidates", breakages.only_unread),
     seen("tiers", 11, "memory"),
 )
 # --- data ----------------------------------------------------------------------------------------
