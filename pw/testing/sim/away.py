@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROLLER, Address, arrays_in
@@ -16,6 +17,8 @@ from pw.testing.sim.world import Violation
 
 MARGIN_S = 0.05
 """Seconds by which the controller may be late."""
+TURN_S = 1e-3
+"""Seconds within which a turn of the controller ends."""
 
 
 class AwayMonitor:
@@ -26,11 +29,19 @@ class AwayMonitor:
         self._world = cluster.world
         self._lost_s: dict[int, float] = {}
         """Times at which the clients of slices heard of their last loss, in seconds."""
+        self._able: dict[int, tuple[float, Any]] = {}
+        """Messages that could go on, by their ids, and since when, in seconds."""
         self._world.watch_sent(msg.Submit, self._submitted)
         self._world.watch_sent(msg.SliceLost, self._slice_lost)
         self._world.watch_handled(msg.Resumed, self._resumed)
         self._world.watch_handled(GiveUp, self._giving_up)
         self._world.watch_handled(msg.Run, self._told_of_run)
+
+    def _could_go_on_before(self, message: Any) -> bool:
+        """Whether a message could go on a moment ago: what a turn has made possible is done at its end."""
+        now_s = self._world.now_s
+        since_s, _ = self._able.setdefault(id(message), (now_s, message))
+        return now_s > since_s + TURN_S
 
     def _submitted(self, sender: Address, to: Address, message: msg.Submit) -> None:
         client = self._cluster.controller.sessions.owner(message.run)
@@ -66,7 +77,9 @@ class AwayMonitor:
                 could_go_on = message.spec.placement.slice not in client.slices.unbound
             else:
                 continue
-            if could_go_on:
+            if not could_go_on:
+                self._able.pop(id(message), None)
+            elif self._could_go_on_before(message):
                 what = type(message).__name__
                 raise Violation(
                     "others go on",
