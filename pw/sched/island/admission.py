@@ -243,7 +243,7 @@ class Admission(Part):
         reservation.claim = claim
         reservation.is_admitted = reservation.was_launched = True
 
-    def without_room(self) -> Iterable[Reservation]:
+    def blocked(self) -> Iterable[Reservation]:
         """Return the runs that were picked and do not fit, the oldest first."""
         return self._blocked.values()
 

@@ -38,7 +38,7 @@ from pw.core.ids import client_of
 from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.buffers import Buffer, Tier
-from pw.sched.island.memory_tiers import MemoryTiers, Returns, shortage
+from pw.sched.island.memory_tiers import MemoryTiers, Returns
 from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total
 
 UNBOUNDED_BYTES = 1 << 62
@@ -322,18 +322,18 @@ class DeviceMemory:
 
     def shortage(self, total: Total, program: int, args: Sequence[int | bytes]) -> Bytes:
         """Return the bytes that a run lacks on each device, as a total counts."""
-        needs = self.programs[program]
+        needs, back = self.programs[program], self.returns(self.programs[program], args)
         self.settle()
-        return shortage(total, needs, self.peaks_of(needs, args), self.returns(needs, args))
+        more = np.zeros_like(total.used) if back is None else back.bytes_in(total)
+        more[needs.devices] += total.with_temporaries(needs, self.peaks_of(needs, args))
+        return total.shortage(more)
 
     def shortage_of_upload(self, total: Total, buffer: Buffer) -> Bytes:
         """Return the bytes that an upload lacks on each device, as a total counts."""
         self.settle()
-        short = np.zeros_like(total.used)
-        if total.bound_bytes is not None:
-            on = buffer.on.devices
-            short[on] = np.maximum(total.used[on] + buffer.shard_bytes - total.bound_bytes, 0)
-        return short
+        more = np.zeros_like(total.used)
+        more[buffer.on.devices] = buffer.shard_bytes
+        return total.shortage(more)
 
     def _name_all(
         self, claim: Claim, needs: Needs, args: Sequence[int | bytes], results: Sequence[int]

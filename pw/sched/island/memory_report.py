@@ -152,7 +152,7 @@ def _spill(memory: DeviceMemory, number: int) -> str:
     """Return why no array leaves a device for host memory by itself."""
     if not memory.tiers.spill_bytes:
         return "; pw-worker --spill lets arrays leave for host memory by themselves"
-    used = size_in_words(memory.tiers.used_bytes()[memory.devices[number].host])
+    used = size_in_words(memory.tiers.used_bytes[memory.devices[number].host])
     return (
         f". {used} of {size_in_words(memory.tiers.spill_bytes)} on its host hold arrays that have left "
         "(pw-worker --spill), and the others do not make enough room, share their bytes, or find no place there"

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from pw.core.ids import client_of
+from pw.core.sharding import DeviceAddress
 from pw.sched.island.buffers import Buffer, Tier
 from pw.sched.island.memory_totals import Bytes, Needs, Total
 
@@ -70,18 +71,18 @@ class MemoryTiers:
     spill_bytes: int
     off: set[Buffer] = field(default_factory=set)
     """Buffers in host memory, or on their way there."""
+    used_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of these buffers in the memory of each host."""
 
     def spill(self, buffer: Buffer) -> None:
         """Hosts copy a buffer to their memory; nothing reads it meanwhile."""
-        buffer.tier = Tier.LEAVING
-        self.off.add(buffer)
+        self._take(buffer, Tier.LEAVING)
 
     def spilled(self, buffer: Buffer, *, kept: bool) -> None:
         """A buffer does not lie on the devices any more, unless hosts have `kept` it there."""
         self.memory.frees += 1
         if kept and buffer.is_needed:
-            buffer.tier = Tier.STAYS
-            self.off.remove(buffer)
+            self._let_go(buffer, Tier.STAYS)
             return
         self.memory.uncount(buffer)
         if buffer.is_needed:
@@ -92,13 +93,21 @@ class MemoryTiers:
     def keep_off(self, buffer: Buffer) -> None:
         """An upload stays in host memory until a run reads it."""
         self.memory.uncount(buffer)
-        buffer.tier = Tier.HOST
-        self.off.add(buffer)
+        self._take(buffer, Tier.HOST)
 
     def forget(self, buffer: Buffer) -> None:
         """A buffer in host memory is not needed any more."""
-        buffer.tier = Tier.DEVICE
+        self._let_go(buffer, Tier.DEVICE)
+
+    def _take(self, buffer: Buffer, tier: Tier) -> None:
+        buffer.tier = tier
+        self.off.add(buffer)
+        self.used_bytes.update(host_bytes(buffer.on.addresses, buffer.shard_bytes))
+
+    def _let_go(self, buffer: Buffer, tier: Tier) -> None:
+        buffer.tier = tier
         self.off.remove(buffer)
+        self.used_bytes.subtract(host_bytes(buffer.on.addresses, buffer.shard_bytes))
 
     def bring_back(self, buffers: Iterable[Buffer | None]) -> None:
         """Count buffers on their devices again, because a run reads them."""
@@ -115,12 +124,13 @@ class MemoryTiers:
 
     # --- what there is -------------------------------------------------------------------------------
 
-    def used_bytes(self) -> Counter[str]:
-        """Return the bytes of these buffers in the memory of each host."""
-        total: Counter[str] = Counter()
-        for buffer in self.off:
-            total += host_bytes(buffer)
-        return total
+    def have_room(self, more: Mapping[str, int], chosen: Mapping[str, int]) -> bool:
+        """Whether each host has room for so many more bytes, beside those of what is chosen already."""
+        used = self.used_bytes
+        return all(
+            used[host] + chosen.get(host, 0) + size_bytes <= self.spill_bytes
+            for host, size_bytes in more.items()
+        )
 
     def have(self, client: int) -> bool:
         """Whether an array of a client lies there."""
@@ -130,18 +140,9 @@ class MemoryTiers:
         )
 
 
-def host_bytes(buffer: Buffer) -> Counter[str]:
-    """Return the bytes that a buffer takes in the memory of each host, if it leaves the devices."""
+def host_bytes(devices: Iterable[DeviceAddress], shard_bytes: int) -> Counter[str]:
+    """Return the bytes that shards of these devices take in the memory of each host."""
     total: Counter[str] = Counter()
-    for device in buffer.on.addresses:
-        total[device.host] += buffer.shard_bytes
+    for device in devices:
+        total[device.host] += shard_bytes
     return total
-
-
-def shortage(total: Total, needs: Needs, peaks: Bytes, returns: Returns | None) -> Bytes:
-    """Return the bytes that a run lacks on each device, as a total counts; none where it needs nothing."""
-    more = np.zeros_like(total.used) if returns is None else returns.bytes_in(total)
-    more[needs.devices] += total.with_temporaries(needs, peaks)
-    bound_bytes = np.iinfo(np.int64).max if total.bound_bytes is None else total.bound_bytes
-    short: Bytes = np.where(more > 0, total.used + more - bound_bytes, 0)
-    return short

@@ -51,6 +51,13 @@ class Total:
         """Whether devices would have too much: they have `used` with `more` bytes of a run."""
         return self.bound_bytes is not None and bool(((used > self.bound_bytes) & (more > 0)).any())
 
+    def shortage(self, more: Bytes) -> Bytes:
+        """Return the bytes that each device lacks to have so many more; none where it gets none."""
+        if self.bound_bytes is None:
+            return np.zeros_like(self.used)
+        short: Bytes = np.where(more > 0, self.used + more - self.bound_bytes, 0)
+        return short
+
     def reserve(self, needs: Needs, used: Bytes, temporaries: Bytes) -> None:
         """Count a run, with which the devices have so much; `temporaries` are those that it adds."""
         self.used[needs.devices] = used

@@ -81,26 +81,20 @@ class Residency(Part):
             or placed.shard_bytes < max(1, self.small_bytes)
         ):
             return False
-        hosts = Counter(device.host for device in placed.devices)
-        used = memory.tiers.used_bytes()
-        has_room = all(
-            used[host] + number * placed.shard_bytes <= memory.tiers.spill_bytes
-            for host, number in hosts.items()
-        )
-        return has_room and not any(
-            self._lends(lease, hosts) for lease in self.leases.numbered.values()
-        )
+        more = host_bytes(placed.devices, placed.shard_bytes)
+        return memory.tiers.have_room(more, {}) and not self._lent(more)
 
-    @staticmethod
-    def _lends(lease: LaunchLease, hosts: Collection[str]) -> bool:
-        return not set(hosts).isdisjoint(lease.hosts)
+    def _lent(self, hosts: Collection[str]) -> list[LaunchLease]:
+        """Return the leases of these hosts, of which some launches may not be known."""
+        numbered = self.leases.numbered.values()
+        return [lease for lease in numbered if not set(hosts).isdisjoint(lease.hosts)]
 
     def make_room(self) -> bool:
         """Have arrays leave the devices on which runs have no room; return whether some are on their way."""
         memory = self.admission.memory
         if memory is None or not memory.tiers.spill_bytes:
             return False
-        for reservation in self.admission.without_room():
+        for reservation in self.admission.blocked():
             if reservation.spilled_at != memory.frees:
                 reservation.spilled_at = memory.frees
                 total = reservation.short or memory.total
@@ -125,18 +119,18 @@ class Residency(Part):
         if (short <= 0).all():
             return
         chosen: list[int] = []
-        used = memory.tiers.used_bytes()
+        leaving: Counter[str] = Counter()
         for array, buffer in self.candidates(memory, read):
             if total not in buffer.on.totals or not (short[buffer.on.devices] > 0).any():
                 continue
-            more = host_bytes(buffer)
-            if any(used[host] + more[host] > memory.tiers.spill_bytes for host in more):
+            more = host_bytes(buffer.on.addresses, buffer.shard_bytes)
+            if not memory.tiers.have_room(more, leaving):
                 continue
-            if lent := [one for one in self.leases.numbered.values() if self._lends(one, more)]:
+            if lent := self._lent(more):
                 self._unlend(lent)
                 continue
             chosen.append(array)
-            used += more
+            leaving += more
             short[buffer.on.devices] -= buffer.shard_bytes
             if (short <= 0).all():
                 self._spill(memory, chosen)

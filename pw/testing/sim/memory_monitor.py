@@ -59,12 +59,12 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
         memory = admission.memory
         if is_on_its_way or memory is None or memory.claims or memory.arriving:
             return is_on_its_way
-        for reservation in admission.without_room():
+        for reservation in admission.blocked():
             world.checked["room"] += 1
             read = {memory.buffer_of(arg) for arg in reservation.args}
             total = reservation.short or memory.total
             free = -memory.shortage(total, reservation.program, reservation.args)
-            used = memory.tiers.used_bytes()
+            used = memory.tiers.used_bytes.copy()
             for buffer in set(memory.buffers.values()) - read:
                 if buffer.may_leave and total in buffer.on.totals:
                     free[buffer.on.devices] += buffer.shard_bytes
