@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from pw.client.arrays.array import Array
     from pw.client.arrays.devices import make_virtual_device_set
     from pw.client.arrays.ragged import Ragged
-    from pw.client.checkpoints.checkpoint import Checkpoint, checkpoint, drain
+    from pw.client.checkpoints.checkpoint import Checkpoint, checkpoint
     from pw.client.checkpoints.files import restore
     from pw.client.connection.current import connect, disconnect, stats, why
     from pw.client.display.advice import PerformanceWarning
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
+    from pw.client.moving import drain, resume, suspend
     from pw.client.sharing.lookup import lookup, version_of
     from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
@@ -132,7 +133,9 @@ _LAZY = {
     "checkpoint": "pw.client.checkpoints.checkpoint",
     "Checkpoint": "pw.client.checkpoints.checkpoint",
     "restore": "pw.client.checkpoints.files",
-    "drain": "pw.client.checkpoints.checkpoint",
+    "drain": "pw.client.moving",
+    "suspend": "pw.client.moving",
+    "resume": "pw.client.moving",
     "IslandEvent": "pw.client.looking.islands",
     "island_events": "pw.client.looking.islands",
     "on_island_event": "pw.client.looking.islands",
@@ -193,6 +196,8 @@ __all__ = [
     "Checkpoint",
     "restore",
     "drain",
+    "suspend",
+    "resume",
     "IslandEvent",
     "island_events",
     "on_island_event",

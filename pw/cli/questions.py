@@ -226,6 +226,51 @@ def cancel(
     requests.cancel(address_of(address, credentials, insecure), what, timeout)
 
 
+_CLIENT = typer.Argument(help="The client's number, as in `pw status`.")
+_TENANT = typer.Option(help="All clients of this tenant.")
+
+
+def suspend(
+    client: Annotated[int | None, _CLIENT] = None,
+    tenant: Annotated[str, _TENANT] = "",
+    island: Annotated[str, typer.Option(help="All clients with devices on this island.")] = "",
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait; the suspension goes on afterwards.")
+    ] = 120.0,
+) -> None:
+    """Have clients leave their devices, with all that they have there, until `pw resume`.
+
+    What was launched ends, what is queued stays. Arrays go to the memory of hosts. The clients' scripts wait.
+
+    Exit codes: 0 when the devices are free; 1, with one line on standard error, if there is no such client,
+    the tenant may not suspend it, or it took longer.
+    """
+    from pw.cli import requests
+
+    requests.suspend(address_of(address, credentials, insecure), client, tenant, island, timeout)
+
+
+def resume(
+    client: Annotated[int | None, _CLIENT] = None,
+    tenant: Annotated[str, _TENANT] = "",
+    island: Annotated[str, typer.Option(help="All clients that had devices on this island.")] = "",
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Have suspended clients go on, as soon as there are devices for them.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no such client, or the tenant may not.
+    """
+    from pw.cli import requests
+
+    requests.resume(address_of(address, credentials, insecure), client, tenant, island, timeout)
+
+
 def drain(
     host: Annotated[str, typer.Argument(help="The host's name, as in pw status.")],
     address: Address = "",

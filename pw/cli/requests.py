@@ -222,6 +222,45 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
             session.ask.cancel_runs(client, run).result(timeout_s)
 
 
+def suspend(address: str, client: int | None, tenant: str, island: str, timeout_s: float) -> None:
+    """Suspend clients; returns when they have left their devices.
+
+    Raises:
+        Error: it is not clear which clients, there are none such, the caller may not suspend them, or it took
+            longer than `timeout_s`.
+    """
+    meant = _meant(client, tenant, island)
+    with connected(address, CONNECT_S) as session:
+        try:
+            session.ask.suspend(*meant).result(timeout_s)
+        except TimeoutError:
+            raise Error(
+                f"not all of its work has ended after {timeout_s:g} s; the suspension goes on, see pw status "
+                "and pw why"
+            ) from None
+
+
+def resume(address: str, client: int | None, tenant: str, island: str, timeout_s: float) -> None:
+    """Have suspended clients go on.
+
+    Raises:
+        Error: it is not clear which clients, there are none such, or the caller may not resume them.
+    """
+    meant = _meant(client, tenant, island)
+    with connected(address, timeout_s) as session:
+        session.ask.resume(*meant).result(timeout_s)
+
+
+def _meant(client: int | None, tenant: str, island: str) -> tuple[int, str, str]:
+    if sum((client is not None, bool(tenant), bool(island))) != 1:
+        raise Error(
+            "name a client (its number, see pw status), a --tenant or an --island, and only one"
+        )
+    if client is not None and client < 1:
+        raise Error(f"there is no client {client}; see pw status")
+    return client or 0, tenant, island
+
+
 def say_if_absent(session: Runtime, host: str) -> None:
     """Write a line to standard error if a host, which is to be drained, is not in the cluster."""
     state = session.ask.status()

@@ -108,6 +108,9 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     may_cancel: Annotated[
         bool, _right("", _FLAG, "cancels the runs of other tenants (`pw cancel`)")
     ] = False
+    may_suspend: Annotated[
+        bool, _right("", _FLAG, "suspends and resumes clients of other tenants (`pw suspend`)")
+    ] = False
 
     def bound(self, resource: Resource) -> int | None:
         """Return how much the tenant may have of a resource; None for any amount."""
@@ -188,8 +191,8 @@ _FORMS = {one.name: one.form for one in definitions()}
 class TenantRights:
     """The rights of all tenants.
 
-    The tenant `operator` always may drain and cancel. `default` is not for it: it has only the bounds that
-    its own section has.
+    The tenant `operator` always may drain, cancel and suspend. `default` is not for it: it has only the bounds
+    that its own section has.
     """
 
     default: Rights = field(default_factory=Rights)
@@ -205,7 +208,7 @@ class TenantRights:
         if tenant != OPERATOR:
             return self.named.get(tenant, self.default)
         own = self.named.get(OPERATOR, Rights())
-        return msgspec.structs.replace(own, may_drain=True, may_cancel=True)
+        return msgspec.structs.replace(own, may_drain=True, may_cancel=True, may_suspend=True)
 
     def all(self) -> tuple[Rights, ...]:
         """Return the rights of every tenant that has its own, and those of the rest."""

@@ -70,8 +70,8 @@ def test_operators_are_not_bounded_by_the_default_and_may_do_all() -> None:
         ("[tenants.a]\ndisk = -1", "line 2: disk = -1 is not a size such as 4GiB"),
         ("[tenants.a]\npython = 3", "line 2: python = 3 is not true, false or a list of hosts"),
         (
-            "[tenants.a]\nmay_suspend = true",
-            "line 2: 'may_suspend' is no right; there are share, max_",
+            "[tenants.a]\nmay_reboot = true",
+            "line 2: 'may_reboot' is no right; there are share, max_",
         ),
         ("[tenants.operator]\nmay_drain = true", "line 2: the tenant 'operator' may do all; leave"),
     ],

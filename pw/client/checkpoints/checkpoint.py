@@ -1,4 +1,4 @@
-"""`checkpoint` makes replicas of arrays, `drain` moves all work off a host.
+"""`checkpoint` makes replicas of arrays, which outlive the loss of a host.
 
 The runtime restores lost arrays by a replay of the runs that made them. A checkpoint ends that
 lineage: replicas in the memory of other hosts are faster than a replay, and donated arrays cannot
@@ -169,21 +169,3 @@ def _log_failure(future: Future[None]) -> None:
     error = future.exception()
     if error is not None:
         log("warning", "checkpoint failed", "client", error=error)
-
-
-@checks_keywords
-def drain(host: str, *, timeout_s: float | None = None) -> None:
-    """Move all work and data off a host, so that it can be switched off.
-
-    Computations on its island pause while another host takes its place, and go on with the same
-    values. Returns when the host holds nothing any more.
-
-    Args:
-        host: its name, as in `pw status`.
-        timeout_s: how long to wait, in seconds; the drain goes on afterwards.
-
-    Raises:
-        TimeoutError: it took longer.
-        Error: there is no such host, or nothing that could take its place.
-    """
-    current.runtime().ask.drain(host).result(seconds(timeout_s))

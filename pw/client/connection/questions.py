@@ -140,6 +140,18 @@ class Questions:
         """Cancel one run of any client, or all that the client has in flight."""
         return self._ask(lambda request: msg.CancelRuns(request, client, run), Future[None]())
 
+    def suspend(self, client: int, tenant: str, island: str) -> Waiting[None]:
+        """Have clients leave their devices; settled when they have."""
+        request = partial(msg.SuspendClients, client=client, tenant=tenant, island=island)
+        answer = self.waiting("clients to leave their devices")
+        self._ask(request, answer)
+        return answer
+
+    def resume(self, client: int, tenant: str, island: str) -> Future[None]:
+        """Have suspended clients go on."""
+        request = partial(msg.ResumeClients, client=client, tenant=tenant, island=island)
+        return self._ask(request, Future[None]())
+
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Copy arrays to host memory, in order with the runs that make and donate them."""
         numbers = tuple(dict.fromkeys(arrays))

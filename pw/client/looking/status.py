@@ -218,6 +218,8 @@ def _free_blocks(island: IslandInfo) -> str:
 def _note(client: ClientInfo) -> str:
     if client.is_me:
         return " (this one)"
+    if client.suspended:
+        return f" ({client.suspended})"
     return f" (silent for {client.silent_s:.0f} s)" if client.silent_s else ""
 
 

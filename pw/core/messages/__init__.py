@@ -29,6 +29,7 @@ from pw.core.messages.plans import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *
 from pw.core.messages.stores import *
+from pw.core.messages.suspending import *
 from pw.core.messages.timelines import *
 from pw.core.messages.trees import *
 from pw.core.messages.waiting import *

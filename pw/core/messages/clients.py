@@ -107,6 +107,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """Number of hosts of one island that have the devices, each as many; 0 for any number."""
     former_devices: Devices = ()
     """Devices of the slice under the earlier controller, in order."""
+    waits: bool = False
+    """True, from the controller, to wait for devices however long: the client was suspended."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):

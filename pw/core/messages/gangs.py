@@ -306,6 +306,8 @@ class CopyArrays(Local, frozen=True, tag=78):
     """Boxes that each host copies."""
     files: tuple[tuple[str, CopyFile], ...] = ()
     """File that each host writes."""
+    first: bool = False
+    """True to copy them before all queued work of the client."""
 
 
 class Replicate(ControllerToExecutor, frozen=True, tag=79):

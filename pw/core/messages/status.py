@@ -121,6 +121,8 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     use: ClientUse = ClientUse()
     silent_s: float = 0.0
     """Seconds for which nothing has come from the client; 0 unless that is long."""
+    suspended: str = ""
+    """Words for who has suspended the client, and since when; empty if it is not suspended."""
 
 
 class TenantInfo(msgspec.Struct, frozen=True, array_like=True):

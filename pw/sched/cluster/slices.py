@@ -79,7 +79,7 @@ class SliceTable(Part):
             self.env.call_later(self.move_s + RESUME_S, WaitedEnough(request.slice, True))
         piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
-        if not request.resumed and piece.state is SliceState.PARKED:
+        if not (request.resumed or request.waits) and piece.state is SliceState.PARKED:
             waits_s = CLUSTER_START_S if self.inventory.awaited_islands else self.move_s
             self.env.call_later(waits_s, WaitedEnough(request.slice, True))
 
@@ -242,6 +242,7 @@ class SliceTable(Part):
             self._bind(piece, SliceEvent.BIND, room)
         elif (
             request.resumed
+            or request.waits
             or self._waits_for_hosts(piece)
             or self.inventory.awaited_islands
             or any(i.state != "ready" and fits(i, request) for i in islands.values())

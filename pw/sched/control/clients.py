@@ -20,6 +20,7 @@ from pw.sched.control.array_states import ArrayEntry, ArrayTable
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.set_aside import Away, Stream
+from pw.sched.control.suspension_states import Suspension
 from pw.sched.control.usage import ClientUsage
 
 
@@ -115,6 +116,7 @@ class Client:
     early_losses: dict[int, str] = field(default_factory=dict)
     """Results of runs that the client has launched and not told of yet, with a host that has not got them."""
     resuming: Resumption | None = None
+    suspension: Suspension | None = None
     patient_until_s: float = -math.inf
     """Time until which recovery waits for hosts that may have replicas, in seconds."""
     repeats: int = 0
@@ -139,6 +141,11 @@ class Client:
     def recovering(self) -> bool:
         """Whether something of the client is to be rebuilt."""
         return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether something of the client is being rebuilt, which it is not while the client is suspended."""
+        return self.recovering and self.suspension is None
 
     @property
     def has_work(self) -> bool:

@@ -52,6 +52,7 @@ from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.runs import CREDITS_AT_ONCE, RunsInFlight
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import SliceRequests
+from pw.sched.control.suspensions import Suspensions
 from pw.sched.control.uploads import UploadTable
 from pw.sched.control.usage import Usage
 from pw.sched.control.waits import WaitReports
@@ -153,13 +154,16 @@ class Controller(Actor):
             msg.Publish: names.published_before,
         }
         stream.set_handlers(in_order, resuming)
+        suspensions = self.suspensions = Suspensions(
+            sessions, slices, runs, replicas, losses, rebuilder
+        )
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, disk, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups, waits, self.accounts),
+            *(confirmations, names, lookups, waits, self.accounts, suspensions),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -231,6 +235,7 @@ class Controller(Actor):
     def _release(self, client: Client, reason: str) -> None:
         """Release what a client, or the holder of a name, owned."""
         self.accounts.client_left(client)
+        self.suspensions.client_left(client)
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
@@ -260,6 +265,8 @@ class Controller(Actor):
                 self._rebuilder.proceed(client)
             self._uploads.settle_taken()
             self._go_on()
+        if self.suspensions.leaving:
+            self.suspensions.go_on()
         if self._publishing is not None:
             self.runs.publish()
             self._publishing.turn_ended()
@@ -362,6 +369,7 @@ class Controller(Actor):
                         self.usage.rights.of(client.tenant).share,
                         uses.get(client.number, nothing),
                         self.sessions.silent_s(client),
+                        self.suspensions.in_words(client),
                     )
                     for client in seen
                 ),

@@ -88,11 +88,11 @@ class Publishing(ControlPart):
             if client.is_holder:
                 continue
             recovery = self._recoveries.get(client.number)
-            if client.recovering and recovery is None:
+            if client.rebuilds and recovery is None:
                 begun = _Recovery(client.name, len(client.arrays.lost), now_s)
                 self._recoveries[client.number] = begun
                 self._tell("began", client.number, begun)
-            elif recovery is not None and not client.recovering:
+            elif recovery is not None and not client.rebuilds:
                 del self._recoveries[client.number]
                 self._tell("ended", client.number, recovery, now_s - recovery.began_s)
 

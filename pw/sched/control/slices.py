@@ -96,7 +96,7 @@ class SliceRequests(ControlPart):
             return
         python = self.sessions.usage.rights.of(client.tenant).python
         only = python if isinstance(python, tuple) else ()
-        message = msgspec.structs.replace(message, python_hosts=only)
+        message = msgspec.structs.replace(message, python_hosts=only, waits=False)
         is_of_a_name = is_repeat(message.like) and self.sessions.owner(message.like) is None
         if client.resuming is not None and (
             is_of_a_name or not self._may_share(client, message.like)
@@ -111,6 +111,9 @@ class SliceRequests(ControlPart):
         slices.hosts[message.slice] = set(message.former_hosts)
         slices.waits_since_s[message.slice] = self._env.now_s()
         then = partial(self._env.send, RESOURCES, message)
+        if client.suspension is not None and client.suspension.is_complete:
+            slices.unbound[message.slice] = self.new_loss()
+            return
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
         is_asked = self.queue.ask(client.number, client.tenant, message.slice, amount, then)
@@ -283,6 +286,34 @@ class SliceRequests(ControlPart):
             self._bindings.pop(number, None)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.queue.client_left(client.number, client.tenant)
+
+    # --- suspended --------------------------------------------------------------------------------
+
+    def set_down(self, client: Client, error: ErrorReport) -> None:
+        """Take the devices of a client; it keeps its slices, which are asked for again by `take_up`."""
+        loss = self.new_loss()
+        for number in sorted(client.slices.owned | client.slices.borrowed):
+            if number in self.queue.keys:
+                self.queue.drop(number)
+            elif self._bindings.pop(number, None) is not None:
+                self.sessions.tell(client, msg.SliceLost(number, error))
+            self._env.send(RESOURCES, msg.ReleaseSlice(number))
+            client.slices.unbound[number] = loss
+            client.slices.waits_since_s[number] = self._env.now_s()
+            self.sessions.usage.give(client.number, Resource.DEVICES, number)
+        self.queue.try_again(client.tenant)
+
+    def take_up(self, client: Client) -> None:
+        """Ask for the slices of a client that was suspended; they wait for devices however long."""
+        for number in sorted(client.slices.owned | client.slices.borrowed):
+            request = msgspec.structs.replace(client.slices.requests[number], waits=True)
+            if self.sessions.owner(request.like) is None:
+                request = msgspec.structs.replace(request, like=0)
+            then = partial(self._env.send, RESOURCES, request)
+            is_free = number in client.slices.borrowed or self._is_lent(request.like)
+            amount = 0 if is_free else request.devices
+            client.slices.waits_since_s[number] = self._env.now_s()
+            self.queue.ask(client.number, client.tenant, number, amount, then)
 
     # --- lost -------------------------------------------------------------------------------------
 

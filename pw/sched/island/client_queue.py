@@ -74,6 +74,8 @@ class ClientQueue:
     """Seconds for which the launches that have ended were queued, in all."""
     device_s: float = 0.0
     """Device time of these launches, in seconds: of each device, in all."""
+    held_but: frozenset[int] | None = None
+    """Runs that may be launched while the client is to leave its devices; None while it is not."""
     account: Spent = field(default_factory=Spent)
     """Part of `device_s` and `ended_launches` that the accounts have."""
 
@@ -96,6 +98,13 @@ class ClientQueue:
         again.
         """
         return self.habit.footprint if (oldest := self.oldest) is None else oldest.footprint
+
+    def holds(self, task: Task) -> bool:
+        """Whether a launch is held because the client is to leave its devices."""
+        held_but = self.held_but
+        return (
+            held_but is not None and isinstance(task, SegmentTask) and task.here.run not in held_but
+        )
 
     @property
     def accounts(self) -> Sequence[Account]:

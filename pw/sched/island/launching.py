@@ -76,7 +76,9 @@ class Launcher(Part):
         """Return the tenants with work at the head of a queue that may go some time, and then free memory."""
         queues = self.queues.busy.values()
         return {
-            queue.stake.tenant for queue in queues if queue.tasks and self._may_go(queue.tasks[0])
+            queue.stake.tenant
+            for queue in queues
+            if queue.tasks and not queue.holds(queue.tasks[0]) and self._may_go(queue.tasks[0])
         }
 
     def _may_go(self, task: Task) -> bool:
@@ -119,6 +121,8 @@ class Launcher(Part):
                 continue
             head = tasks[0]
             if not isinstance(head, SegmentTask) or not self.leases.are_free(head.hosts):
+                continue
+            if queue.held_but is not None and queue.holds(head):
                 continue
             reservation = None if head.awaits else head.here.reservation
             if reservation is not None and not admission.may_be_chosen(reservation):
@@ -175,8 +179,12 @@ class Launcher(Part):
         return None
 
     def _find_memory(self) -> None:
-        """Make room for runs that do not fit; refuse one if there can be none."""
-        if not self.residency.make_room():
+        """Make room for runs that do not fit; refuse one if there can be none.
+
+        A client that is to leave its devices will make room.
+        """
+        leave = any(queue.held_but is not None for queue in self.queues.busy.values())
+        if not self.residency.make_room() and not leave:
             self.admission.refuse_if_stuck()
 
     def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:

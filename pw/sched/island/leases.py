@@ -188,6 +188,8 @@ class LaunchLeases(Part):
             queue, habit = self.queues.clients.get(client), self._habits.get(client)
             if queue is None or habit is None or habit.count < self.lending.after:
                 continue
+            if queue.held_but is not None:
+                continue
             if queue.tasks:  # the run waits for an upload that it reads
                 self._due.add(client)
                 continue
@@ -378,6 +380,12 @@ class LaunchLeases(Part):
                 lease = self.table.holders.get(host)
                 if lease is not None:
                     self._close(lease, "own_run" if lease.client == client else "other_client")
+
+    def close_of(self, client: int, cause: str) -> None:
+        """Close the leases of a client."""
+        for lease in list(self.table.holders.values()):
+            if lease.client == client:
+                self._close(lease, cause)
 
     def _close(self, lease: LaunchLease, cause: str) -> None:
         if lease.state is not LeaseState.OPEN:

@@ -254,7 +254,8 @@ class Queues(Part):
 
     @handles(msg.CopyArrays)
     def _copy_arrays(self, sender: Address, message: msg.CopyArrays) -> None:
-        self._enqueue(message.client, CopyTask(message.copies, message.files, self._arrival()))
+        task = CopyTask(message.copies, message.files, self._arrival())
+        self._enqueue(message.client, task, first=message.first)
 
     @handles(msg.Release)
     def _release(self, sender: Address, message: msg.Release) -> None:
@@ -265,10 +266,10 @@ class Queues(Part):
             self.busy[message.client] = queue
             queue.insert(task)
 
-    def _enqueue(self, client: int, task: Task) -> None:
+    def _enqueue(self, client: int, task: Task, *, first: bool = False) -> None:
         if (queue := self.clients.get(client)) is not None:
             self.busy[client] = queue
-            queue.tasks.append(task)
+            (queue.tasks.appendleft if first else queue.tasks.append)(task)
 
     def rest(self, queue: ClientQueue) -> None:
         """Nothing is left to do for a client until its next task."""

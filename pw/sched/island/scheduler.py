@@ -24,6 +24,7 @@ from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClie
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
+from pw.sched.island.launch_holds import LaunchHolds
 from pw.sched.island.launching import Launcher
 from pw.sched.island.lease_states import LeaseTable
 from pw.sched.island.leases import LENDING, LaunchLeases, Lending
@@ -89,6 +90,7 @@ class IslandScheduler(Actor):
         self.leases = leases = LaunchLeases(
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
+        self._holds = holds = LaunchHolds(env, island, queues, leases)
         reports = self.reports = Reports(
             *(env, island, members, programs, in_flight, queues, watchdog),
             *(policy, admission, table),
@@ -106,6 +108,7 @@ class IslandScheduler(Actor):
                 reports,
                 spending,
                 residency,
+                holds,
             ),
             order={
                 Submit: (LaunchLeases, Queues),
@@ -179,5 +182,7 @@ class IslandScheduler(Actor):
         if self.members.drops:
             self.members.send_drops(self._lent)
         self.leases.turn_ended()
+        if self._holds.asked:
+            self._holds.turn_ended()
         if not self.programs.installed:  # then no footprint refers to a group any more
             self.window.tidy()

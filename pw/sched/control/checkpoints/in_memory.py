@@ -25,7 +25,7 @@ from pw.core.errors import (
 )
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.rights import Resource
-from pw.core.sharding import Box, box_shape, dtype_of
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, dtype_of
 from pw.sched.control.checkpoints.replicas import OFFER_S, ReplicaTable
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
@@ -103,14 +103,11 @@ class Checkpoints(ControlPart):
                 copying.error = error
                 continue
             devices = self._islands.located(array.spec)
-            chosen: dict[str, list[int]] = {}
-            for _, positions in array.spec.distinct_boxes():
-                chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
             missing = copying.missing.setdefault(number, set())
-            for host, at in chosen.items():
+            for host, at in box_holders(array.spec, devices).items():
                 targets = self.replicas.targets(number, host, array.hosts)
                 copying.islands[host] = array.island
-                copy = msg.ArrayCopy(number, array.spec, devices, tuple(at))
+                copy = msg.ArrayCopy(number, array.spec, devices, at)
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
                     box = array.spec.box(position)
@@ -222,6 +219,14 @@ class Checkpoints(ControlPart):
         if not copying.missing and copying in self._under_way:
             self._under_way.remove(copying)
             self.sessions.tell(copying.client, msg.Answered(copying.request, copying.error))
+
+
+def box_holders(spec: ArraySpec, devices: Sequence[DeviceAddress]) -> dict[str, tuple[int, ...]]:
+    """Return the positions whose boxes each host copies, so that each box is copied once."""
+    chosen: dict[str, list[int]] = {}
+    for _, positions in spec.distinct_boxes():
+        chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
+    return {host: tuple(positions) for host, positions in chosen.items()}
 
 
 def objection(client: Client, number: int, islands: Islands) -> ErrorReport | None:

@@ -278,7 +278,7 @@ class ReplicaTable(ControlPart):
     def _is_empty(self, host: str) -> bool:
         """Return whether no replica is on this host alone; offer such replicas elsewhere."""
         for client in self.sessions.clients:
-            if client.recovering or any(one.restored for _, one in client.arrays.arriving()):
+            if client.rebuilds or any(one.restored for _, one in client.arrays.arriving()):
                 return False
         is_empty = True
         for array, replicas in self._replicas.items():

@@ -179,6 +179,8 @@ class Explainer(ControlPart):
 
     def _waits_for(self, client: Client) -> Iterator[str]:
         """Return the reasons for which a client waits at the controller."""
+        if client.suspension is not None:
+            yield client.suspension.in_words(client.number, self._env.now_s())
         if awaited := self.slices.awaited_hosts(client, self.island_status()):
             yield f"{' and '.join(awaited)}, which its slices name (hosts=), to come back"
         elif client.slices.unbound:

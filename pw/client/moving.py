@@ -1,0 +1,84 @@
+"""Takes work off hosts and devices: drains a host, suspends clients and resumes them."""
+
+from __future__ import annotations
+
+from pw.client.connection import current
+from pw.client.connection.waiting import seconds
+from pw.client.keywords import checks_keywords
+from pw.core.errors import ArgumentError
+
+
+@checks_keywords
+def drain(host: str, *, timeout_s: float | None = None) -> None:
+    """Move all work and data off a host, so that it can be switched off.
+
+    Computations on its island pause while another host takes its place, and go on with the same
+    values. Returns when the host holds nothing any more.
+
+    Args:
+        host: its name, as in `pw status`.
+        timeout_s: how long to wait, in seconds; the drain goes on afterwards.
+
+    Raises:
+        TimeoutError: it took longer.
+        Error: there is no such host, or nothing that could take its place.
+    """
+    current.runtime().ask.drain(host).result(seconds(timeout_s))
+
+
+@checks_keywords
+def suspend(
+    client: int | None = None,
+    *,
+    tenant: str | None = None,
+    island: str | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Have clients leave their devices, with all that they have there, until they are resumed.
+
+    Calls that have begun on devices end; later ones wait, and reads with them. Arrays go to the memory of
+    hosts. Returns when the devices are free. Names that a client has published stay.
+
+    Args:
+        client: number of the client, as in `pw status`; without any argument this script's own.
+        tenant: name of a tenant, to mean all its other clients.
+        island: name of an island, to mean all other clients with devices there.
+        timeout_s: how long to wait, in seconds; the suspension goes on afterwards.
+
+    Raises:
+        TimeoutError: it took longer.
+        AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
+        ArgumentError: there is no such client or island.
+        Error: the client was resumed before, or could not leave.
+    """
+    number, who, where = _meant(client, tenant, island)
+    current.runtime().ask.suspend(number, who, where).result(seconds(timeout_s))
+
+
+@checks_keywords
+def resume(
+    client: int | None = None, *, tenant: str | None = None, island: str | None = None
+) -> None:
+    """Have suspended clients go on, with the same values, as soon as there are devices for them.
+
+    These may be other devices than before, also on another island. Returns at once.
+
+    Args:
+        client: number of the client, as in `pw status`; without any argument this script's own.
+        tenant: name of a tenant, to mean all its other clients.
+        island: name of an island, to mean all clients that had devices there.
+
+    Raises:
+        AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
+        ArgumentError: there is no such client or island.
+    """
+    current.runtime().ask.resume(*_meant(client, tenant, island)).result()
+
+
+def _meant(client: int | None, tenant: str | None, island: str | None) -> tuple[int, str, str]:
+    """Return whom a request means, as its message has it."""
+    if sum(one is not None for one in (client, tenant, island)) > 1:
+        raise ArgumentError("name a client, a tenant= or an island=, and only one of them")
+    if client is not None and (not isinstance(client, int) or client < 1):
+        raise ArgumentError(f"a client is a number, as in pw status; not {client!r}")
+    return client or 0, tenant or "", island or ""

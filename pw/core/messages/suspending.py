@@ -1,0 +1,57 @@
+"""Between clients, the controller and the schedulers: work that is suspended and goes on later."""
+
+from __future__ import annotations
+
+from pw.core.messages.base import ClientToController, Local
+from pw.core.messages.bounds import Count, Name
+
+
+class SuspendClients(ClientToController, frozen=True, tag=244):
+    """ClientSession to Controller: have these clients leave their devices until they are resumed.
+
+    Answered when they have left. Without a client, tenant or island: the sender itself.
+    """
+
+    request: int
+    client: Count = 0
+    tenant: Name = ""
+    """Name of a tenant, to mean all its clients."""
+    island: Name = ""
+    """Name of an island, to mean all clients with devices there."""
+
+
+class ResumeClients(ClientToController, frozen=True, tag=245):
+    """ClientSession to Controller: have suspended clients go on as soon as there are devices.
+
+    Without a client, tenant or island: the sender itself.
+    """
+
+    request: int
+    client: Count = 0
+    tenant: Name = ""
+    island: Name = ""
+    """Name of an island, to mean all clients that had devices there."""
+
+
+class HoldLaunches(Local, frozen=True, tag=246):
+    """Controller to IslandScheduler (local): launch no more runs of a client, but these."""
+
+    client: int
+    but: tuple[int, ...] = ()
+
+
+class LaunchesHeld(Local, frozen=True, tag=247):
+    """IslandScheduler to Controller (local): no host takes launches of the client any more.
+
+    `queued` are its runs of which nothing was launched on this island.
+    """
+
+    island: str
+    client: int
+    queued: tuple[int, ...]
+
+
+class LetLaunch(Local, frozen=True, tag=248):
+    """Controller to IslandScheduler (local): the launches of a client are not held any more."""
+
+    client: int

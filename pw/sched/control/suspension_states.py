@@ -1,0 +1,105 @@
+"""The suspension of a client: it leaves its devices at a launch boundary, and keeps all it has.
+
+Theory of operation. The client's work stops between two launches. First the schedulers *hold* its launches.
+When no host takes any more, its stream waits, too, and the schedulers *count* what is queued. The last run
+that was launched on any island is the boundary: all runs up to it *end*. Then what exists is *copied* to host
+memory: the arrays that the client holds, and those that only queued runs read. Now the client is *suspended*:
+its queued runs are withdrawn, its arrays and slices are lost to it as with a host, and its devices are free.
+
+To resume it is to recover: slices are bound where there is room, arrays come back from their copies, and queued
+runs are run for the first time. A suspension can end before it is complete; then launches just go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pw.core.actors.lifecycle import Lifecycle
+from pw.core.ids import Address
+
+
+class SuspensionState(StrEnum):
+    """The states of a suspension."""
+
+    HOLDING = "holding"
+    """State while a host may still take launches of the client."""
+    COUNTING = "counting"
+    """State while schedulers have not said which runs are queued."""
+    ENDING = "ending"
+    """State while launched runs have not ended, or uploads have not arrived."""
+    COPYING = "copying"
+    """State while arrays are copied to host memory."""
+    SUSPENDED = "suspended"
+    """State of a client that has no devices."""
+    OVER = "over"
+    """State after the client was resumed."""
+
+
+class SuspensionEvent(StrEnum):
+    """Event that changes the state of a suspension."""
+
+    HOLD = "all schedulers hold the launches"
+    COUNT = "all schedulers have said what is queued"
+    END = "launched runs have ended"
+    COPY = "all arrays are in host memory"
+    RESUME = "the client is resumed"
+
+
+_S, _E = SuspensionState, SuspensionEvent
+
+SUSPENSION = Lifecycle[SuspensionState, SuspensionEvent](
+    "suspension",
+    {
+        _S.HOLDING: {_E.HOLD: _S.COUNTING, _E.RESUME: _S.OVER},
+        _S.COUNTING: {_E.COUNT: _S.ENDING, _E.RESUME: _S.OVER},
+        _S.ENDING: {_E.END: _S.COPYING, _E.RESUME: _S.OVER},
+        _S.COPYING: {_E.COPY: _S.SUSPENDED, _E.RESUME: _S.OVER},
+        _S.SUSPENDED: {_E.RESUME: _S.OVER},
+        _S.OVER: {},
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Suspension:
+    """The suspension of one client."""
+
+    by: str
+    """Words for who has suspended it."""
+    since_s: float
+    """Time at which it was asked for, in seconds."""
+    unanswered: set[str]
+    """Names of islands whose schedulers have not said that they hold the client."""
+    state: SuspensionState = SuspensionState.HOLDING
+    asked: list[tuple[Address, int]] = field(default_factory=list)
+    """Askers and the numbers of their requests, to be answered when the client has left its devices."""
+    queued: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Runs of which nothing was launched, by island."""
+    withdrawn: tuple[int, ...] = ()
+    """Runs behind the boundary, which are run when the client is resumed."""
+    copied: set[int] = field(default_factory=set)
+    """Arrays that were to be copied."""
+    islands: frozenset[str] = frozenset()
+    """Names of islands that the client has left."""
+
+    def after(self, event: SuspensionEvent) -> None:
+        """Change the state. Raises ImpossibleTransition."""
+        self.state = SUSPENSION.after(self.state, event)
+
+    def in_words(self, client: int, now_s: float) -> str:
+        """Return what a client waits for."""
+        ago = f"{self.by} has suspended it {now_s - self.since_s:.0f} s ago"
+        if self.is_complete:
+            return f"being resumed: {ago} (pw resume {client})"
+        return f"its suspension: {ago}, and it is leaving its devices"
+
+    @property
+    def stops_stream(self) -> bool:
+        """Whether messages of the client wait."""
+        return self.state not in (SuspensionState.HOLDING, SuspensionState.OVER)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has left its devices."""
+        return self.state is SuspensionState.SUSPENDED

@@ -1,0 +1,342 @@
+"""Suspends clients and resumes them (`suspension_states` has the states of a suspension).
+
+What it takes is there for other reasons: copies in host memory are replicas (`checkpoints.replicas`), a client
+without devices waits as for a lost island (`recovery`), and queued runs that are withdrawn are run like those
+that were lost. An array that has replicas already is not copied again, and one that cannot be copied is made
+again from its lineage. Arrays under a name belong to the holder of the name and stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pw.core import messages as msg
+from pw.core.actors.actor import handles
+from pw.core.errors import INFRASTRUCTURE, ArgumentError, Error, ErrorReport, HostLost
+from pw.core.ids import Address, is_repeat, scheduler_of
+from pw.core.rights import Resource
+from pw.core.sharding import ArraySpec
+from pw.sched.control.array_states import ArrayState
+from pw.sched.control.checkpoints.in_memory import box_holders
+from pw.sched.control.checkpoints.replicas import ReplicaTable
+from pw.sched.control.clients import Client
+from pw.sched.control.recovery.losses import Losses
+from pw.sched.control.recovery.rebuild import Rebuilder
+from pw.sched.control.run_states import RunInFlight
+from pw.sched.control.runs import RunsInFlight
+from pw.sched.control.sessions import ControlPart, handles_client, handles_host
+from pw.sched.control.slices import SliceRequests
+from pw.sched.control.suspension_states import Suspension, SuspensionEvent, SuspensionState
+
+
+@dataclass(eq=False)
+class Suspensions(ControlPart):
+    """The suspended clients, and those that are about to leave their devices."""
+
+    slices: SliceRequests
+    runs: RunsInFlight
+    replicas: ReplicaTable
+    losses: Losses
+    rebuilder: Rebuilder
+    leaving: dict[int, Client] = field(default_factory=dict, init=False)
+    """Clients that are to leave their devices and have not, by number."""
+
+    # --- asked for --------------------------------------------------------------------------------
+
+    @handles_client(msg.SuspendClients)
+    def _suspend_asked(self, asker: Client, message: msg.SuspendClients) -> None:
+        clients = self._meant(asker, message, "suspend")
+        if clients is None:
+            return
+        request = (asker.address, message.request)
+        waiting = [
+            client for client in clients if not self.suspend(client, self._who(asker), request)
+        ]
+        if not waiting:
+            self._env.send(asker.address, msg.Answered(message.request, None))
+
+    @handles_client(msg.ResumeClients)
+    def _resume_asked(self, asker: Client, message: msg.ResumeClients) -> None:
+        clients = self._meant(asker, message, "resume")
+        if clients is None:
+            return
+        for client in clients:
+            self.resume(client)
+        self._env.send(asker.address, msg.Answered(message.request, None))
+
+    def _who(self, asker: Client) -> str:
+        return f"client {asker.number} ({asker.name}) of tenant {asker.tenant!r}"
+
+    def _meant(
+        self, asker: Client, message: msg.SuspendClients | msg.ResumeClients, verb: str
+    ) -> list[Client] | None:
+        """Return the clients that a request means; None if it is refused, which the asker is told."""
+        clients = [
+            client for client in self.sessions.calling if self._is_meant(client, asker, message)
+        ]
+        error: ErrorReport | None = None
+        if message.client and not clients:
+            words = f"there is no client {message.client}; see pw status"
+            error = ErrorReport.of(ArgumentError(words))
+        elif message.island and message.island not in self._islands.schedulers:
+            words = f"there is no island {message.island!r}; see pw status"
+            error = ErrorReport.of(ArgumentError(words))
+        may_all = self.sessions.usage.rights.of(asker.tenant).may_suspend
+        foreign = [client for client in clients if not (may_all or asker.may_touch(client))]
+        if foreign and error is None:
+            what = f"{verb} client {foreign[0].number}, which is of another tenant"
+            error = self.sessions.objection(asker, what, "clients of that tenant")
+        if error is not None:
+            self._env.send(asker.address, msg.Answered(message.request, error))
+            return None
+        who = {"tenant": asker.tenant, "name": asker.name, "node": asker.address.node}
+        for client in clients:
+            self._env.audit(verb, **who, client=client.number, of=client.tenant)
+        return clients
+
+    def _is_meant(
+        self, client: Client, asker: Client, message: msg.SuspendClients | msg.ResumeClients
+    ) -> bool:
+        if message.client:
+            return client.number == message.client
+        if message.tenant:
+            return client.tenant == message.tenant and client is not asker
+        if message.island:
+            left = client.suspension.islands if client.suspension is not None else frozenset()
+            is_there = message.island in left | self._islands_of(client)
+            return is_there and client is not asker
+        return client is asker
+
+    def _islands_of(self, client: Client) -> set[str]:
+        """Return the islands on which a client has slices."""
+        bindings = self._islands.bindings
+        slices = client.slices.owned | client.slices.borrowed
+        return {bindings[number].island for number in slices if number in bindings}
+
+    def in_words(self, client: Client) -> str:
+        """Return who has suspended a client, and since when; empty if it is not suspended."""
+        suspension = client.suspension
+        if suspension is None:
+            return ""
+        state = "suspended" if suspension.is_complete else "leaving its devices"
+        return f"{state}, by {suspension.by}, {self._env.now_s() - suspension.since_s:.0f} s ago"
+
+    def suspend(self, client: Client, by: str, request: tuple[Address, int] | None = None) -> bool:
+        """Have a client leave its devices; return whether it has left them already."""
+        suspension = client.suspension
+        if suspension is None:
+            islands = set(self._islands.schedulers)
+            suspension = client.suspension = Suspension(by, self._env.now_s(), islands)
+            self.leaving[client.number] = client
+            self._hold(client, suspension)
+            self._env.log("info", "client is to be suspended", client=client.number, by=by)
+        if not suspension.is_complete and request is not None:
+            suspension.asked.append(request)
+        return suspension.is_complete
+
+    def resume(self, client: Client) -> None:
+        """Have a client go on, as soon as there are devices for it."""
+        suspension = client.suspension
+        if suspension is None:
+            return
+        suspension.after(SuspensionEvent.RESUME)
+        client.suspension = None
+        self._env.log("info", "client is resumed", client=client.number)
+        if self.leaving.pop(client.number, None) is None:
+            self.slices.take_up(client)
+        else:
+            self._islands.tell_all(msg.LetLaunch(client.number))
+            self._drop_copies(client, suspension)
+            error = ErrorReport.of(
+                Error(f"client {client.number} was resumed before it was suspended")
+            )
+            self._answer(suspension, error)
+        self.rebuilder.proceed(client)
+
+    def _drop_copies(self, client: Client, suspension: Suspension) -> None:
+        origins = client.lineage.origins
+        self.replicas.drop(
+            [
+                array
+                for array in suspension.copied
+                if array not in origins or not origins[array].replicated
+            ]
+        )
+
+    def _answer(self, suspension: Suspension, error: ErrorReport | None) -> None:
+        for asker, request in suspension.asked:
+            self._env.send(asker, msg.Answered(request, error))
+        suspension.asked.clear()
+
+    def client_left(self, client: Client) -> None:
+        """A client that leaves is not suspended any more."""
+        self.leaving.pop(client.number, None)
+        if client.suspension is not None:
+            error = ErrorReport.of(Error(f"client {client.number} has left"))
+            self._answer(client.suspension, error)
+
+    # --- to the boundary --------------------------------------------------------------------------
+
+    def _hold(self, client: Client, suspension: Suspension, but: tuple[int, ...] = ()) -> None:
+        suspension.unanswered = set(self._islands.schedulers)
+        self._islands.tell_all(msg.HoldLaunches(client.number, but))
+
+    @handles(msg.LaunchesHeld)
+    def _held(self, sender: Address, message: msg.LaunchesHeld) -> None:
+        client = self.leaving.get(message.client)
+        if client is not None and client.suspension is not None:
+            client.suspension.unanswered.discard(message.island)
+            client.suspension.queued[message.island] = frozenset(message.queued)
+
+    def go_on(self) -> None:
+        """Take each suspension as far as it can go, at the end of a turn."""
+        for client in list(self.leaving.values()):
+            suspension = client.suspension
+            assert suspension is not None, "a client that leaves its devices is being suspended"
+            if suspension.unanswered or client.resuming is not None:
+                continue
+            if suspension.state is SuspensionState.HOLDING:
+                suspension.after(SuspensionEvent.HOLD)
+                self._hold(client, suspension)
+            elif suspension.state is SuspensionState.COUNTING:
+                suspension.after(SuspensionEvent.COUNT)
+                suspension.withdrawn = tuple(self._behind_boundary(client, suspension))
+                first = tuple(run.number for run in self._launched(client, suspension))
+                self._hold(client, suspension, first)
+            elif suspension.state is SuspensionState.ENDING and self._has_ended(client, suspension):
+                suspension.after(SuspensionEvent.END)
+                self._copy(client, suspension)
+            if suspension.state is SuspensionState.COPYING and self._are_copied(client, suspension):
+                suspension.after(SuspensionEvent.COPY)
+                self._leave(client, suspension)
+
+    def _runs_of(self, client: Client) -> list[RunInFlight]:
+        return [run for run in self.runs.in_flight.values() if run.client == client.number]
+
+    def _behind_boundary(self, client: Client, suspension: Suspension) -> Iterator[int]:
+        """Yield the runs behind the last one that was launched, or that could not be run again."""
+        runs = self._runs_of(client)
+        last = -1
+        for place, run in enumerate(runs):
+            queued = all(run.number in suspension.queued.get(at, ()) for at in run.islands)
+            body, program = run.record.program.body, run.record.program.program
+            if not queued or not body.is_repeatable or is_repeat(program):
+                last = place
+        yield from (run.number for run in runs[last + 1 :])
+
+    def _launched(self, client: Client, suspension: Suspension) -> list[RunInFlight]:
+        behind = frozenset(suspension.withdrawn)
+        return [run for run in self._runs_of(client) if run.number not in behind]
+
+    def _has_ended(self, client: Client, suspension: Suspension) -> bool:
+        """Whether all that was launched has ended, and no bytes are on their way to a device."""
+        arrives = any(array.awaited for _, array in client.arrays.all())
+        return not arrives and not self._launched(client, suspension)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def _present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
+        """Yield the arrays that exist: those that the client holds, and those that queued runs read."""
+        runs = [
+            run for n in suspension.withdrawn if (run := self.runs.in_flight.get(n)) is not None
+        ]
+        results = {array for run in runs for array in run.results}
+        for number, array in client.arrays.held.items():
+            if array.state is ArrayState.PRESENT and number not in results:
+                yield number, array.spec
+        seen: set[int] = set()
+        for run in runs:
+            for arg, spec in zip(run.args, run.record.program.body.inputs, strict=True):
+                if isinstance(arg, int) and not (
+                    arg in seen or arg in results or arg in client.arrays.held
+                ):
+                    seen.add(arg)
+                    yield arg, spec
+
+    def _copy(self, client: Client, suspension: Suspension) -> None:
+        """Have all that exists copied to host memory, before queued work that may drop it."""
+        by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
+        amounts: dict[int, int] = {}
+        for number, spec in self._present(client, suspension):
+            if not self._islands.is_bound(spec) or self.replicas.are_complete(number, spec):
+                continue
+            devices = self._islands.located(spec)
+            island = self._islands.bindings[spec.placement.slice].island
+            for host, positions in box_holders(spec, devices).items():
+                copy = msg.ArrayCopy(number, spec, devices, positions)
+                by_island.setdefault(island, []).append((host, copy))
+            amounts[number] = spec.size_bytes
+        suspension.copied = set(amounts)
+        self.sessions.usage.keep(client.number, Resource.HOST_MEMORY, amounts)
+        for island, copies in by_island.items():
+            order = msg.CopyArrays(client.number, tuple(copies), first=True)
+            self._env.send(scheduler_of(island), order)
+
+    def _are_copied(self, client: Client, suspension: Suspension) -> bool:
+        """Whether all that is to be copied and still exists is in host memory."""
+        origins = client.lineage.origins
+        return all(
+            (origin := origins.get(number)) is None
+            or self.replicas.are_complete(number, origin.spec)
+            or not self._islands.is_bound(origin.spec)
+            or ((array := client.arrays.get(number)) is not None and not array.is_good)
+            for number in suspension.copied
+        )
+
+    @handles_host(msg.Holdings)
+    def _not_copied(self, host: str, message: msg.Holdings) -> None:
+        """A host cannot copy an array: it is made again, or the client does not leave its devices."""
+        if not self.leaving:
+            return
+        for holding in message.holdings:
+            client = self.sessions.owner(holding.array)
+            suspension = None if client is None else client.suspension
+            if client is None or suspension is None or holding.boxes or holding.error is None:
+                continue
+            if holding.array not in suspension.copied:
+                continue
+            suspension.copied.discard(holding.array)
+            origin = client.lineage.origins.get(holding.array)
+            if origin is None or origin.is_input:
+                continue
+            if origin.maker is not None and origin.maker.program.body.is_repeatable:
+                continue
+            if holding.error.kind in INFRASTRUCTURE:
+                self._give_up(client, suspension, holding.error)
+                return
+            self.losses.failed(client, holding.array, holding.error)
+
+    def _give_up(self, client: Client, suspension: Suspension, why: ErrorReport) -> None:
+        """Leave a client where it is: it has an array that could not be copied and not be made again."""
+        words = f"client {client.number} ({client.name}) stays on its devices: {why.message}"
+        self._env.log("warning", "client is not suspended", client=client.number, why=why.message)
+        asked, suspension.asked = suspension.asked, []
+        self.resume(client)
+        for asker, request in asked:
+            self._env.send(asker, msg.Answered(request, ErrorReport.of(Error(words))))
+
+    # --- off the devices --------------------------------------------------------------------------
+
+    def _leave(self, client: Client, suspension: Suspension) -> None:
+        """Take a client's queued runs, arrays and slices off the devices."""
+        error = ErrorReport.of(
+            HostLost(f"client {client.number} ({client.name}) was suspended by {suspension.by}")
+        )
+        suspension.islands = frozenset(self._islands_of(client))
+        self.losses.withdraw(suspension.withdrawn, error)
+        arrays = [
+            (number, array)
+            for number, array in client.arrays.all()
+            if array.is_good and self._islands.is_bound(array.spec)
+        ]
+        self._islands.release(client.number, arrays)
+        for number, _ in arrays:
+            client.arrays.lose(number, error, island=True)
+        self.slices.set_down(client, error)
+        self._islands.tell_all(msg.LetLaunch(client.number))
+        del self.leaving[client.number]
+        self._answer(suspension, None)
+        seconds = round(self._env.now_s() - suspension.since_s, 3)
+        self._env.log("info", "client is suspended", client=client.number, seconds=seconds)
+        self._env.count("suspensions")
