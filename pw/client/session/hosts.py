@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from pw.client.session.thread_messages import Listen
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.ids import Address, store_of
+from pw.core.ids import CONTROL, Address, store_of
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 Devices = tuple[DeviceAddress, ...]
@@ -37,6 +37,8 @@ class Hosts(Part):
         """Number of bindings of each slice so far."""
         self.former: set[int] = set()
         """Slices that an earlier controller had bound."""
+        self.are_paused = False
+        """True while the controller takes the client's slices away: new values are not sent."""
         self._wants_output = False
         self._listening: set[int] = set()
         """Slices whose hosts send this client output of host functions, or calls of computations."""
@@ -46,6 +48,7 @@ class Hosts(Part):
     def attached(self, message: msg.Attached, wants_output: bool) -> None:
         """Take the client's number, and the ticket that proves it to hosts."""
         self._wants_output = wants_output
+        self.are_paused = False
         self._identity = msg.Identify(message.client, message.ticket, wants_output)
 
     def listed(self, peers: tuple[msg.Peer, ...]) -> None:
@@ -102,6 +105,12 @@ class Hosts(Part):
         for host in dict.fromkeys(device.host for device in bound.devices):
             self.identify(host)
 
+    @handles(msg.PauseUploads)
+    def _on_pause(self, sender: Address, message: msg.PauseUploads) -> None:
+        self.are_paused = not message.is_over
+        if self.are_paused:
+            self._env.send(CONTROL, msg.UploadsPaused())
+
     @handles(msg.SliceLost)
     def _on_slice_lost(self, sender: Address, message: msg.SliceLost) -> None:
         self.slices.pop(message.slice, None)
@@ -133,9 +142,9 @@ class Hosts(Part):
         return self.slices.get(slice) or self.given_back.get(slice)
 
     def bound(self, spec: ArraySpec) -> int:
-        """Return how often such an array's slice has been bound; 0 while it is not."""
+        """Return how often such an array's slice has been bound; 0 while nothing new may be sent there."""
         slice = spec.placement.slice
-        return self.bounds[slice] if slice in self.slices else 0
+        return self.bounds[slice] if slice in self.slices and not self.are_paused else 0
 
     def send(self, host: str, message: object) -> None:
         """Send to a host's store, after identifying the client if that is necessary."""

@@ -87,7 +87,10 @@ class Uploads(Part):
         self.announced = note.array
         bound = self._hosts.bound(note.spec)
         self._env.send(CONTROL, msg.CreateArray(note.array, note.spec, bound))
-        self._send(note.array)
+        if self._hosts.are_paused:
+            upload.interrupted = True  # the controller asks for it
+        else:
+            self._send(note.array)
 
     def over_lines(self, note: Put) -> list[tuple[str, msg.Upload]]:
         """Return what hosts get of a small value if it goes over their lines; from any thread.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pw.core.messages.base import ClientToController, Local
+from pw.core.messages.base import ClientToController, ControllerToSession, Local
 from pw.core.messages.bounds import Count, Name
 
 
@@ -31,6 +31,19 @@ class ResumeClients(ClientToController, frozen=True, tag=245):
     tenant: Name = ""
     island: Name = ""
     """Name of an island, to mean all clients that had devices there."""
+
+
+class PauseUploads(ControllerToSession, frozen=True, tag=249):
+    """Controller to ClientSession: send no new values to hosts until this comes again with `is_over`.
+
+    The controller asks for those that it wants. Answered with `UploadsPaused`.
+    """
+
+    is_over: bool = False
+
+
+class UploadsPaused(ClientToController, frozen=True, tag=250):
+    """ClientSession to Controller: all values that were sent have been announced before this."""
 
 
 class HoldLaunches(Local, frozen=True, tag=246):

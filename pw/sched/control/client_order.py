@@ -154,6 +154,23 @@ class ClientOrder(ControlPart):
         client.stream.replace(rest)
         return runs
 
+    def begin_uploads(self, client: Client) -> None:
+        """Announce uploads to bound slices ahead of what waits: their bytes are on their way."""
+        uploads: list[msg.CreateArray] = []
+        rest: list[Ordered] = []
+        for message in client.stream:
+            if (
+                isinstance(message, msg.CreateArray)
+                and message.source is None
+                and self._islands.is_bound(message.spec)
+            ):
+                uploads.append(message)
+            else:
+                rest.append(message)
+        client.stream.replace(rest)
+        for message in uploads:
+            self.carry_out(client, message)
+
     def _inquire(self, client: Client, message: msg.Inquire) -> None:
         """Say whether the client still holds these arrays; nothing is being recovered now."""
         error = None

@@ -1,10 +1,10 @@
 """The suspension of a client: it leaves its devices at a launch boundary, and keeps all it has.
 
 Theory of operation. The client's work stops between two launches. First the schedulers *hold* its launches.
-When no host takes any more, its stream waits, too, and the schedulers *count* what is queued. The last run
-that was launched on any island is the boundary: all runs up to it *end*. Then what exists is *copied* to host
-memory: the arrays that the client holds, and those that only queued runs read. Now the client is *suspended*:
-its queued runs are withdrawn, its arrays and slices are lost to it as with a host, and its devices are free.
+When no host takes any more, its stream and its uploads wait, too, and the schedulers *count* what is queued.
+The last run that was launched on any island is the boundary: all runs up to it *end*. Then what exists is
+*copied* to host memory: the arrays that the client holds, and those that only queued runs read. Now the client
+is *suspended*: its queued runs are withdrawn, its arrays and slices are lost to it as with a host, and its devices are free.
 
 To resume it is to recover: slices are bound where there is room, arrays come back from their copies, and queued
 runs are run for the first time. A suspension can end before it is complete; then launches just go on.
@@ -74,6 +74,8 @@ class Suspension:
     state: SuspensionState = SuspensionState.HOLDING
     asked: list[tuple[Address, int]] = field(default_factory=list)
     """Askers and the numbers of their requests, to be answered when the client has left its devices."""
+    is_heard: bool = False
+    """True if the client sends no new values to hosts any more, or is silent."""
     queued: dict[str, frozenset[int]] = field(default_factory=dict)
     """Runs of which nothing was launched, by island."""
     withdrawn: tuple[int, ...] = ()

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from pw.core import messages as msg
 from pw.core.actors.actor import handles
-from pw.core.errors import INFRASTRUCTURE, ArgumentError, Error, ErrorReport, HostLost
-from pw.core.ids import Address, is_repeat, scheduler_of
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArgumentError,
+    ArrayLost,
+    CheckpointFailed,
+    Error,
+    ErrorReport,
+    HostLost,
+)
+from pw.core.ids import Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import ArrayState
 from pw.sched.control.checkpoints.in_memory import box_holders
 from pw.sched.control.checkpoints.replicas import ReplicaTable
+from pw.sched.control.client_order import ClientOrder
 from pw.sched.control.clients import Client
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -29,11 +39,18 @@ from pw.sched.control.sessions import ControlPart, handles_client, handles_host
 from pw.sched.control.slices import SliceRequests
 from pw.sched.control.suspension_states import Suspension, SuspensionEvent, SuspensionState
 
+HEARD_S = 5.0
+"""Seconds to wait for a client's word that it sends nothing more to hosts: it may be stopped."""
+
+_NOT_COPIED = INFRASTRUCTURE | {CheckpointFailed.__name__, ArrayLost.__name__}
+"""Names of the errors of a copy; any other is the error of the array."""
+
 
 @dataclass(eq=False)
 class Suspensions(ControlPart):
     """The suspended clients, and those that are about to leave their devices."""
 
+    stream: ClientOrder
     slices: SliceRequests
     runs: RunsInFlight
     replicas: ReplicaTable
@@ -147,6 +164,7 @@ class Suspensions(ControlPart):
             self.slices.take_up(client)
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
+            self.sessions.tell(client, msg.PauseUploads(is_over=True))
             self._drop_copies(client, suspension)
             error = ErrorReport.of(
                 Error(f"client {client.number} was resumed before it was suspended")
@@ -199,8 +217,11 @@ class Suspensions(ControlPart):
             if suspension.state is SuspensionState.HOLDING:
                 suspension.after(SuspensionEvent.HOLD)
                 self._hold(client, suspension)
-            elif suspension.state is SuspensionState.COUNTING:
+                self.sessions.tell(client, msg.PauseUploads())
+                self._env.call_later(HEARD_S, partial(self._hear, suspension))
+            elif suspension.state is SuspensionState.COUNTING and suspension.is_heard:
                 suspension.after(SuspensionEvent.COUNT)
+                self.stream.begin_uploads(client)
                 suspension.withdrawn = tuple(self._behind_boundary(client, suspension))
                 first = tuple(run.number for run in self._launched(client, suspension))
                 self._hold(client, suspension, first)
@@ -210,6 +231,15 @@ class Suspensions(ControlPart):
             if suspension.state is SuspensionState.COPYING and self._are_copied(client, suspension):
                 suspension.after(SuspensionEvent.COPY)
                 self._leave(client, suspension)
+
+    @handles_client(msg.UploadsPaused)
+    def _uploads_paused(self, client: Client, message: msg.UploadsPaused) -> None:
+        if client.suspension is not None:
+            self._hear(client.suspension)
+
+    @staticmethod
+    def _hear(suspension: Suspension) -> None:
+        suspension.is_heard = True
 
     def _runs_of(self, client: Client) -> list[RunInFlight]:
         return [run for run in self.runs.in_flight.values() if run.client == client.number]
@@ -286,7 +316,7 @@ class Suspensions(ControlPart):
 
     @handles_host(msg.Holdings)
     def _not_copied(self, host: str, message: msg.Holdings) -> None:
-        """A host cannot copy an array: it is made again, or the client does not leave its devices."""
+        """A host cannot copy an array: it has an error, it is made again, or the client does not leave."""
         if not self.leaving:
             return
         for holding in message.holdings:
@@ -302,7 +332,7 @@ class Suspensions(ControlPart):
                 continue
             if origin.maker is not None and origin.maker.program.body.is_repeatable:
                 continue
-            if holding.error.kind in INFRASTRUCTURE:
+            if holding.error.kind in _NOT_COPIED:
                 self._give_up(client, suspension, holding.error)
                 return
             self.losses.failed(client, holding.array, holding.error)
@@ -333,8 +363,13 @@ class Suspensions(ControlPart):
         self._islands.release(client.number, arrays)
         for number, _ in arrays:
             client.arrays.lose(number, error, island=True)
+        for number, reports in client.arrays.unannounced.items():  # the client uploads them again
+            for host in reports:
+                self._env.send(store_of(host), msg.DropUploads((number,)))
+        client.arrays.unannounced.clear()
         self.slices.set_down(client, error)
         self._islands.tell_all(msg.LetLaunch(client.number))
+        self.sessions.tell(client, msg.PauseUploads(is_over=True))
         del self.leaving[client.number]
         self._answer(suspension, None)
         seconds = round(self._env.now_s() - suspension.since_s, 3)

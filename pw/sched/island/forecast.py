@@ -40,6 +40,7 @@ OVERDUE, OVERDUE_S = 2.0, 0.1
 
 NO_RESULT_YET = "an input that is not there yet"
 LENT = "the end of the launch lease of its hosts"
+SUSPENDED = "its client to be resumed"
 FOR_MEMORY = "device memory that others hold"
 
 
@@ -151,7 +152,8 @@ class Forecast:
             place = self._place_of.get(queue.stake.client)
             if place is not None:
                 place.more += len(tasks)
-            if reasons := tuple(self._obstacles(head)):
+            reasons = (SUSPENDED,) if queue.holds(head) else tuple(self._obstacles(head))
+            if reasons:
                 held.append((head, reasons))
                 continue
             claim = _Claim(queue.stake, queue.priority, queue.waits_since_s, tasks, copies)

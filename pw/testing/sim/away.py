@@ -60,7 +60,7 @@ class AwayMonitor:
 
     def _check(self, client: Client) -> None:
         """What is set aside needs a slice that is away, or what is not there."""
-        if client.away is None:
+        if client.away is None or client.suspension is not None:
             return
         for message in client.stream.aside.messages:
             if isinstance(message, msg.Run):
@@ -90,7 +90,7 @@ class AwayMonitor:
 
     def _slice_lost(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
         client = self._cluster.controller.sessions.owner(message.slice)
-        if client is not None:
+        if client is not None and client.suspension is None:
             self._await(client, message.slice)
 
     def _resumed(

@@ -75,6 +75,7 @@ class Life:
         self.lives = 0
         self.random = self.world.streams(f"client/{number}")
         self.loops = self.world.streams(f"loops/{number}")
+        self.suspensions = self.world.streams(f"suspensions/{number}")
         self._tells = self.world.streams(f"tells/{number}")
         self.looping = 0
         """Number of calls that are left of a loop (`pw.testing.sim.looping`)."""

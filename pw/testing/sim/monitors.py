@@ -33,6 +33,8 @@
 | shares | clients that always have work get their parts of device time (in `tenants`, `many`) |
 | deadlines | requests at 0.9 of what a client's share pays for are answered in time (in `many`) |
 | starvation | a client that has work makes progress (in `many`) |
+| suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
+| run once | a suspension has nothing run again (in `suspending`) |
 | quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
@@ -67,6 +69,7 @@ from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
+from pw.testing.sim.suspending import SuspensionMonitor
 from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
@@ -97,6 +100,7 @@ class Monitors:
         WaitMonitor(cluster)
         self._tenant_memory = TenantMemoryMonitor(cluster)
         ShapeMonitor(cluster)
+        SuspensionMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -418,10 +422,12 @@ class Monitors:
     def check_repeats(self) -> None:
         """Check that no run was repeated unless something was injected.
 
-        Or unless an offer has waited for long: its arrays may be deleted, and taken after that.
+        Or unless an offer has waited for long: its arrays may be deleted, and taken after that. Queued runs of
+        a client that was suspended are run as repeated ones (`suspending` looks that they run once).
         """
         counters = self._cluster.node.counters
-        if not self._world.ledger.any and not counters["offers_unguarded"]:
+        may_repeat = counters["offers_unguarded"] or counters["suspensions"]
+        if not self._world.ledger.any and not may_repeat:
             self._world.checked["repeats"] += 1
             if repeated := counters["runs_repeated"]:
                 raise Violation(

@@ -66,6 +66,8 @@ class SimProfile:
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
+    suspensions: float = 0.0
+    """Probability, for each act of a client, that it has a client suspended."""
     slices_given_back: float = 0.0
     """Probability, for each act of a client, that it gives a slice back, and asks for another."""
     named_hosts: float = 0.0
@@ -155,6 +157,7 @@ _NO_FAULTS = (
     "views",
     "handovers",
     "names",
+    "suspensions",
     "pipelines",
     "moves",
     "checkpoints",
@@ -312,6 +315,17 @@ PROFILES = {
         _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
         SimProfile("names", runs=60, names=0.4, views=0.05),
         _lossy("names-lost", runs=60, names=0.4, views=0.05, **_LITTLE_MEMORY),
+        SimProfile("suspended", runs=80, suspensions=0.06, loops=0.1, quick=0.2, checkpoints=0.03),
+        _lossy(
+            "suspended-lost",
+            runs=80,
+            suspensions=0.06,
+            loops=0.1,
+            quick=0.2,
+            handovers=0.05,
+            names=0.05,
+            **_NETWORK,
+        ),
         SimProfile("pipelines", runs=30, pipelines=0.7),
         _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
         SimProfile("moves", hosts=8, moves=0.7),

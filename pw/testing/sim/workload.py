@@ -32,6 +32,7 @@ from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds, some_in_host_memory
 from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
+from pw.testing.sim.suspending import suspend
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
@@ -76,6 +77,9 @@ class SimClient(Life):
         moves = self.world.profile.slices_given_back
         if moves and len(self.slices) > 1 and self.random.random() < moves:
             self._give_back()
+            return
+        if (rate := self.world.profile.suspensions) and self.suspensions.random() < rate:
+            suspend(self)
             return
         rate = self.world.profile.handovers
         if rate and self.random.random() < rate:

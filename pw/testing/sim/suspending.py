@@ -1,0 +1,132 @@
+"""Users that suspend each other, and the promises of a suspension.
+
+| monitor | promise |
+|---|---|
+| suspended | nothing of a suspended client is launched; soon its hosts have none of its arrays on devices |
+| run once | a computation is not launched again because its client was suspended |
+
+With the profile's `suspensions`, a user has another one, or itself, suspended. After a while the suspended user
+asks to go on, also if it is not suspended yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pw.client.session.thread_messages import Ask
+from pw.core import messages as msg
+from pw.core.ids import Address, client_of
+from pw.testing.sim.world import Violation
+
+SETTLED_S = 4.0
+"""Seconds after which hosts have dropped what a suspended client had on devices."""
+
+
+def suspend(user: Any) -> None:
+    """Have a user of the same tenant leave its devices."""
+    random, world = user.suspensions, user.world
+    tenant = world.tenant_of(user.name)
+    targets = [
+        one for one in user.cluster.users if one.may_take and world.tenant_of(one.name) == tenant
+    ]
+    if not targets:
+        return
+    target = random.choice(targets)
+    number = target.attached.client
+    promise = user._promise(f"suspend client {number}", lambda result, error: None)
+    user._post(Ask(lambda request: msg.SuspendClients(request, number), promise, ()))
+    world.checked["suspensions"] += 1
+    pause_s = random.choice((0.0, 1e-3, 0.05, 0.5, 2.0, 6.0))
+    world.after(pause_s, resume, target, target.lives)
+
+
+def resume(user: Any, life: int) -> None:
+    """Have a user ask to go on, when its process can."""
+    if user.lives != life or not user.node.alive or user.session.closed is not None:
+        return
+    world = user.world
+    if user.node.paused:
+        world.at(user.node.paused_until_s, resume, user, life)
+        return
+    promise = user._promise("resume", lambda result, error: None)
+    user._post(Ask(msg.ResumeClients, promise, ()))
+    world.after(1.0, _look, user, life)
+
+
+def _look(user: Any, life: int) -> None:
+    """Ask again if the user was suspended once more, by what came late."""
+    control = user.cluster.node
+    if user.lives != life or not control.alive or user.attached is None:
+        return
+    client = user.cluster.controller.sessions.get(user.attached.client)
+    if client is not None and client.suspension is not None:
+        resume(user, life)
+
+
+class SuspensionMonitor:
+    """Watches the suspended clients of each controller."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._world = world = cluster.world
+        if not world.profile.suspensions:
+            return
+        self._runs: dict[tuple[int, int], int] = {}
+        """Run in which each segment of a user's call was launched."""
+        world.watch_sent(msg.Launch, self._launching)
+        world.watch_sent(msg.SliceLost, self._left)
+        world.watch_sent(msg.Holdings, self._not_copied)
+        self._excused: set[int] = set()
+        """Numbers of clients with an array that had an error, which is computed again with its array."""
+
+    def _client(self, number: int) -> Any:
+        node = self._cluster.node
+        return self._cluster.controller.sessions.get(number) if node.alive else None
+
+    def _launching(self, sender: Address, to: Address, message: msg.Launch) -> None:
+        client = self._client(client_of(message.run))
+        if client is None or message.segment == msg.CANCELLED:
+            return
+        self._world.checked["suspended"] += 1
+        if client.suspension is not None and client.suspension.is_complete:
+            words = f"run {message.run:x} of {client.name} is launched on {to.node}"
+            raise Violation("suspended", words)
+        run = self._cluster.controller.runs.in_flight.get(message.run)
+        if client.number in self._excused:
+            return
+        if run is None or self._world.ledger.any or run.record.program.body.makes_views:
+            return
+        key = (run.record.order, message.segment)
+        first = self._runs.setdefault(key, message.run)
+        if first != message.run:
+            words = f"segment {message.segment} of run {run.record.order:x} of {client.name} twice"
+            raise Violation("run once", words)
+
+    def _not_copied(self, sender: Address, to: Address, message: msg.Holdings) -> None:
+        self._excused.update(client_of(one.array) for one in message.holdings if one.error)
+
+    def _left(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
+        client = self._client(client_of(message.slice))
+        if client is not None and client.suspension is not None:
+            self._world.after(SETTLED_S, self._check, client, client.suspension)
+
+    def _check(self, client: Any, suspension: Any) -> None:
+        """Hosts have nothing on devices of a client that is still suspended."""
+        if client.suspension is not suspension or self._client(client.number) is not client:
+            return
+        stopped_s = max(self._world.held_until_s, self._cluster.stopped_until_s())
+        if self._world.now_s < stopped_s + SETTLED_S:
+            self._world.at(stopped_s + SETTLED_S, self._check, client, suspension)
+            return
+        self._world.checked["off the devices"] += 1
+        for host in self._cluster.members():
+            held = host.held_by(client.number)  # one with an error has no bytes
+            arrays = [one for one in held if not _has_failed(client, one)]
+            if arrays:
+                words = f"{host.name} has arrays of {client.name}, which is suspended: {arrays[:5]}"
+                raise Violation("suspended", words)
+
+
+def _has_failed(client: Any, number: int) -> bool:
+    array = client.arrays.get(number)
+    return array is not None and array.error is not None
