@@ -162,6 +162,8 @@ class Restore(ControllerToStore, frozen=True, tag=104):
     sources: tuple[BoxSource, ...]
     permits: dict[str, bytes]
     """What the hosts in `sources` want to see (`pw.core.tenants`)."""
+    error: ErrorReport | None = None
+    """Error that the array had, in place of values, when it was to be copied."""
 
 
 class DropUploads(ControllerToStore, frozen=True, tag=115):

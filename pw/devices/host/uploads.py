@@ -156,9 +156,14 @@ class HostUploads(Part):
     def _restore(self, sender: Address, message: msg.Restore) -> None:
         if self._is_refused(sender, message.array):
             return
-        value = self.tiers.value_of_upload(message.spec)
-        entry = self.arrays.expect(message.array, value, message.spec, message.devices)
-        spec = message.spec
+        spec, error = message.spec, message.error
+        value = self.tiers.value_of_upload(spec) if error is None else Value(error)
+        entry = self.arrays.expect(message.array, value, spec, message.devices)
+        if error is not None:
+            entry.arrived = True
+            self._tell_uploaded(entry, None)
+            self.requests.submitted(entry.array, value)
+            return
         boxes = self.arrays.boxes(entry)
         sources: dict[Box, list[str]] = {box: [] for box, _ in boxes}
         for source in message.sources:

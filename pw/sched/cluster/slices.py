@@ -91,7 +91,9 @@ class SliceTable(Part):
                 self.vacate(piece)
             piece.happened(SliceEvent.RELEASE)
             for one in self._slices.values():
-                if one.request.like == message.slice and one.state is SliceState.BOUND:
+                if one.request.like == message.slice and (
+                    one.state is SliceState.BOUND or one.request.waits
+                ):
                     one.request = msgspec.structs.replace(one.request, like=0)
             self.retry_parked()
 

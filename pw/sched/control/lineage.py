@@ -111,6 +111,8 @@ class Origin:
     """True if a checkpoint has put replicas of the whole array in host memory."""
     error: ErrorReport | None = None
     """Error of the array, if the client does not hold it any more."""
+    value_error: ErrorReport | None = None
+    """Error that the array has on its hosts in place of values, if a copy has shown it."""
     lasting: bool = False
     """True if there were such replicas, and they are kept when they come back."""
 

@@ -184,6 +184,8 @@ class SliceRequests(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             return
+        if client.suspension is not None and client.suspension.is_complete:
+            return  # it was given back meanwhile
         if number in client.slices.unproven:
             client.slices.unproven.discard(number)
             request = client.slices.requests[number]
@@ -307,7 +309,7 @@ class SliceRequests(ControlPart):
         """Ask for the slices of a client that was suspended; they wait for devices however long."""
         for number in sorted(client.slices.owned | client.slices.borrowed):
             request = msgspec.structs.replace(client.slices.requests[number], waits=True)
-            if self.sessions.owner(request.like) is None:
+            if request.like not in self._bindings:
                 request = msgspec.structs.replace(request, like=0)
             then = partial(self._env.send, RESOURCES, request)
             is_free = number in client.slices.borrowed or self._is_lent(request.like)

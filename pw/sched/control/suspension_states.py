@@ -4,7 +4,8 @@ Theory of operation. The client's work stops between two launches. First the sch
 When no host takes any more, its stream and its uploads wait, too, and the schedulers *count* what is queued.
 The last run that was launched on any island is the boundary: all runs up to it *end*. Then what exists is
 *copied* to host memory: the arrays that the client holds, and those that only queued runs read. Now the client
-is *suspended*: its queued runs are withdrawn, its arrays and slices are lost to it as with a host, and its devices are free.
+is *suspended*: its queued runs are withdrawn, its arrays and slices are lost to it as with a host, and its
+devices are free.
 
 To resume it is to recover: slices are bound where there is room, arrays come back from their copies, and queued
 runs are run for the first time. A suspension can end before it is complete; then launches just go on.

@@ -165,22 +165,11 @@ class Suspensions(ControlPart):
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
             self.sessions.tell(client, msg.PauseUploads(is_over=True))
-            self._drop_copies(client, suspension)
             error = ErrorReport.of(
                 Error(f"client {client.number} was resumed before it was suspended")
             )
             self._answer(suspension, error)
         self.rebuilder.proceed(client)
-
-    def _drop_copies(self, client: Client, suspension: Suspension) -> None:
-        origins = client.lineage.origins
-        self.replicas.drop(
-            [
-                array
-                for array in suspension.copied
-                if array not in origins or not origins[array].replicated
-            ]
-        )
 
     def _answer(self, suspension: Suspension, error: ErrorReport | None) -> None:
         for asker, request in suspension.asked:
@@ -316,7 +305,7 @@ class Suspensions(ControlPart):
 
     @handles_host(msg.Holdings)
     def _not_copied(self, host: str, message: msg.Holdings) -> None:
-        """A host cannot copy an array: it has an error, it is made again, or the client does not leave."""
+        """A host cannot copy an array: it has an error, is made again, or its client does not leave."""
         if not self.leaving:
             return
         for holding in message.holdings:
@@ -328,14 +317,15 @@ class Suspensions(ControlPart):
                 continue
             suspension.copied.discard(holding.array)
             origin = client.lineage.origins.get(holding.array)
-            if origin is None or origin.is_input:
+            if origin is None:
                 continue
-            if origin.maker is not None and origin.maker.program.body.is_repeatable:
+            if holding.error.kind not in _NOT_COPIED:
+                origin.value_error = holding.error
                 continue
-            if holding.error.kind in _NOT_COPIED:
+            can_be_made = origin.maker is not None and origin.maker.program.body.is_repeatable
+            if not (can_be_made or origin.is_input):
                 self._give_up(client, suspension, holding.error)
                 return
-            self.losses.failed(client, holding.array, holding.error)
 
     def _give_up(self, client: Client, suspension: Suspension, why: ErrorReport) -> None:
         """Leave a client where it is: it has an array that could not be copied and not be made again."""
@@ -355,10 +345,10 @@ class Suspensions(ControlPart):
         )
         suspension.islands = frozenset(self._islands_of(client))
         self.losses.withdraw(suspension.withdrawn, error)
-        arrays = [
+        arrays = [  # also lost ones: some hosts may have their shards
             (number, array)
             for number, array in client.arrays.all()
-            if array.is_good and self._islands.is_bound(array.spec)
+            if array.error is None and self._islands.is_bound(array.spec)
         ]
         self._islands.release(client.number, arrays)
         for number, _ in arrays:

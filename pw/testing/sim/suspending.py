@@ -18,6 +18,8 @@ from pw.core import messages as msg
 from pw.core.ids import Address, client_of
 from pw.testing.sim.world import Violation
 
+LATE_S = 10.0
+"""Seconds after which a user that is still suspended asks to go on."""
 SETTLED_S = 4.0
 """Seconds after which hosts have dropped what a suspended client had on devices."""
 
@@ -50,17 +52,16 @@ def resume(user: Any, life: int) -> None:
         return
     promise = user._promise("resume", lambda result, error: None)
     user._post(Ask(msg.ResumeClients, promise, ()))
-    world.after(1.0, _look, user, life)
 
 
-def _look(user: Any, life: int) -> None:
-    """Ask again if the user was suspended once more, by what came late."""
-    control = user.cluster.node
-    if user.lives != life or not control.alive or user.attached is None:
+def resume_late(user: Any) -> None:
+    """Ask to go on if the user was suspended long ago, by what came late."""
+    if user.attached is None or not user.cluster.node.alive:
         return
     client = user.cluster.controller.sessions.get(user.attached.client)
-    if client is not None and client.suspension is not None:
-        resume(user, life)
+    suspension = None if client is None else client.suspension
+    if suspension is not None and suspension.since_s < user.cluster.node.now_s() - LATE_S:
+        resume(user, user.lives)
 
 
 class SuspensionMonitor:
@@ -75,9 +76,6 @@ class SuspensionMonitor:
         """Run in which each segment of a user's call was launched."""
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.SliceLost, self._left)
-        world.watch_sent(msg.Holdings, self._not_copied)
-        self._excused: set[int] = set()
-        """Numbers of clients with an array that had an error, which is computed again with its array."""
 
     def _client(self, number: int) -> Any:
         node = self._cluster.node
@@ -92,8 +90,6 @@ class SuspensionMonitor:
             words = f"run {message.run:x} of {client.name} is launched on {to.node}"
             raise Violation("suspended", words)
         run = self._cluster.controller.runs.in_flight.get(message.run)
-        if client.number in self._excused:
-            return
         if run is None or self._world.ledger.any or run.record.program.body.makes_views:
             return
         key = (run.record.order, message.segment)
@@ -101,9 +97,6 @@ class SuspensionMonitor:
         if first != message.run:
             words = f"segment {message.segment} of run {run.record.order:x} of {client.name} twice"
             raise Violation("run once", words)
-
-    def _not_copied(self, sender: Address, to: Address, message: msg.Holdings) -> None:
-        self._excused.update(client_of(one.array) for one in message.holdings if one.error)
 
     def _left(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
         client = self._client(client_of(message.slice))

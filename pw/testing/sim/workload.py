@@ -32,7 +32,7 @@ from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import ProgramDraft, SimSlice, random_kinds, some_in_host_memory
 from pw.testing.sim.quotas import counted_for_nothing
 from pw.testing.sim.ragged import move_rows
-from pw.testing.sim.suspending import suspend
+from pw.testing.sim.suspending import resume_late, suspend
 from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
@@ -59,6 +59,8 @@ class SimClient(Life):
         if self.looping and self.loops.random() < 0.9:
             self.world.after(0.01, self.act, life)
             return
+        if self.world.profile.suspensions:
+            resume_late(self)
         if self.slices:
             if self.final or (self.runs_left <= 0 and len(self.slices) > 0):
                 self._finish()

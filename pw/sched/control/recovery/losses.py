@@ -89,11 +89,6 @@ class Losses(ControlPart):
         """Withdraw runs of which nothing was launched; their results are lost until they are run."""
         self._interrupt(lambda client: error, runs=runs)
 
-    def failed(self, client: Client, array: int, error: ErrorReport) -> None:
-        """Fail an array of which a host has no value."""
-        if failed := client.arrays.fail((array,), error):
-            self.sessions.tell(client, RunFailed(0, failed, error))
-
     def run_lost(self, run: RunInFlight, error: ErrorReport) -> None:
         """Repeat a run that has ended without its values, with the runs that need it."""
         self._interrupt(lambda client: error, runs=(run.number,))

@@ -24,7 +24,7 @@ class RecoveryPlan:
     """Plan by which lost arrays are brought back."""
 
     restores: dict[int, tuple[BoxSource, ...]] = field(default_factory=dict)
-    """Replicas from which arrays are made, by array."""
+    """Replicas from which arrays are made, by array; none for an array whose values are an error."""
     uploads: list[int] = field(default_factory=list)
     """Inputs that the client uploads again, or that are read from files."""
     runs: list[Record] = field(default_factory=list)
@@ -102,6 +102,8 @@ def plan_recovery(
             waiting.add(array)
         elif origin is not None and not bound(origin.spec.placement.slice):
             plan.lost[array] = _lost(origin, cause, _NOWHERE)
+        elif origin is not None and origin.value_error is not None:
+            plan.restores[array] = ()
         elif sources is not None and not (origin is not None and can_share(origin)):
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):

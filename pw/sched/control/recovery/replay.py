@@ -124,7 +124,8 @@ class Replays(ControlPart):
             permits = {
                 holder: self.sessions.claims.permit(number, holder, host) for holder in holders
             }
-            restore = msg.Restore(name, number, array.spec, devices, chosen, permits)
+            error = client.lineage.origins[number].value_error
+            restore = msg.Restore(name, number, array.spec, devices, chosen, permits, error)
             self._env.send(store_of(host), restore)
         self._env.count("arrays_restored")
 
