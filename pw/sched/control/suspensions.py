@@ -249,9 +249,10 @@ class Suspensions(ControlPart):
         return [run for run in self._runs_of(client) if run.number not in behind]
 
     def _has_ended(self, client: Client, suspension: Suspension) -> bool:
-        """Whether all that was launched has ended, and no bytes are on their way to a device."""
+        """Whether launched runs and checkpoints have ended, and no bytes are on their way to a device."""
         arrives = any(array.awaited for _, array in client.arrays.all())
-        return not arrives and not self._launched(client, suspension)
+        saves = self.stream.saves.count(client) + self.stream.checkpoints.count(client)
+        return not (arrives or saves or self._launched(client, suspension))
 
     # --- copies -----------------------------------------------------------------------------------
 
