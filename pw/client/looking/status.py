@@ -216,11 +216,12 @@ def _free_blocks(island: IslandInfo) -> str:
 
 
 def _note(client: ClientInfo) -> str:
-    if client.is_me:
-        return " (this one)"
+    notes = ["this one"] if client.is_me else []
     if client.suspended:
-        return f" ({client.suspended})"
-    return f" (silent for {client.silent_s:.0f} s)" if client.silent_s else ""
+        notes.append(client.suspended)
+    elif client.silent_s and not client.is_me:
+        notes.append(f"silent for {client.silent_s:.0f} s")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:

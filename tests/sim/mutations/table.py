@@ -1102,3 +1102,49 @@ row(
 row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names", 0, "names"))
 # What a holder has to do when its versions end is not done.
 row("let-holders-sleep", forget("controller.sessions.wake"), seen("names", 0, "names"))
+
+# --- suspensions ---------------------------------------------------------------------------------
+
+ASUNDER = ("run once", "suspended", "oracle", "liveness", "repeats", MADE)
+# A scheduler goes on with what is queued of a client that is to leave its devices.
+row(
+    "launch-of-the-suspended",
+    after("scheduler", m.HoldLaunches, breakages.hold_nothing),
+    seen("suspended", 3, *ASUNDER),
+)
+# The boundary of a suspension is before what was launched.
+row(
+    "withdraw-launched-runs",
+    wrap("controller.suspensions._behind_boundary", breakages.all_in_flight),
+    seen("suspended", 3, *ASUNDER),
+)
+# What only queued runs read is not copied.
+row(
+    "copy-only-what-is-held",
+    wrap("controller.suspensions._present", breakages.held_alone),
+    seen("suspended", 3, *ASUNDER),
+)
+# A client leaves its devices before its arrays are copied.
+row(
+    "leave-before-copies",
+    forget("controller.suspensions._are_copied", answer=True),
+    seen("suspended", 3, *ASUNDER),
+)
+# The hosts keep the arrays of a client that has left its devices.
+row(
+    "keep-arrays-of-the-suspended",
+    wrap("controller.suspensions._leave", breakages.without_release),
+    seen("suspended", 3, *ASUNDER),
+)
+# A client uploads on while it is suspended.
+row(
+    "upload-while-suspended",
+    mishear("client", m.PauseUploads, lambda it: replace(it, is_over=True)),
+    seen("suspended", 3, *ASUNDER),
+)
+# Arrays with an error come back as if they had none.
+row(
+    "forget-errors-of-values",
+    mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
+    seen("suspended", 3, *ASUNDER),
+)
