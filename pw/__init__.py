@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
-    from pw.client.moving import drain, resume, suspend
+    from pw.client.moving import drain, migrate, resume, suspend
     from pw.client.sharing.lookup import lookup, version_of
     from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
@@ -136,6 +136,7 @@ _LAZY = {
     "drain": "pw.client.moving",
     "suspend": "pw.client.moving",
     "resume": "pw.client.moving",
+    "migrate": "pw.client.moving",
     "IslandEvent": "pw.client.looking.islands",
     "island_events": "pw.client.looking.islands",
     "on_island_event": "pw.client.looking.islands",
@@ -198,6 +199,7 @@ __all__ = [
     "drain",
     "suspend",
     "resume",
+    "migrate",
     "IslandEvent",
     "island_events",
     "on_island_event",

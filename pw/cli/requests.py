@@ -251,6 +251,22 @@ def resume(address: str, client: int | None, tenant: str, island: str, timeout_s
         session.ask.resume(*meant).result(timeout_s)
 
 
+def migrate(address: str, client: int, island: str, timeout_s: float) -> None:
+    """Move a client to an island; returns when it has left its devices.
+
+    Raises:
+        Error: there is no such client or island, the caller may not move it, or it took longer than
+            `timeout_s`.
+    """
+    with connected(address, CONNECT_S) as session:
+        try:
+            session.ask.migrate(client, 0, island).result(timeout_s)
+        except TimeoutError:
+            raise Error(
+                f"not all of its work has ended after {timeout_s:g} s; it moves when that has, see pw why"
+            ) from None
+
+
 def _meant(client: int | None, tenant: str, island: str) -> tuple[int, str, str]:
     if sum((client is not None, bool(tenant), bool(island))) != 1:
         raise Error(

@@ -213,3 +213,44 @@ def test_an_island_is_left_by_all_its_clients(user: Runtime, operator: Runtime) 
         operator.ask.resume(0, "", "island-0").result(BOUND_S)
 
     assert losses(step, split, {5: leave, 30: leave}) == alone
+
+
+def island_of(session: Runtime) -> list[str]:
+    return [one.name for one in session.ask.status().islands if one.slices]
+
+
+def test_a_training_moves_to_another_island_and_back(user: Runtime, operator: Runtime) -> None:
+    step, split = training(island="island-0")
+    alone = losses(step, split)
+
+    def move(island: str) -> None:
+        operator.ask.migrate(number(user), 0, island).result(BOUND_S)
+
+    def look() -> None:
+        until(lambda: island_of(operator) == ["island-1"], "it is there")
+
+    at = {10: lambda: move("island-1"), 20: look, 30: lambda: move("island-0")}
+    assert losses(step, split, at) == alone
+    assert island_of(operator) == ["island-0"]
+    assert operator.stats()["controller"].get("runs_repeated", 0) <= 2 * STEPS
+
+
+def test_one_slice_moves_and_the_other_stays(user: Runtime) -> None:
+    slices = [pw.make_virtual_device_set().add_slice(devices=2, island="island-0") for _ in "ab"]
+    meshes = [pw.Mesh(one.devices, ("x",)) for one in slices]
+    values = [
+        pw.put(np.arange(4.0) + at, pw.NamedSharding(mesh, P("x")))
+        for at, mesh in enumerate(meshes)
+    ]
+    pw.migrate(slices[0], island="island-1")
+    for at, value in enumerate(values):
+        np.testing.assert_array_equal(pw.get(value), np.arange(4.0) + at)
+    assert [one.island for one in slices] == ["island-1", "island-0"]
+
+
+def test_a_slice_cannot_move_where_it_does_not_fit(user: Runtime) -> None:
+    slice_ = pw.make_virtual_device_set().add_slice(devices=2)
+    with pytest.raises(ArgumentError, match="there is no island 'east'"):
+        pw.migrate(slice_, island="east")
+    with pytest.raises(ArgumentError, match="not 'train'"):
+        pw.migrate("train", island="east")  # type: ignore[arg-type]

@@ -152,6 +152,13 @@ class Questions:
         request = partial(msg.ResumeClients, client=client, tenant=tenant, island=island)
         return self._ask(request, Future[None]())
 
+    def migrate(self, client: int, slice_: int, island: str) -> Waiting[None]:
+        """Have a client, or one slice of it, go on on another island; settled when it has left its devices."""
+        request = partial(msg.MigrateClient, island=island, client=client, slice=slice_)
+        answer = self.waiting(f"its devices to be left, for island {island}")
+        self._ask(request, answer)
+        return answer
+
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Copy arrays to host memory, in order with the runs that make and donate them."""
         numbers = tuple(dict.fromkeys(arrays))

@@ -79,6 +79,8 @@ class SliceTable(Part):
             self.env.call_later(self.move_s + RESUME_S, WaitedEnough(request.slice, True))
         piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
+        if request.waits and request.formerly:
+            self.env.call_later(self.move_s, WaitedEnough(request.slice, False))
         if not (request.resumed or request.waits) and piece.state is SliceState.PARKED:
             waits_s = CLUSTER_START_S if self.inventory.awaited_islands else self.move_s
             self.env.call_later(waits_s, WaitedEnough(request.slice, True))

@@ -36,6 +36,8 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
+        self.down: set[int] = set()
+        """Slices that are asked for when the client is resumed."""
         self.waits_since_s: dict[int, float] = {}
         """Times since which slices wait for devices, in seconds, by number; bound ones have none."""
         self.unproven: set[int] = set()

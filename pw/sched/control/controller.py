@@ -155,7 +155,7 @@ class Controller(Actor):
         }
         stream.set_handlers(in_order, resuming)
         suspensions = self.suspensions = Suspensions(
-            sessions, stream, slices, runs, replicas, losses, rebuilder
+            sessions, stream, slices, runs, replicas, losses, rebuilder, island_status
         )
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)

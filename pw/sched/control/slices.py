@@ -16,7 +16,7 @@ Borrowed slices do not count: recovery must not wait for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,6 +113,7 @@ class SliceRequests(ControlPart):
         then = partial(self._env.send, RESOURCES, message)
         if client.suspension is not None and client.suspension.is_complete:
             slices.unbound[message.slice] = self.new_loss()
+            slices.down.add(message.slice)
             return
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
@@ -291,24 +292,35 @@ class SliceRequests(ControlPart):
 
     # --- suspended --------------------------------------------------------------------------------
 
-    def set_down(self, client: Client, error: ErrorReport) -> None:
-        """Take the devices of a client; it keeps its slices, which are asked for again by `take_up`."""
+    def set_down(self, client: Client, slices: Collection[int], error: ErrorReport) -> None:
+        """Take the devices of a client's slices; the slices are asked for again by `take_up`."""
         loss = self.new_loss()
-        for number in sorted(client.slices.owned | client.slices.borrowed):
+        for number in sorted(number for number in slices if number in client.slices):
             if number in self.queue.keys:
                 self.queue.drop(number)
             elif self._bindings.pop(number, None) is not None:
                 self.sessions.tell(client, msg.SliceLost(number, error))
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             client.slices.unbound[number] = loss
+            client.slices.down.add(number)
             client.slices.waits_since_s[number] = self._env.now_s()
             self.sessions.usage.give(client.number, Resource.DEVICES, number)
         self.queue.try_again(client.tenant)
 
-    def take_up(self, client: Client) -> None:
-        """Ask for the slices of a client that was suspended; they wait for devices however long."""
-        for number in sorted(client.slices.owned | client.slices.borrowed):
+    def take_up(self, client: Client, slices: Collection[int], island: str) -> None:
+        """Ask for slices of a client that was suspended, and for those that it has asked for since.
+
+        They wait for devices however long; for those of an `island` a while, if one is named.
+        """
+        down, client.slices.down = client.slices.down, set()
+        for number in sorted(number for number in down if number in client.slices):
             request = msgspec.structs.replace(client.slices.requests[number], waits=True)
+            if island and number in slices:
+                at = island if request.island else None
+                request = msgspec.structs.replace(request, formerly=island, island=at)
+                client.slices.requests[number] = msgspec.structs.replace(
+                    client.slices.requests[number], island=at
+                )
             if request.like not in self._bindings:
                 request = msgspec.structs.replace(request, like=0)
             then = partial(self._env.send, RESOURCES, request)

@@ -8,7 +8,7 @@ again from its lineage. Arrays under a name belong to the holder of the name and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +22,7 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     HostLost,
+    InsufficientDevices,
 )
 from pw.core.ids import Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
@@ -56,6 +57,7 @@ class Suspensions(ControlPart):
     replicas: ReplicaTable
     losses: Losses
     rebuilder: Rebuilder
+    island_status: Callable[[], tuple[msg.IslandInfo, ...]]
     leaving: dict[int, Client] = field(default_factory=dict, init=False)
     """Clients that are to leave their devices and have not, by number."""
 
@@ -81,6 +83,49 @@ class Suspensions(ControlPart):
         for client in clients:
             self.resume(client)
         self._env.send(asker.address, msg.Answered(message.request, None))
+
+    @handles_client(msg.MigrateClient)
+    def _migrate_asked(self, asker: Client, message: msg.MigrateClient) -> None:
+        meant = msg.SuspendClients(message.request, message.client)
+        clients = self._meant(asker, meant, "migrate")
+        if clients is None:
+            return
+        (client,) = clients
+        bindings, target = self._islands.bindings, message.island
+        own = client.slices.owned | client.slices.borrowed
+        chosen = {message.slice} & own if message.slice else own
+        slices = frozenset(
+            number for number in chosen if number in bindings and bindings[number].island != target
+        )
+        error = self._why_not(client, slices, target)
+        if error is None and client.suspension is not None:
+            words = (
+                f"client {client.number} is suspended; resume it first (pw resume {client.number})"
+            )
+            error = ArgumentError(words)
+        if error is not None or not slices:
+            report = None if error is None else ErrorReport.of(error)
+            self._env.send(asker.address, msg.Answered(message.request, report))
+            return
+        self.suspend(client, self._who(asker), (asker.address, message.request))
+        assert client.suspension is not None, "it was not suspended before"
+        client.suspension.slices, client.suspension.target = slices, target
+        client.suspension.goes_on = True
+
+    def _why_not(self, client: Client, slices: frozenset[int], target: str) -> Error | None:
+        """Return why slices cannot move to an island."""
+        islands = {island.name: island for island in self.island_status()}
+        if target not in islands:
+            return ArgumentError(f"there is no island {target!r}; see pw status")
+        island = islands[target]
+        for number in slices:
+            devices = client.slices.requests[number].devices
+            if devices > island.devices:
+                return InsufficientDevices(
+                    f"a slice of client {client.number} has {devices} devices, and island {target!r} has "
+                    f"{island.devices}"
+                )
+        return None
 
     def _who(self, asker: Client) -> str:
         return f"client {asker.number} ({asker.name}) of tenant {asker.tenant!r}"
@@ -148,6 +193,7 @@ class Suspensions(ControlPart):
             self.leaving[client.number] = client
             self._hold(client, suspension)
             self._env.log("info", "client is to be suspended", client=client.number, by=by)
+            suspension.slices = frozenset(client.slices.owned | client.slices.borrowed)
         if not suspension.is_complete and request is not None:
             suspension.asked.append(request)
         return suspension.is_complete
@@ -161,7 +207,7 @@ class Suspensions(ControlPart):
         client.suspension = None
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
-            self.slices.take_up(client)
+            self.slices.take_up(client, suspension.slices, suspension.target)
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
             self.sessions.tell(client, msg.PauseUploads(is_over=True))
@@ -254,6 +300,11 @@ class Suspensions(ControlPart):
         saves = self.stream.saves.count(client) + self.stream.checkpoints.count(client)
         return not (arrives or saves or self._launched(client, suspension))
 
+    def _lies_there(self, spec: ArraySpec, suspension: Suspension) -> bool:
+        """Whether an array lies on devices that the client leaves."""
+        slice_ = spec.placement.slice
+        return slice_ in suspension.slices and slice_ in self._islands.bindings
+
     # --- copies -----------------------------------------------------------------------------------
 
     def _present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
@@ -279,7 +330,7 @@ class Suspensions(ControlPart):
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         amounts: dict[int, int] = {}
         for number, spec in self._present(client, suspension):
-            if not self._islands.is_bound(spec) or self.replicas.are_complete(number, spec):
+            if not self._lies_there(spec, suspension) or self.replicas.are_complete(number, spec):
                 continue
             devices = self._islands.located(spec)
             island = self._islands.bindings[spec.placement.slice].island
@@ -342,14 +393,16 @@ class Suspensions(ControlPart):
     def _leave(self, client: Client, suspension: Suspension) -> None:
         """Take a client's queued runs, arrays and slices off the devices."""
         error = ErrorReport.of(
-            HostLost(f"client {client.number} ({client.name}) was suspended by {suspension.by}")
+            HostLost(
+                f"client {client.number} ({client.name}) was {suspension.verb} by {suspension.by}"
+            )
         )
         suspension.islands = frozenset(self._islands_of(client))
         self.losses.withdraw(suspension.withdrawn, error)
         arrays = [  # also lost ones: some hosts may have their shards
             (number, array)
             for number, array in client.arrays.all()
-            if array.error is None and self._islands.is_bound(array.spec)
+            if array.error is None and self._lies_there(array.spec, suspension)
         ]
         self._islands.release(client.number, arrays)
         for number, _ in arrays:
@@ -358,7 +411,7 @@ class Suspensions(ControlPart):
             for host in reports:
                 self._env.send(store_of(host), msg.DropUploads((number,)))
         client.arrays.unannounced.clear()
-        self.slices.set_down(client, error)
+        self.slices.set_down(client, suspension.slices, error)
         self._islands.tell_all(msg.LetLaunch(client.number))
         self.sessions.tell(client, msg.PauseUploads(is_over=True))
         del self.leaving[client.number]
@@ -366,3 +419,5 @@ class Suspensions(ControlPart):
         seconds = round(self._env.now_s() - suspension.since_s, 3)
         self._env.log("info", "client is suspended", client=client.number, seconds=seconds)
         self._env.count("suspensions")
+        if suspension.goes_on:
+            self.resume(client)

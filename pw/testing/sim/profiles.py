@@ -315,7 +315,15 @@ PROFILES = {
         _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
         SimProfile("names", runs=60, names=0.4, views=0.05),
         _lossy("names-lost", runs=60, names=0.4, views=0.05, **_LITTLE_MEMORY),
-        SimProfile("suspended", runs=80, suspensions=0.06, loops=0.1, quick=0.2, checkpoints=0.03),
+        SimProfile(
+            "suspended",
+            runs=80,
+            suspensions=0.06,
+            loops=0.1,
+            quick=0.2,
+            checkpoints=0.03,
+            slow_hosts=0.5,
+        ),
         _lossy(
             "suspended-lost",
             runs=80,
