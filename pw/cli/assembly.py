@@ -24,7 +24,7 @@ from pw.core.landing import Bulk
 from pw.core.rights import NO_BOUNDS, TenantRights
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.tickets import Tickets
-from pw.core.waits import MOVE_S, RECONNECT_S, RECOVERY_S
+from pw.core.waits import MOVE_S, PREEMPT_S, RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
 from pw.transport.links.node import Node
 from pw.transport.log import recent
@@ -111,6 +111,7 @@ def add_controller(
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
     move_s: float = MOVE_S,
+    preempt_s: float = PREEMPT_S,
     stall_s: float = STALL_S,
     first_client: int = 1,
     events: Sink | None = None,
@@ -130,6 +131,7 @@ def add_controller(
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         move_s: how long slices wait for a lost island before they move to another one, in seconds.
+        preempt_s: how long a slice waits before a client of lower priority leaves devices for it, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
@@ -206,6 +208,7 @@ def add_controller(
                 one for scheduler in schedulers.values() for one in scheduler.spending.take(client)
             ),
             account_sink=account_sink,
+            preempt_s=preempt_s,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),

@@ -108,6 +108,10 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     may_cancel: Annotated[
         bool, _right("", _FLAG, "cancels the runs of other tenants (`pw cancel`)")
     ] = False
+    preemptible: Annotated[
+        bool,
+        _right("", _FLAG, "work of a higher priority may suspend its clients (`--preempt-after`)"),
+    ] = False
     may_suspend: Annotated[
         bool, _right("", _FLAG, "suspends and resumes clients of other tenants (`pw suspend`)")
     ] = False

@@ -119,6 +119,8 @@ class Client:
     """Results of runs that the client has launched and not told of yet, with a host that has not got them."""
     resuming: Resumption | None = None
     suspension: Suspension | None = None
+    left_for: str = ""
+    """Words for who has suspended it, from when it is resumed until it has devices."""
     patient_until_s: float = -math.inf
     """Time until which recovery waits for hosts that may have replicas, in seconds."""
     repeats: int = 0

@@ -12,6 +12,7 @@ opens no bulk channel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import asdict
@@ -42,6 +43,7 @@ from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
 from pw.sched.control.lookups import Lookups
 from pw.sched.control.names import NameTable
+from pw.sched.control.preemption import Preemption
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -86,6 +88,7 @@ class Controller(Actor):
         tenants_memory: Callable[[], Iterable[tuple[str, int]]] = tuple,
         take_spent: Take = lambda client: (),
         account_sink: AccountSink | None = None,
+        preempt_s: float = math.inf,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -157,6 +160,7 @@ class Controller(Actor):
         suspensions = self.suspensions = Suspensions(
             sessions, stream, slices, runs, replicas, losses, rebuilder, island_status
         )
+        preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
@@ -164,6 +168,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
+            *(preemption,),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (

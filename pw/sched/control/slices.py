@@ -65,6 +65,8 @@ class SliceRequests(ControlPart):
     recovery_s: float
     lends: Callable[[Client, Client], bool] = lambda owner, reader: False
     """Function that says whether a client lends its devices to another one, of another tenant."""
+    may_wait: Callable[[Client, msg.AllocateSlice], bool] = lambda client, request: False
+    """Function that says whether a slice for which there are no devices waits until others leave some."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,9 +206,17 @@ class SliceRequests(ControlPart):
         times_bound[number] = times_bound.get(number, 0) + 1
         client.slices.unbound.pop(number, None)
         client.slices.waits_since_s.pop(number, None)
+        if not client.slices.unbound:
+            client.left_for = ""
 
     @handles(msg.SliceRefused)
     def _refused(self, sender: Address, message: msg.SliceRefused) -> None:
+        owner, request = self.sessions.owner(message.slice), None
+        if owner is not None and message.slice not in owner.slices.unbound:
+            request = owner.slices.requests.get(message.slice)
+        if owner is not None and request is not None and self.may_wait(owner, request):
+            self._env.send(RESOURCES, msgspec.structs.replace(request, waits=True))
+            return
         client = self._refuse(message)
         if client is not None:
             self._give(client, message.slice)

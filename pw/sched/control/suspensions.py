@@ -166,11 +166,11 @@ class Suspensions(ControlPart):
             return client.tenant == message.tenant and client is not asker
         if message.island:
             left = client.suspension.islands if client.suspension is not None else frozenset()
-            is_there = message.island in left | self._islands_of(client)
+            is_there = message.island in left | self.islands_of(client)
             return is_there and client is not asker
         return client is asker
 
-    def _islands_of(self, client: Client) -> set[str]:
+    def islands_of(self, client: Client) -> set[str]:
         """Return the islands on which a client has slices."""
         bindings = self._islands.bindings
         slices = client.slices.owned | client.slices.borrowed
@@ -207,6 +207,7 @@ class Suspensions(ControlPart):
         client.suspension = None
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
+            client.left_for = f"{suspension.by} has {suspension.verb} it"
             self.slices.take_up(client, suspension.slices, suspension.target)
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
@@ -397,7 +398,7 @@ class Suspensions(ControlPart):
                 f"client {client.number} ({client.name}) was {suspension.verb} by {suspension.by}"
             )
         )
-        suspension.islands = frozenset(self._islands_of(client))
+        suspension.islands = frozenset(self.islands_of(client))
         self.losses.withdraw(suspension.withdrawn, error)
         arrays = [  # also lost ones: some hosts may have their shards
             (number, array)
