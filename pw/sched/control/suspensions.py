@@ -27,7 +27,7 @@ from pw.core.errors import (
 from pw.core.ids import Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec
-from pw.sched.control.array_states import ArrayState
+from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.checkpoints.in_memory import box_holders
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder
@@ -258,15 +258,15 @@ class Suspensions(ControlPart):
             elif suspension.state is SuspensionState.COUNTING and suspension.is_heard:
                 suspension.after(SuspensionEvent.COUNT)
                 self.stream.begin_uploads(client)
-                suspension.withdrawn = tuple(self._behind_boundary(client, suspension))
+                suspension.withdrawn = tuple(self.behind_boundary(client, suspension))
                 first = tuple(run.number for run in self._launched(client, suspension))
                 self._hold(client, suspension, first)
             elif suspension.state is SuspensionState.ENDING and self._has_ended(client, suspension):
                 suspension.after(SuspensionEvent.END)
                 self._copy(client, suspension)
-            if suspension.state is SuspensionState.COPYING and self._are_copied(client, suspension):
+            if suspension.state is SuspensionState.COPYING and self.are_copied(client, suspension):
                 suspension.after(SuspensionEvent.COPY)
-                self._leave(client, suspension)
+                self.leave(client, suspension)
 
     @handles_client(msg.UploadsPaused)
     def _uploads_paused(self, client: Client, message: msg.UploadsPaused) -> None:
@@ -277,12 +277,13 @@ class Suspensions(ControlPart):
     def _hear(suspension: Suspension) -> None:
         suspension.is_heard = True
 
-    def _runs_of(self, client: Client) -> list[RunInFlight]:
+    def runs_of(self, client: Client) -> list[RunInFlight]:
+        """Return the runs in flight of a client, in the order in which they were submitted."""
         return [run for run in self.runs.in_flight.values() if run.client == client.number]
 
-    def _behind_boundary(self, client: Client, suspension: Suspension) -> Iterator[int]:
+    def behind_boundary(self, client: Client, suspension: Suspension) -> Iterator[int]:
         """Yield the runs behind the last one that was launched, or that could not be run again."""
-        runs = self._runs_of(client)
+        runs = self.runs_of(client)
         last = -1
         for place, run in enumerate(runs):
             queued = all(run.number in suspension.queued.get(at, ()) for at in run.islands)
@@ -293,7 +294,7 @@ class Suspensions(ControlPart):
 
     def _launched(self, client: Client, suspension: Suspension) -> list[RunInFlight]:
         behind = frozenset(suspension.withdrawn)
-        return [run for run in self._runs_of(client) if run.number not in behind]
+        return [run for run in self.runs_of(client) if run.number not in behind]
 
     def _has_ended(self, client: Client, suspension: Suspension) -> bool:
         """Whether launched runs and checkpoints have ended, and no bytes are on their way to a device."""
@@ -308,7 +309,7 @@ class Suspensions(ControlPart):
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def _present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
+    def present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
         """Yield the arrays that exist: those that the client holds, and those that queued runs read."""
         runs = [
             run for n in suspension.withdrawn if (run := self.runs.in_flight.get(n)) is not None
@@ -330,7 +331,7 @@ class Suspensions(ControlPart):
         """Have all that exists copied to host memory, before queued work that may drop it."""
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         amounts: dict[int, int] = {}
-        for number, spec in self._present(client, suspension):
+        for number, spec in self.present(client, suspension):
             if not self._lies_there(spec, suspension) or self.replicas.are_complete(number, spec):
                 continue
             devices = self._islands.located(spec)
@@ -345,7 +346,7 @@ class Suspensions(ControlPart):
             order = msg.CopyArrays(client.number, tuple(copies), first=True)
             self._env.send(scheduler_of(island), order)
 
-    def _are_copied(self, client: Client, suspension: Suspension) -> bool:
+    def are_copied(self, client: Client, suspension: Suspension) -> bool:
         """Whether all that is to be copied and still exists is in host memory."""
         origins = client.lineage.origins
         return all(
@@ -391,7 +392,7 @@ class Suspensions(ControlPart):
 
     # --- off the devices --------------------------------------------------------------------------
 
-    def _leave(self, client: Client, suspension: Suspension) -> None:
+    def leave(self, client: Client, suspension: Suspension) -> None:
         """Take a client's queued runs, arrays and slices off the devices."""
         error = ErrorReport.of(
             HostLost(
@@ -405,7 +406,7 @@ class Suspensions(ControlPart):
             for number, array in client.arrays.all()
             if array.error is None and self._lies_there(array.spec, suspension)
         ]
-        self._islands.release(client.number, arrays)
+        self.release(client, arrays)
         for number, _ in arrays:
             client.arrays.lose(number, error, island=True)
         for number, reports in client.arrays.unannounced.items():  # the client uploads them again
@@ -422,3 +423,7 @@ class Suspensions(ControlPart):
         self._env.count("suspensions")
         if suspension.goes_on:
             self.resume(client)
+
+    def release(self, client: Client, arrays: list[tuple[int, ArrayEntry]]) -> None:
+        """Have hosts drop arrays that are in host memory."""
+        self._islands.release(client.number, arrays)

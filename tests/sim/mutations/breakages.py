@@ -772,17 +772,9 @@ def hold_nothing(scheduler: Any, message: Any) -> None:
 def all_in_flight(behind: Callable[..., Any], client: Any, suspension: Any) -> Any:
     """Take all runs of a client for queued ones."""
     part: Any = behind.__self__  # type: ignore[attr-defined]
-    return iter([run.number for run in part._runs_of(client)])
+    return iter([run.number for run in part.runs_of(client)])
 
 
 def held_alone(present: Callable[..., Any], client: Any, suspension: Any) -> Any:
     """Leave out what only queued runs read."""
     return (one for one in present(client, suspension) if one[0] in client.arrays.held)
-
-
-def without_release(leave: Callable[..., None], client: Any, suspension: Any) -> None:
-    """Tell no host to drop what a client has there."""
-    islands: Any = leave.__self__._islands  # type: ignore[attr-defined]
-    release, islands.release = islands.release, lambda *args, **names: None
-    leave(client, suspension)
-    islands.release = release

@@ -1115,31 +1115,31 @@ row(
 # The boundary of a suspension is before what was launched.
 row(
     "withdraw-launched-runs",
-    wrap("controller.suspensions._behind_boundary", breakages.all_in_flight),
+    wrap("controller.suspensions.behind_boundary", breakages.all_in_flight),
     seen("suspended", 3, *ASUNDER),
 )
 # What only queued runs read is not copied.
 row(
     "copy-only-what-is-held",
-    wrap("controller.suspensions._present", breakages.held_alone),
+    wrap("controller.suspensions.present", breakages.held_alone),
     seen("suspended", 3, *ASUNDER),
 )
 # A client leaves its devices before its arrays are copied.
 row(
     "leave-before-copies",
-    forget("controller.suspensions._are_copied", answer=True),
+    forget("controller.suspensions.are_copied", answer=True),
     seen("suspended", 3, *ASUNDER),
 )
 # The hosts keep the arrays of a client that has left its devices.
 row(
     "keep-arrays-of-the-suspended",
-    wrap("controller.suspensions._leave", breakages.without_release),
+    forget("controller.suspensions.release"),
     seen("suspended", 3, *ASUNDER),
 )
 # A client uploads on while it is suspended.
 row(
     "upload-while-suspended",
-    mishear("client", m.PauseUploads, lambda it: replace(it, is_over=True)),
+    mishear("client.session", m.PauseUploads, lambda it: replace(it, is_over=True)),
     seen("suspended", 3, *ASUNDER),
 )
 # Arrays with an error come back as if they had none.
