@@ -415,6 +415,12 @@ row(
 )
 # A client is not asked for an input that was lost.
 row("lose-upload-again", drop(m.UploadAgain), seen("crashes", 4, "liveness"))
+# A host waits for what was asked of an earlier incarnation, of which it knows nothing.
+row(
+    "keep-stale-requests",
+    forget("host.store.requests.is_stale", False),
+    seen("shapes", 167, "liveness"),
+)
 # A host hands over other bytes than its devices had.
 row(
     "spoil-replicas",
