@@ -913,6 +913,13 @@ row(
     seen("shares-lost", 9800328, "liveness"),
 )
 
+# What is handed on before it has come holds up its client, whose later offer may be needed first.
+row(
+    "hand-on-in-line",
+    forget("controller.handovers.is_behind", False),
+    seen("shares", 920035, "oracle"),
+)
+
 # --- islands that are away -----------------------------------------------------------------------
 
 # What needs an island that is away, or what comes of that, is handled at once.
