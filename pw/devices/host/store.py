@@ -119,7 +119,7 @@ class ObjectStore(Actor):
             local_devices: number of devices of this host.
         """
         self.uploads.devices = self.compilations.devices = (devices, local_devices)
-        self.uploads.place = self.compilations.place = (island, epoch)
+        self.uploads.place = self.compilations.place = self.requests.place = (island, epoch)
         self.clients.tickets = tickets
 
     def value(self, array: int) -> Value | None:

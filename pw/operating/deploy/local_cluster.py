@@ -287,8 +287,8 @@ class LocalCluster:
             return
         self._closed = True
         atexit.unregister(self.close)
+        current.leave(self.address, self._previous)  # which may be a later session
         if self._runtime is not None:
-            current.leave(self.address, self._previous)  # which may be a later session
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]
         page = [] if self._page is None else [self._page]

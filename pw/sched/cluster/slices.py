@@ -190,8 +190,11 @@ class SliceTable(Part):
     def displaced_by(self, spare: Host, node: str, island: Island) -> int:
         """Return how many slices with a shape have no room if a spare takes the place of a host.
 
-        Their block may have a hole then, because the spare is at another place.
+        Their block may have a hole then, because the spare is at another place. Without coordinates of
+        operators none has: JAX tells where a spare is only when it has joined, as a rule where its rank was.
         """
+        if not any(island.coords_of(host.registration) for host in island.hosts.values()):
+            return 0
         after = [spare if host.node == node else host for host in island.ranked()]
         grid = island.grid_of(after)
         displaced = [

@@ -277,7 +277,7 @@ PROFILES = {
             shapes=0.8,
             slices_given_back=0.15,
             drains=0.3,
-            **(_CRASHES | {"restarts": 0.3, "spares": 0.7, "pauses": 0.0}),
+            **(_CRASHES | {"restarts": 0.3, "spares": 0.7}),
         ),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3

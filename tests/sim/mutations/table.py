@@ -415,6 +415,12 @@ row(
 )
 # A client is not asked for an input that was lost.
 row("lose-upload-again", drop(m.UploadAgain), seen("crashes", 4, "liveness"))
+# A host waits for what was asked of an earlier incarnation, of which it knows nothing.
+row(
+    "keep-stale-requests",
+    forget("host.store.requests.is_stale", False),
+    seen("shapes", 167, "liveness"),
+)
 # A host hands over other bytes than its devices had.
 row(
     "spoil-replicas",
@@ -905,6 +911,13 @@ row(
     "repeat-before-it-is-made",
     wrap("controller.handovers.is_asked", lambda is_asked, number: False),
     seen("shares-lost", 9800328, "liveness"),
+)
+
+# What is handed on before it has come holds up its client, whose later offer may be needed first.
+row(
+    "hand-on-in-line",
+    forget("controller.handovers.is_behind", False),
+    seen("shares", 920035, "oracle"),
 )
 
 # --- islands that are away -----------------------------------------------------------------------
