@@ -1,8 +1,8 @@
 """Trains, leaves its devices for another user, and ends on the other island with the same losses.
 
 Run it: `python -m examples.suspended`. It starts a cluster of two islands and trains on one of them. In the
-midst another process suspends the training, as an operator would (`pw suspend CLIENT`), and takes all devices of
-that island for itself. `pw resume` has the training go on, and it gets devices of the other island. The loop
+midst another process suspends the training, as an operator would (`pw suspend CLIENT`), and takes all devices
+of that island for itself. `pw resume` has the training go on, and it gets devices of the other island. The loop
 notices nothing: it reads the losses at the end.
 """
 
