@@ -10,6 +10,7 @@ from pw.core.messages.base import ClientToController, ClientToStore, ControllerT
 from pw.core.messages.bounds import (
     Arrays,
     Count,
+    DeviceBytes,
     DeviceCount,
     Devices,
     HostCount,
@@ -107,6 +108,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """Number of hosts of one island that have the devices, each as many; 0 for any number."""
     former_devices: Devices = ()
     """Devices of the slice under the earlier controller, in order."""
+    memory_bytes: DeviceBytes = 0
+    """Bytes that arrays and runs of the slice may have on each of its devices; 0 for no bound."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):

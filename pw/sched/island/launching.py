@@ -65,18 +65,19 @@ class Launcher(Part):
         while (task := self._next()) is not None:
             self._launch(task)
         while (
-            self.admission.are_tenants_short
+            self.admission.are_bounds_short
             and not self.residency.make_room()
             and self.admission.go_on(self._able)
         ):
             while (task := self._next()) is not None:
                 self._launch(task)
 
-    def _able(self) -> set[str]:
-        """Return the tenants with work at the head of a queue that may go some time, and then free memory."""
-        queues = self.queues.busy.values()
+    def _able(self) -> set[int]:
+        """Return the clients with work at the head of a queue that may go some time, and then free memory."""
         return {
-            queue.stake.tenant for queue in queues if queue.tasks and self._may_go(queue.tasks[0])
+            client
+            for client, queue in self.queues.busy.items()
+            if queue.tasks and self._may_go(queue.tasks[0])
         }
 
     def _may_go(self, task: Task) -> bool:

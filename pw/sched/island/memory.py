@@ -20,9 +20,10 @@ its capacity. Uploads are not admitted; they only reduce the free memory.
 Buffers on the same devices are added up in one number until a total is needed. So an array costs an
 addition, and a run a few vector operations over the devices of its program.
 
-Where tenants are counted, what a client takes is in the total of its tenant, too (`memory_totals`). A buffer
-counts for the tenant whose client has made it, whatever names it later. So runs never take a tenant beyond
-what it may have on a device. An upload that would do so is counted for the island alone until it fits
+Where tenants are counted, what a client takes is in the total of its tenant, too; what lies on a slice that has
+a bound is in the total of the slice (`memory_totals`). A buffer counts for the tenant whose client has made it,
+and for the slice on which that was, whatever names it later. So runs never take a tenant or a slice beyond what
+it may have on a device. An upload that would do so is counted for the island alone until it fits
 (`pending_uploads`).
 """
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +41,7 @@ from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.buffers import Buffer, Tier
 from pw.sched.island.memory_tiers import MemoryTiers, Returns
-from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total
+from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total, Totals
 
 UNBOUNDED_BYTES = 1 << 62
 """Free bytes of devices that nothing bounds."""
@@ -60,6 +62,13 @@ class Claim:
     read: list[Buffer] = field(default_factory=list)
     donated: list[tuple[int, Buffer]] = field(default_factory=list)
     results: list[tuple[int, Buffer]] = field(default_factory=list)
+    slices: tuple[Claim, ...] = ()
+    """Part of the claim on each slice that has a bound."""
+
+    @property
+    def parts(self) -> tuple[Claim, ...]:
+        """What is counted for the claim: its part on each slice that has a bound, and all of it."""
+        return (*self.slices, self)
 
 
 class DeviceMemory:
@@ -73,13 +82,12 @@ class DeviceMemory:
         spill_bytes: int = 0,
     ) -> None:
         self.island = island
-        self.total = Total(capacity_bytes)
+        self.totals = Totals(capacity_bytes, tenants or TenantBounds())
+        self.total = self.totals.island
         """Bytes of all clients; its bound is the memory of a device."""
-        self.by_tenant: dict[str, Total] = {}
-        """Bytes of each tenant that is counted, by name."""
-        self._bounds = tenants or TenantBounds()
         self._numbers: dict[DeviceAddress, int] = {}
-        self._device_sets: dict[tuple[Total, tuple[DeviceAddress, ...]], DeviceSet] = {}
+        self._device_sets: dict[tuple[Total, ...], dict[tuple[DeviceAddress, ...], DeviceSet]] = {}
+        """Sets of devices that buffers are on, by the totals that count them there."""
         self._unsettled: set[DeviceSet] = set()
         self.buffers: dict[int, Buffer] = {}
         self.programs: dict[int, Needs] = {}
@@ -95,30 +103,25 @@ class DeviceMemory:
         self.runs = 0
         """Number of runs that have been admitted or launched."""
 
-    # --- tenants -------------------------------------------------------------------------------------
-
-    def totals_of(self, client: int) -> tuple[Total, ...]:
-        """Return the totals that count what a client takes, that of the island last."""
-        tenant = self._bounds.tenants.get(client)
-        if tenant is None:
-            return (self.total,)
-        total = self.by_tenant.get(tenant)
-        if total is None:
-            total = Total(self._bounds.bounds_bytes.get(tenant), tenant)
-            total.grow(len(self._numbers))
-            self.by_tenant[tenant] = total
-        return total, self.total
+    # --- tenants and slices --------------------------------------------------------------------------
 
     def bound(self, tenant: str, bound_bytes: int | None) -> None:
         """Change what a tenant may have on each device."""
-        total = self.by_tenant.get(tenant)
-        if total is not None and total.bound_bytes != bound_bytes:
-            total.bound_bytes = bound_bytes
-            self.frees += 1
+        self.frees += self.totals.bound_tenant(tenant, bound_bytes)
+
+    def bound_slice(self, slice: int, bound_bytes: int) -> None:
+        """Change what a slice may have on each device; 0 if that does not count any more."""
+        total = self.totals.by_slice.get(slice)
+        self.totals.bound_slice(slice, bound_bytes)
+        if not bound_bytes:
+            for totals in [totals for totals in self._device_sets if total in totals]:
+                del self._device_sets[totals]
+        self.frees += 1
 
     def has_claims(self, total: Total) -> bool:
         """Whether runs that a total counts, or may come under a lease, hold a reservation."""
-        return any(total in claim.totals for claim in (*self.reserved, *self.aside))
+        claims = (*self.reserved, *self.aside)
+        return any(total in part.totals for claim in claims for part in claim.parts)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -127,15 +130,28 @@ class DeviceMemory:
         if memory is None:
             self.programs.pop(program, None)
             return
+        client, by_slice = client_of(program), self.totals.by_slice
+        parts = [(part, by_slice.get(part.slice)) for part in memory.slices]
+        self.programs[program] = needs = self._needs(name, memory, client, self.totals.of(client))
+        needs.slices = tuple(
+            self._needs(name, part, client, (total,)) for part, total in parts if total is not None
+        )
+
+    def _needs(
+        self, name: str, memory: IslandMemory, client: int, totals: tuple[Total, ...]
+    ) -> Needs:
         sizes = [len(group) for group in memory.groups]
-        numbers = np.repeat(np.arange(len(sizes)), sizes)
-        totals = self.totals_of(client_of(program))
-        self.programs[program] = Needs(
+        numbers = np.repeat(np.arange(len(sizes)), np.array(sizes, np.intp))
+        outputs = [
+            (output, self.device_set(output.devices, self.totals.of(client, output.slice)))
+            for output in memory.outputs
+        ]
+        return Needs(
             name,
             memory,
             self._numbered(device for group in memory.groups for device in group),
             numbers,
-            [(output, self.device_set(output.devices, totals)) for output in memory.outputs],
+            outputs,
             np.array(memory.peaks(), np.int64)[numbers],
             totals,
         )
@@ -146,9 +162,10 @@ class DeviceMemory:
         if needs is not None and temporary_bytes:
             previous = needs.temporary_bytes or (0,) * len(temporary_bytes)
             needs.temporary_bytes = tuple(map(max, previous, temporary_bytes))
-            peaks = np.array(needs.memory.peaks(needs.temporary_bytes), np.int64)[needs.group]
-            if (peaks > needs.peaks).any():
-                needs.need_temporaries(peaks)
+            for part in needs.parts:
+                peaks = np.array(part.memory.peaks(needs.temporary_bytes), np.int64)[part.group]
+                if (peaks > part.peaks).any():
+                    part.need_temporaries(peaks)
 
     def uninstall(self, program: int) -> None:
         """Forget a program; its runs in flight keep their reservations."""
@@ -162,12 +179,20 @@ class DeviceMemory:
         devices: tuple[DeviceAddress, ...],
         shard_bytes: int,
         totals: tuple[Total, ...] | None = None,
+        *,
+        off: bool = False,
     ) -> Buffer:
-        """Count an array that is uploaded, before it has arrived: in its client's totals, or in others."""
-        totals = totals or self.totals_of(client_of(array))
+        """Count an array that is uploaded, before it has arrived: in its client's totals, or in others.
+
+        With `off` it stays in host memory until a run reads it, and counts there.
+        """
+        totals = totals or self.totals.of(client_of(array))
         buffer = Buffer(self.device_set(devices, totals), shard_bytes)
         self._name(array, buffer)
-        self.count(buffer)
+        if off:
+            self.tiers.keep_off(buffer)
+        else:
+            self.count(buffer)
         self.arriving.add(array)
         return buffer
 
@@ -206,6 +231,8 @@ class DeviceMemory:
             self.release(array)
         for program in [program for program in self.programs if client_of(program) == client]:
             del self.programs[program]
+        for slice in [slice for slice in self.totals.by_slice if client_of(slice) == client]:
+            self.bound_slice(slice, 0)
 
     def _name(self, array: int, buffer: Buffer) -> None:
         buffer.names += 1
@@ -248,9 +275,10 @@ class DeviceMemory:
         assert view.shards is not None
         for device, source in zip(output.devices, output.shards, strict=True):
             buffer = arguments.get(source)
-            if buffer is None:  # a small host value, which hosts make for this run
+            if buffer is None:
                 shard = Buffer(self.device_set((device,), on.totals), output.shard_bytes)
-                self.count(shard)
+                if source in arguments:  # a small host value, which hosts make for this run
+                    self.count(shard)
             else:
                 shard = self._divided(buffer)[device]
             shard.names += 1
@@ -281,23 +309,27 @@ class DeviceMemory:
         needs, client = self.programs.get(program), client_of(program)
         if needs is None:
             nothing = np.zeros(0, np.intp), np.zeros(0, np.int64)
-            claim = Claim(client, *nothing, self.totals_of(client))
+            claim = Claim(client, *nothing, self.totals.of(client))
             self.reserved.add(claim)
             return claim
-        peaks = self.peaks_of(needs, args)
         self.settle()
         back = self.returns(needs, args)
-        counted = []
-        for total in needs.totals:
-            more = total.with_temporaries(needs, peaks)
-            used = total.used[needs.devices] + more
-            if total.has_no_room(used, more) or (back and back.has_no_room(total, needs, more)):
-                return None
-            counted.append((total, used, more - peaks))
-        for total, used, temporaries in counted:
-            total.reserve(needs, used, temporaries)
-        needs.runs += 1
-        claim = Claim(client, needs.devices, peaks, needs.totals, needs=needs)
+        counted, claims = [], []
+        for part in needs.parts:
+            peaks = self.peaks_of(part, args)
+            for total in part.totals:
+                more = total.with_temporaries(part, peaks)
+                used = total.used[part.devices] + more
+                if total.has_no_room(used, more) or (back and back.has_no_room(total, part, more)):
+                    return None
+                counted.append((total, part, used, more - peaks))
+            claims.append(Claim(client, part.devices, peaks, part.totals))
+        for total, part, used, temporaries in counted:
+            total.reserve(part, used, temporaries)
+        for part in needs.parts:
+            part.runs += 1
+        *slices, claim = claims
+        claim.needs, claim.slices = needs, tuple(slices)
         self._name_all(claim, needs, args, results)
         return claim
 
@@ -308,16 +340,18 @@ class DeviceMemory:
         return self.tiers.returns(self.buffer_of(args[index]) for index in needs.memory.inputs)
 
     def without_room(self, program: int, args: Sequence[int | bytes]) -> Total:
-        """Return the total in which a run has no room: that of its tenant, or else that of the island."""
+        """Return the total in which a run has no room: of a slice, of its tenant, or of the island."""
         needs = self.programs[program]
-        peaks, back = self.peaks_of(needs, args), self.returns(needs, args)
+        back = self.returns(needs, args)
         if back is not None and back.is_leaving:
             return self.total
-        for total in needs.totals:
-            more = total.with_temporaries(needs, peaks)
-            no_room = total.has_no_room(total.used[needs.devices] + more, more)
-            if no_room or (back and back.has_no_room(total, needs, more)):
-                return total
+        for part in needs.parts:
+            peaks = self.peaks_of(part, args)
+            for total in part.totals:
+                more = total.with_temporaries(part, peaks)
+                no_room = total.has_no_room(total.used[part.devices] + more, more)
+                if no_room or (back and back.has_no_room(total, part, more)):
+                    return total
         return self.total
 
     def shortage(self, total: Total, program: int, args: Sequence[int | bytes]) -> Bytes:
@@ -325,7 +359,8 @@ class DeviceMemory:
         needs, back = self.programs[program], self.returns(self.programs[program], args)
         self.settle()
         more = np.zeros_like(total.used) if back is None else back.bytes_in(total)
-        more[needs.devices] += total.with_temporaries(needs, self.peaks_of(needs, args))
+        part = needs.of(total)
+        more[part.devices] += total.with_temporaries(part, self.peaks_of(part, args))
         return total.shortage(more)
 
     def shortage_of_upload(self, total: Total, buffer: Buffer) -> Bytes:
@@ -388,8 +423,9 @@ class DeviceMemory:
         self.reserved.discard(claim)
         self.frees += 1
         if claim.on is None:
-            for total in claim.totals:
-                total.used[claim.devices] -= claim.peaks
+            for part in claim.parts:
+                for total in part.totals:
+                    total.used[part.devices] -= part.peaks
         else:
             self.set_aside(claim, -int(claim.peaks))
         if claim.needs is not None:
@@ -400,17 +436,29 @@ class DeviceMemory:
 
     # --- leases --------------------------------------------------------------------------------------
 
-    def room(self, client: int, devices: Iterable[DeviceAddress]) -> Claim:
-        """Return what `set_aside` makes larger, for launches of a client on these devices."""
-        on = self.device_set(tuple(devices), self.totals_of(client))
-        return Claim(client, on.devices, 0, on.totals, on)
+    def room(self, client: int, needs: Iterable[Needs]) -> Claim:
+        """Return what `set_aside` makes larger, for launches of a client that need these devices."""
+        whole: dict[DeviceAddress, None] = {}
+        slices: dict[tuple[Total, ...], dict[DeviceAddress, None]] = {}
+        for one in needs:
+            for part in one.parts:
+                devices = whole if part is one else slices.setdefault(part.totals, {})
+                devices.update(dict.fromkeys(chain.from_iterable(part.memory.groups)))
+        parts = [
+            Claim(client, on.devices, 0, on.totals, on)
+            for totals, devices in (*slices.items(), (self.totals.of(client), whole))
+            for on in (self.device_set(tuple(devices), totals),)
+        ]
+        parts[-1].slices = tuple(parts[:-1])
+        return parts[-1]
 
     def set_aside(self, room: Claim, size_bytes: int) -> None:
         """Reserve more on each device of a room; less if it is below zero."""
-        assert room.on is not None
-        room.peaks += size_bytes
-        room.on.unsettled_bytes += size_bytes
-        self._unsettled.add(room.on)
+        for part in room.parts:
+            assert part.on is not None
+            part.peaks += size_bytes
+            part.on.unsettled_bytes += size_bytes
+            self._unsettled.add(part.on)
         if size_bytes <= 0:
             self.frees += 1
 
@@ -423,9 +471,14 @@ class DeviceMemory:
         results: Sequence[int],
     ) -> Claim:
         """Reserve so much of a room for a run that has been launched."""
-        room.peaks -= size_bytes
         needs = self.programs.get(program)
-        claim = Claim(room.client, room.devices, size_bytes, room.totals, room.on, needs)
+        for part in room.parts:
+            part.peaks -= size_bytes
+        *slices, claim = (
+            Claim(room.client, part.devices, size_bytes, part.totals, part.on)
+            for part in room.parts
+        )
+        claim.needs, claim.slices = needs, tuple(slices)
         self.reserved.add(claim)
         if needs is not None:
             needs.let_compute()
@@ -438,8 +491,9 @@ class DeviceMemory:
         return min(
             UNBOUNDED_BYTES
             if total.bound_bytes is None
-            else total.bound_bytes - int(total.used[room.devices].max(initial=0))
-            for total in room.totals
+            else total.bound_bytes - int(total.used[part.devices].max(initial=0))
+            for part in room.parts
+            for total in part.totals
         )
 
     # --- what a run needs ----------------------------------------------------------------------------
@@ -479,18 +533,17 @@ class DeviceMemory:
     def _numbered(self, devices: Iterable[DeviceAddress]) -> npt.NDArray[np.intp]:
         numbers = [self._numbers.setdefault(device, len(self._numbers)) for device in devices]
         if len(self._numbers) > len(self.total.used):
-            for total in (self.total, *self.by_tenant.values()):
-                total.grow(len(self._numbers))
+            self.totals.grow(len(self._numbers))
         return np.array(numbers, np.intp)
 
     def device_set(
         self, devices: tuple[DeviceAddress, ...], totals: tuple[Total, ...]
     ) -> DeviceSet:
         """Return the set of these devices for buffers that these totals count."""
-        on = self._device_sets.get((totals[0], devices))
+        sets = self._device_sets.setdefault(totals, {})
+        on = sets.get(devices)
         if on is None:
-            on = DeviceSet(devices, self._numbered(devices), totals)
-            self._device_sets[totals[0], devices] = on
+            on = sets[devices] = DeviceSet(devices, self._numbered(devices), totals)
         return on
 
     def settle(self) -> None:

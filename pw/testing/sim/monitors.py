@@ -33,7 +33,8 @@
 | shares | clients that always have work get their parts of device time (in `tenants`, `many`) |
 | deadlines | requests at 0.9 of what a client's share pays for are answered in time (in `many`) |
 | starvation | a client that has work makes progress (in `many`) |
-| quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
+| quotas | no tenant has more than it may have (in `quotas`, and on devices in `memory_bounds`) |
+| bounds | no slice has more bytes on a device than it may have (in `memory_bounds`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
@@ -64,10 +65,10 @@ from pw.testing.sim.away import AwayMonitor
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
+from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
-from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
 from pw.testing.sim.world import SimProcess, Violation
@@ -95,7 +96,7 @@ class Monitors:
         AwayMonitor(cluster)
         QuotaMonitor(cluster)
         WaitMonitor(cluster)
-        self._tenant_memory = TenantMemoryMonitor(cluster)
+        self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
@@ -409,7 +410,7 @@ class Monitors:
 
         def formed() -> None:
             watch_memory(self._cluster, to.actor.partition("/")[2])
-            self._tenant_memory.watch(to.actor.partition("/")[2])
+            self._bounds.watch(to.actor.partition("/")[2])
 
         return formed
 

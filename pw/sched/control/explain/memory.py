@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,7 +100,17 @@ class MemoryReports(ControlPart):
             self._owners(counted, held, sees),
             () if held is None else tuple(map(self._named, held.largest)),
             None if held is None else held.host_bytes,
+            tuple(self._slices(counted, sees)),
         )
+
+    def _slices(self, counted: msg.CountedMemory, sees: Sees) -> Iterator[msg.SliceMemory]:
+        """Yield the slices with a bound on a device."""
+        used = dict(counted.slices)
+        for number, bound_bytes in self._islands.bounds.items():
+            is_there = counted.device in self._islands.bindings[number].devices
+            if is_there and sees(client := client_of(number)):
+                serial = serial_of(number)
+                yield msg.SliceMemory(client, serial, used.get(number, 0), bound_bytes)
 
     def _owners(
         self, counted: msg.CountedMemory, held: msg.HeldMemory | None, sees: Sees
