@@ -9,7 +9,8 @@ flight share the room for temporaries (`pw.sched.island.memory`).
 
 Two estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
-the island uses it. Small host values that travel inside a `Run` do not count.
+the island uses it. Small host values that travel inside a `Run` do not count while they are arguments; what
+they make of the peak where they are donated or returned is added by the scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
@@ -47,6 +48,17 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
     """Number of the slice of the output, if the slice has a bound."""
 
 
+class HostValue(msgspec.Struct, frozen=True, array_like=True):
+    """A program input that is donated or returned, and may be a small host value.
+
+    Such a value has no buffer before: its donation frees nothing, and the run makes what it returns.
+    """
+
+    input: int
+    devices: tuple[DeviceAddress, ...]
+    shard_bytes: int
+
+
 class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
     """The memory of one run of a program on the devices of one island."""
 
@@ -65,6 +77,8 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
     """Number of the only slice whose values count; 0 if those of all slices do."""
     slices: tuple[IslandMemory, ...] = ()
     """Memory on each slice that has a bound."""
+    host_values: tuple[HostValue, ...] = ()
+    """Inputs that are donated or returned, which may be host values."""
 
     def peaks(self, temporary_bytes: Sequence[int] = ()) -> list[int]:
         """Return how many bytes must be free on a device of each group.
@@ -109,9 +123,7 @@ def island_memory(
         whole = _Walk(slots, island, executes, own if counts_all else apart, apart).memory()
         parts = [(number, _Walk(slots, island, executes, (number,)).memory()) for number in apart]
         slices = tuple(
-            msgspec.structs.replace(part, slice=number, outputs=())
-            for number, part in parts
-            if part.groups
+            msgspec.structs.replace(part, slice=number) for number, part in parts if part.groups
         )
         memories.append(msgspec.structs.replace(whole, slices=slices))
     return tuple(memories)
@@ -201,6 +213,7 @@ class _Walk:
                 position += 1
         inputs = [n for n, spec in enumerate(program.inputs) if self._counts(spec)]
         donated = frozenset(program.donated)
+        made_here = donated.union(self._schedule.output_slots)
         return IslandMemory(
             self._island,
             self.groups,
@@ -209,6 +222,11 @@ class _Walk:
             tuple(inputs),
             tuple(number for number in inputs if number in donated),
             tuple(self._outputs()),
+            host_values=tuple(
+                HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)
+                for number in inputs
+                if number in made_here and (spec := program.inputs[number]).device_bytes
+            ),
         )
 
     def _arriving(self, draft: Draft) -> Iterator[Edge]:

@@ -38,8 +38,7 @@ class LentMemory:
         self._memory = memory
         needs = {number: memory.programs.get(number) for number in programs}
         self.charges = {
-            number: 0 if one is None else max(int(part.peaks.max(initial=0)) for part in one.parts)
-            for number, one in needs.items()
+            number: 0 if one is None else one.largest_bytes for number, one in needs.items()
         }
         """Bytes of the room that a run of each program takes."""
         self._needs = [one for one in needs.values() if one is not None]

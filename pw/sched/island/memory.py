@@ -146,15 +146,16 @@ class DeviceMemory:
             (output, self.device_set(output.devices, self.totals.of(client, output.slice)))
             for output in memory.outputs
         ]
-        return Needs(
-            name,
-            memory,
-            self._numbered(device for group in memory.groups for device in group),
-            numbers,
-            outputs,
+        devices = self._numbered(device for group in memory.groups for device in group)
+        needs = Needs(
+            *(name, memory, devices, numbers, outputs),
             np.array(memory.peaks(), np.int64)[numbers],
             totals,
         )
+        for value in memory.host_values:
+            there = np.isin(devices, self._numbered(value.devices))
+            needs.host_values[value.input] = there * value.shard_bytes
+        return needs
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
         """A host has reported the temporaries of a program's computations."""
@@ -503,7 +504,9 @@ class DeviceMemory:
         return self.buffers.get(arg) if isinstance(arg, int) else None
 
     def peaks_of(self, needs: Needs, args: Sequence[int | bytes]) -> Bytes:
-        """Return the program's peak, plus donated buffers that stay because another array has them."""
+        """Return the program's peak, plus donated buffers that stay because another array has them, plus host
+        values that are donated or returned.
+        """
         peaks = needs.peaks
         for index in needs.memory.donated:
             buffer = self.buffer_of(args[index])
@@ -511,6 +514,9 @@ class DeviceMemory:
                 # Hosts donate a copy.
                 shared = np.isin(needs.devices, buffer.on.devices)
                 peaks = peaks + shared * buffer.shard_bytes
+        for index, more in needs.host_values.items():
+            if not isinstance(args[index], int):
+                peaks = peaks + more
         return peaks
 
     @property

@@ -114,11 +114,19 @@ class Needs:
     slice."""
     slices: tuple[Needs, ...] = ()
     """Part of a run on each of its slices that have a bound."""
+    host_values: dict[int, Bytes] = field(default_factory=dict)
+    """Bytes that a run needs more on each device if an input is a small host value, by input."""
     temporary_bytes: tuple[int, ...] = ()
     temporaries: Bytes | None = None
     """Bytes that the temporaries of the program add on each device; None if there are none."""
     runs: int = 0
     """Number of runs of the program that hold a reservation."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes that a run with any arguments needs on a device, at most."""
+        needs = (sum(part.host_values.values(), part.peaks) for part in self.parts)
+        return max(int(bytes_.max(initial=0)) for bytes_ in needs)
 
     @property
     def parts(self) -> tuple[Needs, ...]:

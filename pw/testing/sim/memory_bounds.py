@@ -9,7 +9,7 @@ asked, too: what they hold for arrays of a tenant, or on a slice, is counted for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 from typing import Any
@@ -46,12 +46,14 @@ class MemoryBoundsMonitor:
         """Bytes on a device that the scheduler of each island was told, for each tenant and slice."""
         self._watched: dict[str, Any] = {}
         """Memory of each island that is watched."""
-        self._is_back = False
-        """True while an array is placed that recovery brings back: it counts whatever its tenant may have."""
+        self._placing: msg.ArrayPlaced | None = None
+        """Message of the array that is placed now."""
+        self._over: set[int] = set()
+        """Slices that have more than they may have, because of such an array or a refused upload."""
         if world.profile.quotas or world.profile.slice_memory:
             world.watch_handled(msg.AddClient, self._hear)
             world.watch_handled(msg.BoundMemory, self._hear_of_slice)
-            world.watch_handled(msg.ArrayPlaced, self._placing)
+            world.watch_handled(msg.ArrayPlaced, self._hear_of_array)
 
     def watch(self, island: str) -> None:
         """Watch the memory of an island from now on."""
@@ -62,53 +64,55 @@ class MemoryBoundsMonitor:
         if is_watched or not (profile.quotas or profile.slice_memory):
             return
         self._watched[island] = memory
-        reserve, place = memory.reserve, memory.place
+        reserve, end, place = memory.reserve, memory.end, memory.place
         set_aside, move = memory.set_aside, memory.move
         waiting: set[int] = set()  # uploads that wait for room, or are refused
         check = partial(self._check, island, memory, waiting)
 
         def reserved(program: int, args: Any, results: Any) -> Any:
             claim = reserve(program, args, results)
-            for part in () if claim is None or claim.needs is None else claim.parts:
-                adds = np.asarray(part.peaks) > 0
-                check(part.totals, part.devices[adds], "a run")
+            if claim is not None and claim.needs is not None:
+                adds = np.asarray(claim.peaks) > 0
+                check(client_of(program), claim.devices[adds], "a run")
             return claim
+
+        def ended(claim: Any) -> None:
+            end(claim)
+            self._check_slices(island, memory, waiting, "results of a run")
 
         def placed(
             array: int, devices: Any, shard_bytes: int, totals: Any = None, *, off: bool = False
         ) -> Any:
-            buffer = place(array, devices, shard_bytes, totals, off=off)
+            buffer, message = place(array, devices, shard_bytes, totals, off=off), self._placing
+            assert message is not None
             if off:
                 return buffer
-            slice_ = self._slice_of(array)
-            if buffer.on.totals != memory.totals.of(client_of(array), slice_):
+            if buffer.on.totals != memory.totals.of(client_of(array), message.slice):
                 waiting.add(array)
-            elif not self._is_back:
-                check(buffer.on.totals, buffer.on.devices, "an upload")
+            elif message.is_back:
+                self._over.add(message.slice)
+            else:
+                check(client_of(array), buffer.on.devices, "an upload")
             return buffer
 
         def moved(buffer: Any, totals: Any) -> None:
             move(buffer, totals)
             arrays = [one for one, other in memory.buffers.items() if other is buffer]
             if not scheduler.admission.pending.are_read(arrays):
-                return  # it is refused, and counts until its hosts have dropped it
+                # It is refused, and counts until its hosts have dropped it.
+                self._over.update(total.slice for total in totals)
+                return
             self._world.checked["uploads that waited"] += 1
             waiting.difference_update(arrays)
-            check(buffer.on.totals, buffer.on.devices, "an upload that has waited")
+            check(client_of(arrays[0]), buffer.on.devices, "an upload that has waited")
 
         def aside(room: Any, size_bytes: int) -> None:
             set_aside(room, size_bytes)
-            for part in room.parts if size_bytes > 0 else ():
-                check(part.totals, part.devices, "a lease")
+            if size_bytes > 0:
+                check(room.client, room.devices, "a lease")
 
-        memory.reserve, memory.place = reserved, placed
+        memory.reserve, memory.end, memory.place = reserved, ended, placed
         memory.move, memory.set_aside = moved, aside
-
-    def _slice_of(self, array: int) -> int:
-        """Return the slice on which the controller has an array."""
-        client = self._cluster.controller.sessions.owner(array)
-        entry = None if client is None else client.arrays.find(array)
-        return 0 if entry is None else int(entry.spec.placement.slice)
 
     def _hear(self, sender: Address, to: Address, message: msg.AddClient) -> Callable[[], None]:
         island = to.actor.partition("/")[2]
@@ -130,34 +134,55 @@ class MemoryBoundsMonitor:
 
         return note
 
-    def _placing(self, sender: Address, to: Address, message: msg.ArrayPlaced) -> None:
-        self._is_back = message.is_back
+    def _hear_of_array(self, sender: Address, to: Address, message: msg.ArrayPlaced) -> None:
+        self._placing = message
 
     # --- checks ----------------------------------------------------------------------------------
 
     def _check(
-        self, island: str, memory: Any, waiting: Set[int], totals: Iterable[Any], on: Any, what: str
+        self, island: str, memory: Any, waiting: Set[int], client: int, devices: Any, what: str
     ) -> None:
-        """Compare what tenants and slices have with their bounds, on the devices on which there is more now."""
+        """Compare what a client's tenant has with its bound, on the devices on which it has more now."""
+        self._check_slices(island, memory, waiting, what)
+        if not self._world.profile.quotas:
+            return
+        tenant = self._tenants[client]
+        bound_bytes = self._bounds[island, tenant]
+        self._world.checked["tenants' memory"] += 1
         memory.settle()
-        for total in totals:
-            whose = total.slice or total.tenant
-            if not whose:
+        total = memory.totals.by_tenant[tenant]
+        most_bytes = int(total.used[devices].max(initial=0))
+        if bound_bytes is not None and most_bytes > bound_bytes:
+            words = f"{most_bytes} bytes on a device of {island}, with {what}"
+            raise Violation("quotas", f"{tenant} has {words}, and may have {bound_bytes}")
+        for device, size_bytes in self._held(island, memory, waiting, tenant).items():
+            if size_bytes > memory.used_of(total, (device,)):
+                words = f"{device} has {size_bytes} bytes of {tenant}, and fewer are counted"
+                raise Violation("quotas", words)
+
+    def _check_slices(self, island: str, memory: Any, waiting: Set[int], what: str) -> None:
+        """Compare what lies on each slice with its bound."""
+        memory.settle()
+        for slice_ in memory.totals.by_slice:
+            if self._bounds.get((island, slice_)) is None:
+                raise Violation("bounds", f"slice {slice_:x} has a bound, and was given back")
+        for (where, slice_), bound_bytes in self._bounds.items():
+            if where != island or not isinstance(slice_, int) or bound_bytes is None:
                 continue
-            kind, monitor = ("slices", "bounds") if total.slice else ("tenants", "quotas")
-            name = f"slice {whose:x}" if total.slice else whose
-            bound_bytes = self._bounds[island, whose]
-            self._world.checked[f"{kind}' memory"] += 1
-            most_bytes = int(total.used[on].max(initial=0))
-            if bound_bytes is not None and most_bytes > bound_bytes:
+            self._world.checked["slices' memory"] += 1
+            total = memory.totals.by_slice.get(slice_)
+            most_bytes = 0 if total is None else int(total.used.max(initial=0))
+            if most_bytes <= bound_bytes:
+                self._over.discard(slice_)
+            elif slice_ not in self._over:
                 words = f"{most_bytes} bytes on a device of {island}, with {what}"
-                raise Violation(monitor, f"{name} has {words}, and may have {bound_bytes}")
-            if total.slice and bound_bytes is None:
-                continue  # it has been given back
-            for device, size_bytes in self._held(island, memory, waiting, whose).items():
-                if size_bytes > memory.used_of(total, (device,)):
-                    words = f"{device} has {size_bytes} bytes of {name}, and fewer are counted"
-                    raise Violation(monitor, words)
+                raise Violation(
+                    "bounds", f"slice {slice_:x} has {words}, and may have {bound_bytes}"
+                )
+            for device, size_bytes in self._held(island, memory, waiting, slice_).items():
+                if total is None or size_bytes > memory.used_of(total, (device,)):
+                    words = f"{device} has {size_bytes} bytes of slice {slice_:x}, and fewer count"
+                    raise Violation("bounds", words)
 
     def _held(
         self, island: str, memory: Any, waiting: Set[int], whose: str | int
