@@ -17,12 +17,13 @@ from pw.core.ids import CONTROL, client_id, executor_of
 from pw.core.messages.checks import objection
 from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.peak import IslandMemory
-from pw.core.programs.program import Node, Output, Program, ValueRef
+from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.sharding import Binding
 from pw.sched.island.admission import PATIENCE
 from pw.sched.island.lent_memory import LentMemory
+from pw.sched.island.memory import DeviceMemory
 from pw.testing.in_process import InProcessCluster
-from tests.sched.test_memory import DEVICE, MemoryBench, needs
+from tests.sched.test_memory import DEVICE, MemoryBench, donating, needs
 from tests.sched.test_residency import TierBench
 from tests.sched.test_shapes import Shapes, refused
 from tests.stages.actors import World
@@ -43,7 +44,7 @@ def test_what_a_run_takes_on_a_slice_is_that_of_its_values_there() -> None:
     (memory,) = lower_with_memory(program, bindings, None, ("a",), (2,))[1]
     assert [part.slice for part in memory.slices] == [2]
     (part,) = memory.slices
-    assert (part.inputs, part.donated, part.outputs) == ((), (), ())
+    assert (part.inputs, part.donated, len(part.outputs)) == ((), (), 1)
     assert memory.outputs[0].slice == 2
     assert max(part.peaks()) == 2 * here.shard_bytes, "the value of stage 1, and that of stage 2"
     assert max(part.peaks((0, 0, 100))) == 2 * here.shard_bytes + 100
@@ -57,9 +58,27 @@ def test_an_island_that_counts_nothing_counts_slices_with_a_bound() -> None:
     (memory,) = lower_with_memory(program, bindings, None, (), (1,))[1]
     assert (memory.inputs, memory.outputs) == ((0,), ())
     assert memory.peaks() == memory.slices[0].peaks()
-    copied = Program("p", (), (), (split(1, 1),), (Output(ValueRef(-1, 0), split(1, 1)),))
-    assert not copied.nodes
-    assert isinstance(program.nodes[0], Node)
+
+
+def test_a_host_value_that_is_donated_or_returned_counts_for_its_run() -> None:
+    """No buffer has counted it before."""
+    bindings = {1: Binding.of(1, "a", (DEVICE,))}
+    spec = split(1, 1)
+    donates = donating(msgspec.structs.replace(chain([spec]), donated=(0,)))
+    returns = Program("p", (), (), (spec,), (Output(ValueRef(-1, 0), spec),))
+    for body in (donates, returns):
+        memory = DeviceMemory("i", 100)
+        (needs_of_it,) = lower_with_memory(body, bindings, None, ("a",), (1,))[1]
+        memory.bound_slice(1, 100)
+        memory.install(1, "p", needs_of_it)
+        claim = memory.reserve(1, (bytes(spec.shard_bytes),), (9,))
+        assert claim is not None
+        assert [int(total.used.max()) for total in memory.totals] == [spec.shard_bytes] * 2
+        assert memory.reserve(1, (bytes(spec.shard_bytes),), (10,)) is None
+        memory.end(claim)
+        memory.settle()
+        assert [int(total.used.max()) for total in memory.totals] == [spec.shard_bytes] * 2
+        assert memory.programs[1].largest_bytes == spec.shard_bytes
 
 
 # --- one scheduler -----------------------------------------------------------------------------------

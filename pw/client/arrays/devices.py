@@ -14,6 +14,7 @@ import numpy as np
 from pw.client.arrays import device_in_jax
 from pw.client.arrays.device_in_jax import NoClient, VirtualMemory, memories_of
 from pw.client.arrays.operator_cache import Recent
+from pw.client.arrays.slice_arguments import host_names, shape_of, size_of
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
@@ -22,7 +23,7 @@ from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
 from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
-from pw.core.sizes import parse_size, size_in_words
+from pw.core.sizes import size_in_words
 
 
 class _DeviceGroup:
@@ -345,7 +346,7 @@ class VirtualDeviceSet:
             ValueError: the devices do not divide over the islands or hosts, or are more or fewer than those of
                 `topology`.
         """
-        shape = None if topology is None else _shape_of(topology)
+        shape = None if topology is None else shape_of(topology)
         if (devices is not None and tpu_devices is not None) or (devices, tpu_devices, shape) == (
             None,
         ) * 3:
@@ -367,7 +368,7 @@ class VirtualDeviceSet:
                 raise ArgumentError(
                     f"add_slice takes {what}= as a name, as pw status shows it; not {value!r}"
                 )
-        size_bytes = None if memory is None else _size_of(memory)
+        size_bytes = None if memory is None else size_of(memory)
         how: Any = {"exclusive": exclusive, "memory": size_bytes}
         if shape is not None and math.prod(shape) != count:
             raise ValueError(
@@ -435,41 +436,6 @@ class VirtualDeviceSet:
     def _repr_html_(self) -> str:
         rows = tuple((s.island, s.size, s.platform, s.kind or "") for s in self._slices)
         return html("", [Table("Slices", ("island", "devices", "platform", "kind"), rows)])
-
-
-def _shape_of(topology: Any) -> tuple[int, ...]:
-    """Return a shape that a user gives. Raises ValueError."""
-    try:
-        shape = tuple(map(index, topology))
-    except TypeError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ValueError(
-            f"topology= takes the number of devices along each axis, such as (2, 4); not {topology!r}"
-        )
-    return shape
-
-
-def _size_of(memory: Any) -> int:
-    """Return the bytes of a device that a user gives. Raises ArgumentError."""
-    try:
-        if isinstance(memory, bool):
-            raise ValueError
-        return parse_size(memory if isinstance(memory, str) else str(index(memory)))
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f'memory= takes bytes of each device, as a number or as a text such as "24GiB"; not {memory!r}'
-        ) from None
-
-
-def host_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
-    """Return names of hosts that a user gives. Raises ValueError."""
-    named = (hosts,) if isinstance(hosts, str) else tuple(hosts)
-    if not named or not all(isinstance(one, str) and one for one in named):
-        raise ValueError(f"hosts= takes names of hosts, as pw status shows them; not {hosts!r}")
-    if len(set(named)) < len(named):
-        raise ValueError(f"hosts= names a host twice: {', '.join(named)}")
-    return named
 
 
 def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:

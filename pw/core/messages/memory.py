@@ -106,7 +106,7 @@ class OwnerMemory(msgspec.Struct, frozen=True, array_like=True):
 class SliceMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory on a device of one slice that has a bound (`add_slice(memory=)`)."""
 
-    client: int
+    client: ClientNumber
     """Number of the client that has the slice."""
     slice: int
     """Number of the slice among those of the client: the `slice_index` of its devices."""

@@ -120,12 +120,12 @@ def island_memory(
         counts_all = limited is None or island in limited
         if not counts_all and not apart:
             continue
-        whole = _Walk(slots, island, executes, own if counts_all else apart, apart).memory()
+        memory = _Walk(slots, island, executes, own if counts_all else apart, apart).memory()
         parts = [(number, _Walk(slots, island, executes, (number,)).memory()) for number in apart]
         slices = tuple(
             msgspec.structs.replace(part, slice=number) for number, part in parts if part.groups
         )
-        memories.append(msgspec.structs.replace(whole, slices=slices))
+        memories.append(msgspec.structs.replace(memory, slices=slices))
     return tuple(memories)
 
 
@@ -213,7 +213,7 @@ class _Walk:
                 position += 1
         inputs = [n for n, spec in enumerate(program.inputs) if self._counts(spec)]
         donated = frozenset(program.donated)
-        made_here = donated.union(self._schedule.output_slots)
+        returned_or_donated = donated.union(self._schedule.output_slots)
         return IslandMemory(
             self._island,
             self.groups,
@@ -225,7 +225,7 @@ class _Walk:
             host_values=tuple(
                 HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)
                 for number in inputs
-                if number in made_here and (spec := program.inputs[number]).device_bytes
+                if number in returned_or_donated and (spec := program.inputs[number]).device_bytes
             ),
         )
 

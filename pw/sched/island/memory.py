@@ -2,12 +2,7 @@
 
 Two things take memory: buffers of live arrays, and reservations of admitted runs. A run that is
 admitted reserves its peak on every device (`pw.core.programs.peak`). When it ends, its results are counted as
-buffers instead. A buffer is counted while an array has it (several may: a program can return its
-argument, or one value twice) or a run in flight reads it. A delete or a donation takes the array away
-at once; the bytes are free when no run in flight can touch them any more.
-
-A view takes no memory: it names shards of other arrays. The first view of a buffer divides it into a buffer
-for each device, so that each shard is free when the last array that names it is gone.
+buffers instead (`device_buffers`).
 
 Temporaries are reserved once for all runs in flight, as much as the run that needs most: a device
 computes one thing after the other, and reuses the temporaries. So a program with large temporaries is
@@ -17,19 +12,15 @@ and what its temporaries add to that.
 So a launch can always allocate: an admission never takes buffers and reservations of a device beyond
 its capacity. Uploads are not admitted; they only reduce the free memory.
 
-Buffers on the same devices are added up in one number until a total is needed. So an array costs an
-addition, and a run a few vector operations over the devices of its program.
-
-Where tenants are counted, what a client takes is in the total of its tenant, too; what lies on a slice that has
-a bound is in the total of the slice (`memory_totals`). A buffer counts for the tenant whose client has made it,
-and for the slice on which that was, whatever names it later. So runs never take a tenant or a slice beyond what
-it may have on a device. An upload that would do so is counted for the island alone until it fits
+A run costs a few vector operations over the devices of its program, for each total that counts it: those of the
+island, of its tenant, and of its slices with a bound (`memory_totals`). So runs never take a tenant or a slice
+beyond what it may have on a device. An upload that would do so is counted for the island alone until it fits
 (`pending_uploads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -37,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pw.core.ids import client_of
-from pw.core.programs.peak import IslandMemory, OutputMemory
+from pw.core.programs.peak import IslandMemory
 from pw.core.sharding import DeviceAddress
-from pw.sched.island.buffers import Buffer, Tier
-from pw.sched.island.memory_tiers import MemoryTiers, Returns
-from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total, Totals
+from pw.sched.island.buffers import Buffer
+from pw.sched.island.device_buffers import DeviceBuffers
+from pw.sched.island.memory_tiers import Returns
+from pw.sched.island.memory_totals import Bytes, DeviceSet, Needs, TenantBounds, Total
 
 UNBOUNDED_BYTES = 1 << 62
 """Free bytes of devices that nothing bounds."""
@@ -71,7 +63,7 @@ class Claim:
         return (*self.slices, self)
 
 
-class DeviceMemory:
+class DeviceMemory(DeviceBuffers):
     """Counts the buffers and reservations on each device of an island."""
 
     def __init__(
@@ -81,47 +73,14 @@ class DeviceMemory:
         tenants: TenantBounds | None = None,
         spill_bytes: int = 0,
     ) -> None:
-        self.island = island
-        self.totals = Totals(capacity_bytes, tenants or TenantBounds())
-        self.total = self.totals.island
-        """Bytes of all clients; its bound is the memory of a device."""
-        self._numbers: dict[DeviceAddress, int] = {}
-        self._device_sets: dict[tuple[Total, ...], dict[tuple[DeviceAddress, ...], DeviceSet]] = {}
-        """Sets of devices that buffers are on, by the totals that count them there."""
-        self._unsettled: set[DeviceSet] = set()
-        self.buffers: dict[int, Buffer] = {}
+        super().__init__(island, capacity_bytes, tenants, spill_bytes)
         self.programs: dict[int, Needs] = {}
         self.reserved: set[Claim] = set()
         """Reservations of runs."""
         self.aside: set[Claim] = set()
         """Reservations that are set aside for launches that clients may send."""
-        self.frees = 0
-        """Count that goes up whenever memory may have become free."""
-        self.arriving: set[int] = set()
-        """Arrays whose uploads have not ended."""
-        self.tiers = MemoryTiers(self, spill_bytes)
         self.runs = 0
         """Number of runs that have been admitted or launched."""
-
-    # --- tenants and slices --------------------------------------------------------------------------
-
-    def bound(self, tenant: str, bound_bytes: int | None) -> None:
-        """Change what a tenant may have on each device."""
-        self.frees += self.totals.bound_tenant(tenant, bound_bytes)
-
-    def bound_slice(self, slice: int, bound_bytes: int) -> None:
-        """Change what a slice may have on each device; 0 if that does not count any more."""
-        total = self.totals.by_slice.get(slice)
-        self.totals.bound_slice(slice, bound_bytes)
-        if not bound_bytes:
-            for totals in [totals for totals in self._device_sets if total in totals]:
-                del self._device_sets[totals]
-        self.frees += 1
-
-    def has_claims(self, total: Total) -> bool:
-        """Whether runs that a total counts, or may come under a lease, hold a reservation."""
-        claims = (*self.reserved, *self.aside)
-        return any(total in part.totals for claim in claims for part in claim.parts)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -172,134 +131,11 @@ class DeviceMemory:
         """Forget a program; its runs in flight keep their reservations."""
         self.programs.pop(program, None)
 
-    # --- arrays --------------------------------------------------------------------------------------
-
-    def place(
-        self,
-        array: int,
-        devices: tuple[DeviceAddress, ...],
-        shard_bytes: int,
-        totals: tuple[Total, ...] | None = None,
-        *,
-        off: bool = False,
-    ) -> Buffer:
-        """Count an array that is uploaded, before it has arrived: in its client's totals, or in others.
-
-        With `off` it stays in host memory until a run reads it, and counts there.
-        """
-        totals = totals or self.totals.of(client_of(array))
-        buffer = Buffer(self.device_set(devices, totals), shard_bytes)
-        self._name(array, buffer)
-        if off:
-            self.tiers.keep_off(buffer)
-        else:
-            self.count(buffer)
-        self.arriving.add(array)
-        return buffer
-
-    def move(self, buffer: Buffer, totals: tuple[Total, ...]) -> None:
-        """Count a buffer in other totals."""
-        for part in {buffer, *buffer.parts()}:
-            is_counted = part.is_counted
-            if is_counted:
-                self.uncount(part)
-            part.on = self.device_set(part.on.addresses, totals)
-            if is_counted:
-                self.count(part)
-
-    def used_of(self, total: Total, devices: tuple[DeviceAddress, ...]) -> int:
-        """Return the bytes of a total on that of some devices which has most."""
-        numbers = self._numbered(devices)
-        self.settle()
-        return int(total.used[numbers].max(initial=0))
-
-    def arrived(self, array: int) -> None:
-        """The upload of an array has ended."""
-        self.arriving.discard(array)
-        self.frees += 1  # it may leave the devices now
-
-    def release(self, array: int) -> None:
-        """Remove an array; its bytes are free when no run in flight reads them."""
-        self.arriving.discard(array)
-        buffer = self.buffers.pop(array, None)
-        if buffer is not None:
-            buffer.names -= 1
-            self._let_go(buffer)
-
     def forget(self, client: int) -> None:
-        """Remove all arrays and programs of a client."""
-        for array in [array for array in self.buffers if client_of(array) == client]:
-            self.release(array)
+        """Remove all arrays, programs and slices of a client."""
+        super().forget(client)
         for program in [program for program in self.programs if client_of(program) == client]:
             del self.programs[program]
-        for slice in [slice for slice in self.totals.by_slice if client_of(slice) == client]:
-            self.bound_slice(slice, 0)
-
-    def _name(self, array: int, buffer: Buffer) -> None:
-        buffer.names += 1
-        self.release(array)
-        self.buffers[array] = buffer
-
-    def count(self, buffer: Buffer) -> None:
-        """Count a buffer on its devices."""
-        buffer.is_counted = True
-        buffer.on.unsettled_bytes += buffer.shard_bytes
-        self._unsettled.add(buffer.on)
-
-    def _let_go(self, buffer: Buffer) -> None:
-        if buffer.is_needed:
-            return
-        if buffer.shards is not None:
-            for shard in buffer.shards.values():
-                shard.names -= 1
-                self._let_go(shard)
-        elif buffer.tier is Tier.HOST:
-            self.tiers.forget(buffer)
-            self.frees += 1  # others may leave the devices now
-        elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
-            self.uncount(buffer)
-            self.frees += 1
-
-    def uncount(self, buffer: Buffer) -> None:
-        """Count it there no more."""
-        buffer.is_counted = False
-        buffer.on.unsettled_bytes -= buffer.shard_bytes
-        self._unsettled.add(buffer.on)
-
-    # --- views ---------------------------------------------------------------------------------------
-
-    def _view(
-        self, output: OutputMemory, on: DeviceSet, arguments: Mapping[int, Buffer | None]
-    ) -> Buffer:
-        """Return the buffer of a view, which names shards of the arguments."""
-        view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
-        assert view.shards is not None
-        for device, source in zip(output.devices, output.shards, strict=True):
-            buffer = arguments.get(source)
-            if buffer is None:
-                shard = Buffer(self.device_set((device,), on.totals), output.shard_bytes)
-                if source in arguments:  # a small host value, which hosts make for this run
-                    self.count(shard)
-            else:
-                shard = self._divided(buffer)[device]
-            shard.names += 1
-            view.shards[device] = shard
-        return view
-
-    def _divided(self, buffer: Buffer) -> dict[DeviceAddress, Buffer]:
-        """Return the buffer on each device."""
-        if buffer.shards is None:
-            buffer.shards = {
-                device: Buffer(
-                    self.device_set((device,), buffer.on.totals), buffer.shard_bytes, names=1
-                )
-                for device in buffer.on.addresses
-            }
-            if buffer.is_counted:
-                self.uncount(buffer)
-                for shard in buffer.shards.values():
-                    self.count(shard)
-        return buffer.shards
 
     # --- runs ----------------------------------------------------------------------------------------
 
@@ -439,15 +275,15 @@ class DeviceMemory:
 
     def room(self, client: int, needs: Iterable[Needs]) -> Claim:
         """Return what `set_aside` makes larger, for launches of a client that need these devices."""
-        whole: dict[DeviceAddress, None] = {}
+        everywhere: dict[DeviceAddress, None] = {}
         slices: dict[tuple[Total, ...], dict[DeviceAddress, None]] = {}
         for one in needs:
             for part in one.parts:
-                devices = whole if part is one else slices.setdefault(part.totals, {})
+                devices = everywhere if part is one else slices.setdefault(part.totals, {})
                 devices.update(dict.fromkeys(chain.from_iterable(part.memory.groups)))
         parts = [
             Claim(client, on.devices, 0, on.totals, on)
-            for totals, devices in (*slices.items(), (self.totals.of(client), whole))
+            for totals, devices in (*slices.items(), (self.totals.of(client), everywhere))
             for on in (self.device_set(tuple(devices), totals),)
         ]
         parts[-1].slices = tuple(parts[:-1])
@@ -499,10 +335,6 @@ class DeviceMemory:
 
     # --- what a run needs ----------------------------------------------------------------------------
 
-    def buffer_of(self, arg: int | bytes) -> Buffer | None:
-        """Return the buffer of an argument; None of a small value, or of an array that is not counted."""
-        return self.buffers.get(arg) if isinstance(arg, int) else None
-
     def peaks_of(self, needs: Needs, args: Sequence[int | bytes]) -> Bytes:
         """Return the program's peak, plus donated buffers that stay because another array has them, plus host
         values that are donated or returned.
@@ -524,46 +356,7 @@ class DeviceMemory:
         """Number of runs that hold a reservation."""
         return len(self.reserved)
 
-    # --- devices -------------------------------------------------------------------------------------
-
-    @property
-    def devices(self) -> tuple[DeviceAddress, ...]:
-        """Devices on which anything was counted, in the order of their numbers."""
-        return tuple(self._numbers)
-
-    def used_bytes(self, device: DeviceAddress) -> int:
-        """Return the bytes of buffers and reservations on a device."""
-        number = self._numbers.get(device)
-        return 0 if number is None else int(self.settled()[number])
-
-    def _numbered(self, devices: Iterable[DeviceAddress]) -> npt.NDArray[np.intp]:
-        numbers = [self._numbers.setdefault(device, len(self._numbers)) for device in devices]
-        if len(self._numbers) > len(self.total.used):
-            self.totals.grow(len(self._numbers))
-        return np.array(numbers, np.intp)
-
-    def device_set(
-        self, devices: tuple[DeviceAddress, ...], totals: tuple[Total, ...]
-    ) -> DeviceSet:
-        """Return the set of these devices for buffers that these totals count."""
-        sets = self._device_sets.setdefault(totals, {})
-        on = sets.get(devices)
-        if on is None:
-            on = sets[devices] = DeviceSet(devices, self._numbered(devices), totals)
-        return on
-
-    def settle(self) -> None:
-        """Add to the totals what buffers have added or removed."""
-        for on in self._unsettled:
-            on.settle()
-        self._unsettled.clear()
-
-    def settled(self) -> Bytes:
-        """Return the bytes of buffers and reservations on each device."""
-        self.settle()
-        return self.total.used
-
-    def device_in_words(self, number: int) -> str:
-        """Return the name of a device for an error."""
-        device = list(self._numbers)[number]
-        return f"device {device.ordinal} of host {device.host} (island {self.island})"
+    def has_claims(self, total: Total) -> bool:
+        """Whether runs that a total counts, or may come under a lease, hold a reservation."""
+        claims = (*self.reserved, *self.aside)
+        return any(total in part.totals for claim in claims for part in claim.parts)

@@ -184,7 +184,7 @@ class TenantBounds:
             del self.bounds_bytes[tenant]
 
 
-class Totals:
+class IslandTotals:
     """The totals of one island, and which of them count what a client takes.
 
     Args:

@@ -227,8 +227,8 @@ class ShapeMonitor:
                 exclusive = {p for one in pieces if one.request.exclusive for p in one.positions}
                 self._world.checked["tables"] += 1
                 promised = self._promised(island, 0)
-                known = {(island.ranks[r], at): n for (r, at), n in island.promised.items() if n}
-                if (+island.bound, island.exclusive, known) != (counted, exclusive, +promised):
+                promises = {(island.ranks[r], at): n for (r, at), n in island.promised.items() if n}
+                if (+island.bound, island.exclusive, promises) != (counted, exclusive, +promised):
                     raise Violation(
                         "shapes", f"slices on the devices of {island.name} are miscounted"
                     )
