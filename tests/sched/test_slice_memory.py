@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from pw.core.programs.lower import lower_with_memory
 from pw.core.programs.peak import IslandMemory
 from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.sharding import Binding
+from pw.processes.daemons import LocalDaemon
 from pw.sched.island.admission import PATIENCE
 from pw.sched.island.lent_memory import LentMemory
 from pw.sched.island.memory import DeviceMemory
@@ -27,7 +30,9 @@ from tests.sched.test_memory import DEVICE, MemoryBench, donating, needs
 from tests.sched.test_residency import TierBench
 from tests.sched.test_shapes import Shapes, refused
 from tests.stages.actors import World
+from tests.stages.daemons import until
 from tests.stages.scripted import chain, join, split
+from tests.stages.scripts import finish, start_client
 
 MIB = 1 << 20
 SLICE, OTHER_SLICE = client_id(1, 900), client_id(2, 900)
@@ -518,6 +523,64 @@ def test_a_bound_survives_a_lost_host() -> None:
         local.hosts[0].kill()
         total = pw.jit(jnp.sum)
         assert [float(np.asarray(total(x))) for x in held] == [at * 4.0 * MIB for at in range(4)]
+        late = [pw.put(np.zeros(4 * MIB, np.float32), sharding=rows) for _ in range(2)]
+        with pytest.raises(pw.OutOfDeviceMemory, match="may have 40"):
+            pw.block_until_ready([total(x) for x in late])
+
+
+EMBEDDED = """
+slices = pw.make_virtual_device_set()
+large = slices.add_slice(devices=4, memory="48MiB")
+small = slices.add_slice(devices=2, memory=4 << 20)
+try:
+    slices.add_slice(devices=4, memory="32MiB")
+except pw.InsufficientDevices as error:
+    print(error)
+mesh = pw.Mesh(small.devices, ("x",))
+rows = pw.NamedSharding(mesh, pw.PartitionSpec("x"))
+array = pw.put(np.ones(1 << 20, np.float32), sharding=rows)  # 2 MiB on each device
+step = pw.jit(lambda x: x + 1, mesh=mesh, donate_argnums=0)
+for _ in range(40):
+    array = step(array)
+print(float(np.asarray(array)[0]), small.memory >> 20)
+try:
+    print(np.asarray(pw.jit(lambda x: jnp.concatenate([x, x, x]), mesh=mesh)(array)).shape)
+except pw.OutOfDeviceMemory as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+def test_a_slice_with_a_bound_in_the_cluster_beside_a_script() -> None:
+    body = "import jax.numpy as jnp\n" + EMBEDDED
+    client = start_client("", body, PW_EMBEDDED_DEVICES="4", PW_EMBEDDED_DEVICE_MEMORY="64MiB")
+    left, result, refusal = finish(client).strip().split("\n")
+    assert (
+        "of the 64.00 MiB of each device of embedded, slices with a bound leave 16.00 MiB on"
+        in left
+    )
+    assert result == "41.0 4"
+    assert "slice" in refusal
+    assert "may have 4.00 MiB on each device" in refusal
+
+
+@pytest.mark.processes
+def test_a_bound_survives_another_controller() -> None:
+    with pw.LocalCluster(1, log_level="warning", devices_per_host=2) as local:
+        slice_ = pw.make_virtual_device_set().add_slice(devices=2, memory="40MiB")
+        rows = pw.NamedSharding(pw.Mesh(slice_.devices, ("x",)), pw.PartitionSpec("x"))
+        held = [pw.put(np.full(4 * MIB, at, np.float32), sharding=rows) for at in range(4)]
+        pw.block_until_ready(held)
+        controller = local._children[0]
+        os.kill(controller.pid, signal.SIGKILL)
+        until(lambda: controller.exit_code() is not None, "the end of the controller")
+        local._children[0] = LocalDaemon(
+            "pw.cli.controller", ["--bind", str(local.address), "--log-level", "warning"]
+        )
+        total = pw.jit(jnp.sum)
+        assert [float(np.asarray(total(x))) for x in held] == [at * 4.0 * MIB for at in range(4)]
+        use = [one for device in pw.memory().devices for one in device.slices]
+        assert [one.bound_bytes for one in use] == [40 * MIB] * 2
         late = [pw.put(np.zeros(4 * MIB, np.float32), sharding=rows) for _ in range(2)]
         with pytest.raises(pw.OutOfDeviceMemory, match="may have 40"):
             pw.block_until_ready([total(x) for x in late])

@@ -179,10 +179,21 @@ class MemoryBoundsMonitor:
                 raise Violation(
                     "bounds", f"slice {slice_:x} has {words}, and may have {bound_bytes}"
                 )
-            for device, size_bytes in self._held(island, memory, waiting, slice_).items():
+            least = self._held(island, memory, waiting, slice_) + self._reserved(memory, slice_)
+            for device, size_bytes in least.items():
                 if total is None or size_bytes > memory.used_of(total, (device,)):
                     words = f"{device} has {size_bytes} bytes of slice {slice_:x}, and fewer count"
                     raise Violation("bounds", words)
+
+    @staticmethod
+    def _reserved(memory: Any, slice_: int) -> Counter[DeviceAddress]:
+        """Return what runs in flight may take on a slice, by their programs, temporaries left out."""
+        sizes: Counter[DeviceAddress] = Counter()
+        for claim in memory.reserved:
+            for part in () if claim.needs is None else claim.needs.memory.slices:
+                for group, peak in zip(part.groups, part.peak_bytes, strict=True):
+                    sizes.update(dict.fromkeys(group if part.slice == slice_ else (), peak))
+        return sizes
 
     def _held(
         self, island: str, memory: Any, waiting: Set[int], whose: str | int

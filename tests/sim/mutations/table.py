@@ -363,31 +363,31 @@ row(
 row(
     "leave-out-the-bounds-of-slices",
     mishear("scheduler", m.BoundMemory, lambda it: replace(it, memory_bytes=it.memory_bytes << 9)),
-    seen("bounds", 0, "bounds"),
+    seen("bounds", 13, "bounds"),
 )
 # The results of runs do not count for their slices.
 row(
     "count-results-for-no-slice",
     mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_results),
-    seen("bounds", 0, "bounds"),
+    seen("bounds", 6, "bounds"),
 )
 # Runs do not count for their slices while they are in flight.
 row(
     "count-runs-for-no-slice",
     mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_runs),
-    seen("bounds", 0, "bounds", "memory"),
+    seen("bounds", 13, "bounds"),
 )
 # What is set aside for a lease does not count for slices.
 row(
     "lend-beside-the-bound-of-slices",
     wrap("memory.room", breakages.count_for_no_slice),
-    seen("bounds", 0, "bounds"),
+    seen("bounds", 13, "bounds"),
 )
 # The bound of a slice is kept when the slice has been given back.
 row(
     "keep-the-bounds-of-slices",
     skip("scheduler", m.BoundMemory, lambda it: not it.memory_bytes),
-    seen("bounds", 0, "census", "bounds"),
+    seen("bounds", 8, "bounds"),
 )
 
 # --- tiers of memory -----------------------------------------------------------------------------
@@ -759,7 +759,7 @@ row(
     wrap(
         "resources.slices.room", lambda room, it, but=None: room(replace(it, memory_bytes=0), but)
     ),
-    seen("shapes", 1, "shapes"),
+    seen("shapes", 11, "shapes"),
 )
 # The memory of a slice that is given back stays promised.
 row(
