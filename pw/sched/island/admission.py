@@ -307,7 +307,7 @@ class Admission(Part):
                 self._blocked.setdefault(reservation.run, reservation)
             return False
         self._blocked.pop(reservation.run, None)
-        if self._blocked or self.pending:
+        if self._blocked or (self.has_bounds and self.pending):
             totals = {total for part in claim.parts for total in part.totals}
             for other in self._blocked.values():
                 other.passed += other.short in totals

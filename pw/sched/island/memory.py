@@ -151,24 +151,42 @@ class DeviceMemory(DeviceBuffers):
             return claim
         self.settle()
         back = self.returns(needs, args)
-        counted, claims = [], []
-        for part in needs.parts:
-            peaks = self.peaks_of(part, args)
-            for total in part.totals:
-                more = total.with_temporaries(part, peaks)
-                used = total.used[part.devices] + more
-                if total.has_no_room(used, more) or (back and back.has_no_room(total, part, more)):
-                    return None
-                counted.append((total, part, used, more - peaks))
-            claims.append(Claim(client, part.devices, peaks, part.totals))
+        counted: list[tuple[Total, Needs, Bytes, Bytes]] = []
+        for part in needs.slices:
+            if not self._has_room(part, self.peaks_of(part, args), back, counted):
+                return None
+        peaks = self.peaks_of(needs, args)
+        if not self._has_room(needs, peaks, back, counted):
+            return None
+        claim = Claim(client, needs.devices, peaks, needs.totals, needs=needs)
+        if needs.slices:
+            claim.slices = tuple(
+                Claim(client, part.devices, self.peaks_of(part, args), part.totals)
+                for part in needs.slices
+            )
         for total, part, used, temporaries in counted:
             total.reserve(part, used, temporaries)
-        for part in needs.parts:
+        needs.runs += 1
+        for part in needs.slices:
             part.runs += 1
-        *slices, claim = claims
-        claim.needs, claim.slices = needs, tuple(slices)
         self._name_all(claim, needs, args, results)
         return claim
+
+    @staticmethod
+    def _has_room(
+        part: Needs,
+        peaks: Bytes,
+        back: Returns | None,
+        counted: list[tuple[Total, Needs, Bytes, Bytes]],
+    ) -> bool:
+        """Whether a part of a run has room in all totals that count it; note what they reserve then."""
+        for total in part.totals:
+            more = total.with_temporaries(part, peaks)
+            used = total.used[part.devices] + more
+            if total.has_no_room(used, more) or (back and back.has_no_room(total, part, more)):
+                return False
+            counted.append((total, part, used, more - peaks))
+        return True
 
     def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Returns | None:
         """Return what a run reads and is in host memory; None if nothing is."""
@@ -260,7 +278,9 @@ class DeviceMemory(DeviceBuffers):
         self.reserved.discard(claim)
         self.frees += 1
         if claim.on is None:
-            for part in claim.parts:
+            for total in claim.totals:
+                total.used[claim.devices] -= claim.peaks
+            for part in claim.slices:
                 for total in part.totals:
                     total.used[part.devices] -= part.peaks
         else:
