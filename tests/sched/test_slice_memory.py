@@ -571,10 +571,11 @@ def test_a_bound_survives_another_controller() -> None:
         rows = pw.NamedSharding(pw.Mesh(slice_.devices, ("x",)), pw.PartitionSpec("x"))
         held = [pw.put(np.full(4 * MIB, at, np.float32), sharding=rows) for at in range(4)]
         pw.block_until_ready(held)
-        controller = local._children[0]
+        daemons = local._children
+        controller = daemons[0]
         os.kill(controller.pid, signal.SIGKILL)
         until(lambda: controller.exit_code() is not None, "the end of the controller")
-        local._children[0] = LocalDaemon(
+        daemons[0] = LocalDaemon(
             "pw.cli.controller", ["--bind", str(local.address), "--log-level", "warning"]
         )
         total = pw.jit(jnp.sum)
