@@ -203,7 +203,7 @@ def test_an_upload_that_is_deleted_or_whose_client_leaves_waits_no_more() -> Non
     bench.release(first)
     bench.tell(msg.RemoveClient(R2))
     bench.end_all()
-    assert not bench.scheduler.admission.are_tenants_short
+    assert not bench.scheduler.admission.are_bounds_short
     assert bench.used == 0
 
 
@@ -244,7 +244,7 @@ def test_a_lease_has_no_more_room_than_its_tenant() -> None:
     for room in rooms.values():
         room.end()
     memory.settle()
-    assert not any(total.used.any() for total in memory.by_tenant.values())
+    assert not any(total.used.any() for total in memory.totals.by_tenant.values())
 
 
 def test_a_shard_counts_for_the_tenant_that_made_it_while_another_one_names_it() -> None:

@@ -88,6 +88,7 @@ class ClusterStatus(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of islands, hosts, clients and runs."""
+        has_bounds = any(island.slice_memory_bytes for island in self.islands)
         islands = [
             (
                 i.name,
@@ -97,6 +98,7 @@ class ClusterStatus(Shown):
                 *_of(i, _COUNTS),
                 _grid(i),
                 _free_blocks(i),
+                *((size_in_words(i.slice_memory_bytes),) * has_bounds),
             )
             for i in self.islands
         ]
@@ -120,7 +122,10 @@ class ClusterStatus(Shown):
         return (
             Table(
                 "Islands",
-                ("island", "state", "platform", "hosts", *_COUNTS, "grid", "free blocks"),
+                (
+                    *("island", "state", "platform", "hosts", *_COUNTS, "grid", "free blocks"),
+                    *(("slices may have",) * has_bounds),
+                ),
                 tuple(islands),
             ),
             Table(

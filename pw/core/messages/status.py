@@ -66,6 +66,8 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Extents of the blocks that the devices without a slice are made of, the largest first."""
     exclusive: int = 0
     """Number of devices of slices that are exclusive."""
+    slice_memory_bytes: int = 0
+    """Bytes that the slices with a bound of memory may have together, on the device where that is most."""
 
     @property
     def devices(self) -> int:

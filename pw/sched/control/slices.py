@@ -197,9 +197,11 @@ class SliceRequests(ControlPart):
                 self._env.send(RESOURCES, msg.ReleaseSlice(number))
                 self._env.send(RESOURCES, msgspec.structs.replace(alone, resumed=True))
                 return
-        self._bindings[number] = Binding.of(
+        binding = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
+        is_owned = number in client.slices.owned  # one that recovery borrows has no bound
+        self._islands.bind(binding, client.slices.requests[number].memory_bytes * is_owned)
         self.sessions.tell(client, message)
         client.slices.hosts[number].update(device.host for device in message.devices)
         times_bound = client.slices.times_bound
@@ -233,7 +235,7 @@ class SliceRequests(ControlPart):
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             client.slices.waits_since_s.pop(message.slice, None)
-            self._bindings.pop(message.slice, None)
+            self._islands.unbind(message.slice)
             self.sessions.tell(client, message)
         return client
 
@@ -283,7 +285,7 @@ class SliceRequests(ControlPart):
         client.slices.times_bound.pop(number, None)
         client.slices.waits_since_s.pop(number, None)
         self.forget_request(client, number)
-        self._bindings.pop(number, None)
+        self._islands.unbind(number)
         self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.sessions.tell(client, msg.ReleaseSlice(number))
 
@@ -296,7 +298,7 @@ class SliceRequests(ControlPart):
     def client_left(self, client: Client) -> None:
         """Give back all slices of a client."""
         for number in client.slices.owned | client.slices.borrowed:
-            self._bindings.pop(number, None)
+            self._islands.unbind(number)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.queue.client_left(client.number, client.tenant)
 
@@ -347,7 +349,7 @@ class SliceRequests(ControlPart):
         gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
         waiting: dict[int, Client] = {}
         for number in gone:
-            del self._bindings[number]
+            self._islands.lose(number)
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
@@ -382,8 +384,10 @@ class SliceRequests(ControlPart):
             client.slices.borrowed.add(number)
             client.slices.unbound[number] = loss
             client.slices.waits_since_s[number] = self._env.now_s()
-            # What is made again may share devices: others may have those of an exclusive slice now.
-            request = msgspec.structs.replace(client.slices.requests[number], exclusive=False)
+            # What is made again may share: others may have the devices of an exclusive slice, or the memory.
+            request = msgspec.structs.replace(
+                client.slices.requests[number], exclusive=False, memory_bytes=0
+            )
             self._env.send(RESOURCES, request)
         self.expect(client, loss, _NOT_BORROWED)
 

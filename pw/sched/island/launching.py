@@ -68,22 +68,21 @@ class Launcher(Part):
             self._lacks_memory = False
             while (task := self._next()) is not None:
                 self._launch(task)
-            is_tenant_short = self.admission.are_tenants_short
-            if not (self._lacks_memory or is_tenant_short) or self.residency.make_room():
+            is_bound_short = self.admission.are_bounds_short
+            if not (self._lacks_memory or is_bound_short) or self.residency.make_room():
                 return
             # A client that is to leave its devices will make room.
             leave = any(queue.held_but is not None for queue in self.queues.busy.values())
             if self._lacks_memory and not leave:
                 self.admission.refuse_if_stuck()
-            if not (is_tenant_short and self.admission.go_on(self._able)):
+            if not (is_bound_short and self.admission.go_on(self._able)):
                 return
 
-    def _able(self) -> set[str]:
-        """Return the tenants with work at the head of a queue that may go some time, and then free memory."""
-        queues = self.queues.busy.values()
+    def _able(self) -> set[int]:
+        """Return the clients with work at the head of a queue that may go some time, and then free memory."""
         return {
-            queue.stake.tenant
-            for queue in queues
+            client
+            for client, queue in self.queues.busy.items()
             if queue.tasks and not queue.holds(queue.tasks[0]) and self._may_go(queue.tasks[0])
         }
 

@@ -92,7 +92,6 @@ class MemoryTiers:
 
     def keep_off(self, buffer: Buffer) -> None:
         """An upload stays in host memory until a run reads it."""
-        self.memory.uncount(buffer)
         self._take(buffer, Tier.HOST)
 
     def forget(self, buffer: Buffer) -> None:

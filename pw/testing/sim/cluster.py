@@ -95,7 +95,7 @@ class SimCluster(Site):
         """Number of islands that each controller waits for at first."""
         self.starts = 0
         """Number of starts of the controller."""
-        if world.profile.device_memory_bytes:
+        if world.profile.device_memory_bytes or world.profile.slice_memory:
             world.ledger.injected["memory is short"] += 1
         self.hosts: list[SimHost] = []
         self.islands: dict[str, list[SimHost]] = {}

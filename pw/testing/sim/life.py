@@ -32,6 +32,7 @@ from pw.core.waits import RECONNECT_S
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.lines import SimWires
+from pw.testing.sim.memory_bounds import random_bound
 from pw.testing.sim.network import LINES
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
@@ -317,6 +318,9 @@ class Life:
         request = AllocateSlice(self._id(), size, None, island, None, hosts=names)
         if self.world.profile.shapes and not names:
             request = self._shaped(request)
+        if share := self.world.profile.slice_memory:
+            random = self.world.streams(f"slice memory/{self.number}")
+            request = random_bound(random, request, share)
 
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:
             if answer is not None:

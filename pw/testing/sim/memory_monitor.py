@@ -32,7 +32,7 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         # A small host value is no array: hosts make it for the view.
         if has_views and all(isinstance(arg, int) for arg in args):
             back = memory.returns(needs, args)  # what it names comes back to the devices
-            back_bytes = 0 if back is None else back.bytes_in(memory.total).sum()
+            back_bytes = 0 if back is None else sum(back.bytes_in(t).sum() for t in memory.totals)
             return watched(reserve, program, args, results, back=back_bytes)
         return reserve(program, args, results)
 
@@ -100,4 +100,4 @@ def _watch_lent(world: World, island: str, memory: Any) -> None:
 def counted_bytes(memory: Any) -> int:
     """Return what a scheduler counts on all devices of its island together, for each total."""
     memory.settle()
-    return sum(int(total.used.sum()) for total in (memory.total, *memory.by_tenant.values()))
+    return sum(int(total.used.sum()) for total in memory.totals)

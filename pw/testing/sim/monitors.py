@@ -35,7 +35,8 @@
 | starvation | a client that has work makes progress (in `many`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
 | run once | a suspension has nothing run again (in `suspending`) |
-| quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
+| quotas | no tenant has more than it may have (in `quotas`, and on devices in `memory_bounds`) |
+| bounds | no slice has more bytes on a device than it may have (in `memory_bounds`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
@@ -66,11 +67,11 @@ from pw.testing.sim.away import AwayMonitor
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
+from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
 from pw.testing.sim.suspending import SuspensionMonitor
-from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
 from pw.testing.sim.world import SimProcess, Violation
@@ -98,7 +99,7 @@ class Monitors:
         AwayMonitor(cluster)
         QuotaMonitor(cluster)
         WaitMonitor(cluster)
-        self._tenant_memory = TenantMemoryMonitor(cluster)
+        self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
@@ -413,7 +414,7 @@ class Monitors:
 
         def formed() -> None:
             watch_memory(self._cluster, to.actor.partition("/")[2])
-            self._tenant_memory.watch(to.actor.partition("/")[2])
+            self._bounds.watch(to.actor.partition("/")[2])
 
         return formed
 

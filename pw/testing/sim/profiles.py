@@ -75,6 +75,8 @@ class SimProfile:
     shapes: float = 0.0
     """Probability, for each slice that a client asks for, that it has a shape or is exclusive. Then hosts have
     coordinates."""
+    slice_memory: float = 0.0
+    """Probability, for each slice that a client asks for, that it has a bound of memory."""
     device_memory_bytes: int = 0
     """Bytes of memory of each device; 0 where nothing limits it."""
     spill_bytes: int = 0
@@ -154,6 +156,7 @@ _NO_FAULTS = (
     "span_s",
     "named_hosts",
     "shapes",
+    "slice_memory",
     "views",
     "handovers",
     "names",
@@ -263,21 +266,40 @@ PROFILES = {
             host_memory=0.2,
             **_TIERS,
         ),
+        SimProfile(
+            "bounds",
+            runs=60,
+            slice_memory=0.8,
+            views=0.1,
+            handovers=0.1,
+            loops=0.2,
+            fed=0.3,
+            quick=0.3,
+            slices_given_back=0.05,
+            client_deaths=1.0,
+            **_TIERS,
+        ),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),
         SimProfile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
         SimProfile("crashes", span_s=20.0, **_CRASHES),
         SimProfile(
-            "slices", span_s=20.0, slices_given_back=0.1, named_hosts=0.3, **(_CRASHES | _RESTARTS)
+            "slices",
+            span_s=20.0,
+            slices_given_back=0.1,
+            named_hosts=0.3,
+            slice_memory=0.3,
+            **(_CRASHES | _RESTARTS),
         ),
         SimProfile(
             "shapes",
             span_s=20.0,
             shapes=0.8,
+            slice_memory=0.4,
             slices_given_back=0.15,
             drains=0.3,
-            **(_CRASHES | {"restarts": 0.3, "spares": 0.7}),
+            **(_CRASHES | {"restarts": 0.3, "spares": 0.7} | _LITTLE_MEMORY),
         ),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3

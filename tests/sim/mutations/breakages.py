@@ -694,6 +694,28 @@ def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> 
     return claim
 
 
+def forget_slices_of_results(install: m.InstallProgram) -> m.InstallProgram:
+    """Return an installation in which results lie on no slice with a bound."""
+    memory = install.memory
+    if memory is None:
+        return install
+    outputs = tuple(replace(output, slice=0) for output in memory.outputs)
+    return replace(install, memory=replace(memory, outputs=outputs))
+
+
+def forget_slices_of_runs(install: m.InstallProgram) -> m.InstallProgram:
+    """Return an installation in which runs take nothing on slices with a bound."""
+    memory = install.memory
+    return install if memory is None else replace(install, memory=replace(memory, slices=()))
+
+
+def count_for_no_slice(room: Callable[..., Any], client: int, needs: Any) -> Any:
+    """Set memory aside for a lease, and not on slices with a bound."""
+    claim = room(client, needs)
+    claim.slices = ()
+    return claim
+
+
 def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
     """End a run, and count its results for the island only."""
     memory: Any = end.__self__  # type: ignore[attr-defined]

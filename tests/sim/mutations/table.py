@@ -357,6 +357,39 @@ row(
     wrap("host.executor.leases.take", breakages.take_beyond_the_room),
     seen("leases-memory", 1, "memory"),
 )
+# --- bounds of slices ----------------------------------------------------------------------------
+
+# Schedulers hear of higher bounds than slices have.
+row(
+    "leave-out-the-bounds-of-slices",
+    mishear("scheduler", m.BoundMemory, lambda it: replace(it, memory_bytes=it.memory_bytes << 9)),
+    seen("bounds", 13, "bounds"),
+)
+# The results of runs do not count for their slices.
+row(
+    "count-results-for-no-slice",
+    mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_results),
+    seen("bounds", 6, "bounds"),
+)
+# Runs do not count for their slices while they are in flight.
+row(
+    "count-runs-for-no-slice",
+    mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_runs),
+    seen("bounds", 13, "bounds"),
+)
+# What is set aside for a lease does not count for slices.
+row(
+    "lend-beside-the-bound-of-slices",
+    wrap("memory.room", breakages.count_for_no_slice),
+    seen("bounds", 13, "bounds"),
+)
+# The bound of a slice is kept when the slice has been given back.
+row(
+    "keep-the-bounds-of-slices",
+    skip("scheduler", m.BoundMemory, lambda it: not it.memory_bytes),
+    seen("bounds", 8, "bounds"),
+)
+
 # --- tiers of memory -----------------------------------------------------------------------------
 
 # A host says that an array has left before its copy is complete.
@@ -720,7 +753,28 @@ row(
     "keep-exclusive-devices",
     wrap(
         "resources.slices.vacate",
-        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(it.positions, False),
+        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(
+            it.positions, replace(it.request, exclusive=False)
+        ),
+    ),
+    seen("shapes", 1, "shapes"),
+)
+# Slices with a bound may have more of a device together than it has.
+row(
+    "promise-memory-twice",
+    wrap(
+        "resources.slices.room", lambda room, it, but=None: room(replace(it, memory_bytes=0), but)
+    ),
+    seen("shapes", 11, "shapes"),
+)
+# The memory of a slice that is given back stays promised.
+row(
+    "keep-promised-memory",
+    wrap(
+        "resources.slices.vacate",
+        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(
+            it.positions, replace(it.request, memory_bytes=0)
+        ),
     ),
     seen("shapes", 1, "shapes"),
 )
@@ -872,7 +926,7 @@ row(
 # The scheduler counts the memory of a shard for its array, and for each view of it.
 row(
     "count-viewed-shards-twice",
-    wrap("memory._view", lambda view, output, on, given: view(output, on, {})),
+    wrap("memory._view", lambda view, output, on, given: view(output, on, dict.fromkeys(given))),
     seen("views-lost", 13, "views"),
 )
 # The scheduler counts the memory of a shard for ever, if a view has named it.
