@@ -107,7 +107,11 @@ class Admission(Part):
         self._reset()
         if message.device_memory_bytes is not None or self.counts_tenants:
             self.memory = DeviceMemory(
-                self.island, message.device_memory_bytes, self._tenants, message.spill_bytes
+                self.island,
+                message.device_memory_bytes,
+                self._tenants,
+                message.spill_bytes,
+                message.spill_files,
             )
 
     @handles(msg.EpochEnded)

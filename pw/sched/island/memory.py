@@ -71,6 +71,7 @@ class DeviceMemory:
         capacity_bytes: int | None,
         tenants: TenantBounds | None = None,
         spill_bytes: int = 0,
+        has_files: bool = False,
     ) -> None:
         self.island = island
         self.total = Total(capacity_bytes)
@@ -91,7 +92,7 @@ class DeviceMemory:
         """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
-        self.tiers = MemoryTiers(self, spill_bytes)
+        self.tiers = MemoryTiers(self, spill_bytes, has_files)
         self.runs = 0
         """Number of runs that have been admitted or launched."""
 
@@ -225,7 +226,7 @@ class DeviceMemory:
             for shard in buffer.shards.values():
                 shard.names -= 1
                 self._let_go(shard)
-        elif buffer.tier is Tier.HOST:
+        elif buffer.tier is not Tier.DEVICE and buffer.tier.may_return:
             self.tiers.forget(buffer)
             self.frees += 1  # others may leave the devices now
         elif buffer.is_counted and buffer.tier is not Tier.LEAVING:
@@ -302,7 +303,7 @@ class DeviceMemory:
         return claim
 
     def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Returns | None:
-        """Return what a run reads and is in host memory; None if nothing is."""
+        """Return what a run reads and is not on the devices; None if all is."""
         if not self.tiers.off:
             return None
         return self.tiers.returns(self.buffer_of(args[index]) for index in needs.memory.inputs)
@@ -311,7 +312,7 @@ class DeviceMemory:
         """Return the total in which a run has no room: that of its tenant, or else that of the island."""
         needs = self.programs[program]
         peaks, back = self.peaks_of(needs, args), self.returns(needs, args)
-        if back is not None and back.is_leaving:
+        if back is not None and back.is_moving:
             return self.total
         for total in needs.totals:
             more = total.with_temporaries(needs, peaks)

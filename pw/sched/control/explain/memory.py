@@ -100,6 +100,7 @@ class MemoryReports(ControlPart):
             self._owners(counted, held, sees),
             () if held is None else tuple(map(self._named, held.largest)),
             None if held is None else held.host_bytes,
+            None if held is None else held.file_bytes,
         )
 
     def _owners(
