@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pw.devices.host.membership import HostProcess
     from pw.devices.host.output import Output
     from pw.devices.host.replica_memory import Replica
+    from pw.devices.host.spill_files import SpillFiles
     from pw.devices.jax.coordination_service import CoordinationServices
     from pw.sched.island.scheduler import IslandScheduler
 
@@ -229,13 +230,15 @@ def add_host(
     output: Output | None = None,
     checkpoint_root: str = "",
     spill_bytes: int = 0,
+    spill_files: SpillFiles | None = None,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
     `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
     `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
-    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices.
+    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices, and `spill_files` are
+    files for those that leave host memory.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -251,6 +254,7 @@ def add_host(
             *(backend, bulk, counters, replicas, aside, keep, output, checkpoint_root),
             lambda: recent.of(node.name),
             spill_bytes,
+            spill_files,
         ),
     )
     if output is not None:

@@ -79,6 +79,14 @@ class HostOptions:
             "by default they stay. It needs devices with a limit: accelerators, or --device-memory.",
         ),
     ] = ""
+    spill_files: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for arrays that leave this host memory when it is full, or when no run has read them "
+            "for minutes; by default they stay. The worker has a folder of its own in there, and removes it.",
+        ),
+    ] = ""
     spare: Annotated[
         bool,
         typer.Option(

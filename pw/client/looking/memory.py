@@ -53,6 +53,7 @@ class ClusterMemory(Shown):
             "reserved": lambda d: size_in_words(d.reserved_bytes),
             "temporaries": lambda d: size_in_words(d.temporary_bytes),
             "in host memory": lambda d: _words(d.host_bytes, "no answer"),
+            "in files": lambda d: _words(d.file_bytes, "no answer"),
             "in use": lambda d: _words(d.in_use_bytes, ""),
             "peak": lambda d: _words(d.peak_bytes, ""),
         }

@@ -211,15 +211,17 @@ SMALL_UPLOAD_BYTES = 1 << 20
 
 
 class Spill(ControllerToExecutor, frozen=True, tag=87):
-    """IslandScheduler to HostExecutor, in launch order: move these arrays from device to host memory."""
+    """IslandScheduler to HostExecutor, in launch order: move these arrays to the next tier of memory."""
 
     epoch: int
     sequence: int
     arrays: tuple[int, ...]
+    to_files: bool = False
+    """True for moves from host memory to files, false for those from devices to host memory."""
 
 
 class Spilled(HostToScheduler, frozen=True, tag=88):
-    """HostExecutor to IslandScheduler: these arrays do not lie on the devices of this host any more."""
+    """HostExecutor to IslandScheduler: these arrays of a `Spill` have left the memory in which they were."""
 
     epoch: int
     arrays: tuple[int, ...]

@@ -83,6 +83,8 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that were in use, at most; None if the allocator does not count them."""
     host_bytes: int = 0
     """Bytes of shards of this device that lie in host memory."""
+    file_bytes: int = 0
+    """Bytes of shards of this device that lie in files of the host."""
 
 
 class HostMeasured(HostToController, frozen=True, tag=184):
@@ -143,6 +145,8 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     have left the device; None if the host did not answer."""
     slices: tuple[SliceMemory, ...] = ()
     """Slices with a bound of memory that the asker may see."""
+    file_bytes: int | None = None
+    """Bytes of the device's shards that lie in files of its host; None if the host did not answer."""
 
 
 class Memory(ControllerToSession, frozen=True, tag=185):

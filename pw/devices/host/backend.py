@@ -80,6 +80,7 @@ class Execute(msgspec.Struct, eq=False):
 class Move:
     """Lay out `source` differently, from devices of this host to devices of this host.
 
+    A source in a file goes to its own devices, before ops that were submitted earlier have run.
     Exactly one piece covers each destination shard on this host. A whole shard that stays on its
     device is aliased.
     """
@@ -132,6 +133,8 @@ class Build:
     """Elements that no part covers are zeros; otherwise the parts cover each element once."""
     padding: Sequence[np.ndarray[Any, Any]] = ()
     """Views of parts that are filled with zeros first."""
+    is_copied: bool = False
+    """True if the parts may not be aliased: their pages belong to a file."""
 
     @property
     def size_bytes(self) -> int:

@@ -255,7 +255,8 @@ class HostExecutor(Actor):
             for array in message.arrays:
                 of_clients[client_of(array)].append(array)
             for client, arrays in of_clients.items():
-                self.interpreter.put(client, Spilling(message.epoch, tuple(arrays), sender))
+                work = Spilling(message.epoch, tuple(arrays), sender, message.to_files)
+                self.interpreter.put(client, work)
 
     @handles(msg.Discard)
     def _discard(self, sender: Address, message: msg.Discard) -> None:

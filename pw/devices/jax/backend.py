@@ -6,6 +6,7 @@
 |---|---|---|
 | `execution.py`, `enqueue.py` | `Execute`, `Move`, `View`, `RunFunction` | `pw-execute`, or the loop |
 | `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
+| `arrays_from_bytes.py` | `Move` from a file | `pw-copy` |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
 | `compile.py` | none: `install` and `forget` | `pw-compile`; `pw-compile-*` wait for other processes |
@@ -173,6 +174,8 @@ class JaxBackend:
                 computing.append(op)
             elif isinstance(op, Build) and self._builds.overtakes(op):
                 self._builds.begin(op)
+            elif isinstance(op, Move) and op.source.is_in_file:
+                self._builds.begin(op.source.payload.build(op))
             elif isinstance(op, Read):
                 op.value.begin_read()  # before any of these ops may donate the value
                 urgent = urgent or op.urgent
@@ -209,6 +212,10 @@ class JaxBackend:
         try:
             if array.is_deleted() or not array.is_ready():
                 return None
+            if value.is_in_file:
+                return [
+                    (box, array.shard(at[0])) for box, at in host_boxes(spec, devices, self._host)
+                ]
             local = self._layouts.of(spec, devices).local
             shards = local_shards(array)
             boxes = [

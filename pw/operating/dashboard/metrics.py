@@ -39,6 +39,8 @@ COUNTERS = {
     "pw_executables_loaded": ("executables_loaded", "Executables that came from a cache."),
     "pw_spilled_bytes": ("bytes_spilled", "Bytes that have left devices for host memory."),
     "pw_returned_bytes": ("bytes_returned", "Bytes that have come back to devices."),
+    "pw_file_written_bytes": ("file_bytes_written", "Bytes that have left host memory for files."),
+    "pw_file_read_bytes": ("file_bytes_read", "Bytes that have come back to devices from files."),
     "pw_timelines_ended": ("timelines_ended", "Timelines whose client has not read them."),
 }
 """Counters of Prometheus, without their ending `_total`, by the counter of `pw.stats()` and its help."""

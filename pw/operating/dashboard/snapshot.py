@@ -26,6 +26,8 @@ class DeviceView(msgspec.Struct, frozen=True):
     limit_bytes: int | None
     host_bytes: int
     """Bytes of its shards that lie in host memory."""
+    file_bytes: int
+    """Bytes of its shards that lie in files of its host."""
     clients: tuple[tuple[str, int], ...]
     """Names of clients, and the bytes that each has there."""
 
@@ -258,6 +260,7 @@ def devices_of(readings: Readings, host: str, count: int) -> tuple[DeviceView, .
                 0 if device is None else device.reserved_bytes + device.temporary_bytes,
                 None if device is None else device.limit_bytes,
                 0 if device is None else device.host_bytes or 0,
+                0 if device is None else device.file_bytes or 0,
                 owners,
             )
         )

@@ -309,6 +309,7 @@ class Epochs(Part):
             platform_of(island.platform).is_host,
             island.device_count,
             min(host.joined.spill_bytes for host in island.hosts.values() if host.joined),
+            all(host.joined.spill_files for host in island.hosts.values() if host.joined),
         )
         self.env.send(CONTROL, formed)
         self.slices.bind_again(island)

@@ -95,7 +95,8 @@ class Admission(Part):
     """True if tenants are counted, or a slice has a bound."""
     _counts_all: bool = field(default=False, init=False)
     """False if devices have no limit, no tenants are counted, and only what lies on slices with a bound is."""
-    _spill_bytes: int = field(default=0, init=False)
+    _spill: tuple[int, bool] = field(default=(0, False), init=False)
+    """Bytes in each host for arrays that leave the devices, and whether hosts have files for more."""
     _tenants: TenantBounds = field(default_factory=TenantBounds, init=False)
     pending: PendingUploads = field(default_factory=PendingUploads, init=False)
     """Uploads that wait for room of their tenants and slices."""
@@ -111,14 +112,14 @@ class Admission(Part):
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._reset()
-        self._spill_bytes = message.spill_bytes
+        self._spill = message.spill_bytes, message.spill_files
         self._counts_all = message.device_memory_bytes is not None or self.counts_tenants
         if self._counts_all:
             self._count(message.device_memory_bytes)
 
     def _count(self, limit_bytes: int | None) -> DeviceMemory:
         """Count memory from now on."""
-        memory = DeviceMemory(self.island, limit_bytes, self._tenants, self._spill_bytes)
+        memory = DeviceMemory(self.island, limit_bytes, self._tenants, *self._spill)
         self.memory = memory
         return memory
 

@@ -38,6 +38,7 @@ class DeviceBuffers:
         capacity_bytes: int | None,
         tenants: TenantBounds | None = None,
         spill_bytes: int = 0,
+        has_files: bool = False,
     ) -> None:
         self.island = island
         self.totals = IslandTotals(capacity_bytes, tenants or TenantBounds())
@@ -52,7 +53,7 @@ class DeviceBuffers:
         """Count that goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
         """Arrays whose uploads have not ended."""
-        self.tiers = MemoryTiers(self, spill_bytes)
+        self.tiers = MemoryTiers(self, spill_bytes, has_files)
 
     # --- tenants and slices --------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class DeviceBuffers:
             for shard in buffer.shards.values():
                 shard.names -= 1
                 self._let_go(shard)
-        elif buffer.tier is Tier.HOST:
+        elif buffer.tier is not Tier.DEVICE and buffer.tier.may_return:
             self.tiers.forget(buffer)
             self.frees += 1  # others may leave the devices now
         elif buffer.is_counted and buffer.tier is not Tier.LEAVING:

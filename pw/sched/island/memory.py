@@ -72,8 +72,9 @@ class DeviceMemory(DeviceBuffers):
         capacity_bytes: int | None,
         tenants: TenantBounds | None = None,
         spill_bytes: int = 0,
+        has_files: bool = False,
     ) -> None:
-        super().__init__(island, capacity_bytes, tenants, spill_bytes)
+        super().__init__(island, capacity_bytes, tenants, spill_bytes, has_files)
         self.programs: dict[int, Needs] = {}
         self.reserved: set[Claim] = set()
         """Reservations of runs."""
@@ -189,7 +190,7 @@ class DeviceMemory(DeviceBuffers):
         return True
 
     def returns(self, needs: Needs, args: Sequence[int | bytes]) -> Returns | None:
-        """Return what a run reads and is in host memory; None if nothing is."""
+        """Return what a run reads and is not on the devices; None if all is."""
         if not self.tiers.off:
             return None
         return self.tiers.returns(self.buffer_of(args[index]) for index in needs.memory.inputs)
@@ -198,7 +199,7 @@ class DeviceMemory(DeviceBuffers):
         """Return the total in which a run has no room: of a slice, of its tenant, or of the island."""
         needs = self.programs[program]
         back = self.returns(needs, args)
-        if back is not None and back.is_leaving:
+        if back is not None and back.is_moving:
             return self.total
         for part in needs.parts:
             peaks = self.peaks_of(part, args)

@@ -163,9 +163,11 @@ def _spill(memory: DeviceMemory, number: int) -> str:
     if not memory.tiers.spill_bytes:
         return "; pw-worker --spill lets arrays leave for host memory by themselves"
     used = size_in_words(memory.tiers.used_bytes[memory.devices[number].host])
+    files = "" if memory.tiers.has_files else "; pw-worker --spill-files lets those go to files"
     return (
         f". {used} of {size_in_words(memory.tiers.spill_bytes)} on its host hold arrays that have left "
-        "(pw-worker --spill), and the others do not make enough room, share their bytes, or find no place there"
+        f"(pw-worker --spill{files}), and the others do not make enough room, share their bytes, or find no "
+        "place there"
     )
 
 

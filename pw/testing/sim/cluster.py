@@ -23,6 +23,7 @@ from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
+from pw.sched.island.residency import IDLE_S
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.accounts import SimAccounts
 from pw.testing.sim.census import held
@@ -59,6 +60,10 @@ class _Services(Actor):
     @handles(StopCoordination)
     def _stop(self, sender: Address, message: StopCoordination) -> None:
         """There is nothing to give back."""
+
+
+IDLE_TIMES_S = (0.2, 2.0, IDLE_S)
+"""Times after which idle arrays go to files, in seconds."""
 
 
 class SimCluster(Site):
@@ -159,6 +164,7 @@ class SimCluster(Site):
                 ),
             )
             schedulers[island].residency.small_bytes = 0
+            schedulers[island].residency.idle_s = self.world.streams("idle").choice(IDLE_TIMES_S)
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])
 

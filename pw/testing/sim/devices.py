@@ -163,6 +163,8 @@ class SimBackend:
         for op in batch:
             if isinstance(op, ops.Build):
                 self._build(op)
+            elif isinstance(op, ops.Move) and op.source.is_in_file:
+                self._move(op)
             elif isinstance(op, ops.Read) or (isinstance(op, ops.Watch) and op.values):
                 asked.append(op)
             else:

@@ -22,6 +22,7 @@
 | start | while the cluster starts, requests for devices are not refused; none waits if its island is ready |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none;
 |  | no run is refused for which arrays could have left the devices (in `memory_monitor`) |
+| files | what counts as in files is there on all hosts, and the rest in host memory (in `memory_monitor`) |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | others go on | what waits for an island that is away needs it (in `away`) |
 | given up | an island is given up when its client's time is over, and not before (in `away`) |

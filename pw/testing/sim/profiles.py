@@ -81,6 +81,8 @@ class SimProfile:
     """Bytes of memory of each device; 0 where nothing limits it."""
     spill_bytes: int = 0
     """Bytes of memory of each host for arrays that leave the devices; some hosts have less."""
+    spill_files: float = 0.0
+    """Probability, for each island, that its hosts have files for arrays that leave their memory."""
     host_memory: float = 0.0
     """Probability that a kind of arrays of a client lies in host memory."""
     broken_programs: bool = True
@@ -155,6 +157,7 @@ class SimProfile:
 _NO_FAULTS = (
     "span_s",
     "named_hosts",
+    "spill_files",
     "shapes",
     "slice_memory",
     "views",
@@ -207,8 +210,12 @@ _DEVICES: dict[str, Any] = {
 _LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
 _LITTLE_MEMORY: dict[str, Any] = {"device_memory_bytes": 256 << 10}
-_TIERS: dict[str, Any] = {"device_memory_bytes": 96 << 10, "spill_bytes": 1 << 24}
-"""Memory for three large arrays on each device, and for all on the hosts."""
+_TIERS: dict[str, Any] = {
+    "device_memory_bytes": 96 << 10,
+    "spill_bytes": 1 << 24,
+    "spill_files": 0.6,
+}
+"""Memory for three large arrays on each device, and for all on most hosts."""
 
 
 def _lossy(name: str, **more: Any) -> SimProfile:

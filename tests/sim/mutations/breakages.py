@@ -28,6 +28,8 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
 from pw.sched.cluster.fitting import is_free
+from pw.sched.island.buffers import Tier
+from pw.sched.island.memory_tiers import Returns
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.shards import Shards
@@ -101,6 +103,26 @@ def say_spilled_and_keep(leave: Callable[..., Any], work: Any) -> Any:
         return leave(work)
     tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
     return []
+
+
+def say_written_at_once(write: Callable[..., None], work: Any) -> None:
+    """Tell the scheduler that arrays are in files before these are written."""
+    tiers = write.__self__  # type: ignore[attr-defined]
+    tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
+    write(work)
+
+
+def write_nothing(write: Callable[..., None], parts: Any, devices: Any, done: Any) -> None:
+    """Write zeros in place of the bytes."""
+    write([(at, box, np.zeros_like(data)) for at, box, data in parts], devices, done)
+
+
+def return_while_written(returns: Callable[..., Any], buffers: Any) -> Any:
+    """Let runs read what hosts are writing to files."""
+    back = returns(buffers)
+    if back is None or any(one.tier is Tier.LEAVING for one in back.buffers):
+        return back
+    return Returns(back.buffers, is_moving=False)
 
 
 def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:

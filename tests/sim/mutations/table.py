@@ -405,7 +405,7 @@ row(
     seen("tiers", 6, "memory"),
 )
 # What a run brings back to the devices is not counted.
-row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 10, "memory"))
+row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 4, "memory"))
 # Nothing is reserved for what a run brings back.
 row("return-without-room", forget("memory.returns", None), seen("tiers", 6, "memory"))
 # A launch reads an array in host memory.
@@ -418,13 +418,33 @@ row(
 row(
     "spill-what-is-in-host-memory",
     wrap("scheduler.residency.candidates", breakages.also_what_is_in_host_memory),
-    seen("tiers", 21, "memory"),
+    seen("tiers", 8, "memory"),
 )
 # No array leaves that a queued run reads.
 row(
     "keep-what-queued-runs-read",
     wrap("scheduler.residency.candidates", breakages.only_unread),
     seen("tiers", 11, "memory"),
+)
+# An array counts as one in a file before the file is complete.
+row(
+    "in-files-before-the-file",
+    wrap("host.store.tiers.write", breakages.say_written_at_once),
+    seen("tiers", 10, "files"),
+)
+# An array is dropped from host memory before its file has its bytes.
+row(
+    "drop-before-the-file",
+    wrap("host.files.write", breakages.write_nothing),
+    seen("tiers", 7, "oracle"),
+)
+# A file outlives its array.
+row("keep-files", forget("host.files.delete"), seen("tiers", 3, "census"))
+# A run is launched while a file is written of what it reads.
+row(
+    "return-while-it-is-written",
+    wrap("memory.tiers.returns", breakages.return_while_written),
+    seen("tiers", 7, "files", "memory"),
 )
 # --- data ----------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class MemoryReports(ControlPart):
             () if held is None else tuple(map(self._named, held.largest)),
             None if held is None else held.host_bytes,
             tuple(self._slices(counted)),
+            None if held is None else held.file_bytes,
         )
 
     def _slices(self, counted: msg.CountedMemory) -> Iterator[msg.SliceMemory]:
