@@ -226,13 +226,15 @@ def add_host(
     output: Output | None = None,
     checkpoint_root: str = "",
     spill_bytes: int = 0,
+    test_devices_s: float = 0.0,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
     `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
     `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
-    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices.
+    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices. An idle host tests its
+    devices every `test_devices_s`; 0 for never.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -248,6 +250,7 @@ def add_host(
             *(backend, bulk, counters, replicas, aside, keep, output, checkpoint_root),
             lambda: recent.of(node.name),
             spill_bytes,
+            test_devices_s,
         ),
     )
     if output is not None:

@@ -19,6 +19,7 @@ from pw.cli.process import (
     command,
     configure_logging,
     size_of,
+    time_of,
 )
 from pw.cli.supervisor import Supervisor
 from pw.core.coordinates import check_coordinates, parse_coordinates, parse_wraps
@@ -65,6 +66,7 @@ def serve(**values: Any) -> None:
             f"there is no folder {options.checkpoint_root} (--checkpoint-root)"
         )
     size_of(options.device_memory), size_of(options.spill)
+    time_of(options.test_devices, "--test-devices")
     size_of(options.compile_memory, "--compile-memory")
     size_of(options.python_memory, "--python-memory")
     if not controller.startswith(("tcp://", "ipc://")):

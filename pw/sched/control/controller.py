@@ -34,6 +34,7 @@ from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.confirmations import Confirmations
+from pw.sched.control.device_health import SickDevices
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
@@ -124,6 +125,7 @@ class Controller(Actor):
             *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
         )
         measured = MemoryReports(sessions, inquiries, island_status)
+        self._sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
@@ -163,7 +165,7 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, disk, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups, waits, self.accounts, suspensions),
+            *(confirmations, names, lookups, waits, self.accounts, suspensions, self._sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -352,8 +354,8 @@ class Controller(Actor):
                 message.request,
                 *self._versions,
                 self._policy,
-                islands,
-                self._waiting_hosts(),
+                self._sick.in_islands(islands),
+                self._sick.of(self._waiting_hosts()),
                 tuple(
                     msg.ClientInfo(
                         client.number,

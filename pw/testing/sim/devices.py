@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
-from pw.core.messages import Detail, ThreadReport
+from pw.core.messages import Detail, DeviceTest, Outcome, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
