@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from pw.client.functions.pmap import pmap
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
-    from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.device_tests import test_devices
+    from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
     from pw.client.looking.names import names
     from pw.client.looking.plan import plan

@@ -58,8 +58,8 @@ def up(
     Exit codes: 0 if all daemons run and all hosts are there; 1, with a line for each machine or host that is
     not.
     """
-    from pw.operating.deploy.credentials import Keys
     from pw.operating.deploy import daemons
+    from pw.operating.deploy.credentials import Keys
     from pw.operating.deploy.ssh import Cluster
     from pw.transport.access.security import use_tcp
 
@@ -182,8 +182,8 @@ def doctor(
         bool,
         typer.Option(
             "--devices",
-            help="Test the devices of the running cluster instead: whether they compute the right bits, and how "
-            "fast. Work goes on beside it. It needs the right to drain hosts.",
+            help="Test the devices of the running cluster instead: whether they compute the right bits, and "
+            "how fast. Work goes on beside it. It needs the right to drain hosts.",
         ),
     ] = False,
     island: Annotated[str, typer.Option(help="With --devices: of this island only.")] = "",

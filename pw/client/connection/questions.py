@@ -89,7 +89,7 @@ class Questions:
     def test_devices(self, island: str, timeout_s: float) -> msg.DevicesTested:
         """Have the devices of an island tested, of all if it is empty. Raises AccessRefused, ArgumentError."""
         request = partial(msg.TestDevices, island=island)
-        answer = self.waiting("the test of devices")
+        answer: Future[msg.DevicesTested] = self.waiting("the test of devices")
         self._ask(request, answer)
         return self._answered(answer, timeout_s)
 

@@ -78,8 +78,12 @@ def _rate(per_s: float, unit: str) -> str:
 
 
 @checks_keywords
-def test_devices(island: str | None = None, *, timeout_s: float = TESTED_S) -> DeviceTests:
-    """Test the devices of the cluster beside what runs there: whether results have the right bits, and how fast.
+def test_devices(  # no test of pytest
+    island: str | None = None,  # noqa: PT028
+    *,
+    timeout_s: float = TESTED_S,  # noqa: PT028
+) -> DeviceTests:
+    """Test the devices of the cluster, beside what runs there: whether their results are right, and how fast.
 
     Each device multiplies matrices, adds up words and copies them; the bits of the results are known. In a
     terminal the result prints as a table, in a notebook it shows as such; a script reads its attributes, as in

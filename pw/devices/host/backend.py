@@ -266,7 +266,10 @@ class Backend(Protocol):
         """Return the bytes in use on a device of this host, and the most that were; None if it does not say."""
 
     def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
-        """Test a device of this host beside what runs there, which may take seconds; `done` gets the outcome."""
+        """Test a device of this host beside what runs there, which may take seconds.
+
+        `done` gets the outcome, on the loop thread.
+        """
 
     def take_suspicions(self, handler: Suspect) -> None:
         """Have `handler` called for each error that names devices of this host, on the loop."""

@@ -4,7 +4,8 @@
     well, suspect -its test fails-> failed -its test passes-> well
 
 An error that names a device makes it suspect, and all devices of the host are tested once; this is done at
-most once a minute, whatever a client's computations raise. A test that comes to no end changes nothing. All
+most once a minute, whatever a client's computations raise. A test that comes to no end changes nothing, and
+is repeated after a minute while a device is suspect. All
 that ask while a test runs get its outcome. The controller keeps the states beyond this incarnation: it tells
 them to the next one, and has it tested (`pw.sched.control.device_health`).
 """
@@ -135,6 +136,8 @@ class DeviceHealth(Part):
         self._is_testing = False
         outcomes, self._outcomes = tuple(self._outcomes.values()), {}
         askers, self._askers = self._askers, []
+        if any(one.state is msg.SickState.SUSPECT for one in self._states.values()):
+            self._again.start()
         for request in askers:
             self._env.send(CONTROL, msg.HostTested(request, outcomes))
 

@@ -1,8 +1,8 @@
 """A host's object store: the shards of arrays that clients hold, and their way to clients.
 
 Its parts: the table of arrays, uploads, requests, compilations, replicas, files, the output of clients'
-programs, and the tests of devices. When the epoch ends, the host's process takes the values that are ready and the
-replicas (`save`); the next incarnation's store begins with them.
+programs, and the tests of devices. When the epoch ends, the host's process takes the values that are ready
+and the replicas (`save`); the next incarnation's store begins with them.
 """
 
 from __future__ import annotations

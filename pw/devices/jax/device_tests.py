@@ -93,9 +93,9 @@ def operands(xp: Any, load: Load) -> tuple[Any, Any, Any]:
 
 def product(load: Load, one: Any, other: Any) -> Any:
     """Return the last of a chain of products; elements are brought back to -4 to 3 between two."""
-    for at in range(load.products):
-        if at:
-            other = (result - 8 * jnp.floor(result * 0.125) - 4).astype(load.dtype)
+    result = jnp.matmul(one, other, preferred_element_type=jnp.float32)
+    for _ in range(load.products - 1):
+        other = (result - 8 * jnp.floor(result * 0.125) - 4).astype(load.dtype)
         result = jnp.matmul(one, other, preferred_element_type=jnp.float32)
     return result
 

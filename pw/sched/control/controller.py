@@ -125,7 +125,7 @@ class Controller(Actor):
             *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
         )
         measured = MemoryReports(sessions, inquiries, island_status)
-        self._sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
+        self.sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
@@ -165,7 +165,7 @@ class Controller(Actor):
             *(slices, registry, runs, losses, replicas, checkpoints, rebuilder, disk, saves),
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
-            *(confirmations, names, lookups, waits, self.accounts, suspensions, self._sick),
+            *(confirmations, names, lookups, waits, self.accounts, suspensions, self.sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -354,8 +354,8 @@ class Controller(Actor):
                 message.request,
                 *self._versions,
                 self._policy,
-                self._sick.in_islands(islands),
-                self._sick.of(self._waiting_hosts()),
+                self.sick.in_islands(islands),
+                self.sick.of(self._waiting_hosts()),
                 tuple(
                     msg.ClientInfo(
                         client.number,

@@ -74,9 +74,7 @@ class SickDevices(ControlPart):
         return None
 
     def _inquire(self, message: msg.TestDevices) -> Inquiry:
-        islands = [
-            one for one in self.island_status() if message.island in ("", one.name)
-        ]
+        islands = [one for one in self.island_status() if message.island in ("", one.name)]
         ready = [one for one in islands if one.state == "ready"]
         hosts = [(island.name, host) for island in ready for host in island.hosts]
         answers = yield msg.HostTested, {store_of(host.name): msg.TestHost for _, host in hosts}

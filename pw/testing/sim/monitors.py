@@ -35,6 +35,8 @@
 | starvation | a client that has work makes progress (in `many`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
 | run once | a suspension has nothing run again (in `suspending`) |
+| sick | what is said to have failed is sick, what passes is well (in `sick`) |
+| sick in the end | the controller says of each host what the last test there has shown (in `sick`) |
 | quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
@@ -69,6 +71,7 @@ from pw.testing.sim.leasing import LeaseMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
+from pw.testing.sim.sick import SickMonitor
 from pw.testing.sim.suspending import SuspensionMonitor
 from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
@@ -101,6 +104,7 @@ class Monitors:
         self._tenant_memory = TenantMemoryMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
+        self._sick = SickMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -448,6 +452,7 @@ class Monitors:
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
         self._cluster.accounts.check_end()
+        self._sick.check_end()
         check_idle(self._world)
         held = self._cluster.census()
         if held:
