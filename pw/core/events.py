@@ -42,7 +42,7 @@ class HostEvent(Event, frozen=True):
 
 
 class DeviceEvent(Event, frozen=True):
-    """`suspect`: an error names it. `failed`: its test failed. `passed`: it did not, and the device was one of these."""
+    """`suspect`: an error names it. `failed`: its test failed. `passed`: it was one of these, but is well."""
 
     topic: ClassVar[str] = "device"
 

@@ -177,7 +177,7 @@ class FakeBackend:
         words = "" if outcome is Outcome.OK else "as the test says"
         self.world.happenings[self.name].append(lambda: done(DeviceTest(ordinal, outcome, words)))
 
-    def take_suspicions(self, handler: ops.Suspect) -> None:
+    def take_suspicions(self, devices: int, handler: ops.Suspect) -> None:
         self.suspect = handler
 
     def stage(self, value: Value) -> str:

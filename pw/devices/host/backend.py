@@ -271,8 +271,8 @@ class Backend(Protocol):
         `done` gets the outcome, on the loop thread.
         """
 
-    def take_suspicions(self, handler: Suspect) -> None:
-        """Have `handler` called for each error that names devices of this host, on the loop."""
+    def take_suspicions(self, devices: int, handler: Suspect) -> None:
+        """Have `handler` called for each error that names some of this host's so many devices, on the loop."""
 
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.

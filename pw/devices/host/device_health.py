@@ -59,11 +59,11 @@ class DeviceHealth(Part):
         """Time of the last test because of an error, in seconds of the clock."""
         self._again = Ticker(env, AGAIN_S, self._test_suspects)
         self._regular = Ticker(env, every_s, self._test_if_idle) if every_s else None
-        backend.take_suspicions(self._suspect)
 
     def joins(self, devices: int) -> None:
         """Take the number of devices of this host, which are open from now on."""
         self._count = devices
+        self._backend.take_suspicions(devices, self._suspect)
         self.announce()
         if self._regular is not None:
             self._regular.start()
@@ -137,7 +137,7 @@ class DeviceHealth(Part):
         outcomes, self._outcomes = tuple(self._outcomes.values()), {}
         askers, self._askers = self._askers, []
         if any(one.state is msg.SickState.SUSPECT for one in self._states.values()):
-            self._again.start()
+            self._again.start(max(0.0, self._suspicion_s + AGAIN_S - self._env.now_s()))
         for request in askers:
             self._env.send(CONTROL, msg.HostTested(request, outcomes))
 

@@ -159,7 +159,7 @@ class JaxBackend:
         self.run_now = self.execution.run_now
         """Runs a computation on the loop, if it is quick and the execute thread has nothing to do."""
         self._tests = DeviceTests(self._own, self.execution.append, completions)
-        self._suspects: Suspect = lambda ordinals, word: None
+        self._suspects: tuple[int, Suspect] = (0, lambda ordinals, word: None)
         self.test = self._tests.test
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
@@ -243,13 +243,14 @@ class JaxBackend:
             "live_bytes": _live_bytes(),
         }
 
-    def take_suspicions(self, handler: Suspect) -> None:
-        """Have `handler` called for each error that names devices of this host, on the loop."""
-        self._suspects = handler
+    def take_suspicions(self, devices: int, handler: Suspect) -> None:
+        """Have `handler` called for each error that names some of so many devices, on the loop."""
+        self._suspects = devices, handler
 
     def _suspect(self, devices: Collection[jax.Device], word: str) -> None:
-        here = {self._own(ordinal): ordinal for ordinal in range(jax.local_device_count())}
-        self._suspects([here[device] for device in devices if device in here], word)
+        count, handler = self._suspects
+        here = {self._own(ordinal): ordinal for ordinal in range(count)}
+        handler([here[device] for device in devices if device in here], word)
 
     def _own(self, ordinal: int) -> jax.Device:
         return self._device(DeviceAddress(self._host, ordinal))

@@ -245,7 +245,7 @@ class SimBackend:
 
         self._world.after(delay_s, self._awake, ended)
 
-    def take_suspicions(self, handler: ops.Suspect) -> None:
+    def take_suspicions(self, devices: int, handler: ops.Suspect) -> None:
         """Have errors that name devices handled."""
         self.suspect = handler
 
