@@ -98,14 +98,14 @@ def test_only_the_controller_may_ask() -> None:
 
 def test_a_device_that_an_error_names_is_suspect_until_its_test() -> None:
     bench = Bench()
-    bench.backend.outcomes = {0: None}
+    bench.backend.outcomes = {0: None, 1: FAILED}
     bench.suspect(0)
-    assert bench.said() == [{0: SickState.SUSPECT}]
+    suspect, failed = {0: SickState.SUSPECT}, {1: SickState.FAILED}
+    assert bench.said() == [suspect, suspect | failed], "all devices of the host are tested"
     ((ordinal, done),) = bench.backend.held
-    bench.backend.outcomes = {1: FAILED}
     done(DeviceTest(ordinal, OK))
     bench.world.settle()
-    assert bench.said()[1:] == [{}, {1: SickState.FAILED}], "all devices of the host were tested"
+    assert bench.said()[2:] == [failed]
 
 
 def test_errors_have_devices_tested_once_a_minute_at_most() -> None:
@@ -219,7 +219,7 @@ def test_a_host_with_a_failed_device_leaves_if_a_spare_can_take_its_place() -> N
 
 def on_paper(load: device_tests.Load) -> tuple[str, str, str]:
     """Digests of the test's results as numpy computes them; all integers are exact in float32."""
-    one, other, words = device_tests.operands(np, load)
+    one, other, words = device_tests.operands(load)
     result = one.astype(np.float32) @ other.astype(np.float32)
     for _ in range(load.products - 1):
         other = result - 8 * np.floor(result / 8) - 4

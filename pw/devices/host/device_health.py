@@ -123,18 +123,20 @@ class DeviceHealth(Part):
     # --- a test -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Test all devices, one after the other, unless that is being done."""
-        if not self._is_testing:
-            self._is_testing = True
-            self._env.count("device_tests")
-            self._next(0)
-
-    def _next(self, device: int) -> None:
-        if device < self._count:
-            self._backend.test(device, self._judge)
+        """Test all devices at the same time, unless that is being done."""
+        if self._is_testing:
             return
+        self._is_testing = True
+        self._env.count("device_tests")
+        for device in range(self._count):
+            self._backend.test(device, self._judge)
+        if not self._count:
+            self._end()
+
+    def _end(self) -> None:
+        """The tests of all devices have ended."""
         self._is_testing = False
-        outcomes, self._outcomes = tuple(self._outcomes.values()), {}
+        outcomes, self._outcomes = _in_order(self._outcomes), {}
         askers, self._askers = self._askers, []
         if any(one.state is msg.SickState.SUSPECT for one in self._states.values()):
             self._again.start(max(0.0, self._suspicion_s + AGAIN_S - self._env.now_s()))
@@ -156,17 +158,21 @@ class DeviceHealth(Part):
             self._env.log("warning", "device was not tested", device=device, reason=test.words)
         if self._states.get(device) != former:
             self._tell()
-        self._next(device + 1)
+        if len(self._outcomes) == self._count:
+            self._end()
 
     def _answer_late(self, request: int) -> None:
         """Answer a question with the tests that have ended."""
         if request in self._askers:
             self._askers.remove(request)
             words = f"no end within {ANSWER_S:g} s: the device is busy, or hangs; see pw why"
-            late = (
-                msg.DeviceTest(device, msg.Outcome.UNTESTED, words)
+            late = {
+                device: msg.DeviceTest(device, msg.Outcome.UNTESTED, words)
                 for device in range(self._count)
                 if device not in self._outcomes
-            )
-            outcomes = (*self._outcomes.values(), *late)
-            self._env.send(CONTROL, msg.HostTested(request, outcomes))
+            }
+            self._env.send(CONTROL, msg.HostTested(request, _in_order(self._outcomes | late)))
+
+
+def _in_order(outcomes: dict[int, msg.DeviceTest]) -> tuple[msg.DeviceTest, ...]:
+    return tuple(outcomes[device] for device in sorted(outcomes))

@@ -10,7 +10,7 @@
 | `python_functions.py` | calls of Python functions | `pw-python` |
 | `compile.py` | none: `install` and `forget` | `pw-compile`; `pw-compile-*` wait for other processes |
 | `enqueue.py` | none: waits for the results of gangs | `pw-guard` |
-| `device_tests.py` | none: `test` | `pw-test`; `pw-execute` enqueues |
+| `device_tests.py` | none: `test` | `pw-test-*`; `pw-execute` enqueues |
 
 Only the execute thread may be blocked by JAX. Its queue has what must keep its place: computations,
 moves, calls, small builds on accelerators, and some watches.

@@ -6,15 +6,17 @@ products, on the order of additions, or on the number of threads. A result of wh
 device (no memory for the test, a program that does not compile) is no failure.
 
 The test runs in the host's own process, beside what runs there: a second process cannot open most
-accelerators. Its programs are enqueued by the execute thread, as all are, and this thread waits for them. It
-takes less than 64 MiB of a device, and rarely more than a second.
+accelerators. Its programs are enqueued by the execute thread, as all are, and a thread for each device waits
+for them. It takes less than 64 MiB of a device, and rarely more than a second. Devices are tested at the same
+time: those that are threads of the host share its processors, so their rates are those with all at work.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -70,25 +72,26 @@ DIGESTS = {
 """First half of the SHA-256 of the results of the product, the sum and the copy, in hexadecimal."""
 
 
-def mixed(xp: Any, rows: int, columns: int, salt: int) -> Any:
-    """Return a matrix of random 32-bit words, the same with numpy and with JAX as `xp`."""
-    row = xp.arange(rows, dtype=xp.uint32)[:, None] * xp.uint32(0x9E3779B1)
-    column = xp.arange(columns, dtype=xp.uint32)[None, :] * xp.uint32(0x85EBCA77)
-    word = row ^ column ^ xp.uint32(salt)
+def mixed(rows: int, columns: int, salt: int) -> np.ndarray[Any, Any]:
+    """Return a matrix of random 32-bit words."""
+    row = np.arange(rows, dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1)
+    column = np.arange(columns, dtype=np.uint32)[None, :] * np.uint32(0x85EBCA77)
+    word = row ^ column ^ np.uint32(salt)
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
-        word = (word ^ (word >> xp.uint32(shift))) * xp.uint32(factor)
-    return word ^ (word >> xp.uint32(15))
+        word = (word ^ (word >> np.uint32(shift))) * np.uint32(factor)
+    return word ^ (word >> np.uint32(15))
 
 
-def small(xp: Any, words: Any) -> Any:
-    """Return an integer from -4 to 3 for each word."""
-    return (words >> xp.uint32(29)).astype(xp.int32) - xp.int32(4)
-
-
-def operands(xp: Any, load: Load) -> tuple[Any, Any, Any]:
-    """Return the two matrices, as integers, and the words of a test."""
-    one, other = (small(xp, mixed(xp, load.rows, load.rows, salt)) for salt in (1, 2))
-    return one, other, mixed(xp, load.words // COLUMNS, COLUMNS, 3)
+@functools.lru_cache(maxsize=1)  # the devices of a host are all alike
+def operands(load: Load) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return the two matrices of a test, with integers from -4 to 3, and its words."""
+    one, other = (
+        ((mixed(load.rows, load.rows, salt) >> np.uint32(29)).astype(np.int32) - 4).astype(
+            jnp.dtype(load.dtype)
+        )
+        for salt in (1, 2)
+    )
+    return one, other, mixed(load.words // COLUMNS, COLUMNS, 3)
 
 
 def product(load: Load, one: Any, other: Any) -> Any:
@@ -120,7 +123,8 @@ class _Programs:
     """The programs of the test, for one device."""
 
     load: Load
-    fill: Callable[[], tuple[jax.Array, jax.Array, jax.Array]]
+    fill: Callable[[], tuple[jax.Array, ...]]
+    """Function that copies the operands to the device."""
     product: Callable[..., jax.Array]
     column_sums: Callable[..., jax.Array]
     copy: Callable[..., jax.Array]
@@ -130,20 +134,16 @@ class _Programs:
         """Compile them. Each is small; on a device that is new to this process it takes most of the time."""
         here = SingleDeviceSharding(device)
 
-        def fill() -> tuple[jax.Array, jax.Array, jax.Array]:
-            one, other, words = operands(jnp, load)
-            return one.astype(load.dtype), other.astype(load.dtype), words
-
         def compiled(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> Any:
             return jax.jit(function, out_shardings=here).lower(*shapes).compile()
 
         one, other, words = (
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
-            for shape in jax.eval_shape(fill)
+            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+            for array in operands(load)
         )
         return cls(
             load,
-            compiled(fill),
+            lambda: tuple(jax.device_put(array, device) for array in operands(load)),
             compiled(partial(product, load), one, other),
             compiled(column_sums, words),
             compiled(jnp.copy, words),
@@ -155,7 +155,7 @@ class _Wrong(Exception):
 
 
 class DeviceTests:
-    """Tests the devices of a host, one after the other, on a thread that exists from the first test on.
+    """Tests the devices of a host; each has a thread for it, from its first test on.
 
     Args:
         device: returns the JAX device of an ordinal.
@@ -172,33 +172,61 @@ class DeviceTests:
         self._device = device
         self._append = append
         self._completions = completions
-        self._programs: dict[jax.Device, _Programs] = {}
-        self._answers: SimpleQueue[tuple[float, Any] | Exception] = SimpleQueue()
-        """Results of the program that was enqueued last, with the time before it in seconds, or its error."""
-        self._thread: QueueThread[tuple[int, Callable[[DeviceTest], None]]] | None = None
+        self._testers: dict[int, _Tester] = {}
 
     def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
         """Test a device; `done` is called on the loop."""
-        if self._thread is None:
-            self._thread = QueueThread("pw-test", self._run, self._completions.fail)
-        self._thread.put((ordinal, done))
+        tester = self._testers.get(ordinal)
+        if tester is None:
+            device = partial(self._device, ordinal)
+            tester = _Tester(ordinal, device, self._append, self._completions)
+            self._testers[ordinal] = tester
+        tester.thread.put(done)
 
-    def close(self) -> Sequence[QueueThread[Any]]:
-        """Give up what is tested now; return the thread, which ends soon."""
+    def close(self) -> list[QueueThread[Any]]:
+        """Give up what is tested now; return the threads, which end soon."""
+        for tester in self._testers.values():
+            tester.give_up()
+        return [tester.thread for tester in self._testers.values()]
+
+
+class _Tester:
+    """Tests one device."""
+
+    def __init__(
+        self,
+        ordinal: int,
+        device: Callable[[], jax.Device],
+        append: Callable[[Callable[[], None]], None],
+        completions: Completions,
+    ) -> None:
+        self._ordinal = ordinal
+        self._device = device
+        self._append = append
+        self._completions = completions
+        self._programs: _Programs | None = None
+        """Programs of the test; None until its first time."""
+        self._answers: SimpleQueue[tuple[float, Any] | Exception] = SimpleQueue()
+        """Results of the program that was enqueued last, with the time before it in seconds, or its error."""
+        self.thread: QueueThread[Callable[[DeviceTest], None]] = QueueThread(
+            f"pw-test-{ordinal}", self._run, completions.fail
+        )
+
+    def give_up(self) -> None:
+        """Have the thread wait for no program."""
         self._answers.put(InternalError("the host ends"))
-        return () if self._thread is None else (self._thread,)
 
-    def _run(self, item: tuple[int, Callable[[DeviceTest], None]]) -> None:
-        ordinal, done = item
-        self._completions.post(done, self._outcome(ordinal))
+    def _run(self, done: Callable[[DeviceTest], None]) -> None:
+        self._completions.post(done, self._outcome())
 
-    def _outcome(self, ordinal: int) -> DeviceTest:
+    def _outcome(self) -> DeviceTest:
+        ordinal = self._ordinal
         try:
-            device = self._device(ordinal)
-            programs = self._programs.get(device)
+            programs = self._programs
             if programs is None:
+                device = self._device()
                 load = HOST if platform_of(device.platform).is_host else ACCELERATOR
-                programs = self._programs[device] = _Programs.of(device, load)
+                programs = self._programs = _Programs.of(device, load)
         except Exception as error:  # noqa: BLE001 - a compiler may fail with anything
             words = f"its programs do not compile: {_first_line(error)}"
             return DeviceTest(ordinal, Outcome.UNTESTED, words[:WORDS])
