@@ -16,7 +16,7 @@ from pw.core.actors.actor import Actor
 from pw.core.errors import AccessRefused, ArgumentError, ComputationFailed
 from pw.core.events import DeviceEvent, Event
 from pw.core.ids import CONTROL, store_of
-from pw.core.messages import DeviceTest, Outcome, SickState
+from pw.core.messages import DeviceOutcome, DeviceTest, SickState
 from pw.core.rights import Rights, TenantRights
 from pw.devices.host import device_health
 from pw.devices.host.device_health import AGAIN_S, ANSWER_S, BUSY_S, DeviceHealth
@@ -29,7 +29,7 @@ from tests.stages.scripted import join
 from tests.stages.stage import mesh_on
 
 STORE = store_of("h")
-OK, FAILED, UNTESTED = Outcome.OK, Outcome.FAILED, Outcome.UNTESTED
+OK, FAILED, UNTESTED = DeviceOutcome.OK, DeviceOutcome.FAILED, DeviceOutcome.UNTESTED
 
 # --- one host ----------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Bench:
         self.backend.suspect(devices, "INTERNAL")
         self.world.settle()
 
-    def answers(self) -> list[tuple[int, list[Outcome]]]:
+    def answers(self) -> list[tuple[int, list[DeviceOutcome]]]:
         answers = self.world.to(CONTROL, msg.HostTested)
         return [(one.request, [test.outcome for test in one.devices]) for one in answers]
 
@@ -217,11 +217,11 @@ def test_a_host_with_a_failed_device_leaves_if_a_spare_can_take_its_place() -> N
 # --- the bits ----------------------------------------------------------------------------------------
 
 
-def on_paper(load: device_tests.Load) -> tuple[str, str, str]:
+def on_paper(size: device_tests.TestSize) -> tuple[str, str, str]:
     """Digests of the test's results as numpy computes them; all integers are exact in float32."""
-    one, other, words = device_tests.operands(load)
+    one, other, words = device_tests.operands(size)
     result = one.astype(np.float32) @ other.astype(np.float32)
-    for _ in range(load.products - 1):
+    for _ in range(size.products - 1):
         other = result - 8 * np.floor(result / 8) - 4
         result = one.astype(np.float32) @ other
     assert abs(result).max() < 1 << 24
@@ -231,14 +231,14 @@ def on_paper(load: device_tests.Load) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(
-    "load",
+    "size",
     [
         pytest.param(device_tests.HOST, id="host"),
         pytest.param(device_tests.ACCELERATOR, id="accelerator", marks=pytest.mark.long),
     ],
 )
-def test_the_bits_are_those_of_numpy(load: device_tests.Load) -> None:
-    assert on_paper(load) == device_tests.DIGESTS[load]
+def test_the_bits_are_those_of_numpy(size: device_tests.TestSize) -> None:
+    assert on_paper(size) == device_tests.DIGESTS[size]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
-from pw.core.messages import DevicesTested, DeviceTest, Outcome, TestRow
+from pw.core.messages import DeviceOutcome, DevicesTested, DeviceTest, TestRow
 
 __all__ = ["DeviceTest", "DeviceTests", "TestRow", "test_devices"]
 
@@ -34,14 +34,14 @@ class DeviceTests(Shown):
     @property
     def failed(self) -> tuple[TestRow, ...]:
         """Devices that computed wrong bits, or raised an error."""
-        return self._with(Outcome.FAILED)
+        return self._with(DeviceOutcome.FAILED)
 
     @property
     def untested(self) -> tuple[TestRow, ...]:
         """Devices whose test came to no end, which says nothing about them."""
-        return self._with(Outcome.UNTESTED)
+        return self._with(DeviceOutcome.UNTESTED)
 
-    def _with(self, outcome: Outcome) -> tuple[TestRow, ...]:
+    def _with(self, outcome: DeviceOutcome) -> tuple[TestRow, ...]:
         return tuple(row for row in self.rows if row.test.outcome is outcome)
 
     @property

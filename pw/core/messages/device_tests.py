@@ -23,15 +23,15 @@ WORDS = 400
 Words = Annotated[str, msgspec.Meta(max_length=WORDS)]
 """What is wrong with a device."""
 
-Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=DEVICES)]
+Ordinal = Annotated[int, msgspec.Meta(ge=0, le=DEVICES - 1)]
 """Number of a device on its host."""
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 """Amount of anything per second."""
 
 
-class Outcome(StrEnum):
-    """Outcome of the test of a device."""
+class DeviceOutcome(StrEnum):
+    """DeviceOutcome of the test of a device."""
 
     OK = "ok"
     FAILED = "failed"
@@ -44,7 +44,7 @@ class DeviceTest(msgspec.Struct, frozen=True, array_like=True):
     """The test of one device, as its host has run it."""
 
     device: Ordinal
-    outcome: Outcome
+    outcome: DeviceOutcome
     words: Words = ""
     """What was wrong, or why there was no test; empty if the device is well."""
     flop_per_s: Rate = 0.0

@@ -57,7 +57,7 @@ class DeviceHealth(Part):
         """Questions that wait for the end of the test."""
         self._suspicion_s = -math.inf
         """Time of the last test because of an error, in seconds of the clock."""
-        self._again = Ticker(env, AGAIN_S, self._test_suspects)
+        self._again = Ticker(env, AGAIN_S, self.test_suspects)
         self._regular = Ticker(env, every_s, self._test_if_idle) if every_s else None
 
     def joins(self, devices: int) -> None:
@@ -105,9 +105,10 @@ class DeviceHealth(Part):
             if waits_s > 0:
                 self._again.start(waits_s)
             else:
-                self._test_suspects()
+                self.test_suspects()
 
-    def _test_suspects(self) -> bool:
+    def test_suspects(self) -> bool:
+        """Test all devices because of an error, and note when."""
         self._suspicion_s = self._env.now_s()
         self._begin()
         return False
@@ -129,7 +130,7 @@ class DeviceHealth(Part):
         self._is_testing = True
         self._env.count("device_tests")
         for device in range(self._count):
-            self._backend.test(device, self._judge)
+            self._backend.test(device, self.judge)
         if not self._count:
             self._end()
 
@@ -143,15 +144,15 @@ class DeviceHealth(Part):
         for request in askers:
             self._env.send(CONTROL, msg.HostTested(request, outcomes))
 
-    def _judge(self, test: msg.DeviceTest) -> None:
+    def judge(self, test: msg.DeviceTest) -> None:
         """The test of a device has ended, one way or the other."""
         device, former = test.device, self._states.get(test.device)
         self._outcomes[device] = test
-        if test.outcome is msg.Outcome.FAILED:
+        if test.outcome is msg.DeviceOutcome.FAILED:
             self._states[device] = msg.SickDevice(device, msg.SickState.FAILED, test.words)
             self._env.count("device_tests_failed")
             self._env.log("error", "device failed its test", device=device, reason=test.words)
-        elif test.outcome is msg.Outcome.OK and former is not None:
+        elif test.outcome is msg.DeviceOutcome.OK and former is not None:
             del self._states[device]
             self._env.log("info", "device passed its test", device=device, before=former.state)
         elif former is not None:
@@ -167,7 +168,7 @@ class DeviceHealth(Part):
             self._askers.remove(request)
             words = f"no end within {ANSWER_S:g} s: the device is busy, or hangs; see pw why"
             late = {
-                device: msg.DeviceTest(device, msg.Outcome.UNTESTED, words)
+                device: msg.DeviceTest(device, msg.DeviceOutcome.UNTESTED, words)
                 for device in range(self._count)
                 if device not in self._outcomes
             }

@@ -62,7 +62,7 @@ from pw.devices.jax.arrays_from_bytes import Builds
 from pw.devices.jax.callbacks import CallbackCalls
 from pw.devices.jax.compile import Compiler, Executable
 from pw.devices.jax.compile_processes import CompileProcesses
-from pw.devices.jax.device_tests import DeviceTests
+from pw.devices.jax.device_tests import DeviceTester
 from pw.devices.jax.enqueue import Enqueuer
 from pw.devices.jax.executables import ExecutableFiles
 from pw.devices.jax.execution import Execution
@@ -158,7 +158,7 @@ class JaxBackend:
         self.execution = Execution(handlers, self.enqueuer.enqueue, quick, completions.fail)
         self.run_now = self.execution.run_now
         """Runs a computation on the loop, if it is quick and the execute thread has nothing to do."""
-        self._tests = DeviceTests(self._own, self.execution.append, completions)
+        self._tests = DeviceTester(self._own, self.execution.append, completions)
         self._suspects: tuple[int, Suspect] = (0, lambda ordinals, word: None)
         self.test = self._tests.test
 

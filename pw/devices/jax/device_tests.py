@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pw.core.errors import InternalError
-from pw.core.messages import WORDS, DeviceTest, Outcome
+from pw.core.messages import WORDS, DeviceOutcome, DeviceTest
 from pw.core.platforms import platform_of
 from pw.devices.jax.threads import Completions, QueueThread
 
@@ -36,7 +36,7 @@ ROUNDS = 3
 """Number of times that each program runs; the fastest counts, and all bits are compared."""
 
 
-class Load(NamedTuple):
+class TestSize(NamedTuple):
     """Size of the test on one kind of device."""
 
     rows: int
@@ -49,9 +49,9 @@ class Load(NamedTuple):
     """Type of the matrices' elements."""
 
 
-HOST = Load(512, 1, 1 << 20, "float32")
+HOST = TestSize(512, 1, 1 << 20, "float32")
 """For devices that are threads of the host."""
-ACCELERATOR = Load(2048, 8, 1 << 22, "bfloat16")
+ACCELERATOR = TestSize(2048, 8, 1 << 22, "bfloat16")
 """For all others: as many tiles as keep each of their units busy."""
 
 COLUMNS = 1 << 10
@@ -83,22 +83,22 @@ def mixed(rows: int, columns: int, salt: int) -> np.ndarray[Any, Any]:
 
 
 @functools.lru_cache(maxsize=1)  # the devices of a host are all alike
-def operands(load: Load) -> tuple[np.ndarray[Any, Any], ...]:
+def operands(size: TestSize) -> tuple[np.ndarray[Any, Any], ...]:
     """Return the two matrices of a test, with integers from -4 to 3, and its words."""
     one, other = (
-        ((mixed(load.rows, load.rows, salt) >> np.uint32(29)).astype(np.int32) - 4).astype(
-            jnp.dtype(load.dtype)
+        ((mixed(size.rows, size.rows, salt) >> np.uint32(29)).astype(np.int32) - 4).astype(
+            jnp.dtype(size.dtype)
         )
         for salt in (1, 2)
     )
-    return one, other, mixed(load.words // COLUMNS, COLUMNS, 3)
+    return one, other, mixed(size.words // COLUMNS, COLUMNS, 3)
 
 
-def product(load: Load, one: Any, other: Any) -> Any:
+def product(size: TestSize, one: Any, other: Any) -> Any:
     """Return the last of a chain of products; elements are brought back to -4 to 3 between two."""
     result = jnp.matmul(one, other, preferred_element_type=jnp.float32)
-    for _ in range(load.products - 1):
-        other = (result - 8 * jnp.floor(result * 0.125) - 4).astype(load.dtype)
+    for _ in range(size.products - 1):
+        other = (result - 8 * jnp.floor(result * 0.125) - 4).astype(size.dtype)
         result = jnp.matmul(one, other, preferred_element_type=jnp.float32)
     return result
 
@@ -122,7 +122,7 @@ def bits_of(array: jax.Array) -> np.ndarray[Any, Any]:
 class _Programs:
     """The programs of the test, for one device."""
 
-    load: Load
+    size: TestSize
     fill: Callable[[], tuple[jax.Array, ...]]
     """Function that copies the operands to the device."""
     product: Callable[..., jax.Array]
@@ -130,7 +130,7 @@ class _Programs:
     copy: Callable[..., jax.Array]
 
     @classmethod
-    def of(cls, device: jax.Device, load: Load) -> _Programs:
+    def of(cls, device: jax.Device, size: TestSize) -> _Programs:
         """Compile them. Each is small; on a device that is new to this process it takes most of the time."""
         here = SingleDeviceSharding(device)
 
@@ -139,12 +139,12 @@ class _Programs:
 
         one, other, words = (
             jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
-            for array in operands(load)
+            for array in operands(size)
         )
         return cls(
-            load,
-            lambda: tuple(jax.device_put(array, device) for array in operands(load)),
-            compiled(partial(product, load), one, other),
+            size,
+            lambda: tuple(jax.device_put(array, device) for array in operands(size)),
+            compiled(partial(product, size), one, other),
             compiled(column_sums, words),
             compiled(jnp.copy, words),
         )
@@ -154,7 +154,7 @@ class _Wrong(Exception):
     """A device computed a wrong result."""
 
 
-class DeviceTests:
+class DeviceTester:
     """Tests the devices of a host; each has a thread for it, from its first test on.
 
     Args:
@@ -225,38 +225,38 @@ class _Tester:
             programs = self._programs
             if programs is None:
                 device = self._device()
-                load = HOST if platform_of(device.platform).is_host else ACCELERATOR
-                programs = self._programs = _Programs.of(device, load)
+                size = HOST if platform_of(device.platform).is_host else ACCELERATOR
+                programs = self._programs = _Programs.of(device, size)
         except Exception as error:  # noqa: BLE001 - a compiler may fail with anything
             words = f"its programs do not compile: {_first_line(error)}"
-            return DeviceTest(ordinal, Outcome.UNTESTED, words[:WORDS])
+            return DeviceTest(ordinal, DeviceOutcome.UNTESTED, words[:WORDS])
         try:
-            return DeviceTest(ordinal, Outcome.OK, "", *self._rates(programs))
+            return DeviceTest(ordinal, DeviceOutcome.OK, "", *self._rates(programs))
         except _Wrong as wrong:
-            return DeviceTest(ordinal, Outcome.FAILED, str(wrong))
+            return DeviceTest(ordinal, DeviceOutcome.FAILED, str(wrong))
         except Exception as error:  # noqa: BLE001 - a sick device may raise anything
             if "RESOURCE_EXHAUSTED" in str(error):
                 words = "the device has no room for the test, which takes 64 MiB"
-                return DeviceTest(ordinal, Outcome.UNTESTED, words)
+                return DeviceTest(ordinal, DeviceOutcome.UNTESTED, words)
             words = f"it raised an error: {_first_line(error)}"
-            return DeviceTest(ordinal, Outcome.FAILED, words[:WORDS])
+            return DeviceTest(ordinal, DeviceOutcome.FAILED, words[:WORDS])
 
     def _rates(self, programs: _Programs) -> tuple[float, float, float]:
         """Run the test; return the rates of the product, the sum and the copy, in amounts per second."""
-        load = programs.load
+        size = programs.size
         _, (one, other, words) = self._timed(programs.fill)
         steps = (
-            ("matrix product", programs.product, (one, other), 2 * load.rows**3 * load.products),
-            ("sum", programs.column_sums, (words,), 4 * load.words),
-            ("copy", programs.copy, (words,), 8 * load.words),
+            ("matrix product", programs.product, (one, other), 2 * size.rows**3 * size.products),
+            ("sum", programs.column_sums, (words,), 4 * size.words),
+            ("copy", programs.copy, (words,), 8 * size.words),
         )
         rates = []
-        for (name, program, arguments, amount), known in zip(steps, DIGESTS[load], strict=True):
+        for (name, program, arguments, amount), expected in zip(steps, DIGESTS[size], strict=True):
             least_s = float("inf")
             for _ in range(ROUNDS):
                 seconds, result = self._timed(program, *arguments)
                 least_s = min(least_s, seconds)
-                if digest(bits_of(result)) != known:
+                if digest(bits_of(result)) != expected:
                     raise _Wrong(f"the result of the {name} has wrong bits")
                 del result
             rates.append(amount / max(least_s, 1e-9))

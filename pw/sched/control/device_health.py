@@ -84,7 +84,7 @@ class SickDevices(ControlPart):
             tests = () if answer is None else answer.devices
             missing = set(range(host.devices)) - {test.device for test in tests}
             words = "the host does not answer" if answer is None else "it is not open"
-            late = (msg.DeviceTest(at, msg.Outcome.UNTESTED, words) for at in sorted(missing))
+            late = (msg.DeviceTest(at, msg.DeviceOutcome.UNTESTED, words) for at in sorted(missing))
             rows += [msg.TestRow(island, host.name, test) for test in (*tests, *late)]
         waiting = [] if message.island else list(self.waiting_hosts())
         waiting += [host for one in islands if one not in ready for host in one.hosts]

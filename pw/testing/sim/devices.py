@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
-from pw.core.messages import Detail, DeviceTest, Outcome, ThreadReport
+from pw.core.messages import Detail, DeviceOutcome, DeviceTest, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
@@ -72,7 +72,7 @@ class _Assembly:
 
 def no_outcome(host: str, ordinal: int, random: Random) -> DeviceTest:
     """Return that a device is well."""
-    return DeviceTest(ordinal, Outcome.OK)
+    return DeviceTest(ordinal, DeviceOutcome.OK)
 
 
 class SimBackend:

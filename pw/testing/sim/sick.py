@@ -105,10 +105,10 @@ class Sickness:
         """Return the outcome of a test that ends now."""
         self._world.checked["device tests"] += 1
         if not self._world.calm and random.random() < UNTESTED:
-            return msg.DeviceTest(ordinal, msg.Outcome.UNTESTED, "injected")
+            return msg.DeviceTest(ordinal, msg.DeviceOutcome.UNTESTED, "injected")
         if (host, ordinal) in self._since_s:
-            return msg.DeviceTest(ordinal, msg.Outcome.FAILED, "wrong bits")
-        return msg.DeviceTest(ordinal, msg.Outcome.OK)
+            return msg.DeviceTest(ordinal, msg.DeviceOutcome.FAILED, "wrong bits")
+        return msg.DeviceTest(ordinal, msg.DeviceOutcome.OK)
 
 
 def test_devices(user: Any) -> None:
@@ -123,9 +123,9 @@ def test_devices(user: Any) -> None:
         for row in result.rows:
             device = (row.host, row.test.device)
             world.checked["sick"] += 1
-            if row.test.outcome is msg.Outcome.FAILED and device not in sickness.was_sick:
+            if row.test.outcome is msg.DeviceOutcome.FAILED and device not in sickness.was_sick:
                 raise Violation("sick", f"{device} is well, and has failed")
-            if row.test.outcome is msg.Outcome.OK and not sickness.is_well(
+            if row.test.outcome is msg.DeviceOutcome.OK and not sickness.is_well(
                 device, asked_s - ROUND_S
             ):
                 raise Violation("sick", f"{device} has passed, and is sick")
@@ -140,8 +140,8 @@ class SickMonitor:
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._world = world = cluster.world
-        self._shown: dict[tuple[str, int], dict[int, msg.Outcome]] = {}
-        """Outcome of the last test of each device that had an end, by host and incarnation."""
+        self._shown: dict[tuple[str, int], dict[int, msg.DeviceOutcome]] = {}
+        """DeviceOutcome of the last test of each device that had an end, by host and incarnation."""
         if not world.profile.sick:
             return
         cluster.on_start["host"].append(self._watch_tests)
@@ -153,7 +153,7 @@ class SickMonitor:
         test = host.backend.test
 
         def ended(done: Callable[[msg.DeviceTest], None], outcome: msg.DeviceTest) -> None:
-            if outcome.outcome is not msg.Outcome.UNTESTED:
+            if outcome.outcome is not msg.DeviceOutcome.UNTESTED:
                 shown[outcome.device] = outcome.outcome
             done(outcome)
 
@@ -181,7 +181,7 @@ class SickMonitor:
         for info in (info for info in infos if info.name in hosts):
             self._world.checked["sick in the end"] += 1
             shown = self._shown[info.name, incarnations[info.name]]
-            failed = {at for at, outcome in shown.items() if outcome is msg.Outcome.FAILED}
+            failed = {at for at, outcome in shown.items() if outcome is msg.DeviceOutcome.FAILED}
             says = {one.device: one.state for one in info.sick}
             if says != dict.fromkeys(failed, msg.SickState.FAILED):
                 words = f"of {info.name} the controller says {says}, and {failed} have failed"

@@ -131,13 +131,15 @@ row(
 # A device that is suspect is not tested.
 row(
     "test-no-suspect",
-    forget("host.store.health._test_suspects", False),
+    forget("host.store.health.test_suspects", False),
     seen("sick", 34, "sick in the end"),
 )
 # Wrong bits count as right ones.
 row(
     "take-wrong-bits",
-    wrap("host.store.health._judge", lambda judge, it: judge(replace(it, outcome=m.Outcome.OK))),
+    wrap(
+        "host.store.health.judge", lambda judge, it: judge(replace(it, outcome=m.DeviceOutcome.OK))
+    ),
     seen("sick", 34, "sick", "sick in the end"),
 )
 
