@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pw
+from pw.client.looking.device_tests import DeviceTests
 from pw.core import messages as msg
 from pw.core.actors.actor import Actor
 from pw.core.errors import AccessRefused, ArgumentError, ComputationFailed
@@ -21,12 +22,13 @@ from pw.core.rights import Rights, TenantRights
 from pw.devices.host import device_health
 from pw.devices.host.device_health import AGAIN_S, ANSWER_S, BUSY_S, DeviceHealth
 from pw.devices.jax import device_tests, values
+from pw.sched.control import device_health as control_health
 from pw.testing import InProcessCluster
 from tests.stages.actors import World
 from tests.stages.daemons import until
 from tests.stages.fake_devices import FakeBackend
 from tests.stages.scripted import join
-from tests.stages.stage import mesh_on
+from tests.stages.stage import BOUND_S, mesh_on
 
 STORE = store_of("h")
 OK, FAILED, UNTESTED = DeviceOutcome.OK, DeviceOutcome.FAILED, DeviceOutcome.UNTESTED
@@ -283,9 +285,16 @@ def kept() -> Kept:
 
 
 @pytest.fixture
-def cluster(kept: Kept) -> Iterator[InProcessCluster]:
+def cluster(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessCluster]:
+    monkeypatch.setattr(device_health, "ANSWER_S", BOUND_S)  # a busy machine compiles slowly
+    monkeypatch.setattr(control_health, "ANSWER_S", BOUND_S)
     with InProcessCluster(islands=2, devices_per_island=2, events=kept) as cluster:
         yield cluster
+
+
+def outcomes(island: str | None = None) -> DeviceTests:
+    """Test devices, however long it takes."""
+    return pw.test_devices(island, timeout_s=BOUND_S)
 
 
 @pytest.fixture
@@ -308,7 +317,7 @@ def flip(monkeypatch: pytest.MonkeyPatch) -> Callable[[jax.Device | None], None]
 def test_one_wrong_bit_fails_the_test_of_its_device(
     cluster: InProcessCluster, kept: Kept, flip: Callable[[jax.Device | None], None]
 ) -> None:
-    tests = pw.test_devices()
+    tests = outcomes()
     assert [row.test.outcome for row in tests.rows] == [OK] * 4
     assert all(row.test.flop_per_s > 1e6 for row in tests.rows)
     assert all(
@@ -317,7 +326,7 @@ def test_one_wrong_bit_fails_the_test_of_its_device(
     assert tests.head == "4 of 4 devices are ok"
 
     flip(jax.devices()[3])
-    tests = pw.test_devices("island-1")
+    tests = outcomes("island-1")
     (row,) = tests.failed
     assert (row.island, row.host, row.test.device) == ("island-1", "host-1", 1)
     assert row.test.words == "the result of the sum has wrong bits"
@@ -330,16 +339,37 @@ def test_one_wrong_bit_fails_the_test_of_its_device(
     assert "1 failed: the result of the sum has wrong bits" in str(pw.status())
 
     flip(None)
-    assert not pw.test_devices().failed
+    assert not outcomes().failed
     until(lambda: len(kept.events) > 1, "another event")
     assert [event.what for event in kept.events] == ["failed", "passed"]
     assert not any(host.sick for host in pw.status().hosts)
     assert "sick devices" not in str(pw.status())
 
 
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ("INTERNAL: uncorrectable ECC error encountered", FAILED),
+        ("RESOURCE_EXHAUSTED: no room", UNTESTED),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", UNTESTED),
+    ],
+)
+def test_a_device_that_raises_has_failed_unless_it_is_full(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, words: str, outcome: DeviceOutcome
+) -> None:
+    def raises(array: jax.Array) -> np.ndarray[Any, Any]:
+        raise jax.errors.JaxRuntimeError(words)
+
+    monkeypatch.setattr(device_tests, "bits_of", raises)
+    tests = outcomes("island-0")
+    assert [row.test.outcome for row in tests.rows] == [outcome] * 2
+    assert len(tests.failed) + len(tests.untested) == 2
+    assert bool([host for host in pw.status().hosts if host.sick]) is (outcome is FAILED)
+
+
 def test_there_must_be_such_an_island(cluster: InProcessCluster) -> None:
     with pytest.raises(ArgumentError, match="island-0, island-1"):
-        pw.test_devices("west")
+        outcomes("west")
 
 
 def test_an_error_of_a_computation_has_its_device_tested(
@@ -368,7 +398,7 @@ def test_an_error_of_a_computation_has_its_device_tested(
         ("passed", "host-0", 0),
     ]
     assert kept.events[0].reason == "an error of XLA names it (INTERNAL)", "nothing of the client"
-    assert not pw.test_devices("island-0").failed  # after the end of the test that runs
+    assert not outcomes("island-0").failed  # after the end of the test that runs
     flip(jax.devices()[0])
     with pytest.raises(ComputationFailed, match="injected"):
         double(x).block_until_ready()

@@ -5,9 +5,9 @@
 
 An error that names a device makes it suspect, and all devices of the host are tested once; this is done at
 most once a minute, whatever a client's computations raise. A test that comes to no end changes nothing, and
-is repeated after a minute while a device is suspect. All
-that ask while a test runs get its outcome. The controller keeps the states beyond this incarnation: it tells
-them to the next one, and has it tested (`pw.sched.control.device_health`).
+is repeated after a minute while a device is suspect. All that ask while a test runs get its outcome. The
+controller keeps the states beyond this incarnation: it tells them to the next one, and has it tested
+(`pw.sched.control.device_health`).
 """
 
 from __future__ import annotations

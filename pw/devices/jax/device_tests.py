@@ -1,9 +1,9 @@
 """Tests a device: a matrix product, a sum and a copy whose bits are known, and how fast each was.
 
-Every number is a small integer that all float formats hold, so the bits do not depend on the precision of
-products, on the order of additions, or on the number of threads. A result of which one bit differs from
-`DIGESTS` is the device's fault; a device that raises an error has failed, too. What says nothing about the
-device (no memory for the test, a program that does not compile) is no failure.
+The numbers of the products are small integers that all float formats hold, so the bits do not depend on the
+precision of products, on the order of additions, or on the number of threads. A result of which one bit
+differs from `DIGESTS` is the device's fault; a device that raises an error has failed, too. What says nothing
+about the device (no memory for the test, a program that does not compile) is no failure.
 
 The test runs in the host's own process, beside what runs there: a second process cannot open most
 accelerators. Its programs are enqueued by the execute thread, as all are, and a thread for each device waits
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ HOST = TestSize(512, 1, 1 << 20, "float32")
 """For devices that are threads of the host."""
 ACCELERATOR = TestSize(2048, 8, 1 << 22, "bfloat16")
 """For all others: as many tiles as keep each of their units busy."""
+
+_NO_ROOM = re.compile("RESOURCE_EXHAUSTED|out.of.memory", re.IGNORECASE)
+"""Words of errors that say that memory is short, and nothing about the device."""
 
 COLUMNS = 1 << 10
 """Number of columns of the words; each column has a sum."""
@@ -235,7 +239,7 @@ class _Tester:
         except _Wrong as wrong:
             return DeviceTest(ordinal, DeviceOutcome.FAILED, str(wrong))
         except Exception as error:  # noqa: BLE001 - a sick device may raise anything
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if _NO_ROOM.search(str(error)):
                 words = "the device has no room for the test, which takes 64 MiB"
                 return DeviceTest(ordinal, DeviceOutcome.UNTESTED, words)
             words = f"it raised an error: {_first_line(error)}"
