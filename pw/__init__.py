@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from pw.client.functions.pmap import pmap
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
+    from pw.client.looking.device_tests import test_devices
     from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
     from pw.client.looking.names import names
@@ -148,6 +149,7 @@ _LAZY = {
     "version_of": "pw.client.sharing.lookup",
     "names": "pw.client.looking.names",
     "memory": "pw.client.looking.memory",
+    "test_devices": "pw.client.looking.device_tests",
     "plan": "pw.client.looking.plan",
     "queue": "pw.client.looking.queue",
     "profile": "pw.operating.profiling.profile",
@@ -211,6 +213,7 @@ __all__ = [
     "version_of",
     "names",
     "memory",
+    "test_devices",
     "plan",
     "queue",
     "profile",

@@ -231,6 +231,7 @@ def add_host(
     checkpoint_root: str = "",
     spill_bytes: int = 0,
     spill_files: SpillFiles | None = None,
+    test_devices_s: float = 0.0,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
@@ -238,7 +239,7 @@ def add_host(
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
     `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
     checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices, and `spill_files` are
-    files for those that leave host memory.
+    files for those that leave host memory. An idle host tests its devices every `test_devices_s`; 0 for never.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -255,6 +256,7 @@ def add_host(
             lambda: recent.of(node.name),
             spill_bytes,
             spill_files,
+            test_devices_s,
         ),
     )
     if output is not None:

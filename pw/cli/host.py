@@ -37,6 +37,7 @@ from pw.cli.process import (
     fail,
     longest_silence_s,
     size_of,
+    time_of,
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
@@ -304,6 +305,7 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         checkpoint_root=options.checkpoint_root,
         spill_bytes=size_of(options.spill) or 0,
         spill_files=files,
+        test_devices_s=time_of(options.test_devices, "--test-devices"),
     )
     del replicas  # only the store may hold them
 

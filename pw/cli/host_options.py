@@ -188,6 +188,14 @@ class HostOptions:
             "wherever this process may.",
         ),
     ] = ""
+    test_devices: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Test the devices as often, as in 1h, while nothing runs there; by default only after errors "
+            "that name them, and for `pw doctor --devices`.",
+        ),
+    ] = ""
     compile_timeout: Annotated[
         float,
         typer.Option(min=1.0, help="Seconds that compiling one function of a client may take."),

@@ -19,6 +19,7 @@ from pw.cli.process import (
     command,
     configure_logging,
     size_of,
+    time_of,
 )
 from pw.cli.supervisor import Supervisor
 from pw.core.coordinates import check_coordinates, parse_coordinates, parse_wraps
@@ -70,6 +71,7 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(
             "--spill-files is for arrays that leave the host memory of --spill; give that a size, too"
         )
+    time_of(options.test_devices, "--test-devices")
     size_of(options.compile_memory, "--compile-memory")
     size_of(options.python_memory, "--python-memory")
     if not controller.startswith(("tcp://", "ipc://")):

@@ -101,7 +101,12 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool | tuple[str, ...],
         _right("hosts", "true, false or a list of hosts", "hosts that run its Python functions"),
     ] = True
-    may_drain: Annotated[bool, _right("", _FLAG, "drains hosts (`pw drain`)")] = False
+    may_drain: Annotated[
+        bool,
+        _right(
+            "", _FLAG, "drains hosts (`pw drain`), and has devices tested (`pw doctor --devices`)"
+        ),
+    ] = False
     may_publish_to_all: Annotated[
         bool, _right("", _FLAG, 'lets each tenant read what it publishes (`to="all"`)')
     ] = True

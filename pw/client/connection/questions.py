@@ -86,6 +86,13 @@ class Questions:
         """Return which clients wait, and for which. Raises ConnectionFailed if nothing answers."""
         return self._answered(self._ask(msg.GetQueue, Future[msg.Queue]()), timeout_s)
 
+    def test_devices(self, island: str, timeout_s: float) -> msg.DevicesTested:
+        """Have the devices of an island tested, of all if it is empty. Raises AccessRefused, ArgumentError."""
+        request = partial(msg.TestDevices, island=island)
+        answer: Future[msg.DevicesTested] = self.waiting("the test of devices")
+        self._ask(request, answer)
+        return self._answered(answer, timeout_s)
+
     def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> msg.ProgramPlan:
         """Return the plan of a program. Raises ArgumentError if there is none, or ConnectionFailed."""
         request = partial(msg.GetPlan, name=name, program=program)

@@ -102,8 +102,16 @@ class ClusterStatus(Shown):
             )
             for i in self.islands
         ]
+        has_sick = any(host.sick for host in self.hosts)
+        sick = ("sick devices",) * has_sick
         hosts = [
-            (h.island or "any", *_of(h, _PLACE), "yes" if h.python else "no", h.endpoint)
+            (
+                h.island or "any",
+                *_of(h, _PLACE),
+                "yes" if h.python else "no",
+                h.endpoint,
+                *(_sick(h),) * has_sick,
+            )
             for h in self.hosts
         ]
         by_tenant = bool(self.hidden_clients) or len({c.tenant for c in self.clients}) > 1
@@ -130,7 +138,7 @@ class ClusterStatus(Shown):
             ),
             Table(
                 "Hosts",
-                ("island", "host", "state", "pid", "devices", "python", "endpoint"),
+                ("island", "host", "state", "pid", "devices", "python", "endpoint", *sick),
                 tuple(hosts),
             ),
             Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
@@ -218,6 +226,11 @@ def _free_blocks(island: IslandInfo) -> str:
     blocks = Counter(map(times, island.free_blocks))
     words = [f"{count} of {form}" if count > 1 else form for form, count in blocks.items()]
     return ", ".join(words[:BLOCKS]) + ", ..." * (len(words) > BLOCKS)
+
+
+def _sick(host: HostInfo) -> str:
+    """Return the devices of a host that are suspect or have failed."""
+    return "; ".join(f"{one.device} {one.state}: {one.words}" for one in host.sick)
 
 
 def _note(client: ClientInfo) -> str:

@@ -283,6 +283,7 @@ class Requests(Part):
         msg.VersionOffer,
         msg.NameList,
         msg.Queue,
+        msg.DevicesTested,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

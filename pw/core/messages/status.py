@@ -10,6 +10,7 @@ from pw.core.messages.base import (
     ControllerToSession,
     HostToSession,
 )
+from pw.core.messages.device_tests import SickDevice
 
 
 class GetStatus(ClientToController, frozen=True, tag=47):
@@ -33,6 +34,8 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str
     python: bool
     """True if the host runs clients' Python functions (`pw-worker --allow-python`)."""
+    sick: tuple[SickDevice, ...] = ()
+    """Devices of the host that are suspect, or have failed their test."""
 
 
 class IslandInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -16,7 +16,7 @@ Nothing here knows JAX: the simulated backend keeps the same promises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import Detail, ThreadReport
+from pw.core.messages import Detail, DeviceTest, ThreadReport
 from pw.core.packing import ArrayType
 from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation
@@ -41,6 +41,9 @@ its devices besides arguments and results; None if that is not known."""
 
 DoneCompiling = Callable[[Facts | str | dict[str, float] | ErrorReport], None]
 """Called on the loop thread with an error, or with what was asked for."""
+
+Suspect = Callable[[Collection[int], str], None]
+"""Called on the loop thread with the ordinals of devices, and the word in an error that makes them suspect."""
 
 Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """The positions of shards, a box relative to the shard, and its bytes in host memory."""
@@ -264,6 +267,15 @@ class Backend(Protocol):
 
     def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
         """Return the bytes in use on a device of this host, and the most that were; None if it does not say."""
+
+    def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
+        """Test a device of this host beside what runs there, which may take seconds.
+
+        `done` gets the outcome, on the loop thread.
+        """
+
+    def take_suspicions(self, devices: int, handler: Suspect) -> None:
+        """Have `handler` called for each error that names some of this host's so many devices, on the loop."""
 
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.

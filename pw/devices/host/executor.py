@@ -92,6 +92,7 @@ class HostExecutor(Actor):
             self.order, self.interpreter, store, coordinator, backend, self._inline
         )
         self.passing = Passing(env, self.order, self.receive)
+        store.health.is_busy = lambda: bool(self.interpreter.runs) or self.interpreter.ends.is_busy
         self.compose(
             self.leases,
             self.passing,

@@ -1,8 +1,8 @@
 """A host's object store: the shards of arrays that clients hold, and their way to clients.
 
-Its parts: the table of arrays, uploads, requests, compilations, replicas, files, and the output of clients'
-programs. When the epoch ends, the host's process takes the values that are ready and the
-replicas (`save`); the next incarnation's store begins with them.
+Its parts: the table of arrays, uploads, requests, compilations, replicas, files, the output of clients'
+programs, and the tests of devices. When the epoch ends, the host's process takes the values that are ready
+and the replicas (`save`); the next incarnation's store begins with them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pw.devices.host.checkpoint_files import BlockingCalls, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
 from pw.devices.host.confirming import Confirming
+from pw.devices.host.device_health import DeviceHealth
 from pw.devices.host.printing import OutputLines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
@@ -64,6 +65,7 @@ class ObjectStore(Actor):
         lines: Callable[[], tuple[LogLine, ...]] = tuple,
         spill_bytes: int = 0,
         spill_files: SpillFiles | None = None,
+        test_devices_s: float = 0.0,
     ) -> None:
         super().__init__(env)
         self._lines = lines
@@ -89,6 +91,7 @@ class ObjectStore(Actor):
             self.tiers,
         )
         self.compilations = Compilations(env, backend, self.clients)
+        self.health = DeviceHealth(env, backend, test_devices_s)
         self.callbacks = HostCallbacks(env, backend, bulk, self.clients)
         self.recordings = Recordings(env, lambda sender: self.clients.at(sender.node) is not None)
         self.compose(
@@ -103,6 +106,7 @@ class ObjectStore(Actor):
             self.files,
             self.printing,
             self.recordings,
+            self.health,
             order={
                 PeerLost: (HostUploads, HostRequests)
             },  # which forget the client of the lost node
@@ -123,6 +127,7 @@ class ObjectStore(Actor):
         self.uploads.devices = self.compilations.devices = (devices, local_devices)
         self.uploads.place = self.compilations.place = self.requests.place = (island, epoch)
         self.clients.tickets = tickets
+        self.health.joins(local_devices)
 
     def value(self, array: int) -> Value | None:
         """Return the value of an array, None if this host does not have it."""

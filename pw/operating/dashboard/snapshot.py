@@ -47,6 +47,10 @@ class HostView(msgspec.Struct, frozen=True):
     limit_bytes: int | None
     behind_s: float | None
     """Seconds by which the host is later than the other hosts of its gangs."""
+    suspect_devices: int = 0
+    """Number of devices that an error has named, and that are not tested yet."""
+    failed_devices: int = 0
+    """Number of devices that have failed their test."""
 
 
 class IslandView(msgspec.Struct, frozen=True):
@@ -302,6 +306,8 @@ def snapshot(
             _sum(used[host.name]),
             _sum(limits[host.name]),
             readings.behind.get(host.name),
+            sum(one.state == "suspect" for one in host.sick),
+            sum(one.state == "failed" for one in host.sick),
         )
 
     islands = []

@@ -35,6 +35,7 @@ from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.confirmations import Confirmations
+from pw.sched.control.device_health import SickDevices
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
@@ -127,6 +128,7 @@ class Controller(Actor):
             *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
         )
         measured = MemoryReports(sessions, inquiries, island_status)
+        self.sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
@@ -168,7 +170,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
-            *(preemption,),
+            *(preemption, self.sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -357,8 +359,8 @@ class Controller(Actor):
                 message.request,
                 *self._versions,
                 self._policy,
-                islands,
-                self._waiting_hosts(),
+                self.sick.in_islands(islands),
+                self.sick.of(self._waiting_hosts()),
                 tuple(
                     msg.ClientInfo(
                         client.number,

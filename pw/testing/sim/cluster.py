@@ -102,7 +102,6 @@ class SimCluster(Site):
         """Number of starts of the controller."""
         if world.profile.device_memory_bytes or world.profile.slice_memory:
             world.ledger.injected["memory is short"] += 1
-        self.hosts: list[SimHost] = []
         self.islands: dict[str, list[SimHost]] = {}
         self._spares: dict[int, list[str]] = {}
         left = world.profile.hosts

@@ -28,6 +28,7 @@ from pw.testing.sim.devices import SimBackend
 from pw.testing.sim.feeding import Feeds
 from pw.testing.sim.gangs import Gangs
 from pw.testing.sim.node import SimNode
+from pw.testing.sim.sick import Sickness
 from pw.testing.sim.spill_files import SimFiles
 from pw.testing.sim.world import World
 
@@ -52,6 +53,9 @@ class Site:
         self.world = world
         self.gangs = Gangs(world)
         self.groups = Groups(self)
+        self.hosts: list[SimHost] = []
+        self.sickness = Sickness(world, lambda: self.hosts)
+        self.gangs.sickness = self.sickness
         self.planes: dict[int, SimBulk] = {}
         self.streams: dict[bytes, Ahead[Any]] = {}
         """Streams of users, with how far they are, by their artifacts (`pw.testing.sim.feeding`)."""
@@ -122,6 +126,7 @@ class SimHost:
         node.network.introduce(CONTROLLER, CONTROLLER)
         self.backend = backend = SimBackend(node, self.cluster.gangs)
         backend.feeds = Feeds(backend, self.cluster.streams)
+        backend.test_outcome = self.cluster.sickness.outcome
         self.bulk = bulk = SimBulk(node, self.cluster.planes)
         registration = RegisterHost(
             self.island,

@@ -77,6 +77,7 @@ class Life:
         self.random = self.world.streams(f"client/{number}")
         self.loops = self.world.streams(f"loops/{number}")
         self.suspensions = self.world.streams(f"suspensions/{number}")
+        self.device_tests = self.world.streams(f"device tests of users/{number}")
         self._tells = self.world.streams(f"tells/{number}")
         self.looping = 0
         """Number of calls that are left of a loop (`pw.testing.sim.looping`)."""

@@ -36,6 +36,8 @@
 | starvation | a client that has work makes progress (in `many`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
 | run once | a suspension has nothing run again (in `suspending`) |
+| sick | what is said to have failed is sick, what passes is well (in `sick`) |
+| sick in the end | the controller says of each host what the last test there has shown (in `sick`) |
 | quotas | no tenant has more than it may have (in `quotas`, and on devices in `memory_bounds`) |
 | bounds | no slice has more bytes on a device than it may have (in `memory_bounds`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
@@ -72,6 +74,7 @@ from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
+from pw.testing.sim.sick import SickMonitor
 from pw.testing.sim.suspending import SuspensionMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
@@ -103,6 +106,7 @@ class Monitors:
         self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
+        self._sick = SickMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -450,6 +454,7 @@ class Monitors:
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
         self._cluster.accounts.check_end()
+        self._sick.check_end()
         check_idle(self._world)
         held = self._cluster.census()
         if held:

@@ -66,6 +66,10 @@ class SimProfile:
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
+    sick: float = 0.0
+    """Number of times that a device falls ill, is replaced, or is named by an error though it is well."""
+    device_tests: float = 0.0
+    """Probability, for each act of a client, that it has all devices tested."""
     suspensions: float = 0.0
     """Probability, for each act of a client, that it has a client suspended."""
     slices_given_back: float = 0.0
@@ -164,6 +168,7 @@ _NO_FAULTS = (
     "handovers",
     "names",
     "suspensions",
+    "device_tests",
     "pipelines",
     "moves",
     "checkpoints",
@@ -363,6 +368,8 @@ PROFILES = {
             names=0.05,
             **_NETWORK,
         ),
+        SimProfile("sick", span_s=20.0, sick=6.0, device_tests=0.05, spares=0.5, silences=0.0),
+        _lossy("sick-lost", sick=6.0, device_tests=0.05, **_NETWORK),
         SimProfile("pipelines", runs=30, pipelines=0.7),
         _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
         SimProfile("moves", hosts=8, moves=0.7),

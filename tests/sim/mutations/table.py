@@ -108,6 +108,41 @@ row(
     seen("watchers-left", 33, "watches"),
 )
 
+# --- sick devices --------------------------------------------------------------------------------
+
+# A host says what is sick, and not that it is well again.
+row(
+    "say-no-device-is-well",
+    drop(m.HostDevices, when=lambda it: not it.sick),
+    seen("sick", 13, "sick in the end"),
+)
+# A host that begins again is not tested, although a device of it was sick.
+row(
+    "test-no-next-incarnation",
+    drop(m.TestHost, when=lambda it: not it.request),
+    seen("sick-lost", 37, "sick in the end"),
+)
+# A host says nothing of its sick devices to another controller.
+row(
+    "announce-no-sick-device",
+    forget("host.store.health.announce"),
+    seen("sick-lost", 29, "sick in the end"),
+)
+# A device that is suspect is not tested.
+row(
+    "test-no-suspect",
+    forget("host.store.health.test_suspects", False),
+    seen("sick", 34, "sick in the end"),
+)
+# Wrong bits count as right ones.
+row(
+    "take-wrong-bits",
+    wrap(
+        "host.store.health.judge", lambda judge, it: judge(replace(it, outcome=m.DeviceOutcome.OK))
+    ),
+    seen("sick", 34, "sick", "sick in the end"),
+)
+
 # --- gang scheduling -----------------------------------------------------------------------------
 
 # Two launches reach one host of a gang in the opposite order.
