@@ -33,7 +33,7 @@ class ResumeClients(ClientToController, frozen=True, tag=245):
     """Name of an island, to mean all clients that had devices there."""
 
 
-class MigrateClient(ClientToController, frozen=True, tag=251):
+class MigrateClient(ClientToController, frozen=True, tag=257):
     """ClientSession to Controller: have a client go on, with all it has, on another island.
 
     Answered when it has left its devices, or with the reason why it stays.
