@@ -9,7 +9,7 @@ asked, too: what they hold for arrays of a tenant, or on a slice, is counted for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
@@ -66,8 +66,8 @@ class MemoryBoundsMonitor:
         self._watched[island] = memory
         reserve, end, place = memory.reserve, memory.end, memory.place
         set_aside, move = memory.set_aside, memory.move
-        waiting: set[int] = set()  # uploads that wait for room, or are refused
-        check = partial(self._check, island, memory, waiting)
+        pending: Any = scheduler.admission.pending
+        check = partial(self._check, island, memory, pending)
 
         def reserved(program: int, args: Any, results: Any) -> Any:
             claim = reserve(program, args, results)
@@ -78,18 +78,16 @@ class MemoryBoundsMonitor:
 
         def ended(claim: Any) -> None:
             end(claim)
-            self._check_slices(island, memory, waiting, "results of a run")
+            self._check_slices(island, memory, pending, "results of a run")
 
         def placed(
             array: int, devices: Any, shard_bytes: int, totals: Any = None, *, off: bool = False
         ) -> Any:
             buffer, message = place(array, devices, shard_bytes, totals, off=off), self._placing
             assert message is not None
-            if off:
-                return buffer
-            if buffer.on.totals != memory.totals.of(client_of(array), message.slice):
-                waiting.add(array)
-            elif message.is_back:
+            if off or buffer.on.totals != memory.totals.of(client_of(array), message.slice):
+                return buffer  # it counts later
+            if message.is_back:
                 self._over.add(message.slice)
             else:
                 check(client_of(array), buffer.on.devices, "an upload")
@@ -98,12 +96,11 @@ class MemoryBoundsMonitor:
         def moved(buffer: Any, totals: Any) -> None:
             move(buffer, totals)
             arrays = [one for one, other in memory.buffers.items() if other is buffer]
-            if not scheduler.admission.pending.are_read(arrays):
-                # It is refused, and counts until its hosts have dropped it.
+            if not pending.are_read(arrays):
+                # It is refused or deleted, and counts until its hosts have dropped it.
                 self._over.update(total.slice for total in totals)
                 return
             self._world.checked["uploads that waited"] += 1
-            waiting.difference_update(arrays)
             check(client_of(arrays[0]), buffer.on.devices, "an upload that has waited")
 
         def aside(room: Any, size_bytes: int) -> None:
@@ -140,10 +137,10 @@ class MemoryBoundsMonitor:
     # --- checks ----------------------------------------------------------------------------------
 
     def _check(
-        self, island: str, memory: Any, waiting: Set[int], client: int, devices: Any, what: str
+        self, island: str, memory: Any, pending: Any, client: int, devices: Any, what: str
     ) -> None:
         """Compare what a client's tenant has with its bound, on the devices on which it has more now."""
-        self._check_slices(island, memory, waiting, what)
+        self._check_slices(island, memory, pending, what)
         if not self._world.profile.quotas:
             return
         tenant = self._tenants[client]
@@ -155,12 +152,12 @@ class MemoryBoundsMonitor:
         if bound_bytes is not None and most_bytes > bound_bytes:
             words = f"{most_bytes} bytes on a device of {island}, with {what}"
             raise Violation("quotas", f"{tenant} has {words}, and may have {bound_bytes}")
-        for device, size_bytes in self._held(island, memory, waiting, tenant).items():
+        for device, size_bytes in self._held(island, memory, pending, tenant).items():
             if size_bytes > memory.used_of(total, (device,)):
                 words = f"{device} has {size_bytes} bytes of {tenant}, and fewer are counted"
                 raise Violation("quotas", words)
 
-    def _check_slices(self, island: str, memory: Any, waiting: Set[int], what: str) -> None:
+    def _check_slices(self, island: str, memory: Any, pending: Any, what: str) -> None:
         """Compare what lies on each slice with its bound."""
         memory.settle()
         for slice_ in memory.totals.by_slice:
@@ -179,7 +176,7 @@ class MemoryBoundsMonitor:
                 raise Violation(
                     "bounds", f"slice {slice_:x} has {words}, and may have {bound_bytes}"
                 )
-            least = self._held(island, memory, waiting, slice_) + self._reserved(memory, slice_)
+            least = self._held(island, memory, pending, slice_) + self._reserved(memory, slice_)
             for device, size_bytes in least.items():
                 if total is None or size_bytes > memory.used_of(total, (device,)):
                     words = f"{device} has {size_bytes} bytes of slice {slice_:x}, and fewer count"
@@ -196,22 +193,29 @@ class MemoryBoundsMonitor:
         return sizes
 
     def _held(
-        self, island: str, memory: Any, waiting: Set[int], whose: str | int
+        self, island: str, memory: Any, pending: Any, whose: str | int
     ) -> Counter[DeviceAddress]:
-        """Return what hosts hold on each device for arrays that count for a tenant, or on a slice."""
+        """Return what hosts hold on each device for arrays that count for a tenant, or on a slice.
+
+        An upload without room counts later. So does the result of a leased launch that is the same bytes.
+        """
         sizes: Counter[DeviceAddress] = Counter()
+        later = {part for upload in pending for part in upload.buffer.parts()}
         seen: set[int] = set()
         for name in self._cluster.schedulers[island].members.hosts:
             host = next(one for one in self._cluster.hosts if one.name == name)
             for number, entry in () if host.node is None else host.store.arrays.items():
                 buffer, shards = memory.buffers.get(number), entry.value.payload
-                if buffer is None or not isinstance(shards, Shards) or number in waiting:
+                if buffer is None or not isinstance(shards, Shards):
                     continue
                 if isinstance(whose, int):  # shards of a view may be those of another slice
                     counts = entry.spec.placement.slice == whose and buffer.shards is None
                 else:
                     counts = self._tenants.get(client_of(number)) == whose
-                if not counts or not all(part.is_counted for part in buffer.parts()):
+                parts = buffer.parts() if counts else ()
+                if not (counts and later.isdisjoint(parts)):
+                    continue
+                if not all(part.is_counted for part in parts):
                     continue  # its run has not ended, or it is in host memory
                 for ordinal, shard in shards.items():
                     if id(shard) not in seen:
