@@ -417,8 +417,7 @@ class Admission(Part):
     def _refuse_upload(self, memory: DeviceMemory, upload: PendingUpload) -> None:
         why = no_room_for_upload(memory, upload)
         self.pending.drop(upload.array)
-        # Its hosts have it until they have dropped it, and results of runs may be the same bytes.
-        memory.move(upload.buffer, upload.totals)
+        upload.count(memory)  # its hosts have it until they have dropped it
         self.env.count("uploads_without_room")
         error = ErrorReport.of(why.error)
         self.env.send(CONTROL, msg.UploadRefused(upload.array, error, why.holders))

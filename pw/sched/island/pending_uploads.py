@@ -3,6 +3,9 @@
 The bytes of an upload come to its hosts whatever the scheduler says. So an upload without room is counted for
 the island at once, and for its tenant and its slice when it fits both; the runs that read it wait until then.
 If nothing of the tenant, or on the slice, can free memory any more, the upload is refused: its hosts drop it.
+
+A launch under a lease may have read it already, and have returned its bytes as a result. Then these count for
+the tenant and the slice as soon as the upload waits no more: when it fits, is refused, or is deleted.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ class PendingUpload:
     """Uploads in flight when nothing else of the total could free memory for the first time."""
     spilled_at: int = -1
     """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
+
+    def count(self, memory: DeviceMemory) -> None:
+        """Count its bytes in all totals; results may have them when the upload is deleted."""
+        memory.move(self.buffer, self.totals)
 
 
 @dataclass(eq=False, repr=False)
@@ -92,17 +99,18 @@ class PendingUploads:
         before = len(self._uploads)
         full: set[Total] = set()  # those in which an older upload has no room
         for array, upload in list(self._uploads.items()):
-            buffer = upload.buffer
-            if memory.buffers.get(array) is not buffer:  # it was deleted, or donated
-                del self._uploads[array]
-            elif full.isdisjoint(upload.totals):
-                short = self._short(memory, upload.totals, upload.devices, buffer.shard_bytes)
-                if short is None:
-                    memory.move(buffer, upload.totals)
-                    del self._uploads[array]
-                else:
+            if memory.buffers.get(array) is upload.buffer:  # else it was deleted, or donated
+                if not full.isdisjoint(upload.totals):
+                    continue
+                short = self._short(
+                    memory, upload.totals, upload.devices, upload.buffer.shard_bytes
+                )
+                if short is not None:
                     upload.total = short
                     full.add(short)
+                    continue
+            upload.count(memory)
+            del self._uploads[array]
         self._tried_at = memory.frees
         return len(self._uploads) < before
 

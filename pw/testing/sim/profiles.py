@@ -266,6 +266,17 @@ PROFILES = {
             restarts=0.3,
             crashes=0.3,
         ),
+        SimProfile(
+            "quotas-leases",
+            clients=3,
+            runs=60,
+            quotas=True,
+            views=0.1,
+            loops=0.3,
+            fed=0.7,
+            quick=0.3,
+            client_deaths=1.0,
+        ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
         SimProfile(
