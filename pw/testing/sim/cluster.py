@@ -91,6 +91,7 @@ class SimCluster(Site):
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.editions = Editions()
         """What users have published under names, and seen of it."""
+        self.editions.watch(self)
         self.launched: list[tuple[float, int, int]] = []
         """Time, run and segment of each launch, if users record timelines."""
         self.accounts = SimAccounts(self)

@@ -1228,6 +1228,12 @@ row(
 )
 # The controller does not tell a publisher that its version has ended.
 row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names", 0, "names"))
+# A client publishes again at another controller what had ended while it arrived.
+row(
+    "publish-again-what-has-ended",
+    forget("client.session.link._has_ended", False),
+    seen("names-lost", 90, "names", "liveness"),
+)
 # What a holder has to do when its versions end is not done.
 row("let-holders-sleep", forget("controller.sessions.wake"), seen("names", 0, "names"))
 
