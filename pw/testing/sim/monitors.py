@@ -362,7 +362,7 @@ class Monitors:
         resources = self._cluster.resources
         for piece in resources.slices.parked:
             request = piece.request
-            if request.topology is not None or self._world.profile.shapes:
+            if request.topology is not None or request.memory_bytes or self._world.profile.shapes:
                 continue  # the monitor of shapes looks at it
             names, home = set(request.hosts), request.formerly
             for island in resources.inventory.islands.values():

@@ -70,6 +70,8 @@ class SimProfile:
     """Number of times that a device falls ill, is replaced, or is named by an error though it is well."""
     device_tests: float = 0.0
     """Probability, for each act of a client, that it has all devices tested."""
+    is_open: bool = False
+    """True if some of its seeds are known to fail, so that it is not among `all`."""
     suspensions: float = 0.0
     """Probability, for each act of a client, that it has a client suspended."""
     slices_given_back: float = 0.0
@@ -291,6 +293,7 @@ PROFILES = {
         ),
         SimProfile(
             "bounds",
+            is_open=True,
             runs=60,
             slice_memory=0.8,
             views=0.1,
@@ -300,7 +303,7 @@ PROFILES = {
             quick=0.3,
             slices_given_back=0.05,
             client_deaths=1.0,
-            **_TIERS,
+            **(_TIERS | {"spill_files": 0.0}),
         ),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
