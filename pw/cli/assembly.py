@@ -169,7 +169,7 @@ def add_controller(
 
     def island_status() -> tuple[msg.IslandInfo, ...]:
         return resources.status(
-            {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
+            {n: s.work for n, s in schedulers.items()}
         )
 
     def uses() -> dict[int, msg.ClientUse]:

@@ -30,6 +30,7 @@ from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
+from pw.devices.host.pace import NotedLaunch
 from pw.devices.host.value import Value
 
 Done = Callable[[ErrorReport | None], None]
@@ -74,6 +75,8 @@ class Execute(msgspec.Struct, eq=False):
     origin: tuple[int, ...] = ()
     """The run, the segment and the recorder's number of the computation, if it is to be recorded for a
     timeline (`pw.core.recorder`); empty if not."""
+    noted: NotedLaunch | None = None
+    """Launch of the computation, if it is noted and this is its first one: gets the time of the call."""
 
 
 @dataclass(slots=True)

@@ -91,12 +91,13 @@ class HostExecutor(Actor):
         self.direct = Direct(
             self.order, self.interpreter, store, coordinator, backend, self._inline
         )
-        self.passing = Passing(env, self.order, self.receive)
+        self.passing = Passing(env, self.order, self.receive, self.interpreter.pace)
         self.compose(
             self.leases,
             self.passing,
             self.interpreter,
             self.interpreter.ends,
+            self.interpreter.pace,
             self.membership,
             self.explanations,
         )
@@ -165,6 +166,8 @@ class HostExecutor(Actor):
             self._expect(run, receive)
         run.launched = message.segment
         launch = HostLaunch(message, run, segment)
+        if segment.together:
+            interpreter.pace.joins(launch)
         interpreter.put(client_of(message.run), launch, segment.together)
         return False
 

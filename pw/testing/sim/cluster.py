@@ -176,7 +176,7 @@ class SimCluster(Site):
 
         def status() -> tuple[IslandInfo, ...]:
             return resources.status(
-                {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
+                {n: s.work for n, s in schedulers.items()}
             )
 
         self.status = status

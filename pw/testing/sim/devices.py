@@ -346,6 +346,8 @@ class SimBackend:
     # --- ops -----------------------------------------------------------------------------------------
 
     def _execute(self, op: ops.Execute) -> None:
+        if op.noted is not None:
+            op.noted.called_s = self.node.now_s()
         installed = self.programs.get(op.key)
         if any(value.is_away for value in op.args):
             raise Violation("memory", f"a computation reads host memory of {self.host}")

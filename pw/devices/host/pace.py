@@ -1,0 +1,225 @@
+"""Notes how long gangs take on this host, for the scheduler, which compares the hosts of a gang.
+
+Not all launches are noted, and those that are noted on one host must be noted on the others. So the number of
+a run decides: now and then one is a *signal*, and the `BURST` launches of gangs that follow it are noted. All
+hosts of a gang launch in the same order. The more launches there are in a second, the rarer are signals; a
+number that is a signal for rare ones is one for frequent ones, too, so hosts need not agree how rare they are.
+
+A noted launch is watched to its end, also on a host that does not report the end to the scheduler. Other
+launches pay for one question. While gangs come, a timer also shows how much the loop of this process lags, and
+whether the process runs at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pw.core.actors.actor import Env, Part, handles
+from pw.core.actors.ticker import Ticker
+from pw.core.ids import Address
+from pw.core.messages import TIMES_TOLD, LaunchTimes, PaceHeard, PaceReport
+
+if TYPE_CHECKING:
+    from pw.devices.host.launch_order import LaunchOrder
+    from pw.devices.host.work import HostLaunch
+
+TICK_S = 0.05
+"""Seconds between two looks whether timers are late."""
+TICKS = 20
+"""Number of those looks between two reports."""
+PAUSED_S = 0.01
+"""Seconds by which a timer is late if the process has not run."""
+BURST = 3
+"""Number of launches that are noted after a signal."""
+BURSTS = 5
+"""About how many signals there are in a second."""
+QUIET = 3
+"""Number of reports without a new launch after which there are no further ones."""
+_MIX, _ALL = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""Odd number that spreads the numbers of runs over all bits, and all bits."""
+
+
+@dataclass(slots=True, eq=False)
+class NotedLaunch:
+    """Times of a launch that is watched, in seconds on the clock of this host."""
+
+    came_s: float
+    waited_s: float
+    """Seconds for which work has waited for values, in all, when the launch came."""
+    is_told: bool
+    """True for a launch that the scheduler is told of; the end of a signal only shows when the next one began."""
+    called_s: float = 0.0
+    """Time at which its first computation was enqueued; another thread sets it."""
+    is_called: bool = False
+    """True if the op of that computation sets it."""
+    free_s: float | None = None
+    """Time at which the devices had ended all earlier work; None before the launch has ended."""
+    inputs_s: float = 0.0
+    """Seconds for which this launch, or work before it, waited for values."""
+    has_stream: bool = False
+    via: str = ""
+    """Name of the host that has passed it on; empty if it came from the scheduler or a client."""
+
+
+@dataclass(eq=False, repr=False)
+class Pace(Part):
+    """Notes launches of gangs, and reports them once a second."""
+
+    env: Env
+    order: LaunchOrder
+    via: str = ""
+    """Name of the host that passes on the order that is handled now."""
+    _left: int = 0
+    """Number of launches that are still noted after the last signal."""
+    _mask: int = 0
+    """Bits that are 0 in the mixed number of a signal."""
+    _joined: int = 0
+    """Number of launches of gangs since the last report."""
+    _times: list[LaunchTimes] = field(default_factory=list)
+    waiting: HostLaunch | None = None
+    """Oldest launch that waits for values."""
+    _waits_since_s: float = 0.0
+    _waited_s: float = 0.0
+    """Seconds for which a launch has waited for values, in all."""
+    _stream: bool = False
+    """True if the last wait was for values of Python functions of this host."""
+    _due_s: float = 0.0
+    """Time of the next look, in seconds."""
+    _ticks: int = 0
+    _quiet: int = 0
+    _late_s: float = 0.0
+    """Seconds by which timers were late since the last report, in all; `_paused_s` of those of a process that
+    did not run."""
+    _paused_s: float = 0.0
+    _heard: tuple[int, float] = (0, 0.0)
+    """Time in the scheduler's last answer, and when it came."""
+
+    def __post_init__(self) -> None:
+        self._ticker = Ticker(self.env, TICK_S, self._tick)
+
+    # --- launches --------------------------------------------------------------------------------
+
+    def joins(self, launch: HostLaunch) -> None:
+        """A launch of a gang has come: note it if it is a signal, or follows one."""
+        self._joined += 1
+        mixed = launch.run.run * _MIX & _ALL
+        is_signal = not ((mixed ^ mixed >> 32) * _MIX >> 40) & self._mask
+        if is_signal and self._joined > 4 * BURSTS * (self._mask + 1):
+            self._mask = 2 * self._mask + 1  # there are more launches than in the last second
+        if is_signal or self._left:
+            now_s = self.env.now_s()
+            told = self._left > 0
+            launch.noted = NotedLaunch(now_s, self._waited(now_s), told, via=self.via)
+            self._left = BURST if is_signal else self._left - 1
+        if not self._ticker.is_running:
+            self._begin_ticks()
+
+    def _begin_ticks(self) -> None:
+        self._ticks, self._late_s, self._paused_s = 0, 0.0, 0.0
+        self._quiet = 0
+        self._due_s = self.env.now_s() + TICK_S
+        self._ticker.start()
+
+    def _waited(self, now_s: float) -> float:
+        """Return for how long work has waited for values until now, in all."""
+        return self._waited_s + (now_s - self._waits_since_s if self.waiting is not None else 0.0)
+
+    def waits(self, launch: HostLaunch, *, for_stream: bool) -> None:
+        """A launch needs a value that is not here; later work waits behind it."""
+        if self.waiting is None:
+            self.waiting, self._waits_since_s = launch, self.env.now_s()
+            self._stream = for_stream
+
+    def goes_on(self) -> None:
+        """The launch that waited goes on."""
+        self._waited_s += self.env.now_s() - self._waits_since_s
+        self.waiting = None
+
+    def enqueued(self, noted: NotedLaunch, now_s: float) -> None:
+        """All instructions of a noted launch are ops, and values from other hosts have come."""
+        noted.inputs_s = self._waited(now_s) - noted.waited_s
+        noted.has_stream = self._stream and noted.inputs_s > 0
+
+    def ended(self, launch: HostLaunch, noted: NotedLaunch, now_s: float) -> None:
+        """A noted launch has ended on the devices."""
+        if not noted.is_told or len(self._times) == TIMES_TOLD:
+            return
+        free_s = noted.free_s or 0.0
+        ready_s = noted.came_s + noted.inputs_s
+        began_s = max(noted.called_s or launch.enqueued_s, free_s)
+        self._times.append(
+            LaunchTimes(
+                *launch.name,
+                _us(noted.came_s),
+                _us(began_s),
+                _us(now_s),
+                _us(noted.inputs_s),
+                _us(max(0.0, began_s - max(free_s, ready_s))),
+                free_s <= ready_s,
+                self._peer(launch),
+                noted.via,
+                noted.has_stream,
+            )
+        )
+        if not self._ticker.is_running:
+            self._begin_ticks()
+
+    def _peer(self, launch: HostLaunch) -> str:
+        """Return the host whose values a launch reads, if it is one other host."""
+        peers = {
+            route.source_host
+            for receive in launch.segment.receives
+            for route in receive.routes
+            if route.source_host != self.order.host
+        }
+        return peers.pop() if len(peers) == 1 else ""
+
+    # --- reports ---------------------------------------------------------------------------------
+
+    def _tick(self) -> bool:
+        now_s = self.env.now_s()
+        late_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + TICK_S
+        self._late_s += late_s
+        if late_s > PAUSED_S:
+            # Shorter stops come between two looks, too: one look stands for its whole period.
+            self._paused_s += max(TICK_S, late_s)
+        self._ticks += 1
+        return self._ticks < TICKS or self._report(now_s)
+
+    def _report(self, now_s: float) -> bool:
+        """Tell the scheduler, and return whether there will be more to tell."""
+        if self._joined or self._times:
+            self._quiet = 0
+        else:
+            self._quiet += 1
+        if self.order.scheduler is None or self._quiet > QUIET:
+            self._times.clear()
+            return False
+        passed_s = TICKS * TICK_S + self._late_s
+        heard_us, heard_s = self._heard
+        report = PaceReport(
+            self.order.epoch,
+            _us(now_s),
+            heard_us,
+            _us(now_s - heard_s) if heard_us else 0,
+            _us(self._late_s / TICKS),
+            min(1.0, self._paused_s / passed_s),
+            tuple(self._times),
+        )
+        self.env.send(self.order.scheduler, report)
+        self._mask = (1 << (self._joined // BURSTS).bit_length()) - 1
+        self._joined, self._ticks, self._late_s, self._paused_s = 0, 0, 0.0, 0.0
+        self._times.clear()
+        self._heard = (0, 0.0)
+        return True
+
+    @handles(PaceHeard)
+    def _answered(self, sender: Address, message: PaceHeard) -> None:
+        if message.epoch == self.order.epoch:
+            self._heard = (message.sent_us, self.env.now_s())
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
