@@ -81,8 +81,8 @@ class LaunchTimes(msgspec.Struct, frozen=True, array_like=True):
     inputs_us: Count
     """Microseconds for which work here, up to this launch, waited for values."""
     idle_us: Count
-    """Microseconds for which devices had ended all earlier work, the launch and its inputs were here, and it did
-    not begin."""
+    """Microseconds for which it did not begin, though devices had ended all earlier work, and it and its inputs
+    were here."""
     was_idle: bool
     """True if the devices had ended all earlier work when the launch and its inputs were here."""
     peer: Name = ""

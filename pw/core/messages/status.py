@@ -79,6 +79,12 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
         return sum(host.devices for host in self.hosts)
 
 
+def slow_hosts(islands: tuple[IslandInfo, ...]) -> list[SlowHost]:
+    """Return the slow hosts of islands, the slowest first."""
+    slow = [host.slow for island in islands for host in island.hosts if host.slow is not None]
+    return sorted(slow, key=lambda one: -one.factor)
+
+
 class IslandWork(NamedTuple):
     """What the scheduler of an island knows of its work."""
 

@@ -30,7 +30,6 @@ from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import Facts
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
-from pw.devices.host.pace import NotedLaunch
 from pw.devices.host.value import Value
 
 Done = Callable[[ErrorReport | None], None]
@@ -50,6 +49,28 @@ Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 def relative(box: Box) -> Box:
     """Return the whole of a shard that has this box of an array, as a box of the shard."""
     return tuple((0, stop - start) for start, stop in box)
+
+
+@dataclass(slots=True, eq=False)
+class NotedLaunch:
+    """Times of a launch that is noted (`pw.devices.host.pace`), in seconds on the clock of this host."""
+
+    came_s: float
+    waited_s: float
+    """Seconds for which work has waited for values, in all, when the launch came."""
+    is_told: bool
+    """True if the scheduler is told of it; the end of the others only shows when the next one began."""
+    called_s: float = 0.0
+    """Time at which its first computation was enqueued; another thread sets it."""
+    is_called: bool = False
+    """True if the op of that computation sets it."""
+    free_s: float | None = None
+    """Time at which the devices had ended all earlier work; None before the launch has ended."""
+    inputs_s: float = 0.0
+    """Seconds for which this launch, or work before it, waited for values."""
+    has_stream: bool = False
+    via: str = ""
+    """Name of the host that has passed it on; empty if it came from the scheduler or a client."""
 
 
 class Execute(msgspec.Struct, eq=False):

@@ -149,7 +149,9 @@ class LaunchEnds(Part):
         started_s = launch.enqueued_s if launch.began_s is None else launch.began_s
         busy = self._busy_until_s
         if launch.noted is not None and launch.noted.free_s is None:
-            launch.noted.free_s = max([busy.get(one, 0.0) for one in launch.segment.devices], default=0.0)
+            launch.noted.free_s = max(
+                [busy.get(one, 0.0) for one in launch.segment.devices], default=0.0
+            )
         for device in launch.segment.devices:
             started_s = max(started_s, busy.get(device, 0.0))
             busy[device] = now_s

@@ -13,20 +13,18 @@ whether the process runs at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.ticker import Ticker
 from pw.core.ids import Address
 from pw.core.messages import TIMES_TOLD, LaunchTimes, PaceHeard, PaceReport
+from pw.devices.host.backend import NotedLaunch
+from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.work import HostLaunch
 
-if TYPE_CHECKING:
-    from pw.devices.host.launch_order import LaunchOrder
-    from pw.devices.host.work import HostLaunch
-
-TICK_S = 0.05
+TICK_S = 0.02
 """Seconds between two looks whether timers are late."""
-TICKS = 20
+TICKS = 50
 """Number of those looks between two reports."""
 PAUSED_S = 0.01
 """Seconds by which a timer is late if the process has not run."""
@@ -38,28 +36,6 @@ QUIET = 3
 """Number of reports without a new launch after which there are no further ones."""
 _MIX, _ALL = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Odd number that spreads the numbers of runs over all bits, and all bits."""
-
-
-@dataclass(slots=True, eq=False)
-class NotedLaunch:
-    """Times of a launch that is watched, in seconds on the clock of this host."""
-
-    came_s: float
-    waited_s: float
-    """Seconds for which work has waited for values, in all, when the launch came."""
-    is_told: bool
-    """True for a launch that the scheduler is told of; the end of a signal only shows when the next one began."""
-    called_s: float = 0.0
-    """Time at which its first computation was enqueued; another thread sets it."""
-    is_called: bool = False
-    """True if the op of that computation sets it."""
-    free_s: float | None = None
-    """Time at which the devices had ended all earlier work; None before the launch has ended."""
-    inputs_s: float = 0.0
-    """Seconds for which this launch, or work before it, waited for values."""
-    has_stream: bool = False
-    via: str = ""
-    """Name of the host that has passed it on; empty if it came from the scheduler or a client."""
 
 
 @dataclass(eq=False, repr=False)
@@ -183,8 +159,9 @@ class Pace(Part):
         self._due_s = now_s + TICK_S
         self._late_s += late_s
         if late_s > PAUSED_S:
-            # Shorter stops come between two looks, too: one look stands for its whole period.
-            self._paused_s += max(TICK_S, late_s)
+            self._paused_s += (
+                late_s + TICK_S / 2
+            )  # it began some time before the timer should have come
         self._ticks += 1
         return self._ticks < TICKS or self._report(now_s)
 

@@ -11,8 +11,7 @@ import msgspec
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import ArrayCopy, CopyFile, Launch
-from pw.devices.host.backend import Backend, Build, Op
-from pw.devices.host.pace import NotedLaunch
+from pw.devices.host.backend import Backend, Build, NotedLaunch, Op
 from pw.devices.host.program import HostProgram, SegmentSteps
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.tiers import Spilling

@@ -412,9 +412,7 @@ class Inventory:
         return tuple(_info(host, host.registration.island, state) for state, host in waiting)
 
 
-def _info(
-    host: Host, island: str, state: str, slow: msg.SlowHost | None = None
-) -> msg.HostInfo:
+def _info(host: Host, island: str, state: str, slow: msg.SlowHost | None = None) -> msg.HostInfo:
     place = host.registration
     return msg.HostInfo(
         host.node,

@@ -20,7 +20,16 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, IslandWork, RemoveClient, Submit, Trees
+from pw.core.messages import (
+    TREES,
+    CancelRun,
+    ClientUse,
+    EpochEnded,
+    IslandWork,
+    RemoveClient,
+    Submit,
+    Trees,
+)
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight

@@ -8,23 +8,23 @@ slowest, so durations alone do not show it:
 
 | the host | what it adds to the gang's time |
 |---|---|
-| has longer computations than the others, and ends later | the difference: nothing holds the others up |
-| begins later, because its devices end the launch before later | that delay: what is behind the last collective |
-| has idle devices, while the launch and its inputs are here | that time: the host prepares computations late |
+| has longer computations, and ends later | the difference: nothing holds the others up |
+| ends the launch before later, and so begins later | that delay: what is behind the last collective |
+| has idle devices, while the launch and its inputs are here | that time: it prepares computations late |
 | gets launches later, when its devices are idle | that delay |
-| waits longer for values, when its devices are idle | that time; a late value of another host is no fault of this one |
+| waits longer for values, when its devices are idle | that time, unless another host makes the values late |
 
 The *factor* of a host is the time with what it adds, divided by the time without. A process that does not run
 for a part of the time, as one that is stopped or has no processor, adds to all of these at random; it measures
 itself, and is compared with the other hosts. Each second has a factor. A host is slow if that is `SLOW` in most
-seconds, until it is below `AGAIN_FAST` in most. Reports come once a second, so nothing of this is on the way of a
-launch.
+seconds, until it is below `AGAIN_FAST` in most. Reports come once a second, so nothing of this is on the way of
+a launch.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
@@ -70,8 +70,8 @@ class _Second:
     gang: float = 0.0
     """Time that the launches took on the median of the other hosts; `took` is that on this one."""
     ended: float = 0.0
-    """Delay of the end beyond the median of the other hosts and the error of the clocks; the sums below are such
-    differences, too."""
+    """Delay of the end beyond the median of the other hosts and the error of the clocks; the sums below are
+    such differences, too."""
     idle: float = 0.0
     """Idle time of devices with work at hand."""
     began_busy: float = 0.0
@@ -104,6 +104,8 @@ class _Slow(NamedTuple):
     cause: SlowCause
     peer: str
     since_s: float
+    is_slow: bool = True
+    """True if it is slow by this alone."""
 
 
 @dataclass(slots=True)
@@ -224,8 +226,8 @@ class Stragglers(Part):
                 sums.began_busy += began[name] - idle[name] - error
                 continue
             sums.began_free += began[name] - idle[name]
-            # What another host passes on late is no fault of this one.
-            sums.came += min(came[name], arrivals[name] - arrivals.get(times.via, arrivals[name] - came[name]))
+            if not _is_passed_on_late(name, hosts, arrivals):
+                sums.came += came[name]
             sums.late += late[name]
             if times.has_stream:
                 sums.streams += 1
@@ -248,8 +250,11 @@ class Stragglers(Part):
 
     def _judge(self, name: str, host: _HostPace, now_s: float) -> None:
         """Decide whether a host is slow, and write to the log what has changed."""
-        found = [one for one in (self._by_launches(name, host), self._by_pauses(name, host)) if one]
-        slowest = max(found, default=None, key=lambda one: one.factor)
+        slowest, pauses = self._by_launches(name, host), self._by_pauses(name, host)
+        if pauses is not None and (slowest is not None or pauses.is_slow):
+            # A process that does not run is late with all that it does.
+            factor = pauses.factor if slowest is None else max(pauses.factor, slowest.factor)
+            slowest = pauses._replace(factor=factor)
         is_new, host.slow = host.slow is None, slowest
         if slowest is not None and is_new:
             self.env.count("slow_hosts")
@@ -280,7 +285,10 @@ class Stragglers(Part):
         return _Slow(median(factors), cause, peer, since_s)
 
     def _by_pauses(self, name: str, host: _HostPace) -> _Slow | None:
-        """Return how slow a host is whose process does not run for a part of the time; None if it does."""
+        """Return how slow a host is whose process does not run for a part of the time; None if it does.
+
+        If it is not slow enough for that alone, this may still be the cause of what its launches show.
+        """
         others = [
             fmean(reading.paused for reading in other.readings)
             for at, other in self._hosts.items()
@@ -290,11 +298,12 @@ class Stragglers(Part):
             return None
         usual = median(others)
         factors = [(1.0 - usual) / max(0.05, 1.0 - one.paused) for one in host.readings]
-        if not _is_steady(factors, was_slow=host.slow is not None):
+        if not _is_steady(factors, was_slow=True):
             return None
+        is_slow = _is_steady(factors, was_slow=host.slow is not None)
         cause = SlowCause.COMPILATION if self._compiles(name) else SlowCause.PAUSED
         since_s = host.readings[0].time_s if host.slow is None else host.slow.since_s
-        return _Slow(median(factors), cause, "", since_s)
+        return _Slow(median(factors), cause, "", since_s, is_slow)
 
     def _compiles(self, name: str) -> bool:
         """Whether a host, and not its whole island, compiles a program."""
@@ -330,6 +339,17 @@ def _adds(seconds: Sequence[_Second]) -> tuple[dict[SlowCause, float], float]:
     return adds, base
 
 
+def _is_passed_on_late(
+    name: str, hosts: Mapping[str, tuple[msg.LaunchTimes, float]], arrivals: Mapping[str, float]
+) -> bool:
+    """Whether another host had the launch late, and has passed it on: that is no fault of this one."""
+    via = hosts[name][0].via
+    first = [arrivals[at] for at, (times, _) in hosts.items() if not times.via]
+    if via not in arrivals or not first:
+        return bool(via)
+    return 2 * (arrivals[via] - median(first)) > arrivals[name] - median(first)
+
+
 def _beyond(of_hosts: dict[str, float]) -> dict[str, float]:
     """Return by how much each host's value is above the median of the other hosts."""
     if len(of_hosts) > _FEW:
@@ -348,7 +368,7 @@ _FEW = 8
 def _is_steady(factors: Sequence[float], *, was_slow: bool) -> bool:
     """Whether a host is slow in most seconds; once it is, until it is fast in most."""
     if len(factors) < LEAST_SECONDS:
-        return was_slow and bool(factors)
+        return False
     if was_slow:
         return 2 * sum(one >= AGAIN_FAST for one in factors) > len(factors)
     return sum(one >= SLOW for one in factors) >= MOST * len(factors)

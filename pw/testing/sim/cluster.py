@@ -175,9 +175,7 @@ class SimCluster(Site):
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandInfo, ...]:
-            return resources.status(
-                {n: s.work for n, s in schedulers.items()}
-            )
+            return resources.status({n: s.work for n, s in schedulers.items()})
 
         self.status = status
         self.resources = resources

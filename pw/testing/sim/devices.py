@@ -277,7 +277,7 @@ class SimBackend:
     def _plan_pump(self) -> None:
         if not self._pump_planned and not self._running and not self.closed:
             self._pump_planned = True
-            self._world.after(OP_S * self.node.slowness, self._awake, self._pump)
+            self._world.after(OP_S * self.node.enqueue_slowness, self._awake, self._pump)
 
     def _pump(self) -> None:
         self._pump_planned = False

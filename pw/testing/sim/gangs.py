@@ -20,7 +20,6 @@ from pw.testing.sim.digests import RAISES, compute
 from pw.testing.sim.shards import Shards, SimInstalled, SimLayout, cut
 from pw.testing.sim.world import Violation, World
 
-
 JITTER = 0.2
 """Part by which computations take longer by chance, where hosts are compared."""
 

@@ -146,6 +146,8 @@ class SimNode(Node):
         self.slowness = slowness
         self.device_slowness = slowness
         """Factor by which its devices are slower than others."""
+        self.enqueue_slowness = slowness
+        """Factor by which it takes longer to give its devices work that they wait for."""
         self.link_slowness = slowness
         """Factor by which its frames take longer than others."""
         self.unwatched: dict[str, Actor] = {}

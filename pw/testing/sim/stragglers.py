@@ -30,13 +30,14 @@ HICCUP_S = 0.5
 """Seconds for which a host may stop once."""
 TAKES_S = (4e-3, 12e-3)
 """Bounds of the seconds of a call on hosts that are not slow."""
+BUSY = 50.0
+"""Factor by which a slow processor takes longer for each message."""
 KINDS = {
     "devices": (SlowCause.DEVICE,),
-    "processor": (SlowCause.PROCESSOR, SlowCause.PAUSED, SlowCause.NETWORK),
+    "processor": (SlowCause.PROCESSOR,),
     "links": (SlowCause.NETWORK,),
 }
-"""What is slow of a host, and the causes that fit. A launch waits for a slow loop as for a slow link, when the
-loop is at work each time that launches come, and not when timers do."""
+"""What is slow of a host, and the causes that fit."""
 
 
 def largest(cluster: SimCluster) -> str:
@@ -81,7 +82,9 @@ class Straggling:
             if random.random() < 0.5:
                 world.at(random.uniform(1.0, world.profile.span_s - 1.0), self._stop, member)
         if draw < world.profile.stragglers and len(members) > 1:
-            world.at(begins_s, self._slow_down, host, kind, caller.takes_s, random.uniform(0.8, 2.0))
+            world.at(
+                begins_s, self._slow_down, host, kind, caller.takes_s, random.uniform(0.8, 2.0)
+            )
         world.after(LOOK_S, self._look)
 
     def _stop(self, host: SimHost) -> None:
@@ -95,7 +98,8 @@ class Straggling:
         if kind == "devices":
             node.device_slowness = 1.0 + more
         elif kind == "processor":
-            node.slowness = more * takes_s / OP_S
+            node.slowness = BUSY
+            node.enqueue_slowness = more * takes_s / OP_S
         else:
             node.link_slowness = more * takes_s / LATENCY_S
         self._slow, self._kind, self._since_s = host, kind, self._world.now_s
@@ -111,7 +115,11 @@ class Straggling:
         if self._caller is None or self._caller.final:
             return
         self._world.checked["stragglers"] += 1
-        named = {one.host: one for each in self._cluster.schedulers.values() for one in each.stragglers.slow()}
+        named = {
+            one.host: one
+            for each in self._cluster.schedulers.values()
+            for one in each.stragglers.slow()
+        }
         slow = None if self._slow is None else self._slow.name
         for host, one in named.items():
             if host != slow:

@@ -527,6 +527,28 @@ row(
     forget("scheduler.window.is_open", True),
     seen("tenants", 124, "response", "waits"),
 )
+# The scheduler takes the time for which a host keeps an answer for a long way: no clock can be trusted.
+row(
+    "mistake-time-for-distance",
+    mishear("scheduler", m.PaceReport, lambda it: replace(it, held_us=0)),
+    seen("stragglers", 0, "stragglers"),
+)
+# Hosts note launches, and never which the scheduler is told of.
+row(
+    "tell-no-times",
+    mishear("scheduler", m.PaceReport, lambda it: replace(it, times=())),
+    seen("stragglers", 0, "stragglers"),
+)
+# A host counts as slow because another one passes launches on late.
+row(
+    "blame-the-last-in-the-tree",
+    mishear(
+        "scheduler",
+        m.PaceReport,
+        lambda it: replace(it, times=tuple(replace(one, via="") for one in it.times)),
+    ),
+    seen("stragglers", 60, "stragglers"),
+)
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.
