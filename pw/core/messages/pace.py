@@ -72,10 +72,8 @@ class LaunchTimes(msgspec.Struct, frozen=True, array_like=True):
 
     run: int
     segment: int
-    came_us: int
-    """Time at which the launch arrived, on the clock of the host."""
     began_us: int
-    """Time at which the devices began with it, on the same clock."""
+    """Time at which the devices began with it, on the clock of the host."""
     ended_us: int
     """Time at which the host saw its end, on the same clock."""
     inputs_us: Count
@@ -87,8 +85,6 @@ class LaunchTimes(msgspec.Struct, frozen=True, array_like=True):
     """True if the devices had ended all earlier work when the launch and its inputs were here."""
     peer: Name = ""
     """Name of the other host whose values the launch reads; empty if there is none, or several."""
-    via: Name = ""
-    """Name of the host that has passed the launch on; empty if it came from the scheduler or a client."""
     has_stream: bool = False
     """True if it waited for values of Python functions of this host."""
 

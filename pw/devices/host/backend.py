@@ -69,8 +69,6 @@ class NotedLaunch:
     inputs_s: float = 0.0
     """Seconds for which this launch, or work before it, waited for values."""
     has_stream: bool = False
-    via: str = ""
-    """Name of the host that has passed it on; empty if it came from the scheduler or a client."""
 
 
 class Execute(msgspec.Struct, eq=False):

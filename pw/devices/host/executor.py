@@ -91,7 +91,7 @@ class HostExecutor(Actor):
         self.direct = Direct(
             self.order, self.interpreter, store, coordinator, backend, self._inline
         )
-        self.passing = Passing(env, self.order, self.receive, self.interpreter.pace)
+        self.passing = Passing(env, self.order, self.receive)
         self.compose(
             self.leases,
             self.passing,

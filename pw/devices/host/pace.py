@@ -44,8 +44,6 @@ class Pace(Part):
 
     env: Env
     order: LaunchOrder
-    via: str = ""
-    """Name of the host that passes on the order that is handled now."""
     _left: int = 0
     """Number of launches that are still noted after the last signal."""
     _mask: int = 0
@@ -85,8 +83,8 @@ class Pace(Part):
             self._mask = 2 * self._mask + 1  # there are more launches than in the last second
         if is_signal or self._left:
             now_s = self.env.now_s()
-            told = self._left > 0
-            launch.noted = NotedLaunch(now_s, self._waited(now_s), told, via=self.via)
+            is_told = self._left > 0
+            launch.noted = NotedLaunch(now_s, self._waited(now_s), is_told)
             self._left = BURST if is_signal else self._left - 1
         if not self._ticker.is_running:
             self._begin_ticks()
@@ -127,14 +125,12 @@ class Pace(Part):
         self._times.append(
             LaunchTimes(
                 *launch.name,
-                _us(noted.came_s),
                 _us(began_s),
                 _us(now_s),
                 _us(noted.inputs_s),
                 _us(max(0.0, began_s - max(free_s, ready_s))),
                 free_s <= ready_s,
                 self._peer(launch),
-                noted.via,
                 noted.has_stream,
             )
         )

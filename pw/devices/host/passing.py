@@ -18,7 +18,6 @@ from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.ids import CONTROLLER, Address, executor_of
 from pw.devices.host.launch_order import LaunchOrder
-from pw.devices.host.pace import Pace
 
 LINK_S = 3.0
 """Seconds in which the scheduler may notice that the other host is lost, and not only the link."""
@@ -32,7 +31,6 @@ class Passing(Part):
     order: LaunchOrder
     receive: Callable[[Address, Any], None]
     """Handles an order of the scheduler to this host."""
-    pace: Pace
     _below: set[str] = field(default_factory=set)
     """Hosts to which orders were passed on in this epoch."""
 
@@ -53,9 +51,7 @@ class Passing(Part):
             own = replace(own, sequence=number, report=position < message.reporters)
         else:
             own = replace(own, sequence=number)
-        self.pace.via = sender.node if sender.node != CONTROLLER else ""
         self.receive(order.scheduler, own)
-        self.pace.via = ""
 
     def pass_on(self, message: msg.GangOrder, position: int) -> None:
         """Send an order to the hosts below a position, which is this host's."""

@@ -11,7 +11,7 @@ slowest, so durations alone do not show it:
 | has longer computations, and ends later | the difference: nothing holds the others up |
 | ends the launch before later, and so begins later | that delay: what is behind the last collective |
 | has idle devices, while the launch and its inputs are here | that time: it prepares computations late |
-| gets launches later, when its devices are idle | that delay |
+| is further away, or its loop lags, when its devices are idle | that delay of messages |
 | waits longer for values, when its devices are idle | that time, unless another host makes the values late |
 
 The *factor* of a host is the time with what it adds, divided by the time without. A process that does not run
@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ COMPARE_AFTER_S = 1.5
 """Seconds after the first report of a launch for which other hosts may report it."""
 CLOCKS_KEPT = 8
 """Newest readings of a clock, of which that with the shortest way counts."""
+WAYS = 3
+"""Newest readings of the way to a host, of which the shortest counts."""
 LONGER = 0.1
 """Part of the others' time by which computations take longer, if that alone explains a host."""
 
@@ -76,14 +79,14 @@ class _Second:
     """Idle time of devices with work at hand."""
     began_busy: float = 0.0
     """Delay of the begin of launches behind earlier work, without idle time, beyond the error of the clocks."""
-    began_free: float = 0.0
-    """Delay of the begin of launches for which the devices were free, without idle time."""
-    came: float = 0.0
-    """Delay with which these launches arrived."""
     late: float = 0.0
-    """Delay of timers at that time; messages wait as long for the loop."""
+    """Delay of timers, for each launch for which the devices were free; messages wait as long for the loop."""
+    way: float = 0.0
+    """Time of the way to the host, for each of these launches."""
     inputs: float = 0.0
-    """Time for which these launches waited for values."""
+    """Time for which these launches waited for values that come late to this host alone."""
+    early: float = 0.0
+    """Time by which these launches waited less for values; it is negative."""
     streams: int = 0
     peers: Counter[str] = field(default_factory=Counter)
 
@@ -119,6 +122,11 @@ class _HostPace:
     slow: _Slow | None = None
     """None if the host is not slow."""
 
+    @property
+    def way_us(self) -> float:
+        """Microseconds to the host and back, without the delays of a moment."""
+        return min(way_us for way_us, _ in islice(reversed(self.clocks), WAYS))
+
 
 @dataclass(slots=True)
 class _Compared:
@@ -128,7 +136,7 @@ class _Compared:
     hosts: dict[str, tuple[msg.LaunchTimes, float]] = field(default_factory=dict)
     """Times of each host, and the microseconds by which its clock is behind."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Microseconds by which that may be wrong."""
+    """Microseconds by which that may be wrong: half of the way to the host and back."""
 
 
 @dataclass(eq=False, repr=False)
@@ -174,9 +182,9 @@ class Stragglers(Part):
             way_us = max(0.0, now_us - message.heard_us - message.held_us)
             host.clocks.append((way_us, now_us - message.sent_us - way_us / 2))
         host.readings.append(_Reading(now_s, message.paused, message.late_us))
-        for kept in (host.readings, host.seconds):
-            while kept and kept[0].time_s < now_s - REMEMBERED_S:
-                kept.popleft()
+        for newest in (host.readings, host.seconds):
+            while newest and newest[0].time_s < now_s - REMEMBERED_S:
+                newest.popleft()
         if host.clocks:  # else the next report can be compared
             way_us, behind_us = min(host.clocks)
             for times in message.times:
@@ -199,22 +207,20 @@ class Stragglers(Part):
 
     def _compare(self, launch: _Compared) -> None:
         hosts = launch.hosts
-        late_us = {name: self._hosts[name].readings[-1].late_us for name in hosts}
+        late = _beyond({name: self._hosts[name].readings[-1].late_us for name in hosts})
 
         def beyond(of: Callable[[msg.LaunchTimes, float], float]) -> dict[str, float]:
-            return _beyond({name: of(*known) for name, known in hosts.items()})
+            return _beyond({name: of(*times) for name, times in hosts.items()})
 
         took = {name: float(times.ended_us - times.began_us) for name, (times, _) in hosts.items()}
-        longer, late = _beyond(took), _beyond(late_us)
+        longer, errors = _beyond(took), _beyond(launch.errors)
+        ways = _beyond({name: self._hosts[name].way_us for name in hosts})
         began = beyond(lambda times, behind_us: times.began_us + behind_us)
         ended = beyond(lambda times, behind_us: times.ended_us + behind_us)
-        arrivals = {name: times.came_us + behind_us for name, (times, behind_us) in hosts.items()}
-        came = _beyond(arrivals)
         idle = beyond(lambda times, _: float(times.idle_us))
         inputs = beyond(lambda times, _: float(times.inputs_us))
-        errors = _beyond(launch.errors)
         for name, (times, _) in hosts.items():
-            # Of two clocks that are compared, both may be wrong.
+            # Two clocks are compared, and each may be wrong.
             error = 2 * launch.errors[name] - errors[name]
             sums = self._second(self._hosts[name], launch.first_s)
             sums.launches += 1
@@ -225,14 +231,14 @@ class Stragglers(Part):
             if not times.was_idle:
                 sums.began_busy += began[name] - idle[name] - error
                 continue
-            sums.began_free += began[name] - idle[name]
-            if not _is_passed_on_late(name, hosts, arrivals):
-                sums.came += came[name]
             sums.late += late[name]
-            if times.has_stream:
+            sums.way += max(0.0, ways[name] - max(0.0, late[name])) / 2
+            if inputs[name] < 0:
+                sums.early += inputs[name]
+            elif times.has_stream:
                 sums.streams += 1
                 sums.inputs += inputs[name]
-            elif any(
+            elif times.peer and any(
                 other.peer == times.peer for at, (other, _) in hosts.items() if at != name
             ):  # values of that host reach other hosts in time
                 sums.peers[times.peer] += 1
@@ -289,14 +295,14 @@ class Stragglers(Part):
 
         If it is not slow enough for that alone, this may still be the cause of what its launches show.
         """
-        others = [
+        rest = [
             fmean(reading.paused for reading in other.readings)
             for at, other in self._hosts.items()
             if at != name
         ]
-        if not others:
+        if not rest:
             return None
-        usual = median(others)
+        usual = median(rest)
         factors = [(1.0 - usual) / max(0.05, 1.0 - one.paused) for one in host.readings]
         if not _is_steady(factors, was_slow=True):
             return None
@@ -322,35 +328,26 @@ def _adds(seconds: Sequence[_Second]) -> tuple[dict[SlowCause, float], float]:
     if longer < LONGER * gang:
         # The others wait for it in a collective. A delay beyond a whole computation is one of long ago.
         longer = tail = min(max(0.0, sum(one.began_busy for one in seconds)), 0.95 * gang)
-    came = max(0.0, sum(one.came for one in seconds))
-    lag = min(came, max(0.0, sum(one.late for one in seconds)))
-    inputs = max(0.0, sum(one.inputs for one in seconds))
-    # What comes late matters as far as the launch then begins late.
-    matters = min(1.0, max(0.0, sum(one.began_free for one in seconds)) / max(1.0, came + inputs))
     idle = max(0.0, sum(one.idle for one in seconds))
+    late = max(0.0, sum(one.late for one in seconds))
+    way = sum(one.way for one in seconds)
+    early = sum(one.early for one in seconds)
+    inputs = sum(one.inputs for one in seconds)
+    # A launch that comes late does no harm while its inputs are later.
+    lag = max(0.0, late + early)
+    way = max(0.0, way + min(0.0, late + early))
     of_values = SlowCause.STREAM if any(one.streams for one in seconds) else SlowCause.PEER
     base = max(min(took, gang) - tail, 0.05 * gang, 1.0)
     adds = {
         SlowCause.DEVICE: longer,
-        SlowCause.PROCESSOR: idle + lag * matters,
-        SlowCause.NETWORK: (came - lag) * matters,
-        of_values: inputs * matters,
+        SlowCause.PROCESSOR: idle + lag,
+        SlowCause.NETWORK: way,
+        of_values: inputs,
     }
     return adds, base
 
 
-def _is_passed_on_late(
-    name: str, hosts: Mapping[str, tuple[msg.LaunchTimes, float]], arrivals: Mapping[str, float]
-) -> bool:
-    """Whether another host had the launch late, and has passed it on: that is no fault of this one."""
-    via = hosts[name][0].via
-    first = [arrivals[at] for at, (times, _) in hosts.items() if not times.via]
-    if via not in arrivals or not first:
-        return bool(via)
-    return 2 * (arrivals[via] - median(first)) > arrivals[name] - median(first)
-
-
-def _beyond(of_hosts: dict[str, float]) -> dict[str, float]:
+def _beyond(of_hosts: Mapping[str, float]) -> dict[str, float]:
     """Return by how much each host's value is above the median of the other hosts."""
     if len(of_hosts) > _FEW:
         middle = median(of_hosts.values())

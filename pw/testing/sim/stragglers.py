@@ -45,7 +45,7 @@ def largest(cluster: SimCluster) -> str:
     return max(sorted(cluster.islands), key=lambda name: len(cluster.islands[name]))
 
 
-class Caller(Tenant):
+class GangUser(Tenant):
     """A user of one function on all of the largest island, who waits for each result."""
 
     def _claim(self) -> tuple[float, int]:
@@ -66,14 +66,14 @@ class Straggling:
 
     def __init__(self, cluster: SimCluster, users: Sequence[SimClient]) -> None:
         self._cluster, self._world = cluster, cluster.world
-        self._caller = next((user for user in users if isinstance(user, Caller)), None)
+        self._user = next((user for user in users if isinstance(user, GangUser)), None)
         self._slow: SimHost | None = None
         self._kind = ""
         self._since_s = 0.0
-        if self._caller is not None:
-            self._plan(self._caller)
+        if self._user is not None:
+            self._plan(self._user)
 
-    def _plan(self, caller: Caller) -> None:
+    def _plan(self, user: GangUser) -> None:
         world, random = self._world, self._world.streams("stragglers")
         members = self._cluster.islands[largest(self._cluster)]
         draw, host, kind = random.random(), random.choice(members), random.choice(sorted(KINDS))
@@ -82,9 +82,7 @@ class Straggling:
             if random.random() < 0.5:
                 world.at(random.uniform(1.0, world.profile.span_s - 1.0), self._stop, member)
         if draw < world.profile.stragglers and len(members) > 1:
-            world.at(
-                begins_s, self._slow_down, host, kind, caller.takes_s, random.uniform(0.8, 2.0)
-            )
+            world.at(begins_s, self._slow_down, host, kind, user.takes_s, random.uniform(0.8, 2.0))
         world.after(LOOK_S, self._look)
 
     def _stop(self, host: SimHost) -> None:
@@ -112,7 +110,7 @@ class Straggling:
 
     def check(self) -> None:
         """Compare the hosts that are named slow with the one that is."""
-        if self._caller is None or self._caller.final:
+        if self._user is None or self._user.final:
             return
         self._world.checked["stragglers"] += 1
         named = {
@@ -126,6 +124,6 @@ class Straggling:
                 raise Violation("stragglers", f"{one.words}; but it is not slow")
             if one.cause not in KINDS[self._kind]:
                 raise Violation("stragglers", f"{one.words}; but its {self._kind} are slow")
-        began_s = max(self._since_s, self._caller.began_s)
+        began_s = max(self._since_s, self._user.began_s)
         if slow is not None and slow not in named and self._world.now_s > began_s + NAMED_S:
             raise Violation("stragglers", f"{slow} has slow {self._kind}, and is not named")

@@ -539,15 +539,20 @@ row(
     mishear("scheduler", m.PaceReport, lambda it: replace(it, times=())),
     seen("stragglers", 0, "stragglers"),
 )
-# A host counts as slow because another one passes launches on late.
+# A host counts as slow because it waits in a collective: clocks do not say that it ends with the others.
 row(
-    "blame-the-last-in-the-tree",
+    "blame-hosts-that-wait",
     mishear(
         "scheduler",
         m.PaceReport,
-        lambda it: replace(it, times=tuple(replace(one, via="") for one in it.times)),
+        lambda it: replace(
+            it,
+            times=tuple(
+                replace(one, began_us=0, ended_us=one.ended_us - one.began_us) for one in it.times
+            ),
+        ),
     ),
-    seen("stragglers", 60, "stragglers"),
+    seen("stragglers", 0, "stragglers"),
 )
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
