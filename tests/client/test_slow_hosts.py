@@ -77,5 +77,5 @@ def test_a_host_that_is_stopped_again_and_again_is_named() -> None:
             assert slow.island == "island-0"
             words = f"host {victim.name} of island island-0 is"
             assert words in repr(pw.status())
-            until(lambda: bool(named()) and words in pw.why().text, "why says it", BOUND_S)
+            until(lambda: bool(named()) and words in pw.why(), "why says it", BOUND_S)
         until(lambda: not named(), "it is as fast as the other one again", BOUND_S)

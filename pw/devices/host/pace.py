@@ -13,6 +13,7 @@ whether the process runs at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.ticker import Ticker
@@ -34,8 +35,6 @@ BURSTS = 5
 """About how many signals there are in a second."""
 QUIET = 3
 """Number of reports without a new launch after which there are no further ones."""
-_MIX, _ALL = 0x9E3779B97F4A7C15, (1 << 64) - 1
-"""Odd number that spreads the numbers of runs over all bits, and all bits."""
 
 
 @dataclass(eq=False, repr=False)
@@ -47,7 +46,7 @@ class Pace(Part):
     _left: int = 0
     """Number of launches that are still noted after the last signal."""
     _mask: int = 0
-    """Bits that are 0 in the mixed number of a signal."""
+    """Bits that are 0 in the checksum of a signal's number."""
     _joined: int = 0
     """Number of launches of gangs since the last report."""
     _times: list[LaunchTimes] = field(default_factory=list)
@@ -77,8 +76,7 @@ class Pace(Part):
     def joins(self, launch: HostLaunch) -> None:
         """A launch of a gang has come: note it if it is a signal, or follows one."""
         self._joined += 1
-        mixed = launch.run.run * _MIX & _ALL
-        is_signal = not ((mixed ^ mixed >> 32) * _MIX >> 40) & self._mask
+        is_signal = not crc32(launch.run.run.to_bytes(8, "little")) & self._mask
         if is_signal and self._joined > 4 * BURSTS * (self._mask + 1):
             self._mask = 2 * self._mask + 1  # there are more launches than in the last second
         if is_signal or self._left:

@@ -531,7 +531,7 @@ row(
 row(
     "mistake-time-for-distance",
     mishear("scheduler", m.PaceReport, lambda it: replace(it, held_us=0)),
-    seen("stragglers", 0, "stragglers"),
+    seen("stragglers", 1, "stragglers"),
 )
 # Hosts note launches, and never which the scheduler is told of.
 row(
@@ -552,7 +552,7 @@ row(
             ),
         ),
     ),
-    seen("stragglers", 0, "stragglers"),
+    seen("stragglers", 23, "stragglers"),
 )
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
