@@ -14,6 +14,14 @@ from pw.core.messages.bounds import Count, Fraction, Name
 TIMES_TOLD = 16
 """Number of launches in one report of a host, at most."""
 
+_HOSTS, _LONGEST_S = 64, 16
+"""Hosts of an island up to which each reports once a second, and the longest time between two reports."""
+
+
+def report_period_s(hosts: int) -> int:
+    """Return the seconds between two reports of a host of an island with so many hosts."""
+    return min(max(1, hosts // _HOSTS), _LONGEST_S)
+
 
 class SlowCause(StrEnum):
     """Cause for which a host is slow, as far as its times show it."""
@@ -89,8 +97,8 @@ class LaunchTimes(msgspec.Struct, frozen=True, array_like=True):
     """True if it waited for values of Python functions of this host."""
 
 
-class PaceReport(HostToScheduler, frozen=True, tag=251):
-    """HostExecutor to IslandScheduler, once a second while its gangs compute: how long that took here."""
+class PaceReport(HostToScheduler, frozen=True, tag=270):
+    """HostExecutor to IslandScheduler, again and again while its gangs compute: how long that took here."""
 
     epoch: int
     sent_us: int
@@ -102,11 +110,11 @@ class PaceReport(HostToScheduler, frozen=True, tag=251):
     late_us: Count
     """Mean microseconds by which timers of this host were late."""
     paused: Fraction
-    """Part of the last second in which the process did not run, though it should have."""
+    """Part of the time since the last report in which the process did not run, though it should have."""
     times: Annotated[tuple[LaunchTimes, ...], Meta(max_length=TIMES_TOLD)]
 
 
-class PaceHeard(ControllerToExecutor, frozen=True, tag=252):
+class PaceHeard(ControllerToExecutor, frozen=True, tag=271):
     """IslandScheduler to HostExecutor: the answer to a `PaceReport`, from which the next one gets its age."""
 
     epoch: int

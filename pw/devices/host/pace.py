@@ -18,7 +18,7 @@ from zlib import crc32
 from pw.core.actors.actor import Env, Part, handles
 from pw.core.actors.ticker import Ticker
 from pw.core.ids import Address
-from pw.core.messages import TIMES_TOLD, LaunchTimes, PaceHeard, PaceReport
+from pw.core.messages import TIMES_TOLD, LaunchTimes, PaceHeard, PaceReport, report_period_s
 from pw.devices.host.backend import NotedLaunch
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.work import HostLaunch
@@ -26,26 +26,26 @@ from pw.devices.host.work import HostLaunch
 TICK_S = 0.02
 """Seconds between two looks whether timers are late."""
 TICKS = 50
-"""Number of those looks between two reports."""
+"""Number of those looks in a second."""
 PAUSED_S = 0.01
 """Seconds by which a timer is late if the process has not run."""
 BURST = 3
 """Number of launches that are noted after a signal."""
 BURSTS = 5
-"""About how many signals there are in a second."""
+"""About how many signals there are between two reports."""
 QUIET = 3
 """Number of reports without a new launch after which there are no further ones."""
 
 
 @dataclass(eq=False, repr=False)
 class Pace(Part):
-    """Notes launches of gangs, and reports them once a second."""
+    """Notes launches of gangs, and reports them once a second, or less often in a large island."""
 
     env: Env
     order: LaunchOrder
     _left: int = 0
     """Number of launches that are still noted after the last signal."""
-    _mask: int = 0
+    _mask: int = 1023
     """Bits that are 0 in the checksum of a signal's number."""
     _joined: int = 0
     """Number of launches of gangs since the last report."""
@@ -77,8 +77,8 @@ class Pace(Part):
         """A launch of a gang has come: note it if it is a signal, or follows one."""
         self._joined += 1
         is_signal = not crc32(launch.run.run.to_bytes(8, "little")) & self._mask
-        if is_signal and self._joined > 4 * BURSTS * (self._mask + 1):
-            self._mask = 2 * self._mask + 1  # there are more launches than in the last second
+        if is_signal and self._joined > 2 * BURSTS * (self._mask + 1):
+            self._mask = 4 * self._mask + 3  # there are more launches than before the last report
         if is_signal or self._left:
             now_s = self.env.now_s()
             is_told = self._left > 0
@@ -157,7 +157,7 @@ class Pace(Part):
                 late_s + TICK_S / 2
             )  # it began some time before the timer should have come
         self._ticks += 1
-        return self._ticks < TICKS or self._report(now_s)
+        return self._ticks < TICKS * report_period_s(len(self.order.hosts)) or self._report(now_s)
 
     def _report(self, now_s: float) -> bool:
         """Tell the scheduler, and return whether there will be more to tell."""
@@ -168,14 +168,14 @@ class Pace(Part):
         if self.order.scheduler is None or self._quiet > QUIET:
             self._times.clear()
             return False
-        passed_s = TICKS * TICK_S + self._late_s
+        passed_s = self._ticks * TICK_S + self._late_s
         heard_us, heard_s = self._heard
         report = PaceReport(
             self.order.epoch,
             _us(now_s),
             heard_us,
             _us(now_s - heard_s) if heard_us else 0,
-            _us(self._late_s / TICKS),
+            _us(self._late_s / self._ticks),
             min(1.0, self._paused_s / passed_s),
             tuple(self._times),
         )

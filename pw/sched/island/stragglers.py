@@ -17,8 +17,8 @@ slowest, so durations alone do not show it:
 The *factor* of a host is the time with what it adds, divided by the time without. A process that does not run
 for a part of the time, as one that is stopped or has no processor, adds to all of these at random; it measures
 itself, and is compared with the other hosts. Each second has a factor. A host is slow if that is `SLOW` in most
-seconds, until it is below `AGAIN_FAST` in most. Reports come once a second, so nothing of this is on the way of
-a launch.
+seconds, until it is below `AGAIN_FAST` in most. Reports come once a second, or less often in a large island, so
+nothing of this is on the way of a launch.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ LEAST_SECONDS = 4
 """Different seconds with comparisons that are needed to call a host slow."""
 MOST = 0.75
 """Part of these seconds in which it must be slow: one long stop makes no host slow."""
-COMPARE_AFTER_S = 1.5
-"""Seconds after the first report of a launch for which other hosts may report it."""
+COMPARE_AFTER = 1.5
+"""Periods of reports after the first report of a launch, for which other hosts may report it."""
+LAUNCHES = 1024
+"""Number of launches that wait for the reports of other hosts, at most."""
 CLOCKS_KEPT = 8
 """Newest readings of a clock, of which that with the shortest way counts."""
 WAYS = 3
@@ -192,7 +194,7 @@ class Stragglers(Part):
                 launch = self._launches.setdefault(key, _Compared(now_s))
                 launch.hosts[name] = times, behind_us
                 launch.errors[name] = way_us / 2
-        self._compare_until(now_s - COMPARE_AFTER_S)
+        self._compare_until(now_s - COMPARE_AFTER * msg.report_period_s(len(self.members.hosts)))
         self._judge(name, host, now_s)
 
     # --- comparing -------------------------------------------------------------------------------
@@ -200,7 +202,9 @@ class Stragglers(Part):
     def _compare_until(self, until_s: float) -> None:
         """Compare the hosts of the launches that were reported first before a moment, in seconds."""
         launches = self._launches
-        while launches and (first := next(iter(launches.values()))).first_s < until_s:
+        while launches and (
+            (first := next(iter(launches.values()))).first_s < until_s or len(launches) > LAUNCHES
+        ):
             del launches[next(iter(launches))]
             if len(first.hosts) > 1:
                 self._compare(first)
