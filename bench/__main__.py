@@ -40,6 +40,7 @@ SUITE = {
     "exchange": 180,
     "sharing": 180,
     "spill": 240,
+    "moving": 240,
     "feeding": 240,
     "train": 420,
     "gateway": 600,

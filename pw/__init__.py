@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from pw.client.functions.pmap import pmap
     from pw.client.functions.program import program
     from pw.client.functions.transfer import block_until_ready, get, put, ready
+    from pw.client.looking.device_tests import test_devices
     from pw.client.looking.islands import IslandEvent, island_events, on_island_event
     from pw.client.looking.memory import memory
     from pw.client.looking.names import names
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
     from pw.client.looking.status import status
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
-    from pw.client.moving import drain, resume, suspend
+    from pw.client.moving import drain, migrate, resume, suspend
     from pw.client.sharing.lookup import lookup, version_of
     from pw.client.sharing.publish import Publication, publish, unpublish
     from pw.core.functions.parts import ResultPart
@@ -136,6 +137,7 @@ _LAZY = {
     "drain": "pw.client.moving",
     "suspend": "pw.client.moving",
     "resume": "pw.client.moving",
+    "migrate": "pw.client.moving",
     "IslandEvent": "pw.client.looking.islands",
     "island_events": "pw.client.looking.islands",
     "on_island_event": "pw.client.looking.islands",
@@ -147,6 +149,7 @@ _LAZY = {
     "version_of": "pw.client.sharing.lookup",
     "names": "pw.client.looking.names",
     "memory": "pw.client.looking.memory",
+    "test_devices": "pw.client.looking.device_tests",
     "plan": "pw.client.looking.plan",
     "queue": "pw.client.looking.queue",
     "profile": "pw.operating.profiling.profile",
@@ -198,6 +201,7 @@ __all__ = [
     "drain",
     "suspend",
     "resume",
+    "migrate",
     "IslandEvent",
     "island_events",
     "on_island_event",
@@ -209,6 +213,7 @@ __all__ = [
     "version_of",
     "names",
     "memory",
+    "test_devices",
     "plan",
     "queue",
     "profile",

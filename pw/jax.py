@@ -139,7 +139,8 @@ def _backend() -> Any:
     if not _arguments:  # by JAX_PLATFORMS
         _arguments.update(_completed())
     options = ((f"--{name}", str(value)) for name, value in _arguments.items())
-    client = beside.client([part for option in options for part in option])
+    arguments = [part for option in options for part in option]
+    client = beside.client(arguments, has_cluster=not _arguments["address"])
     in_jax.install(client)
     return client
 

@@ -24,7 +24,7 @@ from pw.core.landing import Bulk
 from pw.core.rights import NO_BOUNDS, TenantRights
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.tickets import Tickets
-from pw.core.waits import MOVE_S, RECONNECT_S, RECOVERY_S
+from pw.core.waits import MOVE_S, PREEMPT_S, RECONNECT_S, RECOVERY_S
 from pw.transport.links.link import Versions
 from pw.transport.links.node import Node
 from pw.transport.log import recent
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pw.devices.host.membership import HostProcess
     from pw.devices.host.output import Output
     from pw.devices.host.replica_memory import Replica
+    from pw.devices.host.spill_files import SpillFiles
     from pw.devices.jax.coordination_service import CoordinationServices
     from pw.sched.island.scheduler import IslandScheduler
 
@@ -111,6 +112,7 @@ def add_controller(
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
     move_s: float = MOVE_S,
+    preempt_s: float = PREEMPT_S,
     stall_s: float = STALL_S,
     first_client: int = 1,
     events: Sink | None = None,
@@ -130,6 +132,7 @@ def add_controller(
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         move_s: how long slices wait for a lost island before they move to another one, in seconds.
+        preempt_s: how long a slice waits before a client of lower priority leaves devices for it, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
         events: takes what happens in the cluster; None to publish nothing.
@@ -204,6 +207,7 @@ def add_controller(
                 one for scheduler in schedulers.values() for one in scheduler.spending.take(client)
             ),
             account_sink=account_sink,
+            preempt_s=preempt_s,
             lines=lambda: recent.of(node.name),
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
@@ -224,13 +228,16 @@ def add_host(
     output: Output | None = None,
     checkpoint_root: str = "",
     spill_bytes: int = 0,
+    spill_files: SpillFiles | None = None,
+    test_devices_s: float = 0.0,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
     `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
     `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
-    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices.
+    checkpoints on disk. `spill_bytes` are host memory for arrays that leave the devices, and `spill_files` are
+    files for those that leave host memory. An idle host tests its devices every `test_devices_s`; 0 for never.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -246,6 +253,8 @@ def add_host(
             *(backend, bulk, counters, replicas, aside, keep, output, checkpoint_root),
             lambda: recent.of(node.name),
             spill_bytes,
+            spill_files,
+            test_devices_s,
         ),
     )
     if output is not None:

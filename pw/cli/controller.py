@@ -40,7 +40,7 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages.roles import Role
 from pw.core.rights import NewRights
 from pw.core.tenants import NO_SECRET, Claims
-from pw.core.waits import CLIENT_TIMEOUT_S, MOVE_S, RECOVERY_S
+from pw.core.waits import CLIENT_TIMEOUT_S, MOVE_S, PREEMPT_S, RECOVERY_S
 from pw.processes.child import Announcement
 from pw.sched.island.policy import POLICIES
 from pw.transport.access.private import PrivateFolder
@@ -125,6 +125,14 @@ def serve(
             help="Seconds after which slices of an island that does not come back move to one with room.",
         ),
     ] = MOVE_S,
+    preempt_after: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds for which a slice waits for devices of clients of a lower priority whose tenants are "
+            "preemptible; then one of them is suspended.",
+        ),
+    ] = PREEMPT_S,
     events: Annotated[
         str,
         typer.Option(
@@ -206,6 +214,7 @@ def serve(
         bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
         move_s=move_after,
+        preempt_s=preempt_after,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
         events=publisher,

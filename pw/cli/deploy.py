@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pw.cli.process import Credentials
+from pw.cli.process import Credentials, Insecure
+from pw.cli.target import address_of
 from pw.core.errors import Error
 from pw.transport.access.credentials import CREDENTIALS
 from pw.transport.access.joined import default_address, joined_address, joined_file
@@ -57,14 +58,14 @@ def up(
     Exit codes: 0 if all daemons run and all hosts are there; 1, with a line for each machine or host that is
     not.
     """
+    from pw.operating.deploy import daemons
     from pw.operating.deploy.credentials import Keys
-    from pw.operating.deploy.daemons import address_of
     from pw.operating.deploy.ssh import Cluster
     from pw.transport.access.security import use_tcp
 
     described = read(file)
     cluster, keys = Cluster(described, typer.echo), Keys.of(described)
-    address = address_of(described)
+    address = daemons.address_of(described)
     client = str(keys.client_file(address)) if keys is not None else ""
     use_tcp(client, insecure=described.insecure)
     hosts = {daemon.name for daemon in cluster.placed if daemon.island}
@@ -177,13 +178,33 @@ def doctor(
     folder: Annotated[
         list[str] | None, typer.Option(help="A folder that all machines see; again for more.")
     ] = None,
+    devices: Annotated[
+        bool,
+        typer.Option(
+            "--devices",
+            help="Test the devices of the running cluster instead: whether they compute the right bits, and "
+            "how fast. Work goes on beside it. It needs the right to drain hosts.",
+        ),
+    ] = False,
+    island: Annotated[str, typer.Option(help="With --devices: of this island only.")] = "",
+    insecure: Insecure = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Check versions, names, ports, clocks, certificates, folders and limits, and say what to do.
 
-    Exit codes: 0 if nothing keeps a cluster from working; 1 if something does.
+    With --devices it tests the devices of a running cluster, which takes at most 10 s.
+
+    Exit codes: 0 if nothing keeps a cluster from working; 1 if something does, or a device failed.
     """
     import msgspec
+
+    if devices:
+        if file is not None:
+            raise Error("--devices asks a running cluster; give its --address, and no cluster file")
+        _test_devices(address_of(address, credentials, insecure), island, as_json=as_json)
+        return
+    if island:
+        raise Error("--island goes with --devices")
 
     from pw.operating.deploy import doctor as checks
 
@@ -206,6 +227,25 @@ def doctor(
         for where, finding in findings:
             typer.echo(f"{where + ': ' if where else ''}{finding}")
     raise typer.Exit(any(finding.level == checks.ERROR for _, finding in findings))
+
+
+def _test_devices(address: str, island: str, *, as_json: bool) -> None:
+    """Print what each device did; exit with code 1 if one failed."""
+    import msgspec
+
+    from pw.cli import requests
+    from pw.client.display import tables
+
+    tests = requests.test_devices(address, island)
+    if as_json:
+        rows = [
+            {"island": row.island, "host": row.host} | msgspec.structs.asdict(row.test)
+            for row in tests.rows
+        ]
+        typer.echo(msgspec.json.encode({"devices": rows, "skipped": tests.skipped}))
+    else:
+        tables.show(tests)
+    raise typer.Exit(bool(tests.failed))
 
 
 def k8s(

@@ -93,6 +93,17 @@ def spill() -> int | None:
     return _size("PW_EMBEDDED_SPILL")
 
 
+def spill_files() -> str:
+    """Return the folder for arrays that leave host memory, or "". Raises Error without PW_EMBEDDED_SPILL."""
+    folder = os.environ.get("PW_EMBEDDED_SPILL_FILES", "")
+    if folder and not spill():
+        raise Error(
+            "PW_EMBEDDED_SPILL_FILES is for arrays that leave the host memory of PW_EMBEDDED_SPILL; give that "
+            "a size, too"
+        )
+    return folder
+
+
 def _size(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     try:
@@ -252,6 +263,7 @@ def _start_worker(
         device_memory=device_memory(),
         coords=coordinates(devices) if platform == "cpu" else None,
         spill=spill(),
+        spill_files=spill_files() or None,
         alone=not has_supervisor,
         reconnect=None if has_supervisor else RECONNECT_S,
     )
@@ -262,7 +274,7 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
     from pw.cli.assembly import add_controller
     from pw.cli.in_process import InProcessHost
 
-    bound_bytes, spill_bytes = device_memory(), spill() or 0
+    bound_bytes, spill_bytes, files = device_memory(), spill() or 0, spill_files()
     folder = PrivateFolder.make()
     thread = LoopThread("pw-embedded")
 
@@ -285,7 +297,16 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
 
         devices = jax.local_devices()
         host = InProcessHost(
-            thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended, bound_bytes, spill_bytes
+            thread.loop,
+            hub,
+            HOST,
+            ISLAND,
+            devices,
+            hosts_bulk,
+            ended,
+            bound_bytes,
+            spill_bytes,
+            files,
         )
 
         def teardown() -> None:

@@ -37,6 +37,7 @@ from pw.cli.process import (
     fail,
     longest_silence_s,
     size_of,
+    time_of,
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
@@ -48,6 +49,7 @@ from pw.core.messages.roles import Role
 from pw.core.platforms import platform_of
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.replica_memory import Replica
+from pw.devices.host.spill_files import SpillFolder
 from pw.devices.jax import group
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.compile_process import Bounds
@@ -130,6 +132,7 @@ class HostRuntime:
                     memory_of(own, size_of(self._options.device_memory)),
                     coords_of(own),
                     size_of(self._options.spill) or 0,
+                    bool(self._options.spill_files),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
@@ -282,6 +285,12 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         wraps=parse_wraps(options.wrap),
     )
     replicas = _inherited(name, parcel, supervisor)
+    aside = FileThreads(loop)
+    try:
+        files = SpillFolder(options.spill_files, aside) if options.spill_files else None
+    except Error as error:
+        fail("pw-worker", str(error))
+        _exit(EXIT_ERROR)
     executor = add_host(
         node,
         registration,
@@ -290,11 +299,13 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
         bulk,
         replicas,
         stall_s=options.stall_after,
-        aside=FileThreads(loop),
+        aside=aside,
         reconnect_s=options.reconnect,
         output=output,
         checkpoint_root=options.checkpoint_root,
         spill_bytes=size_of(options.spill) or 0,
+        spill_files=files,
+        test_devices_s=time_of(options.test_devices, "--test-devices"),
     )
     del replicas  # only the store may hold them
 
@@ -321,6 +332,8 @@ def run(options: HostOptions, supervisor: SupervisorLink | None = None) -> NoRet
     def teardown() -> None:
         node.close()
         bulk.close()
+        if files is not None:
+            files.close()
 
     _exit(daemon.run(teardown))
 

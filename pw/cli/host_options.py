@@ -79,6 +79,14 @@ class HostOptions:
             "by default they stay. It needs devices with a limit: accelerators, or --device-memory.",
         ),
     ] = ""
+    spill_files: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for arrays that leave this host memory when it is full, or when no run has read them "
+            "for minutes; by default they stay. The worker has a folder of its own in there, and removes it.",
+        ),
+    ] = ""
     spare: Annotated[
         bool,
         typer.Option(
@@ -178,6 +186,14 @@ class HostOptions:
             metavar="FOLDER",
             help="Write and read checkpoints in this folder only, whatever paths clients ask for; by default "
             "wherever this process may.",
+        ),
+    ] = ""
+    test_devices: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Test the devices as often, as in 1h, while nothing runs there; by default only after errors "
+            "that name them, and for `pw doctor --devices`.",
         ),
     ] = ""
     compile_timeout: Annotated[

@@ -17,6 +17,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.devices.host.replica_memory import Replica
+from pw.devices.host.spill_files import SpillFolder
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
@@ -39,7 +40,10 @@ class InProcessHost:
         ended: Callable[[], None] = lambda: None,
         device_memory_bytes: int | None = None,
         spill_bytes: int = 0,
+        spill_files: str = "",
     ) -> None:
+        self.files = FileThreads(loop)
+        self._spill_folder = SpillFolder(spill_files, self.files) if spill_files else None
         self.name = name
         self.stopped = ""
         self._ended = ended
@@ -59,7 +63,6 @@ class InProcessHost:
         registration = RegisterHost(
             island, 1, len(self._devices), _platform(self._devices[0]), "", os.getpid(), python=True
         )
-        self.files = FileThreads(loop)
         self.executor = add_host(
             self.node,
             registration,
@@ -68,6 +71,7 @@ class InProcessHost:
             self.bulk,
             aside=self.files,
             spill_bytes=spill_bytes,
+            spill_files=self._spill_folder,
         )
         self.executor.register()
 
@@ -90,6 +94,7 @@ class InProcessHost:
                 memory,
                 coords_of(self._devices),
                 self._spill_bytes,
+                self._spill_folder is not None,
             )
         )
 
@@ -114,6 +119,8 @@ class InProcessHost:
         self.node.close()
         self.backend.close()
         self.files.close()
+        if self._spill_folder is not None:
+            self._spill_folder.close()
         self.bulk.close()
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -115,6 +116,8 @@ TWO_WAYS = (
 )
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
+LEAST_PERIOD_S = 1.0
+"""Least seconds between two tests of the devices."""
 LEAST_SILENCE_S = 10.0
 """Least seconds of silence after which a runtime hangs: on a busy machine it may wait for a processor."""
 _SILENT_HEARTBEATS = 3
@@ -192,6 +195,18 @@ def size_of(text: str, option: str = "--device-memory") -> int | None:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {error}") from error
+
+
+def time_of(text: str, option: str) -> float:
+    """Return the seconds of an option as 90s, 30m or 1h; 0 if it is not given. Raises BadParameter."""
+    if not text:
+        return 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if seconds < LEAST_PERIOD_S:
+        words = f"{option} {text!r} is no time; write it as 90s, 30m or 1h, {LEAST_PERIOD_S:g} s at least"
+        raise typer.BadParameter(words)
+    return seconds
 
 
 def check_bind(bind: str, security: Security = CLOSED, ways: str = TWO_WAYS) -> None:

@@ -263,6 +263,26 @@ def resume(
     requests.resume(address_of(address, credentials, insecure), client, tenant, island, timeout)
 
 
+def migrate(
+    client: Annotated[int, _CLIENT],
+    island: Annotated[str, typer.Option(help="The island's name, as in pw status.")],
+    address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait; the client moves nevertheless.")
+    ] = 120.0,
+) -> None:
+    """Have a client go on, with all it has, on another island; it pauses for a moment.
+
+    Exit codes: 0 when it has left its devices; 1, with one line on standard error, if there is no such client
+    or island, the island is too small, the tenant may not move it, or it took longer.
+    """
+    from pw.cli import requests
+
+    requests.migrate(address_of(address, credentials, insecure), client, island, timeout)
+
+
 def drain(
     host: Annotated[str, typer.Argument(help="The host's name, as in pw status.")],
     address: Address = "",

@@ -16,6 +16,7 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.connection.waiting import time_left
 from pw.client.display import tables
+from pw.client.looking.device_tests import TESTED_S, DeviceTests
 from pw.client.looking.memory import ClusterMemory
 from pw.client.looking.names import ClusterNames
 from pw.client.looking.plan import Plan
@@ -100,7 +101,20 @@ def _island(island: IslandInfo) -> dict[str, Any]:
 
 
 def _host(host: HostInfo) -> dict[str, Any]:
-    return _fields(host, name="node", pid="process")
+    sick = [msgspec.structs.asdict(one) for one in host.sick]
+    return _fields(host, name="node", pid="process") | {"sick": sick}
+
+
+def test_devices(address: str, island: str) -> DeviceTests:
+    """Return the tests of the devices of an island, of all if it is empty.
+
+    Raises:
+        AccessRefused: the caller may not have devices tested.
+        ArgumentError: there is no such island.
+        ConnectionFailed: no controller answers.
+    """
+    with connected(address, CONNECT_S) as session:
+        return DeviceTests.of(session.ask.test_devices(island, TESTED_S))
 
 
 def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
@@ -233,6 +247,22 @@ def resume(address: str, client: int | None, tenant: str, island: str, timeout_s
     meant = _meant(client, tenant, island)
     with connected(address, timeout_s) as session:
         session.ask.resume(*meant).result(timeout_s)
+
+
+def migrate(address: str, client: int, island: str, timeout_s: float) -> None:
+    """Move a client to an island; returns when it has left its devices.
+
+    Raises:
+        Error: there is no such client or island, the caller may not move it, or it took longer than
+            `timeout_s`.
+    """
+    with connected(address, CONNECT_S) as session:
+        try:
+            session.ask.migrate(client, 0, island).result(timeout_s)
+        except TimeoutError:
+            raise Error(
+                f"not all of its work has ended after {timeout_s:g} s; it moves when that has, see pw why"
+            ) from None
 
 
 def _meant(client: int | None, tenant: str, island: str) -> tuple[int, str, str]:

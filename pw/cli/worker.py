@@ -19,6 +19,7 @@ from pw.cli.process import (
     command,
     configure_logging,
     size_of,
+    time_of,
 )
 from pw.cli.supervisor import Supervisor
 from pw.core.coordinates import check_coordinates, parse_coordinates, parse_wraps
@@ -26,6 +27,7 @@ from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.roles import Role
 from pw.core.platforms import installed_platform, platform_names
+from pw.devices.host.spill_files import check_folder
 from pw.transport.access.private import PrivateFolder, free_endpoint
 from pw.transport.access.security import Security
 from pw.transport.links.admission import not_the_name
@@ -64,7 +66,12 @@ def serve(**values: Any) -> None:
         raise typer.BadParameter(
             f"there is no folder {options.checkpoint_root} (--checkpoint-root)"
         )
-    size_of(options.device_memory), size_of(options.spill)
+    size_of(options.device_memory)
+    if options.spill_files and not size_of(options.spill):
+        raise typer.BadParameter(
+            "--spill-files is for arrays that leave the host memory of --spill; give that a size, too"
+        )
+    time_of(options.test_devices, "--test-devices")
     size_of(options.compile_memory, "--compile-memory")
     size_of(options.python_memory, "--python-memory")
     if not controller.startswith(("tcp://", "ipc://")):
@@ -94,11 +101,14 @@ def serve(**values: Any) -> None:
                 f"{', '.join(own.islands)}; use another --island, or issue a certificate for it"
             )
     root = options.checkpoint_root
+    if options.spill_files:
+        check_folder(options.spill_files)
     options = replace(
         options,
         name=name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}",
         bind=bind,
         checkpoint_root=os.path.realpath(root) if root else "",
+        spill_files=os.path.realpath(options.spill_files) if options.spill_files else "",
     )
     if options.alone:
         from pw.cli import host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pw.client.arrays.devices import Slice
 from pw.client.connection import current
 from pw.client.connection.waiting import seconds
 from pw.client.keywords import checks_keywords
@@ -73,6 +74,37 @@ def resume(
         ArgumentError: there is no such client or island.
     """
     current.runtime().ask.resume(*_meant(client, tenant, island)).result()
+
+
+@checks_keywords
+def migrate(
+    what: Slice | int | None = None, *, island: str, timeout_s: float | None = None
+) -> None:
+    """Have work go on, with all it has, on another island.
+
+    Launched calls end where they are; queued ones run there. Arrays go from host to host. Mesh and devices of
+    scripts stay as they are, only `slice.island` changes. Returns when the old devices are free.
+
+    Args:
+        what: a slice; or the number of a client, as in `pw status`, for all its slices; without it those of
+            this script.
+        island: name of the island, as in `pw status`. If it has no room within a while, any other may have the
+            work.
+        timeout_s: how long to wait, in seconds; the work moves nevertheless.
+
+    Raises:
+        TimeoutError: it took longer.
+        AccessRefused: the client is of another tenant, and this one has no right to `may_suspend`.
+        ArgumentError: there is no such client or island, or the client is suspended.
+        InsufficientDevices: a slice has more devices than the island.
+    """
+    number = slice_ = 0
+    if isinstance(what, Slice):
+        slice_ = what.id
+    elif what is not None:
+        number, _, _ = _meant(what, None, None)
+    answer = current.runtime().ask.migrate(number, slice_, island)
+    answer.result(seconds(timeout_s))
 
 
 def _meant(client: int | None, tenant: str | None, island: str | None) -> tuple[int, str, str]:

@@ -41,6 +41,16 @@ class HostEvent(Event, frozen=True):
     host: str
 
 
+class DeviceEvent(Event, frozen=True):
+    """`suspect`: an error names it. `failed`: its test failed. `passed`: it was one of these, but is well."""
+
+    topic: ClassVar[str] = "device"
+
+    host: str
+    device: int
+    reason: str = ""
+
+
 class ClientEvent(Event, frozen=True):
     """`attached` or `left`; the runs in flight of a client that has left are dropped."""
 
@@ -109,6 +119,7 @@ class CountersEvent(Event, frozen=True):
 KINDS: tuple[type[Event], ...] = (
     EpochEvent,
     HostEvent,
+    DeviceEvent,
     ClientEvent,
     RunEvent,
     TransferEvent,

@@ -101,12 +101,21 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool | tuple[str, ...],
         _right("hosts", "true, false or a list of hosts", "hosts that run its Python functions"),
     ] = True
-    may_drain: Annotated[bool, _right("", _FLAG, "drains hosts (`pw drain`)")] = False
+    may_drain: Annotated[
+        bool,
+        _right(
+            "", _FLAG, "drains hosts (`pw drain`), and has devices tested (`pw doctor --devices`)"
+        ),
+    ] = False
     may_publish_to_all: Annotated[
         bool, _right("", _FLAG, 'lets each tenant read what it publishes (`to="all"`)')
     ] = True
     may_cancel: Annotated[
         bool, _right("", _FLAG, "cancels the runs of other tenants (`pw cancel`)")
+    ] = False
+    preemptible: Annotated[
+        bool,
+        _right("", _FLAG, "work of a higher priority may suspend its clients (`--preempt-after`)"),
     ] = False
     may_suspend: Annotated[
         bool, _right("", _FLAG, "suspends and resumes clients of other tenants (`pw suspend`)")

@@ -6,6 +6,8 @@ RECOVERY_S = 60.0
 """Seconds for which what needs a lost island waits for it, before it fails."""
 MOVE_S = 30.0
 """Seconds after which the slices of a lost island move to one that has room."""
+PREEMPT_S = 30.0
+"""Seconds for which a slice waits before a client of a lower priority leaves its devices for it."""
 CLUSTER_START_S = 300.0
 """Seconds for which requests for devices wait for the islands of a cluster that starts: machines boot, and
 images are pulled."""

@@ -37,16 +37,20 @@ _ERRORS, _FATAL = 2, 3
 _OF_CALLBACK = "error calling callback"
 """Words in the error of a run one of whose Python functions has raised."""
 _COLOCATED = "jax.experimental.colocated_python"
+_CURRENT = "pw.client.connection.current"
 
 _running: dict[LocalDaemon, tuple[PrivateFolder, str]] = {}
 """The gateways of this process, with the folders that JAX shares with each."""
+_clusters: set[str] = set()
+"""Addresses of the clusters that end with gateways of this process."""
 
 
-def client(arguments: Sequence[str]) -> Any:
+def client(arguments: Sequence[str], has_cluster: bool) -> Any:
     """Return JAX's client of a gateway that is started now.
 
     Args:
         arguments: those of `pw gateway`, but for `--bind`.
+        has_cluster: true if the gateway starts a cluster, which ends with it.
 
     Raises:
         ConnectionFailed: the gateway could not begin, with its words.
@@ -75,6 +79,8 @@ def client(arguments: Sequence[str]) -> Any:
         _log_from(_ERRORS)
     forks.close_in_forks_of(address)
     own_client = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+    if has_cluster:
+        _clusters.add(own_client.devices()[0].pw_cluster)
     Functions(daemon.channel).install(lambda backend: backend is own_client)
     return own_client
 
@@ -123,10 +129,18 @@ def _hand_over_calls() -> None:
         jax.device_put(np.int8(0), jax.devices("pw")[0]).block_until_ready()
 
 
+def _leave_clusters() -> None:
+    """Close the session of `pw` first: the end of its cluster is no event, and its checkpoints are written."""
+    if (current := sys.modules.get(_CURRENT)) is not None:
+        for address in _clusters:
+            current.leave(address, None)
+
+
 def _exit() -> None:
     patience_s: float | None = STOP_S
     if _running:
         _wait_for_effects()
+        _leave_clusters()
         if _COLOCATED in sys.modules:
             _hand_over_calls()
             patience_s = None  # its session ends when colocated functions have ended

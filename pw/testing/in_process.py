@@ -38,6 +38,7 @@ class InProcessCluster:
         devices_per_island: JAX devices of each; islands get different ones.
         device_memory_bytes: memory of each device that runs may use; None for what the device says.
         spill_bytes: host memory of each island for arrays that leave the devices.
+        spill_files: a folder for arrays that leave this host memory.
         policy: scheduling policy among clients.
         events: takes the events of the controller.
         codec: encode and decode every message on its way.
@@ -54,6 +55,7 @@ class InProcessCluster:
         *,
         device_memory_bytes: int | None = None,
         spill_bytes: int = 0,
+        spill_files: str = "",
         policy: str = "fifo",
         events: Sink | None = None,
         codec: bool = True,
@@ -89,6 +91,7 @@ class InProcessCluster:
                     devices[index * devices_per_island : (index + 1) * devices_per_island],
                     device_memory_bytes=device_memory_bytes,
                     spill_bytes=spill_bytes,
+                    spill_files=spill_files,
                 )
                 for index in range(islands)
             ]

@@ -37,6 +37,8 @@ python = ["h"]
 
 [tenants.green]
 python = false
+devices = 2
+preemptible = true
 """
 
 HOLD = """
@@ -168,6 +170,24 @@ else:
 """
 
 
+TRAIN = """
+import os, sys, time, jax.numpy as jnp, numpy as np, pw
+pw.connect(priority=int(sys.argv[1]))
+slice = pw.make_virtual_device_set().add_slice(topology=(int(sys.argv[2]),), exclusive=True)
+mesh = pw.Mesh(slice.devices, ("x",))
+split = pw.NamedSharding(mesh, pw.PartitionSpec("x"))
+step = pw.jit(lambda x: jnp.sin(x) + 0.5 * x, mesh=mesh, donate_argnums=0, out_shardings=split)
+x = pw.put(np.linspace(0, 1, 12, dtype=np.float32), split)
+print("begins", flush=True)
+for number in range(1, 100):
+    while not os.path.exists(f"go{number}"):
+        time.sleep(0.02)
+    for _ in range(20):
+        x = step(x)
+    print("values", np.asarray(x).tobytes().hex(), flush=True)
+"""
+
+
 SAVE = """
 import os, shutil, sys, time, numpy as np, pw
 mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
@@ -228,7 +248,7 @@ class Cluster:
         controller = self.start(
             "pw.cli.controller",
             *("--bind", self.bind, "--policy", "share", "--credentials", self.keys["controller"]),
-            *("--tenants", self.rights, "--accounts", self.accounts),
+            *("--tenants", self.rights, "--accounts", self.accounts, "--preempt-after", 0.2),
         )
         controller.until_says("listens at")
         return controller
@@ -259,6 +279,20 @@ class Cluster:
         )
         assert asked.end() == 0, asked.err
         return {one["tenant"]: one for one in json.loads(asked.out)["tenants"]}
+
+    def ask(self, command: str, *arguments: object, tenant: str) -> Program:
+        """Run a command of `pw` as a tenant."""
+        return self.start(
+            *("pw.cli.main", command, *arguments, "--address", self.address),
+            PW_CREDENTIALS=self.keys[tenant],
+        )
+
+    def clients(self, tenant: str) -> list[dict[str, Any]]:
+        """Return what `pw status` says of the clients of a tenant that run scripts."""
+        asked = self.ask("status", "--json", tenant="operator")
+        assert asked.end() == 0, asked.err
+        clients = json.loads(asked.out)["clients"]
+        return [one for one in clients if one.get("tenant") == tenant]
 
     def why(self) -> str:
         asked = self.start(
@@ -307,6 +341,49 @@ def cluster(daemons: Cluster) -> Iterator[Cluster]:
     """The cluster of the module without clients; those that a test leaves end with it, also if it fails."""
     yield daemons
     daemons.end_scripts()
+
+
+def _values(script: Program, count: int) -> list[str]:
+    """Have a script do some steps for the `count`th time, and return its values after each time so far."""
+    (script.folder / f"go{count}").touch()
+    until(lambda: len(re.findall("values", script.out)) >= count, "its values")
+    return re.findall(r"values (\S+)", script.out)
+
+
+@pytest.mark.processes
+def test_a_higher_priority_has_the_devices_for_a_while(cluster: Cluster) -> None:
+    alone = cluster.script("green", TRAIN, 0, 2)
+    alone.until_says("begins")
+    expected = [_values(alone, count)[-1] for count in (1, 2)]
+    cluster.end_scripts()
+    low = cluster.script("green", TRAIN, 0, 2)
+    low.until_says("begins")
+    assert _values(low, 1) == expected[:1]
+    high = cluster.script("red", TRAIN, 5, 3)
+    high.until_says("begins")
+    until(lambda: "has suspended it" in cluster.why(), "why tells of it")
+    assert len(_values(high, 1)) == 1
+    high.kill()
+    assert _values(low, 2) == expected
+
+
+@pytest.mark.processes
+def test_only_its_tenant_and_operators_suspend_a_client(cluster: Cluster) -> None:
+    script = cluster.script("green", TRAIN, 0, 2)
+    script.until_says("begins")
+    first = _values(script, 1)
+    (number,) = [one["client"] for one in cluster.clients("green")]
+    refused = cluster.ask("suspend", number, tenant="red")
+    assert refused.end() == 1
+    assert "tenant 'red' may not suspend client" in refused.err
+    for tenant in ("green", "operator"):
+        assert cluster.ask("suspend", number, tenant=tenant).end() == 0
+        assert "suspended, by client" in cluster.clients("green")[0]["suspended"]
+        assert cluster.ask("resume", number, tenant=tenant).end() == 0
+    assert _values(script, 2)[:1] == first
+    assert cluster.ask("suspend", "--tenant", "green", tenant="operator").end() == 0
+    assert cluster.ask("resume", "--tenant", "green", tenant="operator").end() == 0
+    assert len(_values(script, 3)) == 3
 
 
 @pytest.mark.processes

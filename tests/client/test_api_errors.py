@@ -167,8 +167,8 @@ def test_the_nearest_of_some_names() -> None:
         ("x", ("xs",), None),
     ):
         assert nearest(word, names) == near, word
-    with pytest.raises(pw.ArgumentError, match="no argument memory=; there are devices, kind"):
-        pw.client.arrays.devices.VirtualDeviceSet(None).add_slice(1, memory=1)  # type: ignore[call-overload]
+    with pytest.raises(pw.ArgumentError, match="no argument colour=; there are devices, kind"):
+        pw.client.arrays.devices.VirtualDeviceSet(None).add_slice(1, colour=1)  # type: ignore[call-overload]
 
 
 def test_a_misspelt_variable_and_an_address_without_its_scheme(

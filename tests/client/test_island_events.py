@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pw.client.session.thread_messages import FollowIslands
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import IslandState
 from pw.testing import InProcessCluster
-from tests.stages.daemons import until
+from tests.stages.daemons import Program, until
 from tests.stages.stage import BOUND_S
 
 
@@ -150,6 +151,26 @@ def test_the_end_of_the_session_ends_the_events() -> None:
         run(some(events, 1))
 
 
+def test_no_event_is_read_after_the_end_of_the_script() -> None:
+    readers, go_on, begun = Readers(), threading.Event(), threading.Event()
+    heard: list[threading.Thread] = []
+
+    def slow(event: pw.IslandEvent) -> None:
+        heard.append(threading.current_thread())
+        begun.set()
+        assert go_on.wait(BOUND_S)
+
+    events, _registration = readers.events(), readers.callback(slow)
+    readers.tell("joined", 1)
+    readers.tell("left", 1)
+    assert begun.wait(BOUND_S)
+    readers.end(None)
+    go_on.set()
+    until(lambda: not heard[0].is_alive(), "the end of the thread")
+    assert len(heard) == 1
+    assert run(_all(events)) == []
+
+
 def test_an_error_of_a_callback_is_logged_and_loses_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -204,6 +225,60 @@ def test_the_islands_of_a_cluster() -> None:
         assert {one.hosts for one in heard} == {("host-0",), ("host-1",)}
         with pytest.raises(pw.ArgumentError, match="callback"):
             pw.on_island_event(print, calback=print)  # type: ignore[call-arg]
+
+
+FOLLOWS = """
+import asyncio, atexit, threading, time
+import pw
+from pw.client.connection import current  # it closes the session when the script ends
+
+begun, callers = [threading.Event(), threading.Event()], []
+
+def write(reader, event):
+    with open("heard", "a") as file:
+        file.write(f"{reader} {event.what}\\n")
+    begun[reader].set()
+
+async def read():
+    async for event in pw.island_events():
+        write(1, event)
+
+def wait():
+    while callers[0].is_alive() and "left" not in open("heard").read():
+        time.sleep(0.01)
+
+def call(event):
+    callers.append(threading.current_thread())
+    write(0, event)
+
+CLUSTER
+registration = pw.on_island_event(call)
+threading.Thread(target=lambda: asyncio.run(read()), daemon=True).start()
+for one in begun:
+    assert one.wait(60)
+"""
+"""Writes the events that callbacks and loops of a script hear to a file."""
+STARTS = {
+    "plain JAX": "atexit.register(wait)",  # called when the cluster has ended, and then the session is closed
+    "beside a script": "",
+    "LocalCluster": "atexit.register(wait); cluster = pw.LocalCluster(log_level='error')",
+    "a LocalCluster to connect to": "atexit.register(wait)\n"
+    "pw.connect(pw.LocalCluster(connect=False, log_level='error').address)",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", STARTS)
+def test_the_end_of_a_script_is_no_event_for_it(how: str, tmp_path: Path) -> None:
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "2"} if how == "plain JAX" else {}
+    program = Program(tmp_path, ["-c", FOLLOWS.replace("CLUSTER", STARTS[how])], **variables)
+    try:
+        assert program.end() == 0, program.err
+        assert program.err == ""
+        heard = (program.folder / "heard").read_text().splitlines()
+        assert sorted(heard) == ["0 joined", "1 joined"]
+    finally:
+        program.kill()
 
 
 @pytest.mark.processes

@@ -201,6 +201,18 @@ def test_what_a_host_cannot_give_is_asked_again_where_the_slice_is_then(
         assert future.result(0) is None
 
 
+def test_a_request_names_the_epoch_in_which_the_slice_is_on_its_hosts(bench: Bench) -> None:
+    for epoch in (1, 2):
+        bench.get()
+        bench.wait(X, Y)
+        for host in ("a", "b"):
+            asked = [m for m in bench.asked(host) if isinstance(m, (msg.Fetch, msg.Wait))][-2:]
+            assert [(one.island, one.epoch) for one in asked] == [("east", epoch)] * 2
+        bench.bind("a", "b")
+        for inquiry in bench.asked(CONTROLLER, msg.Inquire):
+            bench.tell(msg.Answered(inquiry.request, None))
+
+
 def test_a_lost_host_withdraws_what_was_asked_of_the_others(bench: Bench) -> None:
     future = bench.get(split(SLICE, 2, LARGE))
     (fetch,) = bench.asked("a", msg.Fetch)

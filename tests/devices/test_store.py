@@ -126,6 +126,23 @@ def test_no_ticket_counts_before_the_host_has_joined() -> None:
     assert bench.failed("early") == {1: "Disconnected"}
 
 
+@pytest.mark.parametrize("place", [("i", 1), ("i", 2), ("j", 3)], ids=str)
+def test_what_was_asked_of_an_earlier_incarnation_does_not_wait_here(place: Any) -> None:
+    """The client may have given the slice back, and hears nothing more of it."""
+    bench = Bench()
+    bench.store.joins("i", 3, TICKETS.public, 8, 8)
+    bench.say(msg.Fetch(1, ARRAY, SPEC, HERE, (0,), None, *place))
+    bench.say(msg.Wait(2, (ARRAY,), *place))
+    assert bench.failed() == {1: "HostLost", 2: "HostLost"}
+    bench.check_empty()
+    bench.say(msg.Fetch(3, ARRAY, SPEC, HERE, (0,), None, "i", 3))
+    bench.say(msg.Wait(4, (ARRAY,), "i", 3))
+    bench.say(msg.Wait(5, (ARRAY,)))
+    assert bench.store.requests.parked() == [ARRAY]
+    bench.launch()
+    assert [one.request for one in bench.answers()[2:]] == [3, 4, 5]
+
+
 def test_a_client_reads_only_its_own() -> None:
     bench = Bench()
     bench.launch()

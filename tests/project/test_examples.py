@@ -28,6 +28,7 @@ def test_byte_pairs() -> None:
             r"(?s)pw\.jit, moments in device: 16\d+ bytes.*pw\.jit, moments in pinned_host: 58\d+ bytes"
             r".*jax\.jit, moments in pinned_host: .*20 losses, four times the same, bit for bit",
         ),
+        (["examples.suspended"], r"went on on island-\d\nall 200 losses are the same, bit for bit"),
         (["examples.elastic"], r"on \[2, 1, 2\] islands; all 60 losses are\nthe same, bit for bit"),
         long(
             ["examples.moe", "--steps", "12"],

@@ -431,6 +431,38 @@ def test_what_reads_an_array_of_another_client_waits_in_its_stream() -> None:
     assert not world.client(importer.number).stream
 
 
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_what_is_handed_on_before_it_has_come_does_not_hold_up_its_client(gives_back: bool) -> None:
+    """Both hand on an array that one of them offers last, and behind those in its stream."""
+    stage = Stage()
+    one, world, tokens = stage.client, stage.world, [bytes([at]) * 16 for at in range(3)]
+    other, slice_ = stage.join("other")
+    here, there = stage.spec, split(slice_, 2)
+    mine, theirs, back = one.id(), other.id(), one.id()
+    world.settle()
+    one.tell(msg.CreateArray(mine, here, 1, msg.OfferSource(tokens[0], 0)))
+    one.tell(msg.Offer(one.id(), tokens[1], (mine,), (here,)))
+    other.tell(msg.CreateArray(theirs, there, 1, msg.OfferSource(tokens[1], 0)))
+    other.tell(msg.Offer(other.id(), tokens[2], (theirs,), (there,)))
+    if gives_back:
+        one.delete(mine)
+        one.tell(msg.ReleaseSlice(here.placement.slice))
+    else:
+        one.tell(msg.CreateArray(back, here, 1, msg.OfferSource(tokens[2], 0)))
+    world.settle()
+    assert len(world.client(one.number).stream) == gives_back, "its devices are still needed"
+    x = other.upload(X, there)
+    other.tell(msg.Offer(other.id(), tokens[0], (x,), (there,)))
+    world.settle()
+    assert not any(world.client(each.number).stream for each in (one, other))
+    arrays = [(other, theirs, there)] if gives_back else [(one, back, here), (one, mine, here)]
+    for client, array, spec in arrays:
+        client.specs[array] = spec
+        np.testing.assert_array_equal(client.value(array), X)
+    if gives_back:
+        assert here.placement.slice not in world.client(one.number).slices.owned
+
+
 def test_a_long_backlog_goes_on_over_several_turns() -> None:
     """Messages of others have their turns between."""
     stage = Stage()

@@ -240,6 +240,40 @@ def test_a_host_is_not_drained_if_its_spare_would_break_a_block() -> None:
     assert not bench.manager.slices.displaced_by(spare, "a1", island)
 
 
+@pytest.mark.parametrize("place", [((0, 1), (1, 1)), ((5, 1), (6, 1))], ids=["same", "other"])
+def test_a_spare_whose_coordinates_jax_will_tell_does_not_hinder_a_drain(place: Any) -> None:
+    """What is at its place stays; a spare elsewhere breaks blocks, as where a host is lost."""
+    bench = Shapes()
+    places = {"a0": ((0, 0), (1, 0)), "a1": ((0, 1), (1, 1)), "s": place}
+
+    def joined(node: str, epoch: int) -> None:
+        answer = msg.IslandJoined("a", epoch, "kind", 2, None, places[node])
+        bench.say(executor_of(node), answer)
+
+    for node in ("a0", "a1"):
+        bench.host(node, "a", 2, 2)
+    for node in ("a0", "a1"):
+        joined(node, 1)
+    block = bench.want(1, 2, 2)
+    row = bench.want(2, 2, exclusive=False)
+    assert at(block) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    bench.host("s", "a", 0, 2, spare=True)
+    bench.say(CONTROL, msg.DrainHost(5, "a1", "client"))
+    assert not bench.world.to(session_of("client"), msg.Answered), "it is drained"
+    bench.host("a0", "a", 2, 2)
+    bench.host("a1", "a", 2, 2)
+    for node in ("a0", "s"):
+        joined(node, 2)
+    again = bench.news(msg.SliceBound)[2:]
+    if place == places["a1"]:
+        assert [(one.slice, at(one)) for one in again] == [(1, at(block)), (2, at(row))]
+        assert not bench.news(msg.SliceRefused)
+    else:
+        (answer,) = bench.news(msg.SliceRefused)
+        assert (answer.slice, [one.slice for one in again]) == (1, [2])
+        refused(answer, "no block of 2x2 is without a hole")
+
+
 def test_the_least_busy_devices_are_chosen_and_of_equal_ones_those_with_the_fewest_slices() -> None:
     bench = Shapes()
     bench.island("a", 1, 4)

@@ -9,6 +9,7 @@ import pytest
 
 from pw.core import messages as msg
 from pw.core.ids import CONTROL, client_id
+from pw.core.programs.peak import IslandMemory, OutputMemory
 from pw.core.rights import NewRights, Rights, Size, TenantRights
 from pw.sched.island.admission import PATIENCE
 from pw.sched.island.lent_memory import LentMemory
@@ -203,8 +204,33 @@ def test_an_upload_that_is_deleted_or_whose_client_leaves_waits_no_more() -> Non
     bench.release(first)
     bench.tell(msg.RemoveClient(R2))
     bench.end_all()
-    assert not bench.scheduler.admission.are_tenants_short
+    assert not bench.scheduler.admission.are_bounds_short
     assert bench.used == 0
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_result_that_is_the_bytes_of_an_upload_counts_for_its_tenant(
+    is_view: bool, leaves: bool
+) -> None:
+    """Only a client with a lease can launch what reads an upload that waits."""
+    bench = TenantBench()
+    running = bench.run(bench.program(R1, needs(40)))
+    bench.run(bench.program(B1, needs(0)))
+    array, result, program = (client_id(R2, number) for number in (5, 6, 7))
+    bench.upload(array, 30)
+    output = OutputMemory(0, (DEVICE,), 30, *((-1, -1, (0,)) if is_view else (0,)))
+    returns = IslandMemory("i", ((DEVICE,),), (0,), (), (0,), (), (output,))
+    bench.memory.install(program, "returns its argument", returns)
+    claim = LentMemory(bench.memory, R2, (program,), 1).launched(program, (array,), (result,))
+    bench.memory.end(claim)
+    if leaves:  # and a client of blue has the result
+        bench.memory.buffers[client_id(B1, 6)] = bench.memory.buffers.pop(result)
+        bench.tell(msg.RemoveClient(R2))
+    bench.release(array)
+    bench.end(next(one for one in bench.launches() if one.run == running.run))
+    assert not bench.scheduler.admission.are_bounds_short
+    assert (bench.of(RED), bench.used) == (30, 30)
 
 
 def test_a_lower_bound_takes_nothing_away_and_a_higher_one_lets_work_go_on() -> None:
@@ -244,7 +270,7 @@ def test_a_lease_has_no_more_room_than_its_tenant() -> None:
     for room in rooms.values():
         room.end()
     memory.settle()
-    assert not any(total.used.any() for total in memory.by_tenant.values())
+    assert not any(total.used.any() for total in memory.totals.by_tenant.values())
 
 
 def test_a_shard_counts_for_the_tenant_that_made_it_while_another_one_names_it() -> None:

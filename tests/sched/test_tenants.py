@@ -412,4 +412,4 @@ def test_parts_of_reports_that_name_a_client_say_that_they_are_the_client_s() ->
                 owned.add(kind)
         named = typing.get_type_hints(kind).items() & {("run", int), ("client", int)}
         assert kind in owned or not named, f"{kind.__name__} may show what other tenants do"
-    assert len(owned) == 7
+    assert len(owned) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from pw.client.session.journal import Journal
 from pw.client.session.thread_messages import Allocate, Tell
 from pw.core import messages as msg
+from pw.core.errors import NameNotFound
 from pw.core.ids import CONTROL, CONTROLLER
 from pw.core.messages.names import VersionNumber
 from pw.core.rights import NewRights, Rights, TenantRights
@@ -21,7 +23,8 @@ from pw.sched.control.names import NameTable
 from pw.sched.control.sessions import HOLDERS
 from tests.sched.test_controller_restart import Cluster, User
 from tests.sched.test_names import NameStage
-from tests.stages.scripted import Client, split
+from tests.stages.actors import World
+from tests.stages.scripted import Client, chain, split
 
 
 class VersionStage(NameStage):
@@ -161,6 +164,14 @@ def read(cluster: Cluster, reader: User, name: str, spec: ArraySpec) -> int:
     return number
 
 
+def step_until(world: World, is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        world.steps(1)
+    raise AssertionError("it does not happen")
+
+
 def versions(cluster: Cluster, user: User) -> list[tuple[str, int]]:
     future = user.ask(msg.GetNames)
     cluster.time(5)
@@ -195,6 +206,32 @@ def test_an_unpublished_name_does_not_come_back_with_another_controller(
     assert versions(cluster, user) == [("other", 1)]
     if has_arrays:
         np.testing.assert_array_equal(reader.value(own), cluster.x)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_version_that_ended_while_it_arrived_is_told_of_no_more_and_has_an_answer(
+    is_last: bool,
+) -> None:
+    cluster = Cluster(0)
+    user, another = cluster.user, User(cluster.world, "d")
+    slow = user.program(chain([cluster.a, cluster.b] * 8))
+    publication = publish(user, "base", user.run(slow, user.put(cluster.x, cluster.a)))
+    later = [] if is_last else [("other", 1)]
+    for name, _ in later:
+        publish(user, name, user.put(cluster.x, cluster.a))
+    world, journal = cluster.world, user.session.link.journal
+    step_until(world, lambda: len(world.control.names.directory.all()) > len(later))
+    end = another.ask(lambda request: msg.Unpublish(request, "base"))
+    step_until(world, lambda: len(journal.publications) == len(later))
+    assert end.result(0) is None
+    assert not publication.done(), "its array has not come"
+    cluster.lose()
+    cluster.time(2)
+    cluster.start()
+    cluster.time(20)
+    assert versions(cluster, another) == later
+    with pytest.raises(NameNotFound, match="'base' was ended"):
+        publication.result(0)
 
 
 def test_a_journal_keeps_only_versions_that_lookups_find() -> None:

@@ -24,7 +24,7 @@ from pw.core.errors import (
     TransferFailed,
 )
 from pw.core.landing import Landing
-from pw.core.messages import Detail, ThreadReport
+from pw.core.messages import Detail, DeviceOutcome, DeviceTest, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
@@ -101,6 +101,11 @@ class FakeBackend:
         self.gang_broken: ErrorReport | None = None
         self.raises = False
         """Whether Python functions raise on this host."""
+        self.outcomes: dict[int, DeviceOutcome | None] = {}
+        """Outcomes of the tests of devices; None for one that does not end."""
+        self.held: list[tuple[int, Callable[[DeviceTest], None]]] = []
+        """Tests that do not end."""
+        self.suspect: ops.Suspect = lambda devices, word: None
 
     def install(
         self,
@@ -163,6 +168,17 @@ class FakeBackend:
 
     def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
         return None, None
+
+    def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
+        outcome = self.outcomes.get(ordinal, DeviceOutcome.OK)
+        if outcome is None:
+            self.held.append((ordinal, done))
+            return
+        words = "" if outcome is DeviceOutcome.OK else "as the test says"
+        self.world.happenings[self.name].append(lambda: done(DeviceTest(ordinal, outcome, words)))
+
+    def take_suspicions(self, devices: int, handler: ops.Suspect) -> None:
+        self.suspect = handler
 
     def stage(self, value: Value) -> str:
         if value.error is not None or value.payload is not None:

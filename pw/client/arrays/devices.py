@@ -14,6 +14,7 @@ import numpy as np
 from pw.client.arrays import device_in_jax
 from pw.client.arrays.device_in_jax import NoClient, VirtualMemory, memories_of
 from pw.client.arrays.operator_cache import Recent
+from pw.client.arrays.slice_arguments import host_names, shape_of, size_of
 from pw.client.connection import current
 from pw.client.display.tables import Table, facts, html
 from pw.client.keywords import checks_keywords
@@ -22,6 +23,7 @@ from pw.core.errors import ArgumentError, InsufficientDevices
 from pw.core.ids import serial_of
 from pw.core.jax_private.tables import forget_devices
 from pw.core.messages import SliceBound
+from pw.core.sizes import size_in_words
 
 
 class _DeviceGroup:
@@ -64,8 +66,13 @@ class _DeviceGroup:
 class Slice(_DeviceGroup):
     """Virtual devices of one island, owned by this client until nothing refers to them."""
 
-    def __init__(self, session: Any, bound: SliceBound) -> None:
+    memory: int | None = None
+    """Bytes that arrays and runs of the slice may have on each of its devices; None for no bound. Errors and
+    `pw.memory()` call the slice by the `slice_index` of its devices."""
+
+    def __init__(self, session: Any, bound: SliceBound, memory: int | None = None) -> None:
         super().__init__()
+        self.memory = memory
         self.runtime = session
         self.id = bound.slice
         self._island = bound.island
@@ -96,14 +103,15 @@ class Slice(_DeviceGroup):
 
     def __repr__(self) -> str:
         shape = "" if self.topology is None else f", topology={self.topology}"
-        return (
-            f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r}{shape})"
-        )
+        memory = "" if self.memory is None else f", memory={size_in_words(self.memory)!r}"
+        return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r}{shape}{memory})"
 
     def _repr_html_(self) -> str:
         rows = [("island", self.island), ("devices", self.size), ("platform", self.platform)]
         if self.topology is not None:
             rows.append(("topology", times(self.topology)))
+        if self.memory is not None:
+            rows.append(("memory", size_in_words(self.memory)))
         return facts("Slice", [*rows, *([("kind", self.kind)] if self.kind else [])])
 
     def __del__(self) -> None:
@@ -135,6 +143,11 @@ class Slices(_DeviceGroup):
     def runtime(self) -> Any:
         """The session that the slices belong to."""
         return self.parts[0].runtime
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that arrays and runs may have on each of the devices; None for no bound."""
+        return self.parts[0].memory
 
     @property
     def island(self) -> str:
@@ -269,6 +282,7 @@ class VirtualDeviceSet:
         islands: None = None,
         hosts: str | Sequence[str] | None = None,
         exclusive: bool = False,
+        memory: int | str | None = None,
     ) -> Slice: ...
 
     @overload
@@ -280,6 +294,7 @@ class VirtualDeviceSet:
         islands: int | Sequence[str],
         tpu_devices: int | None = None,
         exclusive: bool = False,
+        memory: int | str | None = None,
     ) -> Slices: ...
 
     @checks_keywords
@@ -294,6 +309,7 @@ class VirtualDeviceSet:
         islands: int | Sequence[str] | None = None,
         hosts: str | Sequence[str] | None = None,
         exclusive: bool = False,
+        memory: int | str | None = None,
     ) -> Slice | Slices:
         """Allocate virtual devices for computations; returns when they are bound.
 
@@ -318,15 +334,19 @@ class VirtualDeviceSet:
                 host. `islands` and `topology` do not go with it.
             exclusive: share the devices with no other slice of any client, for as long as this one lives.
                 Otherwise slices share devices in time.
+            memory: bytes that arrays on the slice may have on each device, with the results and temporaries of
+                runs there: a number, or a text such as "24GiB"; None for no bound. On each device, such slices
+                have no more together than the device has. A run or an upload without room waits until arrays of
+                the slice are deleted, or leave for host memory.
 
         Raises:
             InsufficientDevices: no island can satisfy the request, or has a host of that name. The error says
-                which blocks are free, and what stands in the way.
-            ArgumentError: `kind` or `island` is no name, or there is no such argument.
+                which blocks are free, how much memory of devices is left, and what stands in the way.
+            ArgumentError: `kind` or `island` is no name, `memory` no size, or there is no such argument.
             ValueError: the devices do not divide over the islands or hosts, or are more or fewer than those of
                 `topology`.
         """
-        shape = None if topology is None else _shape_of(topology)
+        shape = None if topology is None else shape_of(topology)
         if (devices is not None and tpu_devices is not None) or (devices, tpu_devices, shape) == (
             None,
         ) * 3:
@@ -348,6 +368,8 @@ class VirtualDeviceSet:
                 raise ArgumentError(
                     f"add_slice takes {what}= as a name, as pw status shows it; not {value!r}"
                 )
+        size_bytes = None if memory is None else size_of(memory)
+        how: Any = {"exclusive": exclusive, "memory": size_bytes}
         if shape is not None and math.prod(shape) != count:
             raise ValueError(
                 f"topology={shape} has {math.prod(shape)} devices, and {count} are asked for; leave the number "
@@ -361,9 +383,9 @@ class VirtualDeviceSet:
                 raise ValueError(
                     f"{count} devices do not divide over {len(named)} hosts; each has as many as the others"
                 )
-            return self._add(count, kind, island, hosts=named, exclusive=exclusive)
+            return self._add(count, kind, island, hosts=named, **how)
         if islands is None:
-            return self._add(count, kind, island, shape, exclusive=exclusive)
+            return self._add(count, kind, island, shape, **how)
         if island is not None or shape is not None:
             raise TypeError("add_slice takes islands= without island= and topology=")
         names: list[str | None] = (
@@ -381,7 +403,7 @@ class VirtualDeviceSet:
         for name in names:
             apart = tuple(one.id for one in parts)
             try:
-                part = self._add(count // len(names), kind, name, apart=apart, exclusive=exclusive)
+                part = self._add(count // len(names), kind, name, apart=apart, **how)
                 parts.append(part)
             except InsufficientDevices as error:
                 del self._slices[len(self._slices) - len(parts) :]
@@ -396,11 +418,15 @@ class VirtualDeviceSet:
         kind: str | None,
         island: str | None,
         topology: tuple[int, ...] | None = None,
+        *,
+        memory: int | None,
         **how: Any,
     ) -> Slice:
         forget_devices(VirtualDevice)  # a slice that only JAX remembers is given back
+        if memory is not None:
+            how["memory_bytes"] = memory
         bound = self._runtime.allocate_slice(count, kind, island, topology, **how)
-        added = Slice(self._runtime, bound)
+        added = Slice(self._runtime, bound, memory)
         self._slices.append(added)
         return added
 
@@ -410,29 +436,6 @@ class VirtualDeviceSet:
     def _repr_html_(self) -> str:
         rows = tuple((s.island, s.size, s.platform, s.kind or "") for s in self._slices)
         return html("", [Table("Slices", ("island", "devices", "platform", "kind"), rows)])
-
-
-def _shape_of(topology: Any) -> tuple[int, ...]:
-    """Return a shape that a user gives. Raises ValueError."""
-    try:
-        shape = tuple(map(index, topology))
-    except TypeError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ValueError(
-            f"topology= takes the number of devices along each axis, such as (2, 4); not {topology!r}"
-        )
-    return shape
-
-
-def host_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
-    """Return names of hosts that a user gives. Raises ValueError."""
-    named = (hosts,) if isinstance(hosts, str) else tuple(hosts)
-    if not named or not all(isinstance(one, str) and one for one in named):
-        raise ValueError(f"hosts= takes names of hosts, as pw status shows them; not {hosts!r}")
-    if len(set(named)) < len(named):
-        raise ValueError(f"hosts= names a host twice: {', '.join(named)}")
-    return named
 
 
 def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:

@@ -79,7 +79,9 @@ class _IslandReader:
         self.queue.extend(replace(event, is_present=True) for event in present.values())
 
     def end(self, error: Error | None) -> None:
-        """Take no more events; with the lock."""
+        """Take no more events; with the lock. Without an error, those that wait are not read any more."""
+        if error is None:
+            self.queue.clear()
         if not self.is_over:
             self.is_over, self.error = True, error
             self.wake()
@@ -128,7 +130,6 @@ class IslandReaders:
         """End a reader; ask the controller no more after the last one."""
         with self.lock:
             reader.end(None)
-            reader.queue.clear()
             self._readers.discard(reader)
             self._rest()
 
@@ -160,7 +161,7 @@ class IslandReaders:
             self._rest()  # readers that no code has any more have gone
 
     def end(self, error: Error | None) -> None:
-        """The session has ended."""
+        """The session has ended: with an error, or by a call or the end of the script."""
         with self.lock:
             self._is_on = False
             for reader in list(self._readers):

@@ -86,6 +86,13 @@ class Questions:
         """Return which clients wait, and for which. Raises ConnectionFailed if nothing answers."""
         return self._answered(self._ask(msg.GetQueue, Future[msg.Queue]()), timeout_s)
 
+    def test_devices(self, island: str, timeout_s: float) -> msg.DevicesTested:
+        """Have the devices of an island tested, of all if it is empty. Raises AccessRefused, ArgumentError."""
+        request = partial(msg.TestDevices, island=island)
+        answer: Future[msg.DevicesTested] = self.waiting("the test of devices")
+        self._ask(request, answer)
+        return self._answered(answer, timeout_s)
+
     def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> msg.ProgramPlan:
         """Return the plan of a program. Raises ArgumentError if there is none, or ConnectionFailed."""
         request = partial(msg.GetPlan, name=name, program=program)
@@ -151,6 +158,13 @@ class Questions:
         """Have suspended clients go on."""
         request = partial(msg.ResumeClients, client=client, tenant=tenant, island=island)
         return self._ask(request, Future[None]())
+
+    def migrate(self, client: int, slice_: int, island: str) -> Waiting[None]:
+        """Have a client, or one slice of it, go on on another island; settled when it has left its devices."""
+        request = partial(msg.MigrateClient, island=island, client=client, slice=slice_)
+        answer = self.waiting(f"its devices to be left, for island {island}")
+        self._ask(request, answer)
+        return answer
 
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Copy arrays to host memory, in order with the runs that make and donate them."""

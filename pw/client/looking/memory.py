@@ -9,11 +9,11 @@ from typing import Any
 from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
-from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory
+from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory, SliceMemory
 from pw.core.sizes import size_in_words
 from pw.core.waits import LOOKING_S
 
-__all__ = ["ArrayMemory", "ClusterMemory", "DeviceUse", "OwnerMemory", "memory"]
+__all__ = ["ArrayMemory", "ClusterMemory", "DeviceUse", "OwnerMemory", "SliceMemory", "memory"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,7 +40,7 @@ class ClusterMemory(Shown):
         return f"{line}; no answer from {', '.join(self.silent)}" if self.silent else line
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of devices, owners and largest arrays."""
+        """Return the tables of devices, owners and largest arrays, and of slices if some have a bound."""
         place: dict[str, Callable[..., Any]] = {
             "island": lambda d, *_: d.island,
             "host": lambda d, *_: d.host,
@@ -53,6 +53,7 @@ class ClusterMemory(Shown):
             "reserved": lambda d: size_in_words(d.reserved_bytes),
             "temporaries": lambda d: size_in_words(d.temporary_bytes),
             "in host memory": lambda d: _words(d.host_bytes, "no answer"),
+            "in files": lambda d: _words(d.file_bytes, "no answer"),
             "in use": lambda d: _words(d.in_use_bytes, ""),
             "peak": lambda d: _words(d.peak_bytes, ""),
         }
@@ -69,12 +70,20 @@ class ClusterMemory(Shown):
             "made by": lambda _, a: a.program or "(uploaded)",
             "bytes": lambda _, a: size_in_words(a.size_bytes),
         }
+        slices = {
+            "client": lambda _, s: s.client,
+            "slice": lambda _, s: s.slice,
+            "has": lambda _, s: size_in_words(s.used_bytes),
+            "may have": lambda _, s: size_in_words(s.bound_bytes),
+        }
+        bounded = [(device, one) for device in self.devices for one in device.slices]
         owners = ((device, owner) for device in self.devices for owner in device.owners)
         arrays = ((device, largest) for device in self.devices for largest in device.largest)
         return (
             Table.of("Devices", zip(self.devices, strict=True), place | memory),
             Table.of("Owners", owners, place | owned),
             Table.of("Largest arrays", arrays, place | array),
+            *([Table.of("Slices", bounded, place | slices)] if bounded else []),
         )
 
 

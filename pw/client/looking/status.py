@@ -96,6 +96,7 @@ class ClusterStatus(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of islands, hosts, clients and runs."""
+        has_bounds = any(island.slice_memory_bytes for island in self.islands)
         islands = [
             (
                 i.name,
@@ -105,11 +106,20 @@ class ClusterStatus(Shown):
                 *_of(i, _COUNTS),
                 _grid(i),
                 _free_blocks(i),
+                *((size_in_words(i.slice_memory_bytes),) * has_bounds),
             )
             for i in self.islands
         ]
+        has_sick = any(host.sick for host in self.hosts)
+        sick = ("sick devices",) * has_sick
         hosts = [
-            (h.island or "any", *_of(h, _PLACE), "yes" if h.python else "no", h.endpoint)
+            (
+                h.island or "any",
+                *_of(h, _PLACE),
+                "yes" if h.python else "no",
+                h.endpoint,
+                *(_sick(h),) * has_sick,
+            )
             for h in self.hosts
         ]
         by_tenant = bool(self.hidden_clients) or len({c.tenant for c in self.clients}) > 1
@@ -128,12 +138,15 @@ class ClusterStatus(Shown):
         return (
             Table(
                 "Islands",
-                ("island", "state", "platform", "hosts", *_COUNTS, "grid", "free blocks"),
+                (
+                    *("island", "state", "platform", "hosts", *_COUNTS, "grid", "free blocks"),
+                    *(("slices may have",) * has_bounds),
+                ),
                 tuple(islands),
             ),
             Table(
                 "Hosts",
-                ("island", "host", "state", "pid", "devices", "python", "endpoint"),
+                ("island", "host", "state", "pid", "devices", "python", "endpoint", *sick),
                 tuple(hosts),
             ),
             Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
@@ -222,12 +235,18 @@ def _free_blocks(island: IslandInfo) -> str:
     return ", ".join(words[:BLOCKS]) + ", ..." * (len(words) > BLOCKS)
 
 
+def _sick(host: HostInfo) -> str:
+    """Return the devices of a host that are suspect or have failed."""
+    return "; ".join(f"{one.device} {one.state}: {one.words}" for one in host.sick)
+
+
 def _note(client: ClientInfo) -> str:
-    if client.is_me:
-        return " (this one)"
+    notes = ["this one"] if client.is_me else []
     if client.suspended:
-        return f" ({client.suspended})"
-    return f" (silent for {client.silent_s:.0f} s)" if client.silent_s else ""
+        notes.append(client.suspended)
+    elif client.silent_s and not client.is_me:
+        notes.append(f"silent for {client.silent_s:.0f} s")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -141,6 +141,11 @@ class Hosts(Part):
         slice = spec.placement.slice
         return self.slices.get(slice) or self.given_back.get(slice)
 
+    def place(self, spec: ArraySpec) -> tuple[str, int]:
+        """Return the island of such an array's slice, and the epoch in which the slice was bound to it."""
+        bound = self.binding(spec)
+        return ("", 0) if bound is None else (bound.island, bound.epoch)
+
     def bound(self, spec: ArraySpec) -> int:
         """Return how often such an array's slice has been bound; 0 while nothing new may be sent there."""
         slice = spec.placement.slice

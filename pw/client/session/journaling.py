@@ -21,6 +21,7 @@ import msgspec
 from pw.client.session.journal import Journal
 from pw.core import messages as msg
 from pw.core.actors.actor import Env
+from pw.core.errors import ErrorReport, NameNotFound
 from pw.core.ids import CONTROL, Address
 from pw.core.messages.checks import beyond_bounds, has_bounds, refusal
 
@@ -128,8 +129,21 @@ class JournalingEnv:
     def lost(self, is_open: Callable[[int], bool]) -> None:
         """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""
         if self._held is None:
-            self._held = self.journal.open_requests(is_open)
+            requests = self.journal.open_requests(is_open)
+            self._held = [one for one in requests if not self._has_ended(one)]
             self.tell_launched()
+
+    def _has_ended(self, request: object) -> bool:
+        """Answer a publication that the lost controller has ended; the next one would begin it again."""
+        if not isinstance(request, msg.Publish) or request.request in self.journal.publications:
+            return False
+        error = NameNotFound(
+            f"{request.name!r} was ended before all arrays of this version were there, by pw.unpublish as a "
+            "rule, and then the controller was lost; publish it again if readers are to have it"
+        )
+        refused = msg.RequestFailed(request.request, ErrorReport.of(error))
+        self._env.send(self.address, refused)
+        return True
 
     def resume(self) -> int:
         """Tell another controller everything. Returns how many runs were in flight."""

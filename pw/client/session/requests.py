@@ -206,6 +206,7 @@ class Requests(Part):
 
     def _fetch(self, shards: tuple[int, ...], query: _Query, located: list[Devices]) -> None:
         (array,), (spec,), (devices,) = query.arrays, query.specs, located
+        place = self._hosts.place(spec)
         query.result = []
         chosen = by_host(shards, devices) if shards else cover(spec, devices)
         for host, positions in chosen.items():
@@ -224,16 +225,18 @@ class Requests(Part):
                     return
                 request.transfer = landing.transfer
             self._hosts.send(
-                host, msg.Fetch(number, array, spec, devices, tuple(positions), landing)
+                host, msg.Fetch(number, array, spec, devices, tuple(positions), landing, *place)
             )
 
     def _wait(self, query: _Query, located: list[Devices]) -> None:
-        by_host: dict[str, list[int]] = {}
-        for array, devices in zip(query.arrays, located, strict=True):
+        by_place: dict[tuple[str, str, int], list[int]] = {}
+        for array, spec, devices in zip(query.arrays, query.specs, located, strict=True):
+            place = self._hosts.place(spec)
             for host in dict.fromkeys(device.host for device in devices):
-                by_host.setdefault(host, []).append(array)
-        for host, arrays in by_host.items():
-            self._hosts.send(host, msg.Wait(self._request(_Request(query, host)), tuple(arrays)))
+                by_place.setdefault((host, *place), []).append(array)
+        for (host, island, epoch), arrays in by_place.items():
+            number = self._request(_Request(query, host))
+            self._hosts.send(host, msg.Wait(number, tuple(arrays), island, epoch))
         self._settle(query)
 
     def _request(self, request: _Request) -> int:
@@ -280,6 +283,7 @@ class Requests(Part):
         msg.VersionOffer,
         msg.NameList,
         msg.Queue,
+        msg.DevicesTested,
         msg.Stats,
     )
     def _on_report(self, sender: Address, message: Any) -> None:

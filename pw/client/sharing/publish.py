@@ -58,6 +58,7 @@ class Publication:
         Raises:
             TimeoutError: it took longer; the publication goes on.
             ArgumentError: `timeout` is no number of seconds.
+            NameNotFound: the name was ended before all arrays were there, and then the controller was lost.
             Error: the error of an array, or why it cannot be published. The version before it stays.
         """
         return self._future.result(seconds(timeout)).version

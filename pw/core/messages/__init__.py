@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Union
 from pw.core.messages.base import *
 from pw.core.messages.clients import *
 from pw.core.messages.compiling import *
+from pw.core.messages.device_tests import *
 from pw.core.messages.edges import *
 from pw.core.messages.files import *
 from pw.core.messages.gangs import *

@@ -67,6 +67,9 @@ Count = Annotated[int, Meta(ge=0)]
 DeviceCount = Annotated[int, Meta(le=DEVICES)]
 """Number of devices of a slice, or of a host."""
 
+DeviceBytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+"""Bytes of the memory of a device."""
+
 Topology = Annotated[tuple[DeviceCount, ...], Meta(max_length=DIMENSIONS)]
 """Numbers of devices of a slice in each dimension."""
 

@@ -99,6 +99,8 @@ def _allocate_slice(message: msg.AllocateSlice) -> None:
         raise ArgumentError(
             f"a slice of {message.devices} devices cannot have the topology {shortened(str(topology))}"
         )
+    if message.like and message.memory_bytes:
+        raise ArgumentError("a slice on the devices of another one has no memory of its own")
 
 
 CHECKS: Mapping[type, Callable[[Any], None]] = {

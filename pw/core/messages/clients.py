@@ -10,6 +10,7 @@ from pw.core.messages.base import ClientToController, ClientToStore, ControllerT
 from pw.core.messages.bounds import (
     Arrays,
     Count,
+    DeviceBytes,
     DeviceCount,
     Devices,
     HostCount,
@@ -109,6 +110,8 @@ class AllocateSlice(ClientToController, frozen=True, tag=34):
     """Devices of the slice under the earlier controller, in order."""
     waits: bool = False
     """True, from the controller, to wait for devices however long: the client was suspended."""
+    memory_bytes: DeviceBytes = 0
+    """Bytes that arrays and runs of the slice may have on each of its devices; 0 for no bound."""
 
 
 class SliceBound(ControllerToSession, frozen=True, weakref=True, tag=35):

@@ -117,7 +117,7 @@ class InstallProgram(Local, frozen=True, tag=68):
     plans: tuple[HostPlan, ...]
     artifacts: tuple[Artifact, ...]
     memory: IslandMemory | None = None
-    """Memory of a run on this island; None where memory is not limited."""
+    """Memory of a run on this island; None where neither devices have a limit nor its slices a bound."""
     install: int = 0
     """Number of this installation: a program that is lowered again is installed again."""
     tenant: str = ""
@@ -211,15 +211,17 @@ SMALL_UPLOAD_BYTES = 1 << 20
 
 
 class Spill(ControllerToExecutor, frozen=True, tag=87):
-    """IslandScheduler to HostExecutor, in launch order: move these arrays from device to host memory."""
+    """IslandScheduler to HostExecutor, in launch order: move these arrays to the next tier of memory."""
 
     epoch: int
     sequence: int
     arrays: tuple[int, ...]
+    to_files: bool = False
+    """True for moves from host memory to files, false for those from devices to host memory."""
 
 
 class Spilled(HostToScheduler, frozen=True, tag=88):
-    """HostExecutor to IslandScheduler: these arrays do not lie on the devices of this host any more."""
+    """HostExecutor to IslandScheduler: these arrays of a `Spill` have left the memory in which they were."""
 
     epoch: int
     arrays: tuple[int, ...]
@@ -347,10 +349,13 @@ class ArrayPlaced(Local, frozen=True, tag=81):
     shard_bytes: int
     is_back: bool = False
     """True if recovery brings the array back, which its tenant has had."""
+    slice: int = 0
+    """Number of the slice on which the array lies."""
 
 
 class UploadRefused(Local, frozen=True, tag=85):
-    """IslandScheduler to Controller (local): this array of `ArrayPlaced` takes its tenant beyond its bound.
+    """IslandScheduler to Controller (local): this array of `ArrayPlaced` takes its tenant, or its slice, beyond
+    its bound.
 
     The array counts for the island until its release.
     """
@@ -358,7 +363,15 @@ class UploadRefused(Local, frozen=True, tag=85):
     array: int
     error: ErrorReport
     holders: tuple[tuple[int, int], ...] = ()
-    """Largest arrays of the tenant where there is no room, with their bytes there."""
+    """Largest arrays of the tenant or the slice where there is no room, with their bytes there."""
+
+
+class BoundMemory(Local, frozen=True, tag=89):
+    """Controller to IslandScheduler (local): what a slice may have on each of its devices."""
+
+    slice: int
+    memory_bytes: int
+    """Bytes on each device; 0 when the slice has been given back."""
 
 
 class RunAtHead(Local, frozen=True, tag=82):

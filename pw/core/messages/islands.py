@@ -93,6 +93,8 @@ class IslandJoined(HostToResources, frozen=True, tag=13):
     """Coordinates of the devices, in order, as JAX has them; empty where it has none."""
     spill_bytes: Count = 0
     """Bytes of host memory for arrays that leave the devices; 0 if they stay there."""
+    spill_files: bool = False
+    """True if this host has a folder for arrays that leave its memory."""
 
 
 class IslandJoinFailed(HostToResources, frozen=True, tag=14):
@@ -140,6 +142,8 @@ class IslandFormed(Local, frozen=True, tag=17):
     """Number of devices of the island."""
     spill_bytes: int = 0
     """Bytes of memory of each host for arrays that leave the devices; 0 if they stay there."""
+    spill_files: bool = False
+    """True if each host has a folder for arrays that leave its memory."""
 
 
 class EpochEnded(Local, frozen=True, tag=18):

@@ -35,6 +35,8 @@ class CountedMemory(msgspec.Struct, frozen=True, array_like=True):
     reserved: tuple[tuple[int, int], ...]
     """Bytes that the admitted runs of each client have reserved."""
     temporary_bytes: int
+    slices: tuple[tuple[int, int], ...] = ()
+    """Number of each slice with a bound of memory, and its bytes here, those of runs in flight included."""
 
 
 class IslandMeasured(Local, frozen=True, tag=182):
@@ -81,6 +83,8 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that were in use, at most; None if the allocator does not count them."""
     host_bytes: int = 0
     """Bytes of shards of this device that lie in host memory."""
+    file_bytes: int = 0
+    """Bytes of shards of this device that lie in files of the host."""
 
 
 class HostMeasured(HostToController, frozen=True, tag=184):
@@ -99,6 +103,18 @@ class OwnerMemory(msgspec.Struct, frozen=True, array_like=True):
     arrays: int
     arrays_bytes: int
     reserved_bytes: int
+
+
+class SliceMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory on a device of one slice that has a bound (`add_slice(memory=)`)."""
+
+    client: ClientNumber
+    """Number of the client that has the slice."""
+    slice: int
+    """Number of the slice among those of the client: the `slice_index` of its devices."""
+    used_bytes: int
+    """Bytes of arrays there, and of what runs in flight have reserved."""
+    bound_bytes: int
 
 
 class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +143,10 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     host_bytes: int | None = None
     """Bytes of the device's shards that lie in host memory: arrays that a script has put there, and those that
     have left the device; None if the host did not answer."""
+    slices: tuple[SliceMemory, ...] = ()
+    """Slices with a bound of memory that the asker may see."""
+    file_bytes: int | None = None
+    """Bytes of the device's shards that lie in files of its host; None if the host did not answer."""
 
 
 class Memory(ControllerToSession, frozen=True, tag=185):

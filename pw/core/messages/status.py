@@ -13,6 +13,7 @@ from pw.core.messages.base import (
     ControllerToSession,
     HostToSession,
 )
+from pw.core.messages.device_tests import SickDevice
 from pw.core.messages.pace import SlowHost
 
 
@@ -37,6 +38,8 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str
     python: bool
     """True if the host runs clients' Python functions (`pw-worker --allow-python`)."""
+    sick: tuple[SickDevice, ...] = ()
+    """Devices of the host that are suspect, or have failed their test."""
     slow: SlowHost | None = None
     """How slow the host is beside the other hosts of its gangs; None if it is as fast, or has none."""
 
@@ -72,6 +75,8 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     """Extents of the blocks that the devices without a slice are made of, the largest first."""
     exclusive: int = 0
     """Number of devices of slices that are exclusive."""
+    slice_memory_bytes: int = 0
+    """Bytes that the slices with a bound of memory may have together, on the device where that is most."""
 
     @property
     def devices(self) -> int:

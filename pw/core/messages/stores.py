@@ -62,6 +62,9 @@ class Fetch(ClientToStore, frozen=True, tag=96):
     devices: Devices
     positions: tuple[int, ...]
     landing: Landing | None
+    island: str = ""
+    epoch: int = 0
+    """Epoch of `devices`; 0 over a line, which ends with the process that it leads to."""
 
 
 class Fetched(HostToSession, frozen=True, tag=97):
@@ -76,6 +79,9 @@ class Wait(ClientToStore, frozen=True, tag=98):
 
     request: int
     arrays: Arrays
+    island: str = ""
+    epoch: int = 0
+    """Epoch in which the arrays lie there; 0 over a line, which ends with the process that it leads to."""
 
 
 class Ready(HostToSession, frozen=True, tag=99):

@@ -33,6 +33,20 @@ class ResumeClients(ClientToController, frozen=True, tag=245):
     """Name of an island, to mean all clients that had devices there."""
 
 
+class MigrateClient(ClientToController, frozen=True, tag=257):
+    """ClientSession to Controller: have a client go on, with all it has, on another island.
+
+    Answered when it has left its devices, or with the reason why it stays.
+    """
+
+    request: int
+    island: Name
+    client: Count = 0
+    """Number of the client; 0 for the sender."""
+    slice: int = 0
+    """Number of the only slice that moves; 0 for all that are on other islands."""
+
+
 class PauseUploads(ControllerToSession, frozen=True, tag=249):
     """Controller to ClientSession: send no new values to hosts until this comes again with `is_over`.
 

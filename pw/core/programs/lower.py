@@ -10,7 +10,7 @@ The cost is one step for every computation, edge and piece.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pw.core.programs.peak import IslandMemory, island_memory
 from pw.core.programs.physical import Physical
@@ -56,12 +56,24 @@ def lower(
 
 
 def lower_with_memory(
-    program: Program, bindings: Mapping[int, Binding], physical: Physical | None = None
+    program: Program,
+    bindings: Mapping[int, Binding],
+    physical: Physical | None = None,
+    limited: Collection[str] | None = None,
+    bounded: Collection[int] = (),
 ) -> tuple[BoundProgram, tuple[IslandMemory, ...]]:
-    """Lower a program as `lower` does, and return the memory of a run on each island too."""
+    """Lower a program as `lower` does, and return the memory of a run on each island that counts it.
+
+    Args:
+        program: the program; nodes in an order in which they can run.
+        bindings: the binding of every slice that the program touches.
+        physical: the devices of its specs, if the caller knows them.
+        limited: names of the islands that count all memory; None for all.
+        bounded: numbers of the slices whose memory counts apart, also on other islands.
+    """
     schedule = SegmentSchedule(program, physical or Physical(program, bindings))
     plan, executes = _write(program, schedule)
-    return plan, island_memory(program, schedule, executes)
+    return plan, island_memory(program, schedule, executes, limited, bounded)
 
 
 def _write(program: Program, schedule: SegmentSchedule) -> tuple[BoundProgram, dict[int, Execute]]:

@@ -9,16 +9,20 @@ flight share the room for temporaries (`pw.sched.island.memory`).
 
 Two estimates are too high. An edge from another island counts from the start of its segment,
 because its bytes come when the sender has them. A value counts on all its devices until no host of
-the island uses it. Small host values that travel inside a `Run` do not count.
+the island uses it. Small host values that travel inside a `Run` do not count while they are arguments; what
+they make of the peak where they are donated or returned is added by the scheduler (`HostValue`).
 
 Devices with shards of the same arrays are one group, so the cost is one step for each computation
 and edge, not for each device.
+
+What a run has on a slice with a bound is counted apart (`IslandMemory.slices`), by the same walk over
+the values of that slice alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -40,6 +44,19 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
     """Number of an earlier output with the same buffer; -1 for none."""
     shards: tuple[int, ...] = ()
     """Number of the input that has the shard on each of the devices, if the output is a view."""
+    slice: int = 0
+    """Number of the slice of the output, if the slice has a bound."""
+
+
+class HostValue(msgspec.Struct, frozen=True, array_like=True):
+    """A program input that is donated or returned, and may be a small host value.
+
+    Such a value has no buffer before: its donation frees nothing, and the run makes what it returns.
+    """
+
+    input: int
+    devices: tuple[DeviceAddress, ...]
+    shard_bytes: int
 
 
 class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +73,12 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
     """Program inputs on this island."""
     donated: tuple[int, ...]
     outputs: tuple[OutputMemory, ...]
+    slice: int = 0
+    """Number of the only slice whose values count; 0 if those of all slices do."""
+    slices: tuple[IslandMemory, ...] = ()
+    """Memory on each slice that has a bound."""
+    host_values: tuple[HostValue, ...] = ()
+    """Inputs that are donated or returned, which may be host values."""
 
     def peaks(self, temporary_bytes: Sequence[int] = ()) -> list[int]:
         """Return how many bytes must be free on a device of each group.
@@ -72,18 +95,38 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 def island_memory(
-    program: Program, schedule: SegmentSchedule, executes: Mapping[int, Execute]
+    program: Program,
+    schedule: SegmentSchedule,
+    executes: Mapping[int, Execute],
+    limited: Collection[str] | None = None,
+    bounded: Collection[int] = (),
 ) -> tuple[IslandMemory, ...]:
-    """Return the memory of a run on each of its islands.
+    """Return the memory of a run on each of its islands where it counts.
 
     Args:
         program: the program.
         schedule: its layout in segments.
         executes: the instruction of each node.
+        limited: names of the islands that count all memory; None for all. Others count that of slices that
+            have a bound.
+        bounded: numbers of the slices that have a bound.
     """
     slots = _Slots(program, schedule)
-    islands = dict.fromkeys(draft.island for draft in schedule.segments)
-    return tuple(_Walk(slots, island, executes).memory() for island in islands)
+    bindings = schedule.physical.bindings
+    memories = []
+    for island in dict.fromkeys(draft.island for draft in schedule.segments):
+        own = [number for number in bindings if bindings[number].island == island]
+        apart = [number for number in own if number in bounded]
+        counts_all = limited is None or island in limited
+        if not counts_all and not apart:
+            continue
+        memory = _Walk(slots, island, executes, own if counts_all else apart, apart).memory()
+        parts = [(number, _Walk(slots, island, executes, (number,)).memory()) for number in apart]
+        slices = tuple(
+            msgspec.structs.replace(part, slice=number) for number, part in parts if part.groups
+        )
+        memories.append(msgspec.structs.replace(memory, slices=slices))
+    return tuple(memories)
 
 
 @dataclass(slots=True, init=False)
@@ -108,10 +151,18 @@ class _Slots:
 
 
 class _Walk:
-    """One island's part of a run, step by step."""
+    """One island's part of a run on some of its slices, step by step."""
 
-    def __init__(self, slots: _Slots, island: str, executes: Mapping[int, Execute]) -> None:
+    def __init__(
+        self,
+        slots: _Slots,
+        island: str,
+        executes: Mapping[int, Execute],
+        slices: Collection[int],
+        bounded: Collection[int] = (),
+    ) -> None:
         self._program, self._schedule, self._specs = slots.program, slots.schedule, slots.specs
+        self._slices, self._bounded = frozenset(slices), bounded
         self._island, self._executes = island, executes
         self._physical = slots.schedule.physical
         self._drafts = [draft for draft in slots.schedule.segments if draft.island == island]
@@ -123,10 +174,13 @@ class _Walk:
     def _is_here(self, spec: ArraySpec) -> bool:
         return self._physical.island(spec.placement) == self._island
 
+    def _counts(self, spec: ArraySpec) -> bool:
+        return spec.placement.slice in self._slices
+
     def _group(self) -> None:
         """Group devices that hold shards of the same values."""
         placements = dict.fromkeys(
-            spec.placement for spec in self._specs.values() if self._is_here(spec)
+            spec.placement for spec in self._specs.values() if self._counts(spec)
         )
         members: defaultdict[DeviceAddress, list[Placement]] = defaultdict(list)
         for placement in placements:
@@ -157,8 +211,9 @@ class _Walk:
                 for slot in ends.get(position, ()):
                     self._add(self._specs[slot], -1)
                 position += 1
-        inputs = [n for n, spec in enumerate(program.inputs) if self._is_here(spec)]
+        inputs = [n for n, spec in enumerate(program.inputs) if self._counts(spec)]
         donated = frozenset(program.donated)
+        returned_or_donated = donated.union(self._schedule.output_slots)
         return IslandMemory(
             self._island,
             self.groups,
@@ -167,6 +222,11 @@ class _Walk:
             tuple(inputs),
             tuple(number for number in inputs if number in donated),
             tuple(self._outputs()),
+            host_values=tuple(
+                HostValue(number, self._physical.devices(spec.placement), spec.device_bytes)
+                for number in inputs
+                if number in returned_or_donated and (spec := program.inputs[number]).device_bytes
+            ),
         )
 
     def _arriving(self, draft: Draft) -> Iterator[Edge]:
@@ -198,11 +258,13 @@ class _Walk:
 
     def _taken_over(self, execute: Execute) -> int:
         """Return the bytes of results that reuse donated arguments."""
-        results = Counter(self._form(slot) for slot in execute.results)
+        results = Counter(
+            self._form(slot) for slot in execute.results if self._counts(self._specs[slot])
+        )
         size_bytes = 0
         for position in execute.donated:
             slot = execute.args[position]
-            if results[self._form(slot)]:
+            if results[self._form(slot)] and self._counts(self._specs[slot]):
                 results[self._form(slot)] -= 1
                 size_bytes += self._specs[slot].device_bytes
         return size_bytes
@@ -236,8 +298,9 @@ class _Walk:
         first: dict[int, int] = {}
         slots = self._schedule.output_slots
         for number, (output, slot) in enumerate(zip(self._program.outputs, slots, strict=True)):
-            if not self._is_here(output.spec):
+            if not self._counts(output.spec):
                 continue
+            number_of_slice = output.spec.placement.slice
             yield OutputMemory(
                 number,
                 self._physical.devices(output.spec.placement),
@@ -245,6 +308,7 @@ class _Walk:
                 slot if slot < len(self._program.inputs) else -1,
                 first.get(slot, -1),
                 self._sources(number),
+                number_of_slice if number_of_slice in self._bounded else 0,
             )
             first.setdefault(slot, number)
 

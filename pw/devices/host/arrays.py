@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Backend
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.replicas import Gathering, Replicas
+from pw.devices.host.spill_files import SpillFiles
 from pw.devices.host.value import Value
 
 DROPPED_KEPT = 8192
@@ -44,15 +46,24 @@ class Entry(msgspec.Struct, eq=False):
     """The bulk transfer of its upload."""
     gathering: Gathering | None = None
     """The search for its replicas."""
+    file: Any = None
+    """The array in a file, as `SpillFiles` has written it; it stays when the value comes back."""
 
 
 class Arrays(dict[int, Entry]):
     """The entries of a host by their arrays."""
 
     def __init__(
-        self, host: str, bulk: Bulk, replicas: Replicas, dropped_kept: int = DROPPED_KEPT
+        self,
+        host: str,
+        bulk: Bulk,
+        replicas: Replicas,
+        files: SpillFiles | None = None,
+        dropped_kept: int = DROPPED_KEPT,
     ) -> None:
         super().__init__()
+        self.files = files
+        """Files of arrays that have left host memory; None if they stay there."""
         self.dropped_kept = dropped_kept
         """Of how many dropped arrays the reasons are remembered."""
         self._host = host
@@ -80,13 +91,15 @@ class Arrays(dict[int, Entry]):
             self._abandon(entry)
 
     def _abandon(self, entry: Entry) -> None:
-        """Stop the upload or the restore of an array."""
+        """Stop the upload or the restore of an array, and delete its file."""
         if entry.landing is not None:
             self._bulk.cancel(entry.landing)
             entry.landing = None
         if entry.gathering is not None:
             self._replicas.cancel(entry.gathering)
             entry.gathering = None
+        if self.files is not None and entry.file is not None:
+            self.files.delete(entry.file)
 
     def why_missing(self, array: int) -> ErrorReport | None:
         """Return why an array was dropped, None if it may still come."""
@@ -115,11 +128,12 @@ class Arrays(dict[int, Entry]):
                 memory[ordinal].append(ArrayMemory(*whose, spec.short, "", spec.shard_bytes))
         return memory
 
-    def off_devices(self) -> Counter[int]:
-        """Return the bytes of each device's shards that lie in host memory."""
+    def off_devices(self, *, in_files: bool) -> Counter[int]:
+        """Return the bytes of each device's shards that lie in files, or else of those in host memory."""
         total: Counter[int] = Counter()
         for entry, ordinal in self._shards():
-            if entry.spec.memory or entry.value.is_away:
+            is_off = bool(entry.spec.memory) or entry.value.is_away
+            if is_off and entry.value.is_in_file == in_files:
                 total[ordinal] += entry.spec.shard_bytes
         return total
 
@@ -137,14 +151,24 @@ class Arrays(dict[int, Entry]):
                     seen.add(shard)
                     yield entry, ordinal
 
-    def snapshots(self, backend: Backend, held: set[tuple[int, Box]]) -> Iterator[Replica]:
-        """Return the boxes that are ready on the devices, except those that are `held` already."""
-        for array, entry in self.items():
+    def snapshots(
+        self, backend: Backend, held: set[tuple[int, Box]], room_bytes: int = 0
+    ) -> Iterator[Replica]:
+        """Return the boxes that are ready, except those that are `held` already.
+
+        Those in files come last, as many as `room_bytes` of host memory have room for beside those there.
+        """
+        for array, entry in sorted(self.items(), key=lambda one: one[1].value.is_in_file):
+            boxes, value = self.boxes(entry), entry.value
             if not entry.submitted:
                 continue  # its value is not known, even if there is one already
-            if all((array, box) in held for box, _ in self.boxes(entry)):
+            if all((array, box) in held for box, _ in boxes):
                 continue
-            views = backend.snapshot(entry.value, entry.spec, entry.devices) or ()
+            size_bytes = entry.spec.shard_bytes * len(boxes) if value.is_away else 0
+            if value.is_in_file and size_bytes > room_bytes:
+                continue
+            room_bytes -= size_bytes
+            views = backend.snapshot(value, entry.spec, entry.devices) or ()
             yield from (
                 Replica(array, box, view) for box, view in views if (array, box) not in held
             )

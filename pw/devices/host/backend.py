@@ -16,7 +16,7 @@ Nothing here knows JAX: the simulated backend keeps the same promises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import Detail, ThreadReport
+from pw.core.messages import Detail, DeviceTest, ThreadReport
 from pw.core.packing import ArrayType
 from pw.core.programs.plan import BoxCopy
 from pw.core.programs.program import Computation
@@ -41,6 +41,9 @@ its devices besides arguments and results; None if that is not known."""
 
 DoneCompiling = Callable[[Facts | str | dict[str, float] | ErrorReport], None]
 """Called on the loop thread with an error, or with what was asked for."""
+
+Suspect = Callable[[Collection[int], str], None]
+"""Called on the loop thread with the ordinals of devices, and the word in an error that makes them suspect."""
 
 Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """The positions of shards, a box relative to the shard, and its bytes in host memory."""
@@ -102,6 +105,7 @@ class Execute(msgspec.Struct, eq=False):
 class Move:
     """Lay out `source` differently, from devices of this host to devices of this host.
 
+    A source in a file goes to its own devices, before ops that were submitted earlier have run.
     Exactly one piece covers each destination shard on this host. A whole shard that stays on its
     device is aliased.
     """
@@ -154,6 +158,8 @@ class Build:
     """Elements that no part covers are zeros; otherwise the parts cover each element once."""
     padding: Sequence[np.ndarray[Any, Any]] = ()
     """Views of parts that are filled with zeros first."""
+    is_copied: bool = False
+    """True if the parts may not be aliased: their pages belong to a file."""
 
     @property
     def size_bytes(self) -> int:
@@ -283,6 +289,15 @@ class Backend(Protocol):
 
     def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
         """Return the bytes in use on a device of this host, and the most that were; None if it does not say."""
+
+    def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
+        """Test a device of this host beside what runs there, which may take seconds.
+
+        `done` gets the outcome, on the loop thread.
+        """
+
+    def take_suspicions(self, devices: int, handler: Suspect) -> None:
+        """Have `handler` called for each error that names some of this host's so many devices, on the loop."""
 
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.

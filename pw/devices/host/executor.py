@@ -92,6 +92,7 @@ class HostExecutor(Actor):
             self.order, self.interpreter, store, coordinator, backend, self._inline
         )
         self.passing = Passing(env, self.order, self.receive)
+        store.health.is_busy = lambda: bool(self.interpreter.runs) or self.interpreter.ends.is_busy
         self.compose(
             self.leases,
             self.passing,
@@ -258,7 +259,8 @@ class HostExecutor(Actor):
             for array in message.arrays:
                 of_clients[client_of(array)].append(array)
             for client, arrays in of_clients.items():
-                self.interpreter.put(client, Spilling(message.epoch, tuple(arrays), sender))
+                work = Spilling(message.epoch, tuple(arrays), sender, message.to_files)
+                self.interpreter.put(client, work)
 
     @handles(msg.Discard)
     def _discard(self, sender: Address, message: msg.Discard) -> None:

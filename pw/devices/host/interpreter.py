@@ -174,7 +174,10 @@ class Interpreter(Part):
         if isinstance(work, Spilling):
             if any(self._store.value(array) in self.arriving for array in work.arrays):
                 return False
-            self.queue.ops += self._store.tiers.leave(work)
+            if work.to_files:
+                self._store.tiers.write(work)
+            else:
+                self.queue.ops += self._store.tiers.leave(work)
             return True
         if any(value in self.arriving for value in work.values()):
             return False

@@ -63,6 +63,11 @@ class LaunchEnds(Part):
     def __post_init__(self) -> None:
         self._late = Ticker(self.env, PROGRESS_S, self._send)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a launch is enqueued that has not ended."""
+        return self._in_flight > 0
+
     def watch_results(self, launch: HostLaunch) -> None:
         """Watch the last result of a computation, as soon as it may be used, or all results of a view."""
         values, launch.to_watch = launch.to_watch, ()

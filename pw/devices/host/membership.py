@@ -169,6 +169,7 @@ class Membership(Part):
     @handles(msg.HostRegistered)
     def _registered(self, sender: Address, message: msg.HostRegistered) -> None:
         self.store.replicas.registered(message.key)
+        self.store.health.announce()
         if not self.order.epoch and (self._lost_s is None or self._is_calling):
             self._heard()  # only an answer proves that the controller has heard of the loss
 

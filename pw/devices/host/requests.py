@@ -13,7 +13,14 @@ import numpy as np
 
 from pw.core import messages as msg
 from pw.core.actors.actor import Env, Part, handles
-from pw.core.errors import INFRASTRUCTURE, ArgumentError, ErrorReport, NotOwner, ProtocolError
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArgumentError,
+    ErrorReport,
+    HostLost,
+    NotOwner,
+    ProtocolError,
+)
 from pw.core.ids import CONTROL, Address, are_of
 from pw.core.landing import Bulk
 from pw.core.packing import pack
@@ -59,6 +66,8 @@ class HostRequests(Part):
     """The requests of each client's node, by their numbers."""
     _parked: dict[int, list[_HostRequest]] = field(default_factory=dict)
     """Requests that wait until there is such an array, by array."""
+    place: tuple[str, int] = ("", 0)
+    """The island and the epoch of this host."""
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
@@ -98,12 +107,33 @@ class HostRequests(Part):
     @handles(msg.Fetch)
     def _fetch(self, sender: Address, message: msg.Fetch) -> None:
         request = _HostRequest(sender, message.request, {message.array}, message)
-        self._accept(sender, request, (message.array,))
+        if self.is_stale(message):
+            self._refuse_stale(request)
+        else:
+            self._accept(sender, request, (message.array,))
 
     @handles(msg.Wait)
     def _wait(self, sender: Address, message: msg.Wait) -> None:
         arrays = tuple(dict.fromkeys(message.arrays))
-        self._accept(sender, _HostRequest(sender, message.request, set(arrays)), arrays)
+        request = _HostRequest(sender, message.request, set(arrays))
+        if self.is_stale(message):
+            self._refuse_stale(request)
+        else:
+            self._accept(sender, request, arrays)
+
+    def is_stale(self, message: msg.Fetch | msg.Wait) -> bool:
+        """Whether a request was meant for an earlier incarnation of this host.
+
+        It could wait for ever here: a client hears nothing more of a slice that it has given back.
+        """
+        return message.epoch > 0 and (message.island, message.epoch) != self.place
+
+    def _refuse_stale(self, request: _HostRequest) -> None:
+        error = HostLost(
+            "an array was asked for on an island that was formed again; to delete an array whose value is "
+            "still wanted, keep a copy first, copy.copy(x)"
+        )
+        self._fail(request, ErrorReport.of(error, self.env.address.node))
 
     def send(self, client: Address, answer: msg.Ready | msg.Fetched | msg.RequestFailed) -> None:
         """Answer a client, after the output of its programs."""

@@ -1,8 +1,8 @@
 """A host's object store: the shards of arrays that clients hold, and their way to clients.
 
-Its parts: the table of arrays, uploads, requests, compilations, replicas, files, and the output of clients'
-programs. When the epoch ends, the host's process takes the values that are ready and the
-replicas (`save`); the next incarnation's store begins with them.
+Its parts: the table of arrays, uploads, requests, compilations, replicas, files, the output of clients'
+programs, and the tests of devices. When the epoch ends, the host's process takes the values that are ready
+and the replicas (`save`); the next incarnation's store begins with them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from pw.devices.host.checkpoint_files import BlockingCalls, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
 from pw.devices.host.confirming import Confirming
+from pw.devices.host.device_health import DeviceHealth
 from pw.devices.host.printing import OutputLines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import HostRequests
+from pw.devices.host.spill_files import SpillFiles
 from pw.devices.host.tiers import Tiers
 from pw.devices.host.uploads import HostUploads
 from pw.devices.host.value import Value
@@ -62,6 +64,8 @@ class ObjectStore(Actor):
         checkpoint_root: str = "",
         lines: Callable[[], tuple[LogLine, ...]] = tuple,
         spill_bytes: int = 0,
+        spill_files: SpillFiles | None = None,
+        test_devices_s: float = 0.0,
     ) -> None:
         super().__init__(env)
         self._lines = lines
@@ -72,8 +76,8 @@ class ObjectStore(Actor):
         self.clients = Clients(env, self.printing, self._gone_clients)
         self.replicas = Replicas(env, bulk, replicas, keep, self._gone_clients)
         self.files = Files(env, aside, self.clients, checkpoint_root)
-        self.arrays = Arrays(env.address.node, bulk, self.replicas)
-        self.tiers = Tiers(env, self.arrays, spill_bytes)
+        self.arrays = Arrays(env.address.node, bulk, self.replicas, spill_files)
+        self.tiers = Tiers(env, backend, self.arrays, spill_files, spill_bytes)
         self.requests = HostRequests(env, backend, bulk, self.arrays, self.clients, self.printing)
         self.uploads = HostUploads(
             env,
@@ -87,6 +91,7 @@ class ObjectStore(Actor):
             self.tiers,
         )
         self.compilations = Compilations(env, backend, self.clients)
+        self.health = DeviceHealth(env, backend, test_devices_s)
         self.callbacks = HostCallbacks(env, backend, bulk, self.clients)
         self.recordings = Recordings(env, lambda sender: self.clients.at(sender.node) is not None)
         self.compose(
@@ -101,6 +106,7 @@ class ObjectStore(Actor):
             self.files,
             self.printing,
             self.recordings,
+            self.health,
             order={
                 PeerLost: (HostUploads, HostRequests)
             },  # which forget the client of the lost node
@@ -119,8 +125,9 @@ class ObjectStore(Actor):
             local_devices: number of devices of this host.
         """
         self.uploads.devices = self.compilations.devices = (devices, local_devices)
-        self.uploads.place = self.compilations.place = (island, epoch)
+        self.uploads.place = self.compilations.place = self.requests.place = (island, epoch)
         self.clients.tickets = tickets
+        self.health.joins(local_devices)
 
     def value(self, array: int) -> Value | None:
         """Return the value of an array, None if this host does not have it."""
@@ -165,7 +172,8 @@ class ObjectStore(Actor):
         """
         saved = self.replicas.memory.leave()
         held = {(one.array, one.box) for one in saved}
-        return chain(saved, self.arrays.snapshots(self._backend, held))
+        room_bytes = self.tiers.spill_bytes
+        return chain(saved, self.arrays.snapshots(self._backend, held, room_bytes))
 
     @handles(DropUploads)
     def _drop_uploads(self, sender: Address, message: DropUploads) -> None:
@@ -204,13 +212,16 @@ class ObjectStore(Actor):
         if sender.node != CONTROLLER:
             self.env.count("messages_refused")
             return
-        memory, off = self.arrays.on_devices(), self.arrays.off_devices()
+        memory = self.arrays.on_devices()
+        in_memory = self.arrays.off_devices(in_files=False)
+        in_files = self.arrays.off_devices(in_files=True)
         devices = tuple(
             _memory_of(
                 memory.get(ordinal, ()),
                 message.largest,
                 self._backend.allocated_bytes(ordinal),
-                off[ordinal],
+                in_memory[ordinal],
+                in_files[ordinal],
             )
             for ordinal in range(message.devices)
         )
@@ -222,6 +233,7 @@ def _memory_of(
     largest: int,
     allocated: tuple[int | None, int | None],
     host_bytes: int,
+    file_bytes: int,
 ) -> HeldMemory:
     """Return how much memory of a device each client's arrays take, and so many of the largest arrays."""
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -233,4 +245,5 @@ def _memory_of(
         tuple(nlargest(largest, arrays, key=lambda one: one.size_bytes)),
         *allocated,
         host_bytes,
+        file_bytes,
     )

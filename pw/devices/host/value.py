@@ -121,7 +121,9 @@ class Value:
         """The first result of the computation that its buffers were donated to."""
 
     is_away = False
-    """True if the buffers lie in host memory for a while, although the array belongs on devices."""
+    """True if the buffers do not lie on devices for a while, although the array belongs there."""
+    is_in_file = False
+    """True if the buffers lie in a file: then the payload is that of `pw.devices.host.spill_files`."""
 
     @property
     def state(self) -> ValueState:
@@ -196,3 +198,18 @@ class AwayValue(Value):
 
     __slots__ = ()
     is_away = True
+
+
+class FileValue(AwayValue):
+    """A value whose buffers lie in a file, until a run reads it.
+
+    Args:
+        file: payload of the value.
+    """
+
+    __slots__ = ()
+    is_in_file = True
+
+    def __init__(self, file: object) -> None:
+        super().__init__()
+        self.fill(file)

@@ -33,6 +33,7 @@ from pw.core.errors import ErrorReport
 from pw.core.platforms import platform_of
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Watch
+from pw.devices.host.spill_files import MappedFile
 from pw.devices.host.value import Value
 from pw.devices.jax.layouts import Layouts, is_whole, local_shards
 from pw.devices.jax.threads import Completions
@@ -137,6 +138,8 @@ class ResultAnswers:
         array = op.value.payload
         if array is None:
             return True  # it has failed
+        if op.value.is_in_file:
+            return False
         return not op.value.is_given and in_host_memory(array) and op.spec.dtype not in PACKED
 
     def _answer(self, op: Read) -> None:
@@ -153,6 +156,9 @@ class ResultAnswers:
 
 def shard_views(op: Read, layouts: Layouts) -> list[np.ndarray[Any, Any]]:
     """Host views of the boxes that a read asks for."""
+    if op.value.is_in_file:
+        file: MappedFile = op.value.payload
+        return file.read(op.boxes)
     local = layouts.of(op.spec, op.devices).local
     shards = local_shards(op.value.payload)
     shape = op.spec.sharding.shard_shape(op.spec.shape)

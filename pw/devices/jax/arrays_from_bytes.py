@@ -11,7 +11,7 @@ from pw.core.dtypes import PACKED
 from pw.core.platforms import platform_of
 from pw.devices.host.backend import Build
 from pw.devices.jax.answers import ResultAnswers
-from pw.devices.jax.layouts import Layouts, bytes_to_copy, host_shards, put
+from pw.devices.jax.layouts import Layouts, aligned_copy, bytes_to_copy, host_shards, put
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.values import Failures
 
@@ -51,7 +51,10 @@ class Builds:
             for view in op.padding:
                 view[...] = 0
             layout = self._layouts.of(op.spec, op.devices)
-            shards = host_shards(op.spec, tuple(layout.local), op.parts, over_zeros=op.over_zeros)
+            parts = op.parts
+            if op.is_copied and self._shares_memory:
+                parts = [(positions, box, aligned_copy(data)) for positions, box, data in parts]
+            shards = host_shards(op.spec, tuple(layout.local), parts, over_zeros=op.over_zeros)
             result.fill(put(op.spec, layout, shards))
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
             result.fail(self._failures.report(error), alone=True)
@@ -63,7 +66,7 @@ class Builds:
 
     def _takes_long(self, op: Build) -> bool:
         """Whether a build takes longer than a change of threads."""
-        if not self._shares_memory:
+        if op.is_copied or not self._shares_memory:
             return True
         if op.size_bytes <= _AT_ONCE_BYTES:
             return False

@@ -6,10 +6,12 @@
 |---|---|---|
 | `execution.py`, `enqueue.py` | `Execute`, `Move`, `View`, `RunFunction` | `pw-execute`, or the loop |
 | `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
+| `arrays_from_bytes.py` | `Move` from a file | `pw-copy` |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
 | `compile.py` | none: `install` and `forget` | `pw-compile`; `pw-compile-*` wait for other processes |
 | `enqueue.py` | none: waits for the results of gangs | `pw-guard` |
+| `device_tests.py` | none: `test` | `pw-test-*`; `pw-execute` enqueues |
 
 Only the execute thread may be blocked by JAX. Its queue has what must keep its place: computations,
 moves, calls, small builds on accelerators, and some watches.
@@ -30,7 +32,7 @@ import math
 import warnings
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ from pw.devices.host.backend import (
     Op,
     Read,
     RunFunction,
+    Suspect,
     View,
     Watch,
 )
@@ -60,6 +63,7 @@ from pw.devices.jax.arrays_from_bytes import Builds
 from pw.devices.jax.callbacks import CallbackCalls
 from pw.devices.jax.compile import Compiler, Executable
 from pw.devices.jax.compile_processes import CompileProcesses
+from pw.devices.jax.device_tests import DeviceTester
 from pw.devices.jax.enqueue import Enqueuer
 from pw.devices.jax.executables import ExecutableFiles
 from pw.devices.jax.execution import Execution
@@ -109,7 +113,7 @@ class JaxBackend:
         self._host, self._device = host, device
         self._layouts = layouts = Layouts(host, device)
         self._completions = completions = Completions(loop)
-        failures = Failures(host)
+        failures = Failures(host, lambda *news: completions.post(self._suspect, *news))
         quick = Quick()
         self._answers = answers = ResultAnswers(layouts, completions, failures)
         self._builds = Builds(layouts, completions, answers, failures)
@@ -155,6 +159,9 @@ class JaxBackend:
         self.execution = Execution(handlers, self.enqueuer.enqueue, quick, completions.fail)
         self.run_now = self.execution.run_now
         """Runs a computation on the loop, if it is quick and the execute thread has nothing to do."""
+        self._tests = DeviceTester(self._own, self.execution.append, completions)
+        self._suspects: tuple[int, Suspect] = (0, lambda ordinals, word: None)
+        self.test = self._tests.test
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         self.execution.append(partial(self.enqueuer.publish, key, executable))
@@ -173,6 +180,8 @@ class JaxBackend:
                 computing.append(op)
             elif isinstance(op, Build) and self._builds.overtakes(op):
                 self._builds.begin(op)
+            elif isinstance(op, Move) and op.source.is_in_file:
+                self._builds.begin(op.source.payload.build(op))
             elif isinstance(op, Read):
                 op.value.begin_read()  # before any of these ops may donate the value
                 urgent = urgent or op.urgent
@@ -209,6 +218,10 @@ class JaxBackend:
         try:
             if array.is_deleted() or not array.is_ready():
                 return None
+            if value.is_in_file:
+                return [
+                    (box, array.shard(at[0])) for box, at in host_boxes(spec, devices, self._host)
+                ]
             local = self._layouts.of(spec, devices).local
             shards = local_shards(array)
             boxes = [
@@ -237,9 +250,21 @@ class JaxBackend:
             "live_bytes": _live_bytes(),
         }
 
+    def take_suspicions(self, devices: int, handler: Suspect) -> None:
+        """Have `handler` called for each error that names some of so many devices, on the loop."""
+        self._suspects = devices, handler
+
+    def _suspect(self, devices: Collection[jax.Device], word: str) -> None:
+        count, handler = self._suspects
+        here = {self._own(ordinal): ordinal for ordinal in range(count)}
+        handler([here[device] for device in devices if device in here], word)
+
+    def _own(self, ordinal: int) -> jax.Device:
+        return self._device(DeviceAddress(self._host, ordinal))
+
     def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
         """Return the bytes in use on a device, and the most that were; CPU devices do not say."""
-        stats = self._device(DeviceAddress(self._host, ordinal)).memory_stats() or {}
+        stats = self._own(ordinal).memory_stats() or {}
         return stats.get("bytes_in_use"), stats.get("peak_bytes_in_use")
 
     def stage(self, value: Value) -> str:
@@ -287,6 +312,7 @@ class JaxBackend:
                 self.enqueuer.guard_thread,
                 self._builds.thread,
                 *self._python.close(),
+                *self._tests.close(),
             ],
             _CLOSE_TIMEOUT_S,
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, QueueThread
 from pw.devices.jax.timing import Timing
-from pw.devices.jax.values import Failures, awaited, fail, is_donated
+from pw.devices.jax.values import Failures, awaited, fail, is_donated, local_devices
 
 _GUARD_NAP_S = 0.001
 """Seconds by which the failure of a computation is reported later when no actor watches its results."""
@@ -226,7 +227,8 @@ class Enqueuer:
         executable = self.executables.get(op.key)
         if executable is None:
             error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
-        return self._failures.report(error, "" if executable is None else executable.name)
+        name = "" if executable is None else executable.name
+        return self._failures.report(error, name, partial(_devices_of, op))
 
     def move(self, op: Move) -> None:
         """Lay out a value on other devices of this host."""
@@ -267,7 +269,9 @@ class Enqueuer:
             array.block_until_ready()
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
             if not is_donated(array, error):
-                self._completions.post(failed, self._failures.report(error, value.maker))
+                devices = partial(local_devices, array)
+                report = self._failures.report(error, value.maker, devices)
+                self._completions.post(failed, report)
 
     def described(self, op: object) -> str:
         """The name of an op, for a report about threads."""
@@ -276,6 +280,12 @@ class Enqueuer:
         executable = self.executables.get(op.key)
         name = op.key.decode() if executable is None else executable.name
         return f"the arguments of {name!r}" if self.is_waiting else f"the computation {name!r}"
+
+
+def _devices_of(op: Execute) -> set[jax.Device]:
+    """Return the devices of this host on which a computation has its arguments."""
+    arrays = (value.payload for value in op.args if value.payload is not None)
+    return {device for array in arrays for device in local_devices(array)}
 
 
 def copy(array: jax.Array) -> jax.Array:

@@ -168,6 +168,13 @@ def aligned_empty(
     return aligned
 
 
+def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array in memory that JAX can alias on CPU."""
+    copied = aligned_empty(array.shape, array.dtype)
+    copied[...] = array
+    return copied
+
+
 def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
     """How many bytes must be copied on the host to make shards of `parts`."""
     shape = spec.sharding.shard_shape(spec.shape)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,11 +39,39 @@ _NO_ROOM = (
 """Advice for a user whose computation finds no memory."""
 
 
-class Failures:
-    """Makes the errors of one host's values."""
+_OF_DEVICES = re.compile(r"^(INTERNAL|DATA_LOSS)\b|\b(ECC)\b|\b(uncorrectable)\b", re.IGNORECASE)
+"""Words of XLA's errors that may mean a sick device."""
 
-    def __init__(self, host: str) -> None:
+_NOT_OF_DEVICES = ("allback", *_COLLECTIVES)
+"""Words of errors that come from a client's function or from a peer, whatever else is in them."""
+
+
+def suspicion(error: BaseException) -> str:
+    """Return the word in an error that makes its devices suspect; empty if there is none."""
+    words = str(error)
+    if not isinstance(error, jax.errors.JaxRuntimeError) or any(
+        word in words for word in _NOT_OF_DEVICES
+    ):
+        return ""
+    match = _OF_DEVICES.search(words)
+    return "" if match is None else match[0]
+
+
+class Failures:
+    """Makes the errors of one host's values.
+
+    Args:
+        host: name of the host.
+        suspect: takes devices that an error names, and the word in it; called on any thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        suspect: Callable[[Collection[jax.Device], str], None] = lambda devices, word: None,
+    ) -> None:
         self._host = host
+        self._suspect = suspect
         words = "an array was used after it had been donated to a computation; pass a copy there, copy.copy(x)"
         self.deleted = ErrorReport(ArrayDeleted.__name__, words, host)
         """The error of a value whose buffers were donated."""
@@ -49,9 +79,19 @@ class Failures:
         self.unmade = ErrorReport(InternalError.__name__, words, host)
         """The error of a value that no op has made."""
 
-    def report(self, error: BaseException, computation: str = "") -> ErrorReport:
-        """Describe an error that was raised by the computation of this name."""
+    def report(
+        self,
+        error: BaseException,
+        computation: str = "",
+        devices: Callable[[], Collection[jax.Device]] = tuple,
+    ) -> ErrorReport:
+        """Describe an error that was raised by the computation of this name.
+
+        `devices` returns those of this host that it ran on, if they are known.
+        """
         words = str(error)
+        if word := suspicion(error):
+            self._suspect(devices(), word)
         error_type: type[Error] = ComputationFailed
         if "RESOURCE_EXHAUSTED" in words:
             error_type = OutOfDeviceMemory
@@ -80,9 +120,15 @@ class Failures:
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
             if is_donated(array, error):
                 return self.deleted
-            value.fail(self.report(error, value.maker), alone=value.is_joint)
+            report = self.report(error, value.maker, partial(local_devices, array))
+            value.fail(report, alone=value.is_joint)
             return value.error
         return None
+
+
+def local_devices(array: jax.Array) -> Collection[jax.Device]:
+    """Return the devices of this process on which an array lies."""
+    return array.sharding.addressable_devices
 
 
 def fail(results: Sequence[Value], report: ErrorReport) -> None:

@@ -74,6 +74,9 @@ def words_of(topic: str, event: dict[str, Any]) -> str | None:
         return f"island {event['island']} is {what}{hosts}{_formed(event['epoch'])}{reason}"
     if topic == "host":
         return f"host {event['host']} {_HOST.get(what, what)}"
+    if topic == "device":
+        words = f"device {event['device']} of host {event['host']} {_DEVICE.get(what, what)}"
+        return f"{words}: {event['reason']}" if what != "passed" else words
     if topic == "client":
         reason = f": {event['reason']}" if event["reason"] else ""
         return f"client {event['client']} ({event['name']}) {what}{reason}"
@@ -95,6 +98,8 @@ _HOST = {
     "draining": "is draining",
     "gone": "is gone",
 }
+
+_DEVICE = {"suspect": "is suspect", "failed": "has failed its test", "passed": "is well again"}
 
 
 def changes(before: Status, now: Status, time_s: float) -> Iterator[Happening]:

@@ -39,6 +39,11 @@ COUNTERS = {
     "pw_executables_loaded": ("executables_loaded", "Executables that came from a cache."),
     "pw_spilled_bytes": ("bytes_spilled", "Bytes that have left devices for host memory."),
     "pw_returned_bytes": ("bytes_returned", "Bytes that have come back to devices."),
+    "pw_file_written_bytes": ("file_bytes_written", "Bytes that have left host memory for files."),
+    "pw_file_read_bytes": ("file_bytes_read", "Bytes that have come back to devices from files."),
+    "pw_device_tests": ("device_tests", "Tests of all devices of a host."),
+    "pw_device_tests_failed": ("device_tests_failed", "Devices that failed in these tests."),
+    "pw_devices_suspected": ("devices_suspected", "Devices that an error has named."),
     "pw_timelines_ended": ("timelines_ended", "Timelines whose client has not read them."),
 }
 """Counters of Prometheus, without their ending `_total`, by the counter of `pw.stats()` and its help."""
@@ -181,6 +186,12 @@ def of_hosts(now: Snapshot) -> Iterator[GaugeMetricFamily]:
         ("pw_memory_bytes", "Bytes of arrays on its devices.", "used_bytes"),
         ("pw_memory_limit_bytes", "Memory of its devices.", "limit_bytes"),
         ("pw_host_slow_factor", "How slow it is beside its gangs; 1 if not.", "slow_factor"),
+        (
+            "pw_host_suspect_devices",
+            "Devices named by an error, and not tested.",
+            "suspect_devices",
+        ),
+        ("pw_host_failed_devices", "Devices that have failed their test.", "failed_devices"),
     ):
         rows = [
             ((island, host.name), float(number))

@@ -26,6 +26,8 @@ class DeviceView(msgspec.Struct, frozen=True):
     limit_bytes: int | None
     host_bytes: int
     """Bytes of its shards that lie in host memory."""
+    file_bytes: int
+    """Bytes of its shards that lie in files of its host."""
     clients: tuple[tuple[str, int], ...]
     """Names of clients, and the bytes that each has there."""
 
@@ -45,6 +47,10 @@ class HostView(msgspec.Struct, frozen=True):
     limit_bytes: int | None
     slow_factor: float
     """Factor by which the host is as slow as the median of its gangs; 1 for one that is not slow."""
+    suspect_devices: int = 0
+    """Number of devices that an error has named, and that are not tested yet."""
+    failed_devices: int = 0
+    """Number of devices that have failed their test."""
 
 
 class SlowView(msgspec.Struct, frozen=True):
@@ -264,6 +270,7 @@ def devices_of(readings: Readings, host: str, count: int) -> tuple[DeviceView, .
                 0 if device is None else device.reserved_bytes + device.temporary_bytes,
                 None if device is None else device.limit_bytes,
                 0 if device is None else device.host_bytes or 0,
+                0 if device is None else device.file_bytes or 0,
                 owners,
             )
         )
@@ -305,6 +312,8 @@ def snapshot(
             _sum(used[host.name]),
             _sum(limits[host.name]),
             1.0 if host.slow is None else host.slow.factor,
+            sum(one.state == "suspect" for one in host.sick),
+            sum(one.state == "failed" for one in host.sick),
         )
 
     islands = []

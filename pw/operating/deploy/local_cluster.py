@@ -111,6 +111,8 @@ class LocalCluster:
             device says that it has, which CPU devices do not.
         spill: host memory of each worker for arrays that leave the devices when a run has no room there, in
             bytes or as in `"64GiB"`; by default they stay. It needs devices with a limit (docs/memory.md).
+        spill_files: a folder for arrays that leave this host memory when it is full, or when no run has read
+            them for minutes; by default they stay.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         dashboard: show the cluster on a page; `cluster.dashboard` is its link (docs/dashboard.md). By default
@@ -130,7 +132,8 @@ class LocalCluster:
 
     Raises:
         ConnectionFailed: a daemon ended or the islands were not formed in time.
-        ValueError: there are too few GPUs for so many workers, or `device_memory` or `spill` is no size.
+        ValueError: there are too few GPUs for so many workers, `device_memory` or `spill` is no size, or
+            `spill_files` is no folder or comes without `spill`.
     """
 
     @checks_keywords
@@ -144,6 +147,7 @@ class LocalCluster:
         platform: str = "cpu",
         device_memory: int | str | None = None,
         spill: int | str | None = None,
+        spill_files: str | os.PathLike[str] | None = None,
         policy: str = "fifo",
         connect: bool = True,
         dashboard: bool | None = None,
@@ -168,6 +172,11 @@ class LocalCluster:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         bound_bytes = None if device_memory is None else parse_size(str(device_memory))
         spill_bytes = None if spill is None else parse_size(str(spill))
+        if spill_files is not None and not (spill_bytes and os.path.isdir(spill_files)):
+            raise ValueError(
+                f"spill_files={os.fspath(spill_files)!r} must be a folder, for arrays that leave the host "
+                "memory of spill="
+            )
         self.address = ""
         self.hosts: list[LocalHost] = []
         """The hosts of the islands as they were started, and after them the spare ones."""
@@ -211,6 +220,7 @@ class LocalCluster:
                 platform=platform,
                 device_memory=bound_bytes,
                 spill=spill_bytes,
+                spill_files=None if spill_files is None else os.fspath(spill_files),
                 heartbeat=heartbeat_s,
                 allow_python=allow_python,
                 compile_cache=None if compile_cache is None else os.fspath(compile_cache),
@@ -287,8 +297,8 @@ class LocalCluster:
             return
         self._closed = True
         atexit.unregister(self.close)
+        current.leave(self.address, self._previous)  # which may be a later session
         if self._runtime is not None:
-            current.leave(self.address, self._previous)  # which may be a later session
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]
         page = [] if self._page is None else [self._page]

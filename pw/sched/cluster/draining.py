@@ -82,6 +82,19 @@ class Drains(Part):
             reason = "it has no place" if objection is None else str(objection)
             self.env.send(sender, msg.Leave(f"it is told to end, and {reason}"))
 
+    @handles(msg.SickHost)
+    def _drain_sick(self, sender: Address, message: msg.SickHost) -> None:
+        """Empty a host with a device that has failed, if a spare can take its place."""
+        node, island = message.node, self.inventory.island_of(message.node)
+        if island is None or node in self.inventory.draining:
+            return
+        objection = self._objection(island, node)
+        if objection is None and self.inventory.spare_for(island) is not None:
+            self._empty(node, island)
+        else:
+            reason = "there is no spare host for it" if objection is None else str(objection)
+            self.env.log("warning", "host with a sick device stays", host=node, reason=reason)
+
     def _objection(self, island: Island, node: str) -> Error | None:
         """Return why an island cannot do without a host."""
         if named := self.slices.naming(node):

@@ -300,14 +300,16 @@ class Epochs(Part):
         self.announce()
         memory = [host.joined.memory_bytes for host in island.hosts.values() if host.joined]
         limits = [limit for limit in memory if limit is not None]
+        island.memory_bytes = min(limits, default=None)
         formed = msg.IslandFormed(
             island.name,
             island.epoch,
             hosts,
-            min(limits) if limits else None,
+            island.memory_bytes,
             platform_of(island.platform).is_host,
             island.device_count,
             min(host.joined.spill_bytes for host in island.hosts.values() if host.joined),
+            all(host.joined.spill_files for host in island.hosts.values() if host.joined),
         )
         self.env.send(CONTROL, formed)
         self.slices.bind_again(island)

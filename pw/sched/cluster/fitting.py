@@ -3,7 +3,8 @@
 Pure functions of an island and a request. A request may name hosts, or say on how many hosts its devices are:
 then it gets as many devices of each of them. It may want hosts that run clients' Python functions. It may have
 a shape: then it gets a block of the island's grid (`pw.sched.cluster.grid`). An exclusive slice gets devices
-that no other slice has, and no other slice gets those of an exclusive one.
+that no other slice has, and no other slice gets those of an exclusive one. A slice with a bound of memory gets
+devices on which the slices with bounds may have no more together than there is.
 
 The least busy devices are chosen: those with the least device time of the last minute, in steps of `STEP_S`,
 and of equal ones those that the fewest slices have.
@@ -30,7 +31,7 @@ def fits(island: Island, request: AllocateSlice) -> bool:
 
     Other slices may be exclusive on them.
     """
-    if not is_asked_for(island, request):
+    if not is_asked_for(island, request) or not is_large_enough(island, request):
         return False
     ranks = allowed_ranks(island, request)
     if request.hosts:
@@ -66,6 +67,11 @@ def is_asked_for(island: Island, request: AllocateSlice) -> bool:
     return request.kind is None or not is_known or request.kind.lower() in kinds
 
 
+def is_large_enough(island: Island, request: AllocateSlice) -> bool:
+    """Whether devices of an island have the memory of a slice."""
+    return island.memory_bytes is None or request.memory_bytes <= island.memory_bytes
+
+
 def choose(
     island: Island, request: AllocateSlice, busy: Mapping[Position, float]
 ) -> tuple[Position, ...] | None:
@@ -85,7 +91,9 @@ def choose(
     for position, busy_s in busy.items():
         if position in weights:
             weights[position] += int(busy_s / STEP_S) * _STEP
-    for position in [*(island.bound if request.exclusive else island.exclusive)]:
+    in_use = [*(island.bound if request.exclusive else island.exclusive)]
+    in_use += island.promised if request.memory_bytes else ()
+    for position in in_use:
         if position in weights and not is_free(island, request, position):
             del weights[position]
     if request.topology is not None and island.grid is not None:
@@ -122,9 +130,19 @@ def suits(island: Island, request: AllocateSlice, positions: Sequence[Position])
 
 def is_free(island: Island, request: AllocateSlice, position: Position) -> bool:
     """Whether no other slice keeps a slice from having a device."""
+    if not has_memory(island, request, position):
+        return False
     if request.exclusive:
         return not island.bound[position]
     return position not in island.exclusive
+
+
+def has_memory(island: Island, request: AllocateSlice, position: Position) -> bool:
+    """Whether slices with a bound leave a slice so much memory of a device as it wants."""
+    if not request.memory_bytes:
+        return True
+    left_bytes = island.left_bytes(position)
+    return left_bytes is None or request.memory_bytes <= left_bytes
 
 
 def allowed_ranks(island: Island, request: AllocateSlice) -> Sequence[int]:

@@ -69,6 +69,10 @@ class Island:
     """Number of virtual devices that are bound to each physical device."""
     exclusive: set[Position] = field(default_factory=set)
     """Devices of slices that are exclusive."""
+    memory_bytes: int | None = None
+    """Bytes of memory of each device in the newest epoch; None without a limit, or before the first epoch."""
+    promised: Counter[Position] = field(default_factory=Counter)
+    """Bytes that the slices with a bound may have on each device."""
     _places: dict[Coordinate, str] = field(default_factory=dict)
     """Name of the host that has said each of these coordinates last; it may be away."""
     _free_blocks: tuple[Coordinate, ...] | None = None
@@ -109,19 +113,36 @@ class Island:
 
     # --- devices and slices -------------------------------------------------------------------------
 
-    def occupy(self, positions: Sequence[Position], exclusive: bool) -> None:
+    def occupy(self, positions: Sequence[Position], request: msg.AllocateSlice) -> None:
         """A slice has these devices."""
         self.bound.update(positions)
-        if exclusive:
+        if request.exclusive:
             self.exclusive.update(positions)
+        if request.memory_bytes:
+            self.promised.update(dict.fromkeys(positions, request.memory_bytes))
         self._free_blocks = None
 
-    def vacate(self, positions: Sequence[Position], exclusive: bool) -> None:
+    def vacate(self, positions: Sequence[Position], request: msg.AllocateSlice) -> None:
         """A slice has these devices no more."""
         self.bound.subtract(positions)
-        if exclusive:
+        if request.exclusive:
             self.exclusive.difference_update(positions)
+        if request.memory_bytes:
+            self.promised.subtract(dict.fromkeys(positions, request.memory_bytes))
         self._free_blocks = None
+
+    def vacate_all(self) -> None:
+        """No slice has devices."""
+        self.bound.clear()
+        self.exclusive.clear()
+        self.promised.clear()
+        self._free_blocks = None
+
+    def left_bytes(self, position: Position) -> int | None:
+        """Return the bytes of a device that no slice with a bound may have; None where nothing limits them."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes - self.promised[position]
 
     def lay_out(self) -> None:
         """Place the devices of the hosts of a new epoch."""
@@ -401,6 +422,7 @@ class Inventory:
                 () if island.grid is None else island.grid.wraps,
                 island.free_blocks(),
                 len(island.exclusive),
+                max(island.promised.values(), default=0),
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )
@@ -422,7 +444,7 @@ def _info(host: Host, island: str, state: str, slow: msg.SlowHost | None = None)
         place.local_devices,
         place.endpoint,
         place.python,
-        slow,
+        slow=slow,
     )
 
 

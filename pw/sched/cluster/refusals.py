@@ -5,12 +5,20 @@ Pure functions of the inventory and a request.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from pw.core.coordinates import times, written
 from pw.core.errors import Error, InsufficientDevices, PythonRefused
 from pw.core.messages import AllocateSlice
-from pw.sched.cluster.fitting import allowed_ranks, fits, is_asked_for, is_free
+from pw.core.sizes import size_in_words
+from pw.sched.cluster.fitting import (
+    allowed_ranks,
+    fits,
+    has_memory,
+    is_asked_for,
+    is_free,
+    is_large_enough,
+)
 from pw.sched.cluster.grid import DeviceGrid, Position
 from pw.sched.cluster.inventory import Inventory, Island, counted
 
@@ -59,8 +67,11 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
     reasons = "; ".join(filter(None, (_why_not(island, request) for island in islands)))
     return InsufficientDevices(
         f"no island{besides * bool(request.apart)} has {_in_words(request)} for one slice. There are: {there}"
-        f"{_to_come(inventory)}{'. ' * bool(reasons)}{reasons}"
+        f"{_to_come(inventory)}{'. ' * bool(reasons)}{reasons}{_LESS * bool(reasons and request.memory_bytes)}"
     )
+
+
+_LESS = ". Ask for less memory, or give back slices that have a bound (pw memory shows yours)"
 
 
 def _in_words(request: AllocateSlice) -> str:
@@ -71,6 +82,8 @@ def _in_words(request: AllocateSlice) -> str:
         value = getattr(request, name)
         if value is not None:
             asked += f" with {name}={value!r}"
+    if request.memory_bytes:
+        asked += f" with {size_in_words(request.memory_bytes)} of memory each"
     if request.exclusive:
         asked += " that no other slice has"
     if request.hosts:
@@ -97,24 +110,24 @@ def _to_come(inventory: Inventory) -> str:
 
 
 def _why_not(island: Island, request: AllocateSlice) -> str:
-    """Return why an island has no place for a slice with a shape, or for an exclusive one."""
+    """Return why an island has no place for an exclusive slice, or one with a shape or a bound of memory."""
     grid, shape = island.grid, request.topology
     if request.like or not is_asked_for(island, request):
         return ""
+    if not is_large_enough(island, request):
+        return f"devices of {island.name} have {size_in_words(island.memory_bytes or 0)} each"
     ranks = allowed_ranks(island, request)
     if not fits(island, request):
         return _misfit(island, grid, shape) if shape is not None and grid is not None else ""
-    in_use = [
-        position
-        for position in island.positions()
-        if position[0] in ranks and not is_free(island, request, position)
-    ]
+    allowed = [position for position in island.positions() if position[0] in ranks]
+    if not all(has_memory(island, request, position) for position in allowed):
+        return _memory_left(island, allowed)
+    in_use = [position for position in allowed if not is_free(island, request, position)]
     if not in_use:
         return ""  # slices that are to be apart are in the way
     free = set(island.positions()) - set(in_use)
     where, in_the_way = "", in_use
     if shape is not None and grid is not None:
-        allowed = (position for position in island.positions() if position[0] in ranks)
         block = grid.best(shape, {position: int(position not in free) for position in allowed})
         in_the_way = [position for position in block or () if position not in free]
         start = grid.at[block[0]] if block else ()
@@ -134,6 +147,21 @@ def _misfit(island: Island, grid: DeviceGrid, shape: tuple[int, ...]) -> str:
     without = island.device_count - len(grid.cells)
     holes = f" with {counted(without, 'device')} that have no coordinates" if without else ""
     return f"{words}{holes}, in which no block of {times(shape)} is without a hole"
+
+
+def _memory_left(island: Island, positions: list[Position]) -> str:
+    """Return how much of each device slices with a bound leave, the most first."""
+    by_left: defaultdict[int, list[Position]] = defaultdict(list)
+    for position in positions:
+        by_left[island.left_bytes(position) or 0].append(position)
+    words = [
+        f"{size_in_words(left)} on {_devices_in_words(island, by_left[left])}"
+        for left in sorted(by_left, reverse=True)
+    ]
+    return (
+        f"of the {size_in_words(island.memory_bytes or 0)} of each device of {island.name}, slices with a "
+        f"bound leave {', '.join(words[:_FEW])}{' and less on others' * (len(words) > _FEW)}"
+    )
 
 
 def _free_in_words(island: Island, free: set[Position]) -> str:

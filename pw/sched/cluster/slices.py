@@ -7,7 +7,8 @@ has its former devices if they are free, then for any that has room (`pw.sched.c
 cluster starts, a slice that no island fits waits for those that are still to come. `pw.sched.cluster.fitting`
 knows the devices that a slice may have.
 
-An exclusive slice shares its devices with no other slice, but for those that are to be like it.
+An exclusive slice shares its devices with no other slice, but for those that are to be like it. Slices with a
+bound of memory may have no more together, on each device, than it has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
 from pw.core.sharding import DeviceAddress
 from pw.core.waits import CLUSTER_START_S, MOVE_S
-from pw.sched.cluster.fitting import STEP_S, allowed_ranks, choose, fits, has_block, is_free, suits
+from pw.sched.cluster.fitting import (
+    STEP_S,
+    allowed_ranks,
+    choose,
+    fits,
+    has_block,
+    has_memory,
+    is_free,
+    suits,
+)
 from pw.sched.cluster.grid import Position
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
 from pw.sched.cluster.refusals import refusal
@@ -79,6 +89,8 @@ class SliceTable(Part):
             self.env.call_later(self.move_s + RESUME_S, WaitedEnough(request.slice, True))
         piece = BoundSlice(request, island=request.formerly)
         self._place(piece)
+        if request.waits and request.formerly:
+            self.env.call_later(self.move_s, WaitedEnough(request.slice, False))
         if not (request.resumed or request.waits) and piece.state is SliceState.PARKED:
             waits_s = CLUSTER_START_S if self.inventory.awaited_islands else self.move_s
             self.env.call_later(waits_s, WaitedEnough(request.slice, True))
@@ -124,12 +136,18 @@ class SliceTable(Part):
     def bind_again(self, island: Island) -> None:
         """An island has another epoch: bind its slices again, to their positions if they still suit."""
         pieces = self.on(island)
-        stay = {one.request.slice for one in pieces if self.may_stay(one, island)}
-        island.bound.clear()
-        island.exclusive.clear()
+        stay: set[int] = set()
+        island.vacate_all()
         for piece in pieces:
-            if piece.request.slice in stay:
-                island.occupy(piece.positions, piece.request.exclusive)
+            request = piece.request
+            model = self._model_of(request)
+            model_stays = (
+                model is None or model.request.slice in stay or model.island != island.name
+            )
+            has_room = all(has_memory(island, request, at) for at in piece.positions)
+            if model_stays and has_room and self.may_stay(piece, island):
+                island.occupy(piece.positions, request)
+                stay.add(request.slice)
         for piece in pieces:
             if piece.request.slice in stay:
                 self._tell_bound(piece, SliceEvent.REBIND, island, piece.positions)
@@ -188,8 +206,11 @@ class SliceTable(Part):
     def displaced_by(self, spare: Host, node: str, island: Island) -> int:
         """Return how many slices with a shape have no room if a spare takes the place of a host.
 
-        Their block may have a hole then, because the spare is at another place.
+        Their block may have a hole then, because the spare is at another place. Without coordinates of
+        operators none has: JAX tells where a spare is only when it has joined, as a rule where its rank was.
         """
+        if not any(island.coords_of(host.registration) for host in island.hosts.values()):
+            return 0
         after = [spare if host.node == node else host for host in island.ranked()]
         grid = island.grid_of(after)
         displaced = [
@@ -204,13 +225,13 @@ class SliceTable(Part):
 
     def _stuck(self, pieces: list[BoundSlice], island: Island) -> int:
         """Return how many of these slices have no room on other islands, if they are placed in turn."""
-        placed: list[tuple[Room, bool]] = []
+        placed: list[tuple[Room, AllocateSlice]] = []
         for piece in pieces:
             if (room := self.room(piece.request, island)) is not None:
-                room.island.occupy(room.positions, piece.request.exclusive)
-                placed.append((room, piece.request.exclusive))
-        for room, exclusive in placed:
-            room.island.vacate(room.positions, exclusive)
+                room.island.occupy(room.positions, piece.request)
+                placed.append((room, piece.request))
+        for room, request in placed:
+            room.island.vacate(room.positions, request)
         return len(pieces) - len(placed)
 
     def naming(self, node: str) -> int:
@@ -339,7 +360,7 @@ class SliceTable(Part):
 
     def _bind(self, piece: BoundSlice, event: SliceEvent, room: Room) -> None:
         """Bind a slice to these devices."""
-        room.island.occupy(room.positions, piece.request.exclusive)
+        room.island.occupy(room.positions, piece.request)
         self._tell_bound(piece, event, *room)
 
     def _tell_bound(
@@ -366,7 +387,7 @@ class SliceTable(Part):
 
     def vacate(self, piece: BoundSlice) -> None:
         """Count the devices of a bound slice as its own no more."""
-        self.inventory.islands[piece.island].vacate(piece.positions, piece.request.exclusive)
+        self.inventory.islands[piece.island].vacate(piece.positions, piece.request)
 
     def _model_of(self, request: AllocateSlice) -> BoundSlice | None:
         """Return the bound slice that a slice is to be like."""

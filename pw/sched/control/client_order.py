@@ -127,6 +127,9 @@ class ClientOrder(ControlPart):
                 return "another session to hand over an array that it reads"
             if client.offered and not client.offered.keys().isdisjoint(client.donated_to(message)):
                 return "another session to take arrays that it donates"
+        elif isinstance(message, msg.ReleaseSlice):
+            if self.handovers.needs_slice(client, message.slice):
+                return "another session to hand over an array that it hands on from this slice"
         elif isinstance(message, (msg.Checkpoint, msg.SaveArrays)):
             if any(map(client.arrays.is_arriving, message.arrays)):
                 return "the uploads of what it checkpoints"

@@ -36,6 +36,8 @@ class ClientSlices:
         it."""
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, with the number of that loss."""
+        self.down: set[int] = set()
+        """Slices that are asked for when the client is resumed."""
         self.waits_since_s: dict[int, float] = {}
         """Times since which slices wait for devices, in seconds, by number; bound ones have none."""
         self.unproven: set[int] = set()
@@ -117,6 +119,8 @@ class Client:
     """Results of runs that the client has launched and not told of yet, with a host that has not got them."""
     resuming: Resumption | None = None
     suspension: Suspension | None = None
+    left_for: str = ""
+    """Words for who has suspended it, from when it is resumed until it has devices."""
     patient_until_s: float = -math.inf
     """Time until which recovery waits for hosts that may have replicas, in seconds."""
     repeats: int = 0

@@ -12,6 +12,7 @@ opens no bulk channel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import asdict
@@ -34,6 +35,7 @@ from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder, Handlers
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.confirmations import Confirmations
+from pw.sched.control.device_health import SickDevices
 from pw.sched.control.explain.inquiries import Inquiries
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.plans import Plans
@@ -42,6 +44,7 @@ from pw.sched.control.handovers import HandoverTable
 from pw.sched.control.islands import Islands
 from pw.sched.control.lookups import Lookups
 from pw.sched.control.names import NameTable
+from pw.sched.control.preemption import Preemption
 from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -86,6 +89,7 @@ class Controller(Actor):
         tenants_memory: Callable[[], Iterable[tuple[str, int]]] = tuple,
         take_spent: Take = lambda client: (),
         account_sink: AccountSink | None = None,
+        preempt_s: float = math.inf,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -124,6 +128,7 @@ class Controller(Actor):
             *(sessions, inquiries, slices, runs, stream, checkpoints, saves, island_status, heard_s)
         )
         measured = MemoryReports(sessions, inquiries, island_status)
+        self.sick = SickDevices(sessions, inquiries, island_status, waiting_hosts)
         plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = UploadTable(sessions, replicas, losses, replays, ends)
@@ -155,8 +160,9 @@ class Controller(Actor):
         }
         stream.set_handlers(in_order, resuming)
         suspensions = self.suspensions = Suspensions(
-            sessions, stream, slices, runs, replicas, losses, rebuilder
+            sessions, stream, slices, runs, replicas, losses, rebuilder, island_status
         )
+        preemption = Preemption(sessions, slices, suspensions, island_status, preempt_s)
         watches = self.watches = IslandWatches(sessions, recovery_s)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(
@@ -164,6 +170,7 @@ class Controller(Actor):
             *(sessions, resumptions, inquiries, explainer, measured, plans),
             *(ends, uploads, stream, handovers, watches, self.recordings),
             *(confirmations, names, lookups, waits, self.accounts, suspensions),
+            *(preemption, self.sick),
             order={
                 # Losses marks what is lost before the rebuilder brings it back.
                 msg.EpochEnded: (
@@ -352,8 +359,8 @@ class Controller(Actor):
                 message.request,
                 *self._versions,
                 self._policy,
-                islands,
-                self._waiting_hosts(),
+                self.sick.in_islands(islands),
+                self.sick.of(self._waiting_hosts()),
                 tuple(
                     msg.ClientInfo(
                         client.number,

@@ -17,6 +17,10 @@ A run of the importer that reads a taken array waits in its stream until the run
 so do runs that recovery repeats. On an island it could stand before a run of its client that the exporter needs
 first.
 
+An array that is still to be handed to the exporter may be offered on. The exporter's stream does not wait for
+that, as it would for a run: the other client may need a later offer of the same exporter first. Only a slice
+is not given back before.
+
 Until the first of these runs is submitted, offered arrays that the exporter deletes stay, and its runs that
 donate one wait (`pw.sched.control.client_order`), but not for long. A handover of which
 only one side has come ends after a while.
@@ -60,6 +64,8 @@ class HandoverTable(ControlPart):
         self._handovers: dict[bytes, Handover] = {}
         self._of: dict[int, Handover] = {}
         """Handovers by the importer's arrays."""
+        self._behind: dict[int, dict[bytes, Handover]] = {}
+        """Handovers by an array that is still to be handed to their exporter."""
         self.ended: list[bytes] = []
         """Tokens of offers of holders that have ended since the name table looked."""
         self._with_news: dict[int, None] = {}
@@ -246,10 +252,29 @@ class HandoverTable(ControlPart):
             return
         if not any(self._of.get(number) is handover for number, _ in handover.imports.values()):
             self._end(handover, ENDED)
-        elif handover.asked:
+        elif handover.asked and not self.is_behind(exporter, handover):
             exporter.wanted.update(handover.asked)
             handover.asked.clear()
             self._with_news[exporter.number] = None
+
+    def is_behind(self, exporter: Client, handover: Handover) -> bool:
+        """Whether an offered array is still to be handed to the exporter; the handover goes on after that."""
+        arrays = () if handover.offer is None else handover.offer.arrays
+        number = next((number for number in arrays if number in exporter.asking), None)
+        if number is not None:
+            self._behind.setdefault(number, {})[handover.token] = handover
+        return number is not None
+
+    def needs_slice(self, client: Client, slice: int) -> bool:
+        """Whether a client offers arrays on a slice that are still to be handed to it."""
+        behind = (one for each in self._behind.values() for one in each.values())
+        return any(
+            one.exporter is client
+            and one.offer is not None
+            and one.offer.specs[0].placement.slice == slice
+            for one in behind
+            if one.asked
+        )
 
     def clients_with_news(self) -> list[Client]:
         """Return the clients that have something to make, or to repeat, once."""
@@ -338,6 +363,9 @@ class HandoverTable(ControlPart):
             importer.asking.discard(number)
             if importer.recovering:
                 self._with_news[importer.number] = None
+        for handover in self._behind.pop(number, {}).values():
+            if self._handovers.get(handover.token) is handover:
+                self._match(handover)
         return importer
 
     # --- ends -----------------------------------------------------------------------------------------

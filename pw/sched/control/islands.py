@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pw.core.actors.actor import Env
 from pw.core.ids import scheduler_of
-from pw.core.messages import ArrayPlaced, IslandFormed, Release
+from pw.core.messages import ArrayPlaced, BoundMemory, IslandFormed, Release
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.control.array_states import ArrayEntry
 
@@ -24,7 +24,9 @@ class Islands:
         self.schedulers: dict[str, None] = {}
         """Islands that have a scheduler, in the order in which they were formed first."""
         self.bindings: dict[int, Binding] = {}
-        """Bindings of slices, by number; only `pw.sched.control.slices` changes them."""
+        """Bindings of slices, by number; `pw.sched.control.slices` has them changed."""
+        self.bounds: dict[int, int] = {}
+        """Bytes that arrays and runs of slices may have on a device, by number of each slice with a bound."""
 
     def is_bound(self, spec: ArraySpec) -> bool:
         """Whether the slice of an array is bound: clients may give back slices on which arrays lie."""
@@ -36,8 +38,27 @@ class Islands:
 
     def place(self, island: str, array: int, spec: ArraySpec, *, is_back: bool = False) -> None:
         """Tell a scheduler of the memory of an array that no run makes, or that recovery brings back."""
-        placed = ArrayPlaced(array, self.located(spec), spec.device_bytes, is_back)
+        slice_ = spec.placement.slice
+        placed = ArrayPlaced(array, self.located(spec), spec.device_bytes, is_back, slice_)
         self._env.send(scheduler_of(island), placed)
+
+    def bind(self, binding: Binding, memory_bytes: int) -> None:
+        """A slice is bound, and may have so much of each device; 0 for any amount."""
+        self.bindings[binding.slice] = binding
+        if memory_bytes:
+            self.bounds[binding.slice] = memory_bytes
+            self.tell(binding.island, BoundMemory(binding.slice, memory_bytes))
+
+    def unbind(self, number: int) -> None:
+        """A slice has been given back, or is refused."""
+        binding = self.bindings.pop(number, None)
+        if self.bounds.pop(number, 0) and binding is not None:
+            self.tell(binding.island, BoundMemory(number, 0))
+
+    def lose(self, number: int) -> None:
+        """The island of a slice has left its epoch."""
+        del self.bindings[number]
+        self.bounds.pop(number, None)
 
     def formed(self, message: IslandFormed) -> bool:
         """An island is ready; return whether it needs a scheduler."""

@@ -75,13 +75,17 @@ class RegisteredProgram:
         return self._homes
 
     def lower(
-        self, bindings: Mapping[int, Binding], limited: Collection[str] = ()
+        self,
+        bindings: Mapping[int, Binding],
+        limited: Collection[str] = (),
+        bounded: Collection[int] = (),
     ) -> list[tuple[str, InstallProgram]]:
         """Bind the program to devices; return what to send to which island's scheduler.
 
         Args:
             bindings: the binding of every slice.
             limited: the islands that count their devices' memory.
+            bounded: the slices that have a bound of memory.
 
         Raises:
             PlacementError: a computation or an array names devices that cannot hold it together.
@@ -90,9 +94,10 @@ class RegisteredProgram:
         memory: dict[str, IslandMemory] = {}
         physical = Physical(self.body, bindings)
         body = written(self.body, edges_of(self.body, physical, only_transfers=self.only_transfers))
-        if limited:
-            plan, memories = lower_with_memory(body, bindings, physical)
-            memory = {one.island: one for one in memories if one.island in limited}
+        bounded = self.slices.intersection(bounded)
+        if limited or bounded:
+            plan, memories = lower_with_memory(body, bindings, physical, limited, bounded)
+            memory = {one.island: one for one in memories}
         else:
             plan = lower(body, bindings, physical)
         self.segment_count = len(plan.segments)

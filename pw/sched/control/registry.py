@@ -151,7 +151,7 @@ class ProgramRegistry(ControlPart):
                     "pw.make_virtual_device_set(); pw.status() shows what is there"
                 )
             self._check_python(client, program.body)
-            installs = program.lower(bindings, self._islands.limited)
+            installs = program.lower(bindings, self._islands.limited, self._islands.bounds)
         except Error as error:
             program.error = ErrorReport.of(error)
             return

@@ -16,7 +16,7 @@ Borrowed slices do not count: recovery must not wait for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,6 +65,8 @@ class SliceRequests(ControlPart):
     recovery_s: float
     lends: Callable[[Client, Client], bool] = lambda owner, reader: False
     """Function that says whether a client lends its devices to another one, of another tenant."""
+    may_wait: Callable[[Client, msg.AllocateSlice], bool] = lambda client, request: False
+    """Function that says whether a slice for which there are no devices waits until others leave some."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +115,7 @@ class SliceRequests(ControlPart):
         then = partial(self._env.send, RESOURCES, message)
         if client.suspension is not None and client.suspension.is_complete:
             slices.unbound[message.slice] = self.new_loss()
+            slices.down.add(message.slice)
             return
         is_lent = is_of_a_name if client.resuming is not None else self._is_lent(message.like)
         amount = 0 if is_lent else message.devices
@@ -194,18 +197,28 @@ class SliceRequests(ControlPart):
                 self._env.send(RESOURCES, msg.ReleaseSlice(number))
                 self._env.send(RESOURCES, msgspec.structs.replace(alone, resumed=True))
                 return
-        self._bindings[number] = Binding.of(
+        binding = Binding.of(
             number, message.island, message.devices, message.platform, message.machine
         )
+        is_owned = number in client.slices.owned  # one that recovery borrows has no bound
+        self._islands.bind(binding, client.slices.requests[number].memory_bytes * is_owned)
         self.sessions.tell(client, message)
         client.slices.hosts[number].update(device.host for device in message.devices)
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
         client.slices.unbound.pop(number, None)
         client.slices.waits_since_s.pop(number, None)
+        if not client.slices.unbound:
+            client.left_for = ""
 
     @handles(msg.SliceRefused)
     def _refused(self, sender: Address, message: msg.SliceRefused) -> None:
+        owner, request = self.sessions.owner(message.slice), None
+        if owner is not None and message.slice not in owner.slices.unbound:
+            request = owner.slices.requests.get(message.slice)
+        if owner is not None and request is not None and self.may_wait(owner, request):
+            self._env.send(RESOURCES, msgspec.structs.replace(request, waits=True))
+            return
         client = self._refuse(message)
         if client is not None:
             self._give(client, message.slice)
@@ -222,7 +235,7 @@ class SliceRequests(ControlPart):
             client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             client.slices.waits_since_s.pop(message.slice, None)
-            self._bindings.pop(message.slice, None)
+            self._islands.unbind(message.slice)
             self.sessions.tell(client, message)
         return client
 
@@ -272,7 +285,7 @@ class SliceRequests(ControlPart):
         client.slices.times_bound.pop(number, None)
         client.slices.waits_since_s.pop(number, None)
         self.forget_request(client, number)
-        self._bindings.pop(number, None)
+        self._islands.unbind(number)
         self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.sessions.tell(client, msg.ReleaseSlice(number))
 
@@ -285,30 +298,41 @@ class SliceRequests(ControlPart):
     def client_left(self, client: Client) -> None:
         """Give back all slices of a client."""
         for number in client.slices.owned | client.slices.borrowed:
-            self._bindings.pop(number, None)
+            self._islands.unbind(number)
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
         self.queue.client_left(client.number, client.tenant)
 
     # --- suspended --------------------------------------------------------------------------------
 
-    def set_down(self, client: Client, error: ErrorReport) -> None:
-        """Take the devices of a client; it keeps its slices, which are asked for again by `take_up`."""
+    def set_down(self, client: Client, slices: Collection[int], error: ErrorReport) -> None:
+        """Take the devices of a client's slices; the slices are asked for again by `take_up`."""
         loss = self.new_loss()
-        for number in sorted(client.slices.owned | client.slices.borrowed):
+        for number in sorted(number for number in slices if number in client.slices):
             if number in self.queue.keys:
                 self.queue.drop(number)
             elif self._bindings.pop(number, None) is not None:
                 self.sessions.tell(client, msg.SliceLost(number, error))
             self._env.send(RESOURCES, msg.ReleaseSlice(number))
             client.slices.unbound[number] = loss
+            client.slices.down.add(number)
             client.slices.waits_since_s[number] = self._env.now_s()
             self.sessions.usage.give(client.number, Resource.DEVICES, number)
         self.queue.try_again(client.tenant)
 
-    def take_up(self, client: Client) -> None:
-        """Ask for the slices of a client that was suspended; they wait for devices however long."""
-        for number in sorted(client.slices.owned | client.slices.borrowed):
+    def take_up(self, client: Client, slices: Collection[int], island: str) -> None:
+        """Ask for slices of a client that was suspended, and for those that it has asked for since.
+
+        They wait for devices however long; for those of an `island` a while, if one is named.
+        """
+        down, client.slices.down = client.slices.down, set()
+        for number in sorted(number for number in down if number in client.slices):
             request = msgspec.structs.replace(client.slices.requests[number], waits=True)
+            if island and number in slices:
+                at = island if request.island else None
+                request = msgspec.structs.replace(request, formerly=island, island=at)
+                client.slices.requests[number] = msgspec.structs.replace(
+                    client.slices.requests[number], island=at
+                )
             if request.like not in self._bindings:
                 request = msgspec.structs.replace(request, like=0)
             then = partial(self._env.send, RESOURCES, request)
@@ -325,7 +349,7 @@ class SliceRequests(ControlPart):
         gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
         waiting: dict[int, Client] = {}
         for number in gone:
-            del self._bindings[number]
+            self._islands.lose(number)
             client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
@@ -360,8 +384,10 @@ class SliceRequests(ControlPart):
             client.slices.borrowed.add(number)
             client.slices.unbound[number] = loss
             client.slices.waits_since_s[number] = self._env.now_s()
-            # What is made again may share devices: others may have those of an exclusive slice now.
-            request = msgspec.structs.replace(client.slices.requests[number], exclusive=False)
+            # What is made again may share: others may have the devices of an exclusive slice, or the memory.
+            request = msgspec.structs.replace(
+                client.slices.requests[number], exclusive=False, memory_bytes=0
+            )
             self._env.send(RESOURCES, request)
         self.expect(client, loss, _NOT_BORROWED)
 

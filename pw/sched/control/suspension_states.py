@@ -75,6 +75,12 @@ class Suspension:
     state: SuspensionState = SuspensionState.HOLDING
     asked: list[tuple[Address, int]] = field(default_factory=list)
     """Askers and the numbers of their requests, to be answered when the client has left its devices."""
+    slices: frozenset[int] = frozenset()
+    """Numbers of the slices that the client leaves."""
+    goes_on: bool = False
+    """True to resume the client as soon as it has left its devices."""
+    target: str = ""
+    """Name of the island where these slices are to be bound then; empty for any."""
     is_heard: bool = False
     """True if the client sends no new values to hosts any more, or is silent."""
     queued: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -90,12 +96,17 @@ class Suspension:
         """Change the state. Raises ImpossibleTransition."""
         self.state = SUSPENSION.after(self.state, event)
 
+    @property
+    def verb(self) -> str:
+        """Participle for what is done to the client."""
+        return "moved" if self.target else "suspended"
+
     def in_words(self, client: int, now_s: float) -> str:
         """Return what a client waits for."""
-        ago = f"{self.by} has suspended it {now_s - self.since_s:.0f} s ago"
+        ago = f"{self.by} has {self.verb} it {now_s - self.since_s:.0f} s ago"
         if self.is_complete:
             return f"being resumed: {ago} (pw resume {client})"
-        return f"its suspension: {ago}, and it is leaving its devices"
+        return f"the end of its launched work: {ago}, and it is leaving its devices"
 
     @property
     def stops_stream(self) -> bool:

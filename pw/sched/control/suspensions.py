@@ -8,7 +8,7 @@ again from its lineage. Arrays under a name belong to the holder of the name and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,11 +22,12 @@ from pw.core.errors import (
     Error,
     ErrorReport,
     HostLost,
+    InsufficientDevices,
 )
 from pw.core.ids import Address, is_repeat, scheduler_of, store_of
 from pw.core.rights import Resource
 from pw.core.sharding import ArraySpec
-from pw.sched.control.array_states import ArrayState
+from pw.sched.control.array_states import ArrayEntry, ArrayState
 from pw.sched.control.checkpoints.in_memory import box_holders
 from pw.sched.control.checkpoints.replicas import ReplicaTable
 from pw.sched.control.client_order import ClientOrder
@@ -56,6 +57,7 @@ class Suspensions(ControlPart):
     replicas: ReplicaTable
     losses: Losses
     rebuilder: Rebuilder
+    island_status: Callable[[], tuple[msg.IslandInfo, ...]]
     leaving: dict[int, Client] = field(default_factory=dict, init=False)
     """Clients that are to leave their devices and have not, by number."""
 
@@ -81,6 +83,49 @@ class Suspensions(ControlPart):
         for client in clients:
             self.resume(client)
         self._env.send(asker.address, msg.Answered(message.request, None))
+
+    @handles_client(msg.MigrateClient)
+    def _migrate_asked(self, asker: Client, message: msg.MigrateClient) -> None:
+        meant = msg.SuspendClients(message.request, message.client)
+        clients = self._meant(asker, meant, "migrate")
+        if clients is None:
+            return
+        (client,) = clients
+        bindings, target = self._islands.bindings, message.island
+        own = client.slices.owned | client.slices.borrowed
+        chosen = {message.slice} & own if message.slice else own
+        slices = frozenset(
+            number for number in chosen if number in bindings and bindings[number].island != target
+        )
+        error = self._why_not(client, slices, target)
+        if error is None and client.suspension is not None:
+            words = (
+                f"client {client.number} is suspended; resume it first (pw resume {client.number})"
+            )
+            error = ArgumentError(words)
+        if error is not None or not slices:
+            report = None if error is None else ErrorReport.of(error)
+            self._env.send(asker.address, msg.Answered(message.request, report))
+            return
+        self.suspend(client, self._who(asker), (asker.address, message.request))
+        assert client.suspension is not None, "it was not suspended before"
+        client.suspension.slices, client.suspension.target = slices, target
+        client.suspension.goes_on = True
+
+    def _why_not(self, client: Client, slices: frozenset[int], target: str) -> Error | None:
+        """Return why slices cannot move to an island."""
+        islands = {island.name: island for island in self.island_status()}
+        if target not in islands:
+            return ArgumentError(f"there is no island {target!r}; see pw status")
+        island = islands[target]
+        for number in slices:
+            devices = client.slices.requests[number].devices
+            if devices > island.devices:
+                return InsufficientDevices(
+                    f"a slice of client {client.number} has {devices} devices, and island {target!r} has "
+                    f"{island.devices}"
+                )
+        return None
 
     def _who(self, asker: Client) -> str:
         return f"client {asker.number} ({asker.name}) of tenant {asker.tenant!r}"
@@ -121,11 +166,11 @@ class Suspensions(ControlPart):
             return client.tenant == message.tenant and client is not asker
         if message.island:
             left = client.suspension.islands if client.suspension is not None else frozenset()
-            is_there = message.island in left | self._islands_of(client)
+            is_there = message.island in left | self.islands_of(client)
             return is_there and client is not asker
         return client is asker
 
-    def _islands_of(self, client: Client) -> set[str]:
+    def islands_of(self, client: Client) -> set[str]:
         """Return the islands on which a client has slices."""
         bindings = self._islands.bindings
         slices = client.slices.owned | client.slices.borrowed
@@ -148,6 +193,7 @@ class Suspensions(ControlPart):
             self.leaving[client.number] = client
             self._hold(client, suspension)
             self._env.log("info", "client is to be suspended", client=client.number, by=by)
+            suspension.slices = frozenset(client.slices.owned | client.slices.borrowed)
         if not suspension.is_complete and request is not None:
             suspension.asked.append(request)
         return suspension.is_complete
@@ -161,7 +207,8 @@ class Suspensions(ControlPart):
         client.suspension = None
         self._env.log("info", "client is resumed", client=client.number)
         if self.leaving.pop(client.number, None) is None:
-            self.slices.take_up(client)
+            client.left_for = f"{suspension.by} has {suspension.verb} it"
+            self.slices.take_up(client, suspension.slices, suspension.target)
         else:
             self._islands.tell_all(msg.LetLaunch(client.number))
             self.sessions.tell(client, msg.PauseUploads(is_over=True))
@@ -211,15 +258,15 @@ class Suspensions(ControlPart):
             elif suspension.state is SuspensionState.COUNTING and suspension.is_heard:
                 suspension.after(SuspensionEvent.COUNT)
                 self.stream.begin_uploads(client)
-                suspension.withdrawn = tuple(self._behind_boundary(client, suspension))
+                suspension.withdrawn = tuple(self.behind_boundary(client, suspension))
                 first = tuple(run.number for run in self._launched(client, suspension))
                 self._hold(client, suspension, first)
             elif suspension.state is SuspensionState.ENDING and self._has_ended(client, suspension):
                 suspension.after(SuspensionEvent.END)
                 self._copy(client, suspension)
-            if suspension.state is SuspensionState.COPYING and self._are_copied(client, suspension):
+            if suspension.state is SuspensionState.COPYING and self.are_copied(client, suspension):
                 suspension.after(SuspensionEvent.COPY)
-                self._leave(client, suspension)
+                self.leave(client, suspension)
 
     @handles_client(msg.UploadsPaused)
     def _uploads_paused(self, client: Client, message: msg.UploadsPaused) -> None:
@@ -230,12 +277,13 @@ class Suspensions(ControlPart):
     def _hear(suspension: Suspension) -> None:
         suspension.is_heard = True
 
-    def _runs_of(self, client: Client) -> list[RunInFlight]:
+    def runs_of(self, client: Client) -> list[RunInFlight]:
+        """Return the runs in flight of a client, in the order in which they were submitted."""
         return [run for run in self.runs.in_flight.values() if run.client == client.number]
 
-    def _behind_boundary(self, client: Client, suspension: Suspension) -> Iterator[int]:
+    def behind_boundary(self, client: Client, suspension: Suspension) -> Iterator[int]:
         """Yield the runs behind the last one that was launched, or that could not be run again."""
-        runs = self._runs_of(client)
+        runs = self.runs_of(client)
         last = -1
         for place, run in enumerate(runs):
             queued = all(run.number in suspension.queued.get(at, ()) for at in run.islands)
@@ -246,16 +294,22 @@ class Suspensions(ControlPart):
 
     def _launched(self, client: Client, suspension: Suspension) -> list[RunInFlight]:
         behind = frozenset(suspension.withdrawn)
-        return [run for run in self._runs_of(client) if run.number not in behind]
+        return [run for run in self.runs_of(client) if run.number not in behind]
 
     def _has_ended(self, client: Client, suspension: Suspension) -> bool:
-        """Whether all that was launched has ended, and no bytes are on their way to a device."""
+        """Whether launched runs and checkpoints have ended, and no bytes are on their way to a device."""
         arrives = any(array.awaited for _, array in client.arrays.all())
-        return not arrives and not self._launched(client, suspension)
+        saves = self.stream.saves.count(client) + self.stream.checkpoints.count(client)
+        return not (arrives or saves or self._launched(client, suspension))
+
+    def _lies_there(self, spec: ArraySpec, suspension: Suspension) -> bool:
+        """Whether an array lies on devices that the client leaves."""
+        slice_ = spec.placement.slice
+        return slice_ in suspension.slices and slice_ in self._islands.bindings
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def _present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
+    def present(self, client: Client, suspension: Suspension) -> Iterator[tuple[int, ArraySpec]]:
         """Yield the arrays that exist: those that the client holds, and those that queued runs read."""
         runs = [
             run for n in suspension.withdrawn if (run := self.runs.in_flight.get(n)) is not None
@@ -277,8 +331,8 @@ class Suspensions(ControlPart):
         """Have all that exists copied to host memory, before queued work that may drop it."""
         by_island: dict[str, list[tuple[str, msg.ArrayCopy]]] = {}
         amounts: dict[int, int] = {}
-        for number, spec in self._present(client, suspension):
-            if not self._islands.is_bound(spec) or self.replicas.are_complete(number, spec):
+        for number, spec in self.present(client, suspension):
+            if not self._lies_there(spec, suspension) or self.replicas.are_complete(number, spec):
                 continue
             devices = self._islands.located(spec)
             island = self._islands.bindings[spec.placement.slice].island
@@ -292,7 +346,7 @@ class Suspensions(ControlPart):
             order = msg.CopyArrays(client.number, tuple(copies), first=True)
             self._env.send(scheduler_of(island), order)
 
-    def _are_copied(self, client: Client, suspension: Suspension) -> bool:
+    def are_copied(self, client: Client, suspension: Suspension) -> bool:
         """Whether all that is to be copied and still exists is in host memory."""
         origins = client.lineage.origins
         return all(
@@ -338,26 +392,28 @@ class Suspensions(ControlPart):
 
     # --- off the devices --------------------------------------------------------------------------
 
-    def _leave(self, client: Client, suspension: Suspension) -> None:
+    def leave(self, client: Client, suspension: Suspension) -> None:
         """Take a client's queued runs, arrays and slices off the devices."""
         error = ErrorReport.of(
-            HostLost(f"client {client.number} ({client.name}) was suspended by {suspension.by}")
+            HostLost(
+                f"client {client.number} ({client.name}) was {suspension.verb} by {suspension.by}"
+            )
         )
-        suspension.islands = frozenset(self._islands_of(client))
+        suspension.islands = frozenset(self.islands_of(client))
         self.losses.withdraw(suspension.withdrawn, error)
         arrays = [  # also lost ones: some hosts may have their shards
             (number, array)
             for number, array in client.arrays.all()
-            if array.error is None and self._islands.is_bound(array.spec)
+            if array.error is None and self._lies_there(array.spec, suspension)
         ]
-        self._islands.release(client.number, arrays)
+        self.release(client, arrays)
         for number, _ in arrays:
             client.arrays.lose(number, error, island=True)
         for number, reports in client.arrays.unannounced.items():  # the client uploads them again
             for host in reports:
                 self._env.send(store_of(host), msg.DropUploads((number,)))
         client.arrays.unannounced.clear()
-        self.slices.set_down(client, error)
+        self.slices.set_down(client, suspension.slices, error)
         self._islands.tell_all(msg.LetLaunch(client.number))
         self.sessions.tell(client, msg.PauseUploads(is_over=True))
         del self.leaving[client.number]
@@ -365,3 +421,9 @@ class Suspensions(ControlPart):
         seconds = round(self._env.now_s() - suspension.since_s, 3)
         self._env.log("info", "client is suspended", client=client.number, seconds=seconds)
         self._env.count("suspensions")
+        if suspension.goes_on:
+            self.resume(client)
+
+    def release(self, client: Client, arrays: list[tuple[int, ArrayEntry]]) -> None:
+        """Have hosts drop arrays that are in host memory."""
+        self._islands.release(client.number, arrays)

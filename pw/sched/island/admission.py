@@ -20,15 +20,16 @@ ended. Then the islands reserve one after the other, in the order of their names
 all others that the run is admitted. An island without a memory limit takes part and lets everything
 pass. So runs cannot wait for each other in a circle: docs/internals/memory.md has the proof.
 
-Tenants. Where the rights of tenants come from a file, memory is counted for each tenant, also on devices
-without a limit. A run that would take its tenant beyond what it may have on a device waits in the same way,
-but holds only the tenant's own runs back, and is refused when nothing of the tenant can free memory. So
-is an upload (`pending_uploads`). While work of a tenant waits for its memory, none is lent to its clients.
+Tenants and slices. Where the rights of tenants come from a file, memory is counted for each tenant, also on
+devices without a limit. So is that of each slice with a bound. A run that would take its tenant, or a slice,
+beyond what it may have on a device waits in the same way, but holds only runs of that tenant, or on that
+slice, back. It is refused when nothing of the tenant, or of the slice's client, can free memory. So is an
+upload (`pending_uploads`). While work waits for memory of its tenant or its slice, none is lent to the clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -72,7 +73,7 @@ class Reservation:
     spilled_at: int = -1
     """Value of `DeviceMemory.frees` when arrays were last looked for that could leave for it."""
     short: Total | None = None
-    """Total in which the run did not fit then: that of its tenant, or that of the island."""
+    """Total in which the run did not fit then: that of a slice, that of its tenant, or that of the island."""
     hopes: frozenset[int] | None = None
     """Uploads in flight when nothing else could free memory for the first time."""
 
@@ -90,9 +91,15 @@ class Admission(Part):
     """True to count what each tenant has, also where devices have no limit."""
     memory: DeviceMemory | None = field(default=None, init=False)
     """Memory of the devices; None where nothing limits it."""
+    has_bounds: bool = field(default=False, init=False)
+    """True if tenants are counted, or a slice has a bound."""
+    _counts_all: bool = field(default=False, init=False)
+    """False if devices have no limit, no tenants are counted, and only what lies on slices with a bound is."""
+    _spill: tuple[int, bool] = field(default=(0, False), init=False)
+    """Bytes in each host for arrays that leave the devices, and whether hosts have files for more."""
     _tenants: TenantBounds = field(default_factory=TenantBounds, init=False)
     pending: PendingUploads = field(default_factory=PendingUploads, init=False)
-    """Uploads that wait for room of their tenants."""
+    """Uploads that wait for room of their tenants and slices."""
     keeps_off: Callable[[msg.ArrayPlaced], bool] = field(default=lambda _: False, init=False)
     """Test of whether an upload stays in host memory (`pw.sched.island.residency`)."""
     _gathering: dict[int, Reservation] = field(default_factory=dict, init=False)
@@ -105,10 +112,27 @@ class Admission(Part):
     @handles(msg.IslandFormed)
     def _formed(self, sender: Address, message: msg.IslandFormed) -> None:
         self._reset()
-        if message.device_memory_bytes is not None or self.counts_tenants:
-            self.memory = DeviceMemory(
-                self.island, message.device_memory_bytes, self._tenants, message.spill_bytes
-            )
+        self._spill = message.spill_bytes, message.spill_files
+        self._counts_all = message.device_memory_bytes is not None or self.counts_tenants
+        if self._counts_all:
+            self._count(message.device_memory_bytes)
+
+    def _count(self, limit_bytes: int | None) -> DeviceMemory:
+        """Count memory from now on."""
+        memory = DeviceMemory(self.island, limit_bytes, self._tenants, *self._spill)
+        self.memory = memory
+        return memory
+
+    @handles(msg.BoundMemory)
+    def _slice_bounded(self, sender: Address, message: msg.BoundMemory) -> None:
+        """A slice has a bound: nothing lies there yet; or has it no more."""
+        memory = self.memory or (self._count(None) if message.memory_bytes else None)
+        if memory is not None:
+            memory.bound_slice(message.slice, message.memory_bytes)
+            self._note_bounds(memory)
+
+    def _note_bounds(self, memory: DeviceMemory) -> None:
+        self.has_bounds = self.counts_tenants or bool(memory.totals.by_slice or self.pending)
 
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
@@ -116,6 +140,7 @@ class Admission(Part):
 
     def _reset(self) -> None:
         self.memory = None
+        self.has_bounds = self.counts_tenants
         self._gathering.clear()
         self._blocked.clear()
         self._refused.clear()
@@ -132,11 +157,11 @@ class Admission(Part):
     @handles(msg.ArrayPlaced)
     def _array_placed(self, sender: Address, message: msg.ArrayPlaced) -> None:
         memory = self.memory
-        if memory is None:
+        if memory is None or not (self._counts_all or message.slice in memory.totals.by_slice):
             return
         if self.keeps_off(message):
-            buffer = memory.place(message.array, message.devices, message.shard_bytes)
-            memory.tiers.keep_off(buffer)
+            totals = memory.totals.of(client_of(message.array), message.slice)
+            memory.place(message.array, message.devices, message.shard_bytes, totals, off=True)
             return
         if (upload := self.pending.place(memory, message)) is None:
             return
@@ -152,6 +177,7 @@ class Admission(Part):
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
         if self.memory is not None:
             self.memory.forget(message.client)
+            self._note_bounds(self.memory)
         self._tenants.remove(message.client)
 
     @handles(msg.MeasureIsland)
@@ -249,7 +275,10 @@ class Admission(Part):
 
     def _is_behind(self, memory: DeviceMemory, reservation: Reservation) -> bool:
         """Whether a run waits for an upload, or for work of the same total that was passed too often."""
-        totals = memory.totals_of(client_of(reservation.run))
+        needs = memory.programs.get(reservation.program)
+        slices = () if needs is None else needs.slices
+        totals = {*memory.totals.of(client_of(reservation.run))}
+        totals.update(total for part in slices for total in part.totals)
         if self.pending and (
             self.pending.are_read(reservation.args) or any(map(self._is_held_for_upload, totals))
         ):
@@ -265,7 +294,7 @@ class Admission(Part):
     def _reserve(self, memory: DeviceMemory, reservation: Reservation) -> bool:
         if reservation.run in self._refused or reservation.tried_at == memory.frees:
             return False
-        if (self._blocked or self.counts_tenants) and self._is_behind(memory, reservation):
+        if (self._blocked or self.has_bounds) and self._is_behind(memory, reservation):
             return False
         claim = memory.reserve(reservation.program, reservation.args, reservation.results)
         reservation.claim = claim
@@ -279,10 +308,11 @@ class Admission(Part):
                 self._blocked.setdefault(reservation.run, reservation)
             return False
         self._blocked.pop(reservation.run, None)
-        for other in self._blocked.values():
-            other.passed += other.short in claim.totals
-        if self.counts_tenants:
-            self.pending.passed_by(claim.totals)
+        if self._blocked or (self.has_bounds and self.pending):
+            totals = {total for part in claim.parts for total in part.totals}
+            for other in self._blocked.values():
+                other.passed += other.short in totals
+            self.pending.passed_by(claim.client, totals)
         return True
 
     # --- work that never fits ------------------------------------------------------------------------
@@ -300,43 +330,45 @@ class Admission(Part):
             self._refuse(longest, self._no_room(memory, memory.total, longest))
 
     @property
-    def are_tenants_short(self) -> bool:
-        """Whether work of a tenant waits for its tenant's memory."""
-        return self.counts_tenants and (bool(self.pending) or any(self._short()))
+    def are_bounds_short(self) -> bool:
+        """Whether work waits for memory of its tenant, or of its slice."""
+        return self.has_bounds and (bool(self.pending) or any(self._short()))
 
     def is_short(self, client: int) -> bool:
-        """Whether work of a client's tenant waits for its tenant's memory."""
+        """Whether work waits for memory of a client's tenant, or of a client's slice."""
         memory = self.memory
-        return memory is not None and memory.totals_of(client)[0] in (
-            *self._short(),
-            *self.pending.totals(),
+        return memory is not None and any(
+            memory.totals.count(total, (client,))
+            for total in (*self._short(), *self.pending.totals())
         )
 
     def _short(self) -> Iterator[Total]:
-        """Yield the totals of tenants in which a run has no room."""
+        """Yield the totals of tenants and slices in which a run has no room."""
         memory = self.memory
         shorts = (one.short for one in self._blocked.values())
         return (one for one in shorts if memory and one is not None and one is not memory.total)
 
-    def go_on(self, able: Callable[[], Container[str]]) -> bool:
-        """Go on with work that waits for its tenant's memory; return whether an upload waits no more.
+    def go_on(self, able: Callable[[], Collection[int]]) -> bool:
+        """Go on with work that waits for memory of its tenant or slice; return whether an upload waits no more.
 
-        Refuse what waits of a tenant that can free nothing: one run or upload of each.
+        Refuse what waits where nothing can be freed: one run or upload of each tenant and slice.
 
         Args:
-            able: returns the tenants with work that may be launched some time.
+            able: returns the clients with work that may be launched some time.
         """
         memory = self.memory
         if memory is None or self.pending.try_again(memory):
             return memory is not None
-        tenants = able()
-        refused = {memory.totals_of(client_of(run))[0] for run in self._refused}
+        clients = able()
+        refused = [client_of(run) for run in self._refused]
         for total in dict.fromkeys((*self.pending.totals(), *self._short())):
             blocked = [one for one in self._blocked.values() if one.short is total]
             uploads = list(self.pending.of(total))
             waiting: list[Reservation | PendingUpload] = [*uploads, *blocked]
             is_held = any(one.passed >= PATIENCE for one in waiting)
-            if (total.tenant in tenants and not is_held) or total in refused:
+            if memory.totals.count(total, clients) and not is_held:
+                continue
+            if memory.totals.count(total, refused):
                 continue
             if memory.has_claims(total):
                 continue
@@ -385,8 +417,7 @@ class Admission(Part):
     def _refuse_upload(self, memory: DeviceMemory, upload: PendingUpload) -> None:
         why = no_room_for_upload(memory, upload)
         self.pending.drop(upload.array)
-        # Its hosts have it until they have dropped it, and results of runs may be the same bytes.
-        memory.move(upload.buffer, memory.totals_of(client_of(upload.array)))
+        upload.count(memory)  # its hosts have it until they have dropped it
         self.env.count("uploads_without_room")
         error = ErrorReport.of(why.error)
         self.env.send(CONTROL, msg.UploadRefused(upload.array, error, why.holders))

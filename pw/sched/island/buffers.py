@@ -13,20 +13,40 @@ from pw.sched.island.memory_totals import DeviceSet
 class Tier(Enum):
     """Memory in which a buffer lies.
 
-    | tier | counts on the devices | `MemoryTiers.spill` | `spilled` | a run reads it |
-    |---|---|---|---|---|
-    | DEVICE | yes | LEAVING | | DEVICE |
-    | LEAVING | yes | | HOST; STAYS if it was not copied | waits |
-    | HOST | no | | | DEVICE, and its bytes are part of what the run needs |
-    | STAYS | yes | | | STAYS |
+    | tier | counts on | `MemoryTiers.spill` | `spilled` | `write` | `written` | a run reads it |
+    |---|---|---|---|---|---|---|
+    | DEVICE | devices | LEAVING | | | | DEVICE |
+    | LEAVING | devices, hosts | | HOST; STAYS if it was not copied | | | waits |
+    | STAYS | devices | | | | | STAYS |
+    | HOST | hosts | | | WRITING | | DEVICE |
+    | WRITING | hosts | | | | FILE; HOST_STAYS if it was not written | waits |
+    | HOST_STAYS | hosts | | | | | DEVICE |
+    | FILE | nothing | | | | | DEVICE |
+
+    Where a buffer returns to the devices, its bytes are part of what the run needs.
     """
 
     DEVICE = "device"
     LEAVING = "leaving"
     """It is being copied to host memory."""
-    HOST = "host"
     STAYS = "stays"
     """It could not be copied to host memory."""
+    HOST = "host"
+    WRITING = "writing"
+    """It is being written to files of the hosts."""
+    HOST_STAYS = "host stays"
+    """It could not be written to files."""
+    FILE = "file"
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether hosts move the buffer, so that runs that read it wait."""
+        return self is Tier.LEAVING or self is Tier.WRITING
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a run that reads the buffer brings it back to the devices."""
+        return self is Tier.HOST or self is Tier.HOST_STAYS or self is Tier.FILE
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +64,8 @@ class Buffer:
     tier: Tier = Tier.DEVICE
     used: int = 0
     """Number of the newest run that has read or made the buffer (`DeviceMemory.runs`)."""
+    rested: int = -1
+    """The number in `used` when idle buffers were last looked for in host memory."""
     shards: dict[DeviceAddress, Buffer] | None = None
     """Buffers of a view, or of a buffer that is divided for one, by device. These are counted instead, and the
     divided buffer is one of their `names` until no array and no run has it any more."""

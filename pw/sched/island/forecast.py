@@ -236,11 +236,11 @@ class Forecast:
         for device, clients in self._held.items():
             if device in task.footprint.sites:
                 held.update(clients)
-        short = reservation.short or memory.total  # of its tenant, or of all
+        short = reservation.short or memory.total  # of a slice, of its tenant, or of all
         return {
             client: size_bytes
             for client, size_bytes in held.items()
-            if short in memory.totals_of(client)
+            if short is memory.total or memory.totals.count(short, (client,))
         }
 
     # --- devices -------------------------------------------------------------------------------------
@@ -311,8 +311,11 @@ def obstacles(head: SegmentTask) -> list[str]:
     if head.state is LaunchState.REFUSED:
         reasons.append("its end: its program is in quarantine")
     if reservation is not None and not reservation.is_admitted:
-        if reservation.short is not None and reservation.short.tenant:
-            reasons.append(f"device memory that its tenant {reservation.short.tenant!r} may have")
+        short = reservation.short
+        if short is not None and short.tenant:
+            reasons.append(f"device memory that its tenant {short.tenant!r} may have")
+        elif short is not None and short.slice:
+            reasons.append(f"device memory that slice {serial_of(short.slice)} may have (memory=)")
         elif reservation.tried_at >= 0:
             reasons.append(FOR_MEMORY)
         elif reservation.islands:

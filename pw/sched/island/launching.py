@@ -59,25 +59,30 @@ class Launcher(Part):
     residency: Residency
     _look_again_s: float = field(default=math.inf, init=False)
     """Time at which the earliest timer comes, in seconds."""
+    _lacks_memory: bool = field(default=False, init=False)
+    """True if nothing goes until there is more memory, as far as is known."""
 
     def launch_all(self) -> None:
-        """Launch all that may go."""
-        while (task := self._next()) is not None:
-            self._launch(task)
-        while (
-            self.admission.are_tenants_short
-            and not self.residency.make_room()
-            and self.admission.go_on(self._able)
-        ):
+        """Launch all that may go, and make room for what does not fit."""
+        while True:
+            self._lacks_memory = False
             while (task := self._next()) is not None:
                 self._launch(task)
+            is_bound_short = self.admission.are_bounds_short
+            if not (self._lacks_memory or is_bound_short) or self.residency.make_room():
+                return
+            # A client that is to leave its devices will make room.
+            leave = any(queue.held_but is not None for queue in self.queues.busy.values())
+            if self._lacks_memory and not leave:
+                self.admission.refuse_if_stuck()
+            if not (is_bound_short and self.admission.go_on(self._able)):
+                return
 
-    def _able(self) -> set[str]:
-        """Return the tenants with work at the head of a queue that may go some time, and then free memory."""
-        queues = self.queues.busy.values()
+    def _able(self) -> set[int]:
+        """Return the clients with work at the head of a queue that may go some time, and then free memory."""
         return {
-            queue.stake.tenant
-            for queue in queues
+            client
+            for client, queue in self.queues.busy.items()
             if queue.tasks and not queue.holds(queue.tasks[0]) and self._may_go(queue.tasks[0])
         }
 
@@ -138,7 +143,7 @@ class Launcher(Part):
         for queue in idle:
             self.queues.rest(queue)
         if not footprints:
-            self._find_memory()
+            self._lacks_memory = True
             return None
         is_open = partial(self.window.is_open, contended=wanting > 1)
         if len(footprints) > 1 and not any(map(is_open, footprints)):
@@ -172,20 +177,11 @@ class Launcher(Part):
                     queue.take(now_s)
                     return task
         if kept_until_s == math.inf:
-            self._find_memory()
+            self._lacks_memory = True
         elif kept_until_s < self._look_again_s:
             self._look_again_s = kept_until_s
             self.env.call_later(kept_until_s - now_s + TIMER_S, self._kept_long_enough)
         return None
-
-    def _find_memory(self) -> None:
-        """Make room for runs that do not fit; refuse one if there can be none.
-
-        A client that is to leave its devices will make room.
-        """
-        leave = any(queue.held_but is not None for queue in self.queues.busy.values())
-        if not self.residency.make_room() and not leave:
-            self.admission.refuse_if_stuck()
 
     def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
         """Return the clients that are about to come back."""

@@ -174,7 +174,7 @@ class LaunchLeases(Part):
         for lease in unwanted:
             self._close(lease, "spill")
         if self.admission.memory is not None:
-            if self.table.holders and self.admission.are_tenants_short:
+            if self.table.holders and self.admission.are_bounds_short:
                 self._close_short()
             self._widen()
         if self.table.sliding:
@@ -195,7 +195,7 @@ class LaunchLeases(Part):
                 continue
             if not self.members.include(habit.hosts) or not self.table.are_free(habit.hosts):
                 continue
-            if self.admission.are_tenants_short and self.admission.is_short(client):
+            if self.admission.are_bounds_short and self.admission.is_short(client):
                 continue
             if self._is_alone(queue, habit.hosts):
                 self._lend(client, habit)
@@ -397,7 +397,7 @@ class LaunchLeases(Part):
             self.env.send(executor_of(host), close)
 
     def _close_short(self) -> None:
-        """Close the leases of tenants whose other work waits for memory."""
+        """Close the leases of clients whose tenant or slice has other work that waits for memory."""
         for lease in list(self.table.holders.values()):
             if self.admission.is_short(lease.client):
                 self._close(lease, "memory")

@@ -6,13 +6,12 @@ room on each device of the lease, and the temporaries of its programs. The clien
 reservation of the run, like that of every run. What runs and deletes free makes the room wider again.
 
 So what is set aside, and what is reserved, never goes beyond what the devices have, nor beyond what the tenant
-may have there.
+and the slices may have there. On a slice that has a bound, as much is set aside as on the devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain
 
 from pw.core.ids import client_of
 from pw.core.programs.peak import OutputMemory
@@ -39,13 +38,11 @@ class LentMemory:
         self._memory = memory
         needs = {number: memory.programs.get(number) for number in programs}
         self.charges = {
-            number: 0 if one is None else int(one.peaks.max(initial=0))
-            for number, one in needs.items()
+            number: 0 if one is None else one.largest_bytes for number, one in needs.items()
         }
         """Bytes of the room that a run of each program takes."""
         self._needs = [one for one in needs.values() if one is not None]
-        groups = (group for one in self._needs for group in one.memory.groups)
-        self._room = memory.room(client, dict.fromkeys(chain.from_iterable(groups)))
+        self._room = memory.room(client, self._needs)
         self._largest = max(self.charges.values(), default=0)
         self._most = self._largest * window
         self.granted_bytes = 0

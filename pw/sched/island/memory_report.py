@@ -10,7 +10,7 @@ from heapq import nlargest
 import numpy as np
 
 from pw.core.errors import OutOfDeviceMemory, QuotaExceeded
-from pw.core.ids import client_of
+from pw.core.ids import client_of, serial_of
 from pw.core.messages import CountedMemory
 from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
@@ -40,12 +40,14 @@ def counted(memory: DeviceMemory) -> tuple[CountedMemory, ...]:
     for claim in memory.reserved | memory.aside:
         reserved[claim.client][claim.devices] += claim.peaks
         arrays[claim.devices] -= claim.peaks
+    slices = memory.totals.by_slice
     return tuple(
         CountedMemory(
             device,
             int(arrays[number]),
             tuple((client, int(each[number])) for client, each in reserved.items() if each[number]),
             int(temporaries[number]),
+            tuple((slice, int(used)) for slice in slices if (used := slices[slice].used[number])),
         )
         for number, device in enumerate(memory.devices)
     )
@@ -71,22 +73,25 @@ def held_by_clients(memory: DeviceMemory) -> dict[DeviceAddress, Counter[int]]:
 def most_bytes(memory: DeviceMemory) -> Iterator[tuple[str, int]]:
     """Yield each tenant that is counted, with its bytes on the device where it has most."""
     memory.settle()
-    return ((total.tenant, int(total.used.max(initial=0))) for total in memory.by_tenant.values())
+    totals = memory.totals.by_tenant.values()
+    return ((total.tenant, int(total.used.max(initial=0))) for total in totals)
 
 
 def never_fits(memory: DeviceMemory, program: int, args: Sequence[int | bytes]) -> NoRoom | None:
     """Return why a run would not even fit alone with its arguments; None if it would."""
-    whys = (_never_fits(memory, total, program, args) for total in memory.programs[program].totals)
+    parts = memory.programs[program].parts
+    totals = (total for part in parts for total in part.totals)
+    whys = (_never_fits(memory, total, program, args) for total in totals)
     return next(filter(None, whys), None)
 
 
 def _never_fits(
     memory: DeviceMemory, total: Total, program: int, args: Sequence[int | bytes]
 ) -> NoRoom | None:
-    needs = memory.programs[program]
+    arguments = [args[index] for index in memory.programs[program].memory.inputs]
+    needs = memory.programs[program].of(total)
     peaks = memory.peaks_of(needs, args)
     inputs = np.zeros_like(total.temporaries)
-    arguments = [args[index] for index in needs.memory.inputs]
     for shard in _buffers(memory.buffer_of(arg) for arg in arguments):
         if total in shard.on.totals:
             inputs[shard.on.devices] += shard.shard_bytes
@@ -103,7 +108,12 @@ def _never_fits(
     )
     bound = size_in_words(total.bound_bytes)
     error: OutOfDeviceMemory | QuotaExceeded
-    if total.tenant:
+    if total.slice:
+        error = OutOfDeviceMemory(
+            f"{run}, and {slice_in_words(total)} may have {bound} on each device. Divide its arrays over more "
+            f"devices, donate arguments that are not used again, make it smaller, {_LARGER}"
+        )
+    elif total.tenant:
         has = size_in_words(memory.used_of(total, (memory.devices[number],)))
         error = QuotaExceeded(
             f"{run}, and tenant {total.tenant!r} has {has} there and may have {bound} on each device. "
@@ -123,7 +133,7 @@ def no_room(
     memory: DeviceMemory, total: Total, program: int, args: Sequence[int | bytes], client: int
 ) -> NoRoom:
     """Return why a run does not fit beside the arrays that a total has."""
-    needs = memory.programs[program]
+    needs = memory.programs[program].of(total)
     peaks = total.with_temporaries(needs, memory.peaks_of(needs, args))
     memory.settle()
     used = total.used[needs.devices]
@@ -134,8 +144,8 @@ def no_room(
         f"program {needs.name!r} needs {size_in_words(int(peaks[worst]))} more on "
         f"{memory.device_in_words(number)}"
     )
-    if total.tenant:
-        return NoRoom(_exceeded(total, run, int(used[worst])), _largest(held))
+    if total.tenant or total.slice:
+        return NoRoom(_exceeded(memory, total, number, run), _largest(held))
     own = [size_bytes for array, size_bytes in held if client_of(array) == client]
     foreign = [size_bytes for array, size_bytes in held if client_of(array) != client]
     error = OutOfDeviceMemory(
@@ -153,14 +163,16 @@ def _spill(memory: DeviceMemory, number: int) -> str:
     if not memory.tiers.spill_bytes:
         return "; pw-worker --spill lets arrays leave for host memory by themselves"
     used = size_in_words(memory.tiers.used_bytes[memory.devices[number].host])
+    files = "" if memory.tiers.has_files else "; pw-worker --spill-files lets those go to files"
     return (
         f". {used} of {size_in_words(memory.tiers.spill_bytes)} on its host hold arrays that have left "
-        "(pw-worker --spill), and the others do not make enough room, share their bytes, or find no place there"
+        f"(pw-worker --spill{files}), and the others do not make enough room, share their bytes, or find no "
+        "place there"
     )
 
 
 def no_room_for_upload(memory: DeviceMemory, upload: PendingUpload) -> NoRoom:
-    """Return why an upload does not fit beside what its tenant has."""
+    """Return why an upload does not fit beside what its tenant has, or beside what lies on its slice."""
     used = {device: memory.used_of(upload.total, (device,)) for device in upload.devices}
     device = max(used, key=used.__getitem__)
     number = memory.devices.index(device)
@@ -169,13 +181,31 @@ def no_room_for_upload(memory: DeviceMemory, upload: PendingUpload) -> NoRoom:
         f"{memory.device_in_words(number)}"
     )
     held = _on_device(memory, upload.total, number, memory.buffers)
-    return NoRoom(_exceeded(upload.total, array, used[device]), _largest(held))
+    return NoRoom(_exceeded(memory, upload.total, number, array), _largest(held))
 
 
 _HIGHER = "or have the operator raise device_memory in pw-controller --tenants"
+_LARGER = "or ask for a slice with more memory"
 
 
-def _exceeded(total: Total, what: str, used_bytes: int) -> QuotaExceeded:
+def slice_in_words(total: Total) -> str:
+    """Return the name of a slice for an error."""
+    return f"slice {serial_of(total.slice)} of this client (add_slice(memory=))"
+
+
+def _exceeded(
+    memory: DeviceMemory, total: Total, number: int, what: str
+) -> OutOfDeviceMemory | QuotaExceeded:
+    """Return the error of something that has no room in the total of a slice, or of a tenant, on a device."""
+    memory.settle()
+    used_bytes = int(total.used[number])
+    if total.slice:
+        return OutOfDeviceMemory(
+            f"{what}, where {slice_in_words(total)} has {size_in_words(used_bytes)} and may have "
+            f"{size_in_words(total.bound_bytes or 0)}, and nothing of this client is running there that would "
+            "free any. Delete arrays that are not used any more, donate arguments, move arrays to other "
+            f"devices or to host memory, {_LARGER}{_spill(memory, number)}"
+        )
     return QuotaExceeded(
         f"{what}, where tenant {total.tenant!r} has {size_in_words(used_bytes)} and may have "
         f"{size_in_words(total.bound_bytes or 0)}, and nothing of the tenant is running there that would free "

@@ -23,6 +23,7 @@ from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
+from pw.sched.island.residency import IDLE_S
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.accounts import SimAccounts
 from pw.testing.sim.census import held
@@ -61,6 +62,10 @@ class _Services(Actor):
         """There is nothing to give back."""
 
 
+IDLE_TIMES_S = (0.2, 2.0, IDLE_S)
+"""Times after which idle arrays go to files, in seconds."""
+
+
 class SimCluster(Site):
     """Controller and hosts; clients are made by the workload."""
 
@@ -86,6 +91,7 @@ class SimCluster(Site):
         """Handovers by which users came to their imported arrays (`pw.testing.sim.handovers`), by array."""
         self.editions = Editions()
         """What users have published under names, and seen of it."""
+        self.editions.watch(self)
         self.launched: list[tuple[float, int, int]] = []
         """Time, run and segment of each launch, if users record timelines."""
         self.accounts = SimAccounts(self)
@@ -95,9 +101,8 @@ class SimCluster(Site):
         """Number of islands that each controller waits for at first."""
         self.starts = 0
         """Number of starts of the controller."""
-        if world.profile.device_memory_bytes:
+        if world.profile.device_memory_bytes or world.profile.slice_memory:
             world.ledger.injected["memory is short"] += 1
-        self.hosts: list[SimHost] = []
         self.islands: dict[str, list[SimHost]] = {}
         self._spares: dict[int, list[str]] = {}
         left = world.profile.hosts
@@ -159,6 +164,7 @@ class SimCluster(Site):
                 ),
             )
             schedulers[island].residency.small_bytes = 0
+            schedulers[island].residency.idle_s = self.world.streams("idle").choice(IDLE_TIMES_S)
             for act in self.on_start["scheduler"]:
                 act(schedulers[island])
 

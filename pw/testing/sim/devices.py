@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from random import Random
 from typing import Any, Protocol
 
 import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
-from pw.core.messages import Detail, ThreadReport
+from pw.core.messages import Detail, DeviceOutcome, DeviceTest, ThreadReport
 from pw.core.programs.program import Computation
 from pw.core.programs.stablehlo import decode
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
@@ -69,6 +70,11 @@ class _Assembly:
         raise Violation("the loop waits for nothing", "a value is assembled")
 
 
+def no_outcome(host: str, ordinal: int, random: Random) -> DeviceTest:
+    """Return that a device is well."""
+    return DeviceTest(ordinal, DeviceOutcome.OK)
+
+
 class SimBackend:
     """The devices of one incarnation of a host (see `pw.devices.host.backend.Backend`)."""
 
@@ -97,6 +103,10 @@ class SimBackend:
         self._quick = node.world.streams(f"quick/{node.name}")
         self.in_turn = False
         """True if what is submitted now is computed at once, before `submit` returns."""
+        self._tests = node.world.streams(f"device tests/{node.name}")
+        self.suspect: ops.Suspect = lambda devices, word: None
+        self.test_outcome: Callable[[str, int, Random], DeviceTest] = no_outcome
+        """Function that returns the outcome of a test of a host's device (`pw.testing.sim.sick`)."""
         self.compilers = Compilers(node, self._random, self._awake, self.answer)
 
     # --- what actors ask for -------------------------------------------------------------------------
@@ -163,6 +173,8 @@ class SimBackend:
         for op in batch:
             if isinstance(op, ops.Build):
                 self._build(op)
+            elif isinstance(op, ops.Move) and op.source.is_in_file:
+                self._move(op)
             elif isinstance(op, ops.Read) or (isinstance(op, ops.Watch) and op.values):
                 asked.append(op)
             else:
@@ -224,6 +236,20 @@ class SimBackend:
     def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
         """Return the bytes of the buffers on a device."""
         return self._buffers.live_bytes[ordinal], None
+
+    def test(self, ordinal: int, done: Callable[[DeviceTest], None]) -> None:
+        """Test a device."""
+        delay_s = self._tests.uniform(0.005, 0.3) * self.node.slowness
+
+        def ended() -> None:
+            outcome = self.test_outcome(self.host, ordinal, self._tests)
+            self.answer(lambda: done(outcome))
+
+        self._world.after(delay_s, self._awake, ended)
+
+    def take_suspicions(self, devices: int, handler: ops.Suspect) -> None:
+        """Have errors that name devices handled."""
+        self.suspect = handler
 
     def stage(self, value: Value) -> str:
         """Return the stage of a value."""

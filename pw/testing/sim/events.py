@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pw.core.events import (
     ClientEvent,
     CountersEvent,
+    DeviceEvent,
     EpochEvent,
     Event,
     HostEvent,
@@ -29,6 +30,8 @@ class EventLog:
         self._ready: dict[str, int] = {}
         """Islands that are ready, and the last epoch of each island."""
         self._hosts: set[str] = set()
+        self._sick: set[tuple[str, int]] = set()
+        """Devices that are suspect or have failed."""
         self._clients: set[int] = set()
         self._runs: dict[str, int] = {}
         """Attempts that have begun, and their clients."""
@@ -37,6 +40,7 @@ class EventLog:
         self._takes: dict[type[Event], Callable[..., str]] = {
             EpochEvent: self._island,
             HostEvent: self._host,
+            DeviceEvent: self._device,
             ClientEvent: self._client,
             RunEvent: self._run,
             RecoveryEvent: self._recovery,
@@ -82,6 +86,15 @@ class EventLog:
         if event.what == "gone":
             self._hosts.discard(event.host)
         return "" if is_known else "it was not here"
+
+    def _device(self, event: DeviceEvent) -> str:
+        device = (event.host, event.device)
+        if event.what != "passed":
+            self._sick.add(device)
+            return "" if event.reason else "there is no reason"
+        was_sick = device in self._sick
+        self._sick.discard(device)
+        return "" if was_sick else "it was well before"
 
     def _client(self, event: ClientEvent) -> str:
         if event.what == "attached":

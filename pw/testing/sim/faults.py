@@ -55,6 +55,7 @@ class Faults:
             ("intruder", profile.intrusions, self._intrude),
             ("trespass", profile.trespasses, self._trespass),
             ("flood", profile.floods, self._flood),
+            ("sick", profile.sick, cluster.sickness.fall_ill),
         )
         for name, expected, action in kinds:
             random = self._world.streams(f"faults/{name}")

@@ -18,6 +18,7 @@ from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import RAISES, compute
 from pw.testing.sim.shards import Shards, SimInstalled, SimLayout, cut
+from pw.testing.sim.sick import Sickness
 from pw.testing.sim.world import Violation, World
 
 JITTER = 0.2
@@ -43,6 +44,8 @@ class Gangs:
             tuple[int, tuple[DeviceAddress, ...]], tuple[Computation, SimLayout]
         ] = {}
         self._random = world.streams("gangs")
+        self.sickness: Sickness | None = None
+        """Devices that are sick; None if no device falls ill."""
 
     def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> SimLayout:
         """The layout of a computation on these devices."""
@@ -158,6 +161,11 @@ class Gangs:
         if failure is None and rate and self._random.random() < rate:
             words = world.ledger.failure(first.name)
             failure = ErrorReport.of(ComputationFailed(words), host)
+        if failure is None and not is_ours and self.sickness is not None:
+            backends = [member.backend for member in members]
+            if self.sickness.errs(first.layout, backends):
+                words = world.ledger.failure(first.name)
+                failure = ErrorReport.of(ComputationFailed(words), host)
         slowness = max(member.backend.node.device_slowness for member in members)
         in_turn = members[0].backend.in_turn and len(members) == 1
         if in_turn:

@@ -28,6 +28,8 @@ from pw.testing.sim.devices import SimBackend
 from pw.testing.sim.feeding import Feeds
 from pw.testing.sim.gangs import Gangs
 from pw.testing.sim.node import SimNode
+from pw.testing.sim.sick import Sickness
+from pw.testing.sim.spill_files import SimFiles
 from pw.testing.sim.world import World
 
 _Kept = Callable[[ErrorReport | None], None]
@@ -51,9 +53,14 @@ class Site:
         self.world = world
         self.gangs = Gangs(world)
         self.groups = Groups(self)
+        self.hosts: list[SimHost] = []
+        self.sickness = Sickness(world, lambda: self.hosts)
+        self.gangs.sickness = self.sickness
         self.planes: dict[int, SimBulk] = {}
         self.streams: dict[bytes, Ahead[Any]] = {}
         """Streams of users, with how far they are, by their artifacts (`pw.testing.sim.feeding`)."""
+        self.have_files: dict[str, bool] = {}
+        """Whether the hosts of each island write arrays to files."""
         self.trees = world.streams("trees").choice((TREES, *SMALL_TREES))
         self.on_start: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         """Functions of each new `host`'s incarnation, `scheduler` or `controller` before it sends anything."""
@@ -98,6 +105,8 @@ class SimHost:
         self._fixed_port = self._random.random() < 0.3
         spill_bytes = self.world.profile.spill_bytes
         self.spill_bytes = spill_bytes and self._tiers.choice((spill_bytes, spill_bytes, 64 << 10))
+        files = self.world.streams(f"files/{self.island}").random() < self.world.profile.spill_files
+        self.has_files = self.cluster.have_files.setdefault(self.island, files)
 
     # --- the supervisor ------------------------------------------------------------------------------
 
@@ -117,6 +126,7 @@ class SimHost:
         node.network.introduce(CONTROLLER, CONTROLLER)
         self.backend = backend = SimBackend(node, self.cluster.gangs)
         backend.feeds = Feeds(backend, self.cluster.streams)
+        backend.test_outcome = self.cluster.sickness.outcome
         self.bulk = bulk = SimBulk(node, self.cluster.planes)
         registration = RegisterHost(
             self.island,
@@ -129,12 +139,17 @@ class SimHost:
             coords=self.coords,
             wraps=self.wraps,
         )
+        self.files = SimFiles(node, backend)
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
         replicas = list(self.replicas)
         self.store = node.add(
             "store",
             lambda env: ObjectStore(
-                env, backend, bulk, counters, replicas, keep=self.keep, spill_bytes=self.spill_bytes
+                env,
+                *(backend, bulk, counters, replicas),
+                keep=self.keep,
+                spill_bytes=self.spill_bytes,
+                spill_files=self.files if self.has_files else None,
             ),
         )
         self.store.tiers.small_bytes = 0
@@ -258,6 +273,7 @@ class SimHost:
         counts["landings"] += self.bulk.landings
         counts["installed"] += self.backend.installed
         counts["buffers"] += self.backend.buffers
+        counts["files"] += len(self.files)
         return dict(counts)
 
 
@@ -301,7 +317,8 @@ class Groups:
         self._cluster.gangs.joined(host.backend, form.epoch)
         memory_bytes = self._world.profile.device_memory_bytes or None
         answer = IslandJoined(
-            form.island, form.epoch, "simulated", host.devices, memory_bytes, (), host.spill_bytes
+            *(form.island, form.epoch, "simulated", host.devices, memory_bytes, ()),
+            *(host.spill_bytes, host.has_files),
         )
         node.call(lambda: joined(answer))
 

@@ -32,6 +32,7 @@ from pw.core.waits import RECONNECT_S
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.lines import SimWires
+from pw.testing.sim.memory_bounds import random_bound
 from pw.testing.sim.network import LINES
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
@@ -76,6 +77,7 @@ class Life:
         self.random = self.world.streams(f"client/{number}")
         self.loops = self.world.streams(f"loops/{number}")
         self.suspensions = self.world.streams(f"suspensions/{number}")
+        self.device_tests = self.world.streams(f"device tests of users/{number}")
         self._tells = self.world.streams(f"tells/{number}")
         self.looping = 0
         """Number of calls that are left of a loop (`pw.testing.sim.looping`)."""
@@ -317,6 +319,9 @@ class Life:
         request = AllocateSlice(self._id(), size, None, island, None, hosts=names)
         if self.world.profile.shapes and not names:
             request = self._shaped(request)
+        if share := self.world.profile.slice_memory:
+            random = self.world.streams(f"slice memory/{self.number}")
+            request = random_bound(random, request, share)
 
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:
             if answer is not None:

@@ -23,6 +23,8 @@ def loop(client: Any, random: Random) -> None:
     able = [n for n, draft in client.programs.items() if draft.body.outputs and not is_burst(draft)]
     if not able:
         return
+    if client.world.profile.quotas and client.world.profile.fed:  # it is to go beyond its bound
+        able = [n for n in able if returns_arguments(client.programs[n])] or able
     chosen = [random.choice(able) for _ in range(random.choice((1, 1, 1, 2)))]
     client.loops_left -= 1
     # Where memory is short, leases end, and go on when some is free.
@@ -66,6 +68,9 @@ def _step(
         args[at] = client._put(draft.body.inputs[at])
     results = client.launch(number, draft, tuple(args), waited if asks_with_run else None)
     array = results[-1]
+    is_bound = client.world.profile.quotas and is_fed and bool(args)
+    if is_bound and args[at] in client.arrays and random.random() < 0.3:
+        client._delete(args[at])  # it may wait for room, and a result may be the same bytes
     if tidy:
         mine = [array for array in before if array in client.arrays][-8:]
         if mine and random.random() < 0.4:
@@ -75,6 +80,15 @@ def _step(
         client._post(Await(((array, client.arrays[array]),), promise))
     elif goes_on or not asks_with_run:
         client.world.after(1e-4, again)
+
+
+def returns_arguments(draft: ProgramDraft) -> bool:
+    """Whether a result of a program is the same bytes as an argument."""
+    body = draft.body
+    return any(
+        output.value.node < 0 and output.spec == body.inputs[output.value.index]
+        for output in body.outputs
+    )
 
 
 def is_burst(draft: ProgramDraft) -> bool:

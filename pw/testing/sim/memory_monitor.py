@@ -1,11 +1,14 @@
-"""The monitor of schedulers' memory: what views and leased launches take there."""
+"""The monitor of schedulers' memory: what views and leased launches take there, and what lies in files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from pw.sched.island.buffers import Tier
 from pw.sched.island.memory_report import counted
+from pw.sched.island.memory_tiers import host_bytes
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.world import Violation, World
 
@@ -32,7 +35,7 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
         # A small host value is no array: hosts make it for the view.
         if has_views and all(isinstance(arg, int) for arg in args):
             back = memory.returns(needs, args)  # what it names comes back to the devices
-            back_bytes = 0 if back is None else back.bytes_in(memory.total).sum()
+            back_bytes = 0 if back is None else sum(back.bytes_in(t).sum() for t in memory.totals)
             return watched(reserve, program, args, results, back=back_bytes)
         return reserve(program, args, results)
 
@@ -47,6 +50,7 @@ def watch_memory(cluster: SimCluster, island: str) -> None:
     _watch_lent(cluster.world, island, memory)
     if memory.tiers.spill_bytes:
         _watch_room(cluster.world, island, scheduler)
+        _watch_files(cluster, island, memory)
 
 
 def _watch_room(world: World, island: str, scheduler: Any) -> None:
@@ -82,6 +86,34 @@ def _watch_room(world: World, island: str, scheduler: Any) -> None:
     residency.make_room = room
 
 
+def _watch_files(cluster: SimCluster, island: str, memory: Any) -> None:
+    """Check that an array counts as one in files when its hosts have written them, and not before."""
+    tiers = memory.tiers
+    written = tiers.written
+    hosts = {host.name: host for host in cluster.hosts}
+
+    def checked(buffer: Any, *, kept: bool) -> None:
+        arrays = [array for array, one in memory.buffers.items() if one is buffer]
+        for host in {device.host for device in buffer.on.addresses} if not kept else ():
+            cluster.world.checked["files"] += 1
+            store = hosts[host].store
+            for entry in filter(None, map(store.arrays.get, arrays)):
+                if entry.value.error is None and not entry.value.is_in_file:
+                    words = f"{island} counts array {entry.array:x} in files, and {host} has no file of it"
+                    raise Violation("files", words)
+        written(buffer, kept=kept)
+        used: Counter[str] = Counter()
+        for one in tiers.off:
+            if one.tier is not Tier.FILE:
+                used += host_bytes(one.on.addresses, one.shard_bytes)
+        if used != +tiers.used_bytes or any(n > tiers.spill_bytes for n in used.values()):
+            raise Violation(
+                "files", f"{island} counts {tiers.used_bytes} in host memory, not {used}"
+            )
+
+    tiers.written = checked
+
+
 def _watch_lent(world: World, island: str, memory: Any) -> None:
     """Check that what is reserved for a leased launch was set aside before, and is counted."""
     claim = memory.claim
@@ -100,4 +132,4 @@ def _watch_lent(world: World, island: str, memory: Any) -> None:
 def counted_bytes(memory: Any) -> int:
     """Return what a scheduler counts on all devices of its island together, for each total."""
     memory.settle()
-    return sum(int(total.used.sum()) for total in (memory.total, *memory.by_tenant.values()))
+    return sum(int(total.used.sum()) for total in memory.totals)

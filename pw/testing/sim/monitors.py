@@ -22,6 +22,7 @@
 | start | while the cluster starts, requests for devices are not refused; none waits if its island is ready |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none;
 |  | no run is refused for which arrays could have left the devices (in `memory_monitor`) |
+| files | what counts as in files is there on all hosts, and the rest in host memory (in `memory_monitor`) |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | others go on | what waits for an island that is away needs it (in `away`) |
 | given up | an island is given up when its client's time is over, and not before (in `away`) |
@@ -36,7 +37,10 @@
 | stragglers | the slow host is named, soon and with its cause, and no other one (in `stragglers`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
 | run once | a suspension has nothing run again (in `suspending`) |
-| quotas | no tenant has more than it may have (in `quotas`, and on devices in `tenant_memory`) |
+| sick | what is said to have failed is sick, what passes is well (in `sick`) |
+| sick in the end | the controller says of each host what the last test there has shown (in `sick`) |
+| quotas | no tenant has more than it may have (in `quotas`, and on devices in `memory_bounds`) |
+| bounds | no slice has more bytes on a device than it may have (in `memory_bounds`) |
 | ledger | what a tenant has is what is counted; nothing stays counted after all have left (in `quotas`) |
 | accounts | all device time is in accounts once, and controllers go on from them (in `accounts`) |
 | replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
@@ -67,11 +71,12 @@ from pw.testing.sim.away import AwayMonitor
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.leasing import LeaseMonitor
+from pw.testing.sim.memory_bounds import MemoryBoundsMonitor
 from pw.testing.sim.memory_monitor import counted_bytes, watch_memory
 from pw.testing.sim.quotas import QuotaMonitor
 from pw.testing.sim.shapes import ShapeMonitor
+from pw.testing.sim.sick import SickMonitor
 from pw.testing.sim.suspending import SuspensionMonitor
-from pw.testing.sim.tenant_memory import TenantMemoryMonitor
 from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.waits import WaitMonitor
 from pw.testing.sim.world import SimProcess, Violation
@@ -99,9 +104,10 @@ class Monitors:
         AwayMonitor(cluster)
         QuotaMonitor(cluster)
         WaitMonitor(cluster)
-        self._tenant_memory = TenantMemoryMonitor(cluster)
+        self._bounds = MemoryBoundsMonitor(cluster)
         ShapeMonitor(cluster)
         SuspensionMonitor(cluster)
+        self._sick = SickMonitor(cluster)
         world.watch_sent(msg.Submit, self._submitted)
         world.watch_sent(msg.Launch, self._launching)
         world.watch_sent(msg.GangOrder, self._all_launching)
@@ -414,7 +420,7 @@ class Monitors:
 
         def formed() -> None:
             watch_memory(self._cluster, to.actor.partition("/")[2])
-            self._tenant_memory.watch(to.actor.partition("/")[2])
+            self._bounds.watch(to.actor.partition("/")[2])
 
         return formed
 
@@ -449,6 +455,7 @@ class Monitors:
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
         self._cluster.accounts.check_end()
+        self._sick.check_end()
         check_idle(self._world)
         held = self._cluster.census()
         if held:

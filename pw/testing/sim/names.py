@@ -2,7 +2,8 @@
 
 A publication has a tree that no other has, so a lookup says what its user must get: the values of all arrays of
 one publication. The monitor also follows the versions: a name means one publication for all, no user sees it go
-back, each finds what it has published itself, and no later controller has a version that was ended.
+back, each finds what it has published itself, and no later controller has a version whose publisher knew that
+it was ended. A publication that was ended before it was answered may fail with its controller.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 from pw.client.session.thread_messages import Allocate, Ask, Tell
 from pw.core import messages as msg
 from pw.core.errors import Error, InsufficientDevices, NameNotFound, OutOfDeviceMemory
+from pw.core.ids import Address
 from pw.core.programs.program import Output, Program, ValueRef
 from pw.core.sharding import ArraySpec, Placement
 from pw.sched.control.versions import VersionState
@@ -43,6 +45,8 @@ class Edition:
     oracle: Any
     start: int
     """Number of the controller's start at which it was published."""
+    request: int = 0
+    """Number of the request, once the session has sent it."""
     is_open: bool = True
     """True if the publisher has no answer."""
     end: int | None = None
@@ -59,6 +63,18 @@ class Editions:
     """Tree of each version that was seen, by the controller's start, the name and its number."""
     newest: dict[tuple[int, User, int, str], int] = field(default_factory=dict)
     """Newest version that each user has seen, by the controller's start, user, life and name."""
+
+    def watch(self, cluster: Any) -> None:
+        """Note which publications their sessions know to have ended."""
+
+        def ended(sender: Address, to: Address, message: msg.VersionEnded) -> None:
+            for edition in self.by_tree.values():
+                maker = edition.deal.exporter
+                is_alive = maker.name == to.node and maker.lives == edition.deal.life
+                if is_alive and edition.request == message.request:
+                    edition.end = cluster.starts
+
+        cluster.world.watch_handled(msg.VersionEnded, ended)
 
     def see(self, user: User, offer: msg.VersionOffer) -> None:
         """Note that a user sees a version. Raises Violation if it is none that the user may see."""
@@ -149,12 +165,15 @@ def _publish(user: User) -> None:
                 raise Violation("names", f"{user.name} published {wrong[0]}")
             user.world.checked["published"] += 1
             return
-        _check_refusal(user, chosen, error)
+        if edition.end is None or not isinstance(error, NameNotFound):
+            _check_refusal(user, chosen, error)
+
+    def publication(number: int) -> msg.Publish:
+        edition.request = number
+        return msg.Publish(number, name, offers, tree, keep_s)
 
     promise = user._promise(f"publish {name}", answered)
-    user._post(
-        Ask(lambda number: msg.Publish(number, name, offers, tree, keep_s), promise, tuple(chosen))
-    )
+    user._post(Ask(publication, promise, tuple(chosen)))
     if user.random.random() < 0.4:
         user._delete(user.random.choice(chosen))
 

@@ -66,6 +66,10 @@ class SimProfile:
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
+    sick: float = 0.0
+    """Number of times that a device falls ill, is replaced, or is named by an error though it is well."""
+    device_tests: float = 0.0
+    """Probability, for each act of a client, that it has all devices tested."""
     suspensions: float = 0.0
     """Probability, for each act of a client, that it has a client suspended."""
     slices_given_back: float = 0.0
@@ -75,10 +79,14 @@ class SimProfile:
     shapes: float = 0.0
     """Probability, for each slice that a client asks for, that it has a shape or is exclusive. Then hosts have
     coordinates."""
+    slice_memory: float = 0.0
+    """Probability, for each slice that a client asks for, that it has a bound of memory."""
     device_memory_bytes: int = 0
     """Bytes of memory of each device; 0 where nothing limits it."""
     spill_bytes: int = 0
     """Bytes of memory of each host for arrays that leave the devices; some hosts have less."""
+    spill_files: float = 0.0
+    """Probability, for each island, that its hosts have files for arrays that leave their memory."""
     host_memory: float = 0.0
     """Probability that a kind of arrays of a client lies in host memory."""
     broken_programs: bool = True
@@ -156,11 +164,14 @@ class SimProfile:
 _NO_FAULTS = (
     "span_s",
     "named_hosts",
+    "spill_files",
     "shapes",
+    "slice_memory",
     "views",
     "handovers",
     "names",
     "suspensions",
+    "device_tests",
     "pipelines",
     "moves",
     "checkpoints",
@@ -207,8 +218,12 @@ _DEVICES: dict[str, Any] = {
 _LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
 _LITTLE_MEMORY: dict[str, Any] = {"device_memory_bytes": 256 << 10}
-_TIERS: dict[str, Any] = {"device_memory_bytes": 96 << 10, "spill_bytes": 1 << 24}
-"""Memory for three large arrays on each device, and for all on the hosts."""
+_TIERS: dict[str, Any] = {
+    "device_memory_bytes": 96 << 10,
+    "spill_bytes": 1 << 24,
+    "spill_files": 0.6,
+}
+"""Memory for three large arrays on each device, and for all on most hosts."""
 
 
 def _lossy(name: str, **more: Any) -> SimProfile:
@@ -265,6 +280,17 @@ PROFILES = {
             restarts=0.3,
             crashes=0.3,
         ),
+        SimProfile(
+            "quotas-leases",
+            clients=3,
+            runs=60,
+            quotas=True,
+            views=0.1,
+            loops=0.3,
+            fed=0.7,
+            quick=0.3,
+            client_deaths=1.0,
+        ),
         SimProfile("floods", floods=4.0, slow_hosts=0.2),
         SimProfile("memory", **_LITTLE_MEMORY, **_CLIENTS),
         SimProfile(
@@ -277,21 +303,40 @@ PROFILES = {
             host_memory=0.2,
             **_TIERS,
         ),
+        SimProfile(
+            "bounds",
+            runs=60,
+            slice_memory=0.8,
+            views=0.1,
+            handovers=0.1,
+            loops=0.2,
+            fed=0.3,
+            quick=0.3,
+            slices_given_back=0.05,
+            client_deaths=1.0,
+            **_TIERS,
+        ),
         _lossy("tiers-lost", runs=60, views=0.1, loops=0.1, handovers=0.05, **_TIERS),
         SimProfile("devices", **_DEVICES),
         SimProfile("network", span_s=20.0, **_NETWORK),
         SimProfile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
         SimProfile("crashes", span_s=20.0, **_CRASHES),
         SimProfile(
-            "slices", span_s=20.0, slices_given_back=0.1, named_hosts=0.3, **(_CRASHES | _RESTARTS)
+            "slices",
+            span_s=20.0,
+            slices_given_back=0.1,
+            named_hosts=0.3,
+            slice_memory=0.3,
+            **(_CRASHES | _RESTARTS),
         ),
         SimProfile(
             "shapes",
             span_s=20.0,
             shapes=0.8,
+            slice_memory=0.4,
             slices_given_back=0.15,
             drains=0.3,
-            **(_CRASHES | {"restarts": 0.3, "spares": 0.7, "pauses": 0.0}),
+            **(_CRASHES | {"restarts": 0.3, "spares": 0.7} | _LITTLE_MEMORY),
         ),
         SimProfile(
             "restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3
@@ -329,7 +374,15 @@ PROFILES = {
         _lossy("shares-lost", runs=60, handovers=0.3, views=0.1, **_LITTLE_MEMORY),
         SimProfile("names", runs=60, names=0.4, views=0.05),
         _lossy("names-lost", runs=60, names=0.4, views=0.05, **_LITTLE_MEMORY),
-        SimProfile("suspended", runs=80, suspensions=0.06, loops=0.1, quick=0.2, checkpoints=0.03),
+        SimProfile(
+            "suspended",
+            runs=80,
+            suspensions=0.06,
+            loops=0.1,
+            quick=0.2,
+            checkpoints=0.03,
+            slow_hosts=0.5,
+        ),
         _lossy(
             "suspended-lost",
             runs=80,
@@ -340,6 +393,8 @@ PROFILES = {
             names=0.05,
             **_NETWORK,
         ),
+        SimProfile("sick", span_s=20.0, sick=6.0, device_tests=0.05, spares=0.5, silences=0.0),
+        _lossy("sick-lost", sick=6.0, device_tests=0.05, **_NETWORK),
         SimProfile("pipelines", runs=30, pipelines=0.7),
         _lossy("pipelines-lost", runs=30, pipelines=0.7, **_LITTLE_MEMORY),
         SimProfile("moves", hosts=8, moves=0.7),

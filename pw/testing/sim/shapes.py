@@ -1,4 +1,4 @@
-"""Grids of devices, slices with a shape and exclusive slices, and the promises of their placement.
+"""Grids of devices, slices with a shape or a bound, exclusive ones, and the promises of their placement.
 
 Hosts say coordinates, or none; axes may wrap around; spares are at the place of another host, at one of their
 own, or nowhere. Users ask for shapes that may fit nowhere. The monitor (`shapes`) knows nothing of how the
@@ -141,6 +141,25 @@ class ShapeMonitor:
             for rank, at in piece.positions
         }
 
+    def _promised(self, island: Any, but: int) -> Counter[tuple[str, int]]:
+        """Return the bytes that slices with a bound may have on each device of an island."""
+        promised: Counter[tuple[str, int]] = Counter()
+        for piece in self._bound_on(island):
+            for rank, at in piece.positions if piece.request.slice != but else ():
+                promised[island.ranks[rank], at] += piece.request.memory_bytes
+        return promised
+
+    def _without_memory(self, island: Any, request: msg.AllocateSlice) -> set[tuple[str, int]]:
+        """Return the devices of an island that have not the memory of a slice left."""
+        limit_bytes = self._world.profile.device_memory_bytes
+        promised = self._promised(island, request.slice)
+        devices = itertools.product(island.ranks, range(island.local_devices))
+        return {
+            device
+            for device in devices
+            if request.memory_bytes and promised[device] + request.memory_bytes > limit_bytes > 0
+        }
+
     def _bound_on(self, island: Any) -> list[Any]:
         pieces: list[Any] = self._cluster.resources.slices.on(island)
         return pieces
@@ -149,6 +168,7 @@ class ShapeMonitor:
         """Whether an island that is ready has devices for a slice now."""
         cells, wraps = self._grid(island)
         in_use = self._in_use(island, request.exclusive, request.slice)
+        in_use |= self._without_memory(island, request)
         if request.topology is None:
             everywhere = itertools.product(island.ranks, range(island.local_devices))
             return sum(device not in in_use for device in everywhere) >= request.devices
@@ -206,10 +226,16 @@ class ShapeMonitor:
                 counted = Counter(position for one in pieces for position in one.positions)
                 exclusive = {p for one in pieces if one.request.exclusive for p in one.positions}
                 self._world.checked["tables"] += 1
-                if +island.bound != counted or island.exclusive != exclusive:
+                promised = self._promised(island, 0)
+                promises = {(island.ranks[r], at): n for (r, at), n in island.promised.items() if n}
+                if (+island.bound, island.exclusive, promises) != (counted, exclusive, +promised):
                     raise Violation(
                         "shapes", f"slices on the devices of {island.name} are miscounted"
                     )
+                most_bytes = max(promised.values(), default=0)
+                if most_bytes > (self._world.profile.device_memory_bytes or most_bytes):
+                    words = f"slices may have {most_bytes} bytes of a device of {island.name}"
+                    raise Violation("shapes", words)
             for one, other in itertools.permutations(pieces, 2):
                 if not one.request.exclusive or other.request.like == one.request.slice:
                     continue

@@ -35,11 +35,24 @@ def suspend(user: Any) -> None:
         return
     target = random.choice(targets)
     number = target.attached.client
+    if random.random() < 0.3:
+        _migrate(user, target)
+        return
     promise = user._promise(f"suspend client {number}", lambda result, error: None)
     user._post(Ask(lambda request: msg.SuspendClients(request, number), promise, ()))
     world.checked["suspensions"] += 1
     pause_s = random.choice((0.0, 1e-3, 0.05, 0.5, 2.0, 6.0))
     world.after(pause_s, resume, target, target.lives)
+
+
+def _migrate(user: Any, target: Any) -> None:
+    """Have a user, or one slice of it, move to an island."""
+    random, number = user.suspensions, target.attached.client
+    island = random.choice(sorted(user.cluster.schedulers))
+    chosen = random.choice((0, *target.slices))
+    promise = user._promise(f"migrate client {number}", lambda result, error: None)
+    user._post(Ask(lambda request: msg.MigrateClient(request, island, number, chosen), promise, ()))
+    user.world.checked["migrations"] += 1
 
 
 def resume(user: Any, life: int) -> None:
@@ -101,6 +114,7 @@ class SuspensionMonitor:
     def _left(self, sender: Address, to: Address, message: msg.SliceLost) -> None:
         client = self._client(client_of(message.slice))
         if client is not None and client.suspension is not None:
+            self._world.checked["withdrawn"] += len(client.suspension.withdrawn)
             self._world.after(SETTLED_S, self._check, client, client.suspension)
 
     def _check(self, client: Any, suspension: Any) -> None:

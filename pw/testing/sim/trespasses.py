@@ -63,6 +63,7 @@ class Trespasses:
             msg.Memory,
             msg.Queue,
             msg.ProgramPlan,
+            msg.DevicesTested,
             msg.Records,
         ):
             world.watch_sent(kind, self._answered)
@@ -114,6 +115,7 @@ class Trespasses:
             msg.Explain(request()),
             msg.GetMemory(request()),
             msg.GetQueue(request()),
+            msg.TestDevices(request()),
             msg.GetPlan(request(), run_name(victim.serial)),
             msg.ReadRecords(TIMELINE, request()),
         ]

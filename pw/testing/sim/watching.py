@@ -1,8 +1,8 @@
 """Users that only watch islands (`pw.sched.control.watches`), and what they have heard.
 
 A watcher keeps what the changes say, as a script would, and nothing else. It looks away now and then, and
-its session begins again when it ends. `Watches` checks each change against that, and in the end that each
-watcher has the islands and epochs of the controller.
+its session begins again when it ends, also after the last fault. `Watches` checks each change against that,
+and in the end that each watcher has the islands and epochs of the controller.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Watcher(Life):
     def __init__(self, cluster: SimCluster, number: int) -> None:
         self.heard: dict[str, IslandState] = {}
         """State of each island, by what the changes said."""
+        self.looks_away = True
+        """False while it must hear of all by the changes alone: to look away and back tells it everything."""
         super().__init__(cluster, FIRST + number, runs=1)
 
     def live(self) -> None:
@@ -55,11 +57,19 @@ class Watcher(Life):
         if self.session.closed is not None:
             self._cut_off(self.session.closed)
             return
-        if not self.final and self.random.random() < 0.1:
+        if self.looks_away and self.random.random() < 0.1:
             self.heard.clear()
             self._post(FollowIslands(is_on=False))
             self._watch()
         self.world.after(self.random.uniform(0.1, 2.0), self.act, life)
+
+    def _again(self) -> None:
+        """Begin another session, however many there were, until the user leaves."""
+        self.open.clear()
+        if self.final:
+            self.finished = True
+        else:
+            self.world.after(self.random.uniform(0.01, 2.0), self.live)
 
     def _changed(self, change: IslandChange) -> None:
         what, state, is_present = change
@@ -84,7 +94,8 @@ class Watcher(Life):
         ready = {one.name: one.formed for one in islands if one.state == "ready"}
         heard = {name: state.epoch for name, state in self.heard.items() if state.is_ready}
         away = [one.name for one in islands if one.state != "ready" and one.formed]
-        if self.attached is None or not self.session.link.is_open:
+        session = self.session
+        if self.attached is None or session.closed is not None or not session.link.is_open:
             return f"{self.name} is not attached"
         waiting = [n for n in away if n not in self.heard or not self.heard[n].is_given_up]
         if ready == heard and not waiting:
@@ -103,9 +114,10 @@ class Watches:
     def check(self, budget: int) -> None:
         """Raise Violation if a watcher does not hear of all islands; then have all of them leave."""
         for one in self.watchers:
-            one.final = True
+            one.looks_away = False
         heard_all: Any = lambda: not any(one.missed() for one in self.watchers)  # noqa: E731
         if not self._world.run(self._world.now_s + HEARD_S, budget, heard_all):
             raise Violation("watches", "; ".join(filter(None, (w.missed() for w in self.watchers))))
         for one in self.watchers:
+            one.final = True
             one.leave()

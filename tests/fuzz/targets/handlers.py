@@ -91,6 +91,7 @@ class _Cluster:
             msg.GetStats(2),
             msg.Explain(3, (str(result),)),
             msg.GetMemory(4),
+            msg.TestDevices(4, "i"),
             msg.GetPlan(5, "chain", program),
             msg.ReadRecords(6, 60),
             msg.Checkpoint(7, (array, second)),

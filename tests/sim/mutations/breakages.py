@@ -28,6 +28,8 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.devices.host.value import Value
 from pw.sched.cluster.fitting import is_free
+from pw.sched.island.buffers import Tier
+from pw.sched.island.memory_tiers import Returns
 from pw.testing.sim.cut import ADDS, AGAIN, TAKES
 from pw.testing.sim.host import SimHost
 from pw.testing.sim.shards import Shards
@@ -101,6 +103,26 @@ def say_spilled_and_keep(leave: Callable[..., Any], work: Any) -> Any:
         return leave(work)
     tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
     return []
+
+
+def say_written_at_once(write: Callable[..., None], work: Any) -> None:
+    """Tell the scheduler that arrays are in files before these are written."""
+    tiers = write.__self__  # type: ignore[attr-defined]
+    tiers.env.send(work.scheduler, m.Spilled(work.epoch, work.arrays))
+    write(work)
+
+
+def write_nothing(write: Callable[..., None], parts: Any, devices: Any, done: Any) -> None:
+    """Write zeros in place of the bytes."""
+    write([(at, box, np.zeros_like(data)) for at, box, data in parts], devices, done)
+
+
+def return_while_written(returns: Callable[..., Any], buffers: Any) -> Any:
+    """Let runs read what hosts are writing to files."""
+    back = returns(buffers)
+    if back is None or any(one.tier is Tier.LEAVING for one in back.buffers):
+        return back
+    return Returns(back.buffers, is_moving=False)
 
 
 def leave_the_value_away(bring_back: Callable[..., Any], entry: Any) -> Any:
@@ -694,6 +716,37 @@ def count_for_no_tenant(room: Callable[..., Any], client: int, devices: Any) -> 
     return claim
 
 
+def forget_slices_of_results(install: m.InstallProgram) -> m.InstallProgram:
+    """Return an installation in which results lie on no slice with a bound."""
+    memory = install.memory
+    if memory is None:
+        return install
+    outputs = tuple(replace(output, slice=0) for output in memory.outputs)
+    return replace(install, memory=replace(memory, outputs=outputs))
+
+
+def forget_slices_of_runs(install: m.InstallProgram) -> m.InstallProgram:
+    """Return an installation in which runs take nothing on slices with a bound."""
+    memory = install.memory
+    return install if memory is None else replace(install, memory=replace(memory, slices=()))
+
+
+def count_for_no_slice(room: Callable[..., Any], client: int, needs: Any) -> Any:
+    """Set memory aside for a lease, and not on slices with a bound."""
+    claim = room(client, needs)
+    claim.slices = ()
+    return claim
+
+
+def forget_deleted_uploads(try_again: Callable[..., bool], memory: Any) -> bool:
+    """Have uploads that were deleted wait no more, and leave what has their bytes uncounted."""
+    pending: Any = try_again.__self__  # type: ignore[attr-defined]
+    for upload in list(pending):
+        if memory.buffers.get(upload.array) is not upload.buffer:
+            pending.drop(upload.array)
+    return try_again(memory)
+
+
 def end_for_no_tenant(end: Callable[..., None], claim: Any) -> None:
     """End a run, and count its results for the island only."""
     memory: Any = end.__self__  # type: ignore[attr-defined]
@@ -757,3 +810,24 @@ def by_arrival(forecast: Callable[[], Any]) -> Any:
     foretold = forecast()
     foretold.turns.sort(key=lambda task: task.arrival)
     return foretold
+
+
+# --- suspensions ---------------------------------------------------------------------------------
+
+
+def hold_nothing(scheduler: Any, message: Any) -> None:
+    """Let a client launch that is to leave its devices."""
+    queue = scheduler.queues.clients.get(message.client)
+    if queue is not None:
+        queue.held_but = None
+
+
+def all_in_flight(behind: Callable[..., Any], client: Any, suspension: Any) -> Any:
+    """Take all runs of a client for queued ones."""
+    part: Any = behind.__self__  # type: ignore[attr-defined]
+    return iter([run.number for run in part.runs_of(client)])
+
+
+def held_alone(present: Callable[..., Any], client: Any, suspension: Any) -> Any:
+    """Leave out what only queued runs read."""
+    return (one for one in present(client, suspension) if one[0] in client.arrays.held)

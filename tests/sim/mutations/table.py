@@ -108,6 +108,41 @@ row(
     seen("watchers-left", 33, "watches"),
 )
 
+# --- sick devices --------------------------------------------------------------------------------
+
+# A host says what is sick, and not that it is well again.
+row(
+    "say-no-device-is-well",
+    drop(m.HostDevices, when=lambda it: not it.sick),
+    seen("sick", 13, "sick in the end"),
+)
+# A host that begins again is not tested, although a device of it was sick.
+row(
+    "test-no-next-incarnation",
+    drop(m.TestHost, when=lambda it: not it.request),
+    seen("sick-lost", 37, "sick in the end"),
+)
+# A host says nothing of its sick devices to another controller.
+row(
+    "announce-no-sick-device",
+    forget("host.store.health.announce"),
+    seen("sick-lost", 29, "sick in the end"),
+)
+# A device that is suspect is not tested.
+row(
+    "test-no-suspect",
+    forget("host.store.health.test_suspects", False),
+    seen("sick", 34, "sick in the end"),
+)
+# Wrong bits count as right ones.
+row(
+    "take-wrong-bits",
+    wrap(
+        "host.store.health.judge", lambda judge, it: judge(replace(it, outcome=m.DeviceOutcome.OK))
+    ),
+    seen("sick", 34, "sick", "sick in the end"),
+)
+
 # --- gang scheduling -----------------------------------------------------------------------------
 
 # Two launches reach one host of a gang in the opposite order.
@@ -357,6 +392,39 @@ row(
     wrap("host.executor.leases.take", breakages.take_beyond_the_room),
     seen("leases-memory", 1, "memory"),
 )
+# --- bounds of slices ----------------------------------------------------------------------------
+
+# Schedulers hear of higher bounds than slices have.
+row(
+    "leave-out-the-bounds-of-slices",
+    mishear("scheduler", m.BoundMemory, lambda it: replace(it, memory_bytes=it.memory_bytes << 9)),
+    seen("bounds", 13, "bounds"),
+)
+# The results of runs do not count for their slices.
+row(
+    "count-results-for-no-slice",
+    mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_results),
+    seen("bounds", 6, "bounds"),
+)
+# Runs do not count for their slices while they are in flight.
+row(
+    "count-runs-for-no-slice",
+    mishear("scheduler", m.InstallProgram, breakages.forget_slices_of_runs),
+    seen("bounds", 13, "bounds"),
+)
+# What is set aside for a lease does not count for slices.
+row(
+    "lend-beside-the-bound-of-slices",
+    wrap("memory.room", breakages.count_for_no_slice),
+    seen("bounds", 13, "bounds"),
+)
+# The bound of a slice is kept when the slice has been given back.
+row(
+    "keep-the-bounds-of-slices",
+    skip("scheduler", m.BoundMemory, lambda it: not it.memory_bytes),
+    seen("bounds", 8, "bounds"),
+)
+
 # --- tiers of memory -----------------------------------------------------------------------------
 
 # A host says that an array has left before its copy is complete.
@@ -372,7 +440,7 @@ row(
     seen("tiers", 6, "memory"),
 )
 # What a run brings back to the devices is not counted.
-row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 10, "memory"))
+row("return-uncounted", forget("memory.tiers.bring_back"), seen("tiers", 4, "memory"))
 # Nothing is reserved for what a run brings back.
 row("return-without-room", forget("memory.returns", None), seen("tiers", 6, "memory"))
 # A launch reads an array in host memory.
@@ -385,13 +453,33 @@ row(
 row(
     "spill-what-is-in-host-memory",
     wrap("scheduler.residency.candidates", breakages.also_what_is_in_host_memory),
-    seen("tiers", 21, "memory"),
+    seen("tiers", 8, "memory"),
 )
 # No array leaves that a queued run reads.
 row(
     "keep-what-queued-runs-read",
     wrap("scheduler.residency.candidates", breakages.only_unread),
     seen("tiers", 11, "memory"),
+)
+# An array counts as one in a file before the file is complete.
+row(
+    "in-files-before-the-file",
+    wrap("host.store.tiers.write", breakages.say_written_at_once),
+    seen("tiers", 10, "files"),
+)
+# An array is dropped from host memory before its file has its bytes.
+row(
+    "drop-before-the-file",
+    wrap("host.files.write", breakages.write_nothing),
+    seen("tiers", 7, "oracle"),
+)
+# A file outlives its array.
+row("keep-files", forget("host.files.delete"), seen("tiers", 3, "census"))
+# A run is launched while a file is written of what it reads.
+row(
+    "return-while-it-is-written",
+    wrap("memory.tiers.returns", breakages.return_while_written),
+    seen("tiers", 7, "files", "memory"),
 )
 # --- data ----------------------------------------------------------------------------------------
 
@@ -415,6 +503,12 @@ row(
 )
 # A client is not asked for an input that was lost.
 row("lose-upload-again", drop(m.UploadAgain), seen("crashes", 4, "liveness"))
+# A host waits for what was asked of an earlier incarnation, of which it knows nothing.
+row(
+    "keep-stale-requests",
+    forget("host.store.requests.is_stale", False),
+    seen("shapes", 167, "liveness"),
+)
 # A host hands over other bytes than its devices had.
 row(
     "spoil-replicas",
@@ -741,7 +835,28 @@ row(
     "keep-exclusive-devices",
     wrap(
         "resources.slices.vacate",
-        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(it.positions, False),
+        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(
+            it.positions, replace(it.request, exclusive=False)
+        ),
+    ),
+    seen("shapes", 1, "shapes"),
+)
+# Slices with a bound may have more of a device together than it has.
+row(
+    "promise-memory-twice",
+    wrap(
+        "resources.slices.room", lambda room, it, but=None: room(replace(it, memory_bytes=0), but)
+    ),
+    seen("shapes", 11, "shapes"),
+)
+# The memory of a slice that is given back stays promised.
+row(
+    "keep-promised-memory",
+    wrap(
+        "resources.slices.vacate",
+        lambda vacate, it: vacate.__self__.inventory.islands[it.island].vacate(
+            it.positions, replace(it.request, memory_bytes=0)
+        ),
     ),
     seen("shapes", 1, "shapes"),
 )
@@ -893,7 +1008,7 @@ row(
 # The scheduler counts the memory of a shard for its array, and for each view of it.
 row(
     "count-viewed-shards-twice",
-    wrap("memory._view", lambda view, output, on, given: view(output, on, {})),
+    wrap("memory._view", lambda view, output, on, given: view(output, on, dict.fromkeys(given))),
     seen("views-lost", 13, "views"),
 )
 # The scheduler counts the memory of a shard for ever, if a view has named it.
@@ -932,6 +1047,13 @@ row(
     "repeat-before-it-is-made",
     wrap("controller.handovers.is_asked", lambda is_asked, number: False),
     seen("shares-lost", 9800328, "liveness"),
+)
+
+# What is handed on before it has come holds up its client, whose later offer may be needed first.
+row(
+    "hand-on-in-line",
+    forget("controller.handovers.is_behind", False),
+    seen("shares", 920035, "oracle"),
 )
 
 # --- islands that are away -----------------------------------------------------------------------
@@ -1032,6 +1154,12 @@ row(
     forget("scheduler.admission.pending.fits", True),
     seen("quotas", 22, "quotas"),
 )
+# The result of a leased launch counts for no tenant if it is the bytes of an upload that had no room.
+row(
+    "forget-deleted-uploads",
+    wrap("scheduler.admission.pending.try_again", breakages.forget_deleted_uploads),
+    seen("quotas-leases", 127, "quotas"),
+)
 # What is set aside for a lease counts for no tenant.
 row(
     "lend-beside-the-bound",
@@ -1127,5 +1255,57 @@ row(
 )
 # The controller does not tell a publisher that its version has ended.
 row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names", 0, "names"))
+# A client publishes again at another controller what had ended while it arrived.
+row(
+    "publish-again-what-has-ended",
+    forget("client.session.link._has_ended", False),
+    seen("names-lost", 90, "names", "liveness"),
+)
 # What a holder has to do when its versions end is not done.
 row("let-holders-sleep", forget("controller.sessions.wake"), seen("names", 0, "names"))
+
+# --- suspensions ---------------------------------------------------------------------------------
+
+ASUNDER = ("run once", "suspended", "oracle", "liveness", "repeats", MADE)
+# A scheduler goes on with what is queued of a client that is to leave its devices.
+row(
+    "launch-of-the-suspended",
+    after("scheduler", m.HoldLaunches, breakages.hold_nothing),
+    seen("suspended", 3, *ASUNDER),
+)
+# The boundary of a suspension is before what was launched.
+row(
+    "withdraw-launched-runs",
+    wrap("controller.suspensions.behind_boundary", breakages.all_in_flight),
+    seen("suspended", 3, *ASUNDER),
+)
+# What only queued runs read is not copied.
+row(
+    "copy-only-what-is-held",
+    wrap("controller.suspensions.present", breakages.held_alone),
+    seen("suspended", 3, *ASUNDER),
+)
+# A client leaves its devices before its arrays are copied.
+row(
+    "leave-before-copies",
+    forget("controller.suspensions.are_copied", answer=True),
+    seen("suspended", 3, *ASUNDER),
+)
+# The hosts keep the arrays of a client that has left its devices.
+row(
+    "keep-arrays-of-the-suspended",
+    forget("controller.suspensions.release"),
+    seen("suspended", 3, *ASUNDER),
+)
+# A client uploads on while it is suspended.
+row(
+    "upload-while-suspended",
+    mishear("client.session", m.PauseUploads, lambda it: replace(it, is_over=True)),
+    seen("suspended", 3, *ASUNDER),
+)
+# Arrays with an error come back as if they had none.
+row(
+    "forget-errors-of-values",
+    mishear("host.store", m.Restore, lambda it: replace(it, error=None)),
+    seen("suspended", 3, *ASUNDER),
+)

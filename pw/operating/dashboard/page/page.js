@@ -265,7 +265,7 @@ async function showIsland(name) {
   const rows = one.hosts.flatMap(host => (devices[host.name] ?? []).map((device, at) => {
     const all = Math.max(1, device.limit_bytes ?? device.arrays_bytes ?? 1);
     const parts = device.clients.map(([client, bytes]) => h("i", {width: `${100 * bytes / all}%`, color: colors[client] ?? css("--accent"), "data-tip": `${client}: ${size(bytes)}`}));
-    const memory = h("div", {}, h("div", {class: "track"}, ...parts), h("span", {class: "faint"}, `${size(device.arrays_bytes)}${device.limit_bytes ? ` of ${size(device.limit_bytes)}` : ""}${device.reserved_bytes ? `, ${size(device.reserved_bytes)} reserved` : ""}${device.host_bytes ? `, ${size(device.host_bytes)} in host memory` : ""}`));
+    const memory = h("div", {}, h("div", {class: "track"}, ...parts), h("span", {class: "faint"}, `${size(device.arrays_bytes)}${device.limit_bytes ? ` of ${size(device.limit_bytes)}` : ""}${device.reserved_bytes ? `, ${size(device.reserved_bytes)} reserved` : ""}${device.host_bytes ? `, ${size(device.host_bytes)} in host memory` : ""}${device.file_bytes ? `, ${size(device.file_bytes)} in files` : ""}`));
     const who = h("span", {class: "faint"}, device.clients.map(([client, bytes]) => `${client}: ${size(bytes)}`).join("; ") || "–");
     return [at ? "" : h("span", {class: "name"}, host.name), at ? "" : h("span", {class: `pill ${host.state}`}, host.state), at || !host.pid ? "" : String(host.pid), at ? "" : seconds(host.behind_s), device.device, h("span", {class: "use"}, h("span", {class: "track"}, h("i", {width: `${100 * (device.use ?? 0)}%`})), percent(device.use)), memory, who];
   }));

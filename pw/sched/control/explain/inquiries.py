@@ -1,4 +1,4 @@
-"""Asks schedulers and hosts, and collects their answers until all have come or `ANSWER_S` has passed.
+"""Asks schedulers and hosts, and collects their answers until all have come or the time is over.
 
 An inquiry is a generator: it yields the type of the answers that it wants with the question for each
 actor, is sent the answers that have come in time, may ask more, and returns a report. An answer that
@@ -29,7 +29,11 @@ AT_ONCE = 4
 Questions = tuple[type, Mapping[Address, Callable[[int], object]]]
 """Type of the answers, and for each actor a function that makes the question from a number."""
 
-Inquiry = Generator[Questions, dict[Address, Any], msg.Explanation | msg.Memory | msg.Queue]
+Inquiry = Generator[
+    Questions, dict[Address, Any], msg.Explanation | msg.Memory | msg.Queue | msg.DevicesTested
+]
+
+Request = msg.Explain | msg.GetMemory | msg.GetQueue | msg.TestDevices
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,8 @@ class _OpenInquiry:
     """Function that takes the report."""
     asker: tuple[int, type] | None
     """The client and the type of its request; None for an inquiry of the controller."""
+    answer_s: float = ANSWER_S
+    """Seconds that hosts have to answer."""
     answer_type: type = object
     awaited: set[Address] = field(default_factory=set)
     """Actors that have not answered."""
@@ -56,12 +62,12 @@ class Inquiries(ControlPart):
         self._asked = 0
 
     def answer(
-        self, client: Client, request: msg.Explain | msg.GetMemory | msg.GetQueue, inquiry: Inquiry
+        self, client: Client, request: Request, inquiry: Inquiry, answer_s: float = ANSWER_S
     ) -> None:
         """Send a client the report of an inquiry, or an error if it has too many open."""
         asker = (client.number, type(request))
         if sum(one.asker == asker for one in self._open.values()) < AT_ONCE:
-            self.begin(inquiry, partial(self._env.send, client.address), asker)
+            self.begin(inquiry, partial(self._env.send, client.address), asker, answer_s)
             return
         self._env.count("questions_refused")
         error = ProtocolError(
@@ -71,10 +77,14 @@ class Inquiries(ControlPart):
         self.sessions.tell(client, msg.RequestFailed(request.request, ErrorReport.of(error)))
 
     def begin(
-        self, inquiry: Inquiry, tell: Callable[[Any], None], asker: tuple[int, type] | None = None
+        self,
+        inquiry: Inquiry,
+        tell: Callable[[Any], None],
+        asker: tuple[int, type] | None = None,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """Begin an inquiry; `tell` takes its report, at once or later."""
-        self._ask(_OpenInquiry(inquiry, tell, asker), next)
+        self._ask(_OpenInquiry(inquiry, tell, asker, answer_s), next)
 
     def _ask(self, one: _OpenInquiry, resume: Callable[[Inquiry], Questions]) -> None:
         """Resume an inquiry, and send the questions that it yields."""
@@ -90,12 +100,13 @@ class Inquiries(ControlPart):
         for address, question in questions.items():
             self._env.send(address, question(number))
         if questions:
-            self._env.call_later(ANSWER_S, partial(self._go_on, number))
+            self._env.call_later(one.answer_s, partial(self._go_on, number))
         else:
             self._go_on(number)
 
     @handles(
-        msg.IslandReport, msg.IslandMeasured, msg.IslandWaits, msg.HostReport, msg.HostMeasured
+        *(msg.IslandReport, msg.IslandMeasured, msg.IslandWaits),
+        *(msg.HostReport, msg.HostMeasured, msg.HostTested),
     )
     def _answered(self, sender: Address, message: Any) -> None:
         number = message.request

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,7 +100,17 @@ class MemoryReports(ControlPart):
             self._owners(counted, held, sees),
             () if held is None else tuple(map(self._named, held.largest)),
             None if held is None else held.host_bytes,
+            tuple(self._slices(counted)),
+            None if held is None else held.file_bytes,
         )
+
+    def _slices(self, counted: msg.CountedMemory) -> Iterator[msg.SliceMemory]:
+        """Yield the slices with a bound on a device."""
+        used = dict(counted.slices)
+        for number, bound_bytes in self._islands.bounds.items():
+            if counted.device in self._islands.bindings[number].devices:
+                used_bytes = used.get(number, 0)
+                yield msg.SliceMemory(client_of(number), serial_of(number), used_bytes, bound_bytes)
 
     def _owners(
         self, counted: msg.CountedMemory, held: msg.HeldMemory | None, sees: Sees

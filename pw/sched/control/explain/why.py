@@ -185,6 +185,9 @@ class Explainer(ControlPart):
             yield f"{' and '.join(awaited)}, which its slices name (hosts=), to come back"
         elif client.slices.unbound:
             count = len(client.slices.unbound)
+            if client.left_for:
+                yield f"devices for {count} slice{'' if count == 1 else 's'}: {client.left_for}"
+                return
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
         elif count := self.slices.unplaced(client):
             yield f"{count} device{'' if count == 1 else 's'} that no island has yet"

@@ -1,0 +1,256 @@
+"""Clients that leave their devices and come back: `pw.suspend` and `pw.resume`, on real devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pw
+from pw.client.connection import current
+from pw.client.connection.runtime import Runtime
+from pw.core.errors import ArgumentError
+from pw.testing import InProcessCluster
+from tests.stages.daemons import until
+from tests.stages.stage import BOUND_S
+
+P = pw.PartitionSpec
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster(islands=2, devices_per_island=2, connect=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def user(cluster: InProcessCluster) -> Iterator[Runtime]:
+    user = cluster.client()
+    current.use(user)
+    yield user
+    user.close()
+    current.use(None)
+
+
+@pytest.fixture
+def operator(cluster: InProcessCluster) -> Iterator[Runtime]:
+    operator = cluster.client()
+    yield operator
+    operator.close()
+
+
+def training(**slice_: Any) -> tuple[Any, Any]:
+    """A step that donates its state, and the state's sharding on two devices."""
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2, **slice_).devices, ("x",))
+    split = pw.NamedSharding(mesh, P("x"))
+
+    @pw.jit(donate_argnums=0, out_shardings=(split, pw.NamedSharding(mesh, P())))
+    def step(state: Any) -> Any:
+        state = jnp.sin(state) + 0.5 * state
+        return state, state.sum()
+
+    return step, split
+
+
+def losses(step: Any, split: Any, at: dict[int, Any] | None = None) -> list[float]:
+    """The losses of a training; before some steps it calls a function."""
+    state, results = pw.put(np.linspace(0, 1, 64, dtype=np.float32), split), []
+    for number in range(STEPS):
+        if at is not None and number in at:
+            at[number]()
+        state, loss = step(state)
+        results.append(loss)
+    return [float(loss) for loss in pw.get(results)]
+
+
+def number(session: Runtime) -> int:
+    return next(client.number for client in session.ask.status().clients if client.is_me)
+
+
+def suspend(operator: Runtime, client: int) -> None:
+    operator.ask.suspend(client, "", "").result(BOUND_S)
+
+
+def resume(operator: Runtime, client: int) -> None:
+    operator.ask.resume(client, "", "").result(BOUND_S)
+
+
+def on_devices(session: Runtime) -> int:
+    stats = session.stats()
+    return sum(of["live_arrays"] for node, of in stats.items() if node.startswith("host-"))
+
+
+@pytest.mark.parametrize("before", [1, 20, STEPS - 1])
+def test_values_are_those_of_a_training_that_was_left_alone(
+    user: Runtime, operator: Runtime, before: int
+) -> None:
+    step, split = training()
+    alone = losses(step, split)
+    client = number(user)
+
+    def leave() -> None:
+        suspend(operator, client)
+        assert on_devices(operator) == 0
+        threading.Timer(0.05, resume, (operator, client)).start()
+
+    assert losses(step, split, {before: leave}) == alone
+
+
+def test_it_goes_on_elsewhere_if_others_have_its_devices(user: Runtime, operator: Runtime) -> None:
+    step, split = training(exclusive=True)
+    alone = losses(step, split)
+    client, homes = number(user), []
+    slices = []
+
+    def island() -> str:
+        (one,) = [one for one in user.ask.status().islands if one.slices]
+        return one.name
+
+    def leave() -> None:
+        homes.append(island())
+        suspend(operator, client)
+        current.use(operator)
+        here = {"island": homes[0], "exclusive": True}
+        slices.append(pw.make_virtual_device_set().add_slice(devices=2, **here))
+        assert len(slices[0].devices) == 2
+        current.use(user)
+        resume(operator, client)
+
+    assert losses(step, split, {20: leave}) == alone
+    assert {one.name: one.slices for one in user.ask.status().islands} == {
+        "island-0": 1,
+        "island-1": 1,
+    }
+
+
+def test_a_script_may_suspend_itself(user: Runtime) -> None:
+    step, split = training()
+    alone = losses(step, split)
+    state = pw.put(np.linspace(0, 1, 64, dtype=np.float32), split)
+    pw.suspend()
+    assert on_devices(user) == 0
+    state, loss = step(state)
+    with pytest.raises(TimeoutError, match=r"being resumed: client \d+ .* has suspended it"):
+        pw.get(loss, timeout=0.6)
+    pw.resume()
+    assert float(loss) == alone[0]
+
+
+def test_what_was_suspended_shows(user: Runtime, operator: Runtime) -> None:
+    client = number(user)
+    suspend(operator, client)
+    (info,) = [one for one in operator.ask.status().clients if one.number == client]
+    assert info.suspended.startswith("suspended, by client")
+    assert "suspended, by client" in str(pw.status())
+    assert "has suspended it" in operator.ask.explain().text
+    resume(operator, client)
+    until(lambda: not any(one.suspended for one in operator.ask.status().clients), "it is over")
+
+
+def test_uploads_wait_and_arrive(user: Runtime, operator: Runtime) -> None:
+    _, split = training()
+    client = number(user)
+    suspend(operator, client)
+    large = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
+    arrays = [pw.put(np.full(64, at, np.float32), split) for at in range(3)]
+    arrays.append(pw.put(large, split))
+    assert on_devices(operator) == 0
+    resume(operator, client)
+    for at, value in enumerate(pw.get(arrays[:3])):
+        np.testing.assert_array_equal(value, np.full(64, at, np.float32))
+    np.testing.assert_array_equal(pw.get(arrays[3]), large)
+
+
+def test_errors_come_back_as_errors(user: Runtime, operator: Runtime) -> None:
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+    broken = pw.jit(jnp.log, mesh=mesh, check_nans=True)
+    value = broken(np.float32(-1))
+    with pytest.raises(pw.Error, match="log"):
+        pw.block_until_ready(value)
+    runs = operator.stats()["controller"].get("runs_repeated", 0)
+    suspend(operator, number(user))
+    resume(operator, number(user))
+    with pytest.raises(pw.Error, match="log"):
+        pw.get(value)
+    assert operator.stats()["controller"].get("runs_repeated", 0) == runs
+
+
+def test_it_must_be_clear_who_is_meant(user: Runtime) -> None:
+    with pytest.raises(ArgumentError, match="only one of them"):
+        pw.suspend(3, tenant="research")
+    with pytest.raises(ArgumentError, match="not 'train'"):
+        pw.suspend("train")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="there is no client 99"):
+        pw.suspend(99)
+    with pytest.raises(ArgumentError, match="there is no island 'east'"):
+        pw.resume(island="east")
+
+
+def test_a_suspension_ends_with_its_client(cluster: InProcessCluster, operator: Runtime) -> None:
+    session = cluster.client()
+    current.use(session)
+    step, split = training()
+    losses(step, split)
+    suspend(operator, number(session))
+    current.use(None)
+    session.close()
+    until(lambda: len(operator.ask.status().clients) == 1, "it has left")
+    until(lambda: operator.stats()["controller"]["live_arrays"] == 0, "nothing is left")
+
+
+def test_an_island_is_left_by_all_its_clients(user: Runtime, operator: Runtime) -> None:
+    step, split = training(island="island-0")
+    alone = losses(step, split)
+
+    def leave() -> None:
+        operator.ask.suspend(0, "", "island-0").result(BOUND_S)
+        assert on_devices(operator) == 0
+        operator.ask.resume(0, "", "island-0").result(BOUND_S)
+
+    assert losses(step, split, {5: leave, 30: leave}) == alone
+
+
+def island_of(session: Runtime) -> list[str]:
+    return [one.name for one in session.ask.status().islands if one.slices]
+
+
+def test_a_training_moves_to_another_island_and_back(user: Runtime, operator: Runtime) -> None:
+    step, split = training(island="island-0")
+    alone = losses(step, split)
+
+    def move(island: str) -> None:
+        operator.ask.migrate(number(user), 0, island).result(BOUND_S)
+
+    def look() -> None:
+        until(lambda: island_of(operator) == ["island-1"], "it is there")
+
+    at = {10: lambda: move("island-1"), 20: look, 30: lambda: move("island-0")}
+    assert losses(step, split, at) == alone
+    assert island_of(operator) == ["island-0"]
+    assert operator.stats()["controller"].get("runs_repeated", 0) <= 2 * STEPS
+
+
+def test_one_slice_moves_and_the_other_stays(user: Runtime) -> None:
+    slices = [pw.make_virtual_device_set().add_slice(devices=2, island="island-0") for _ in "ab"]
+    meshes = [pw.Mesh(one.devices, ("x",)) for one in slices]
+    values = [
+        pw.put(np.arange(4.0) + at, pw.NamedSharding(mesh, P("x")))
+        for at, mesh in enumerate(meshes)
+    ]
+    pw.migrate(slices[0], island="island-1")
+    for at, value in enumerate(values):
+        np.testing.assert_array_equal(pw.get(value), np.arange(4.0) + at)
+    assert [one.island for one in slices] == ["island-1", "island-0"]
+
+
+def test_a_slice_cannot_move_where_it_does_not_fit(user: Runtime) -> None:
+    slice_ = pw.make_virtual_device_set().add_slice(devices=2)
+    with pytest.raises(ArgumentError, match="there is no island 'east'"):
+        pw.migrate(slice_, island="east")
+    with pytest.raises(ArgumentError, match="not 'train'"):
+        pw.migrate("train", island="east")  # type: ignore[arg-type]
