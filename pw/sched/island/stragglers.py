@@ -157,13 +157,13 @@ class Stragglers(Part):
         """Return the slow hosts, the slowest first."""
         now_s = self.env.now_s()
         slow = [
-            self._told(name, host.slow, now_s)
+            self._report_of(name, host.slow, now_s)
             for name, host in self._hosts.items()
             if host.slow is not None and host.readings[-1].time_s > now_s - STALE_S
         ]
         return sorted(slow, key=lambda one: -one.factor)
 
-    def _told(self, name: str, slow: _Slow, now_s: float) -> msg.SlowHost:
+    def _report_of(self, name: str, slow: _Slow, now_s: float) -> msg.SlowHost:
         for_s = now_s - slow.since_s
         return msg.SlowHost(name, self.island, slow.factor, for_s, slow.cause, slow.peer)
 
@@ -268,7 +268,7 @@ class Stragglers(Part):
         is_new, host.slow = host.slow is None, slowest
         if slowest is not None and is_new:
             self.env.count("slow_hosts")
-            self.env.log("warning", "slow host", why=self._told(name, slowest, now_s).words)
+            self.env.log("warning", "slow host", why=self._report_of(name, slowest, now_s).words)
         elif slowest is None and not is_new:
             self.env.log("info", "a host is as fast as its gangs again", host=name)
 
