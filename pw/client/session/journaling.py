@@ -130,10 +130,10 @@ class JournalingEnv:
         """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""
         if self._held is None:
             requests = self.journal.open_requests(is_open)
-            self._held = [one for one in requests if not self._has_ended(one)]
+            self._held = [one for one in requests if not self.has_ended(one)]
             self.tell_launched()
 
-    def _has_ended(self, request: object) -> bool:
+    def has_ended(self, request: object) -> bool:
         """Answer a publication that the lost controller has ended; the next one would begin it again."""
         if not isinstance(request, msg.Publish) or request.request in self.journal.publications:
             return False

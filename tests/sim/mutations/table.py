@@ -1258,7 +1258,7 @@ row("keep-what-has-ended", forget("controller.names.tell_of_end"), seen("names",
 # A client publishes again at another controller what had ended while it arrived.
 row(
     "publish-again-what-has-ended",
-    forget("client.session.link._has_ended", False),
+    forget("client.session.link.has_ended", False),
     seen("names-lost", 90, "names", "liveness"),
 )
 # What a holder has to do when its versions end is not done.
