@@ -35,6 +35,7 @@ SUITE = {
     "many": 420,
     "events": 180,
     "dashboard": 240,
+    "stragglers": 240,
     "transfer": 300,
     "exchange": 180,
     "sharing": 180,

@@ -171,9 +171,7 @@ def add_controller(
     node.add("services", lambda env: CoordinationActor(env, services))
 
     def island_status() -> tuple[msg.IslandInfo, ...]:
-        return resources.status(
-            {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
-        )
+        return resources.status({n: s.work for n, s in schedulers.items()})
 
     def uses() -> dict[int, msg.ClientUse]:
         totals: defaultdict[int, msg.ClientUse] = defaultdict(msg.ClientUse)

@@ -17,14 +17,6 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables.")
     ] = False,
-    slow: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=60.0,
-            help="Compare the hosts of gangs for so many seconds, and name slow ones.",
-        ),
-    ] = 0.0,
     tenants: Annotated[
         bool, typer.Option("--tenants", help="Show what tenants have, may have and have used.")
     ] = False,
@@ -37,7 +29,7 @@ def status(
     from pw.cli import requests
 
     where = address_of(address, credentials, insecure)
-    requests.status(where, timeout, slow, by_tenant=tenants).show(as_json=as_json)
+    requests.status(where, timeout, by_tenant=tenants).show(as_json=as_json)
 
 
 def memory(

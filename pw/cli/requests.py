@@ -24,8 +24,7 @@ from pw.client.looking.queue import ClusterQueue
 from pw.client.looking.status import ClusterStatus
 from pw.core.errors import Error
 from pw.core.ids import client_id
-from pw.core.messages import HostInfo, IslandInfo, Status
-from pw.operating.dashboard.sampling import SlowHost, Stragglers
+from pw.core.messages import HostInfo, IslandInfo, Status, slow_hosts
 from pw.operating.timeline import tracing
 
 CONNECT_S = 3.0
@@ -59,36 +58,20 @@ class Answer(NamedTuple):
             typer.echo(json.dumps(self.document, indent=2) if as_json else self.shown)
 
 
-def status(
-    address: str, timeout_s: float, compared_s: float = 0.0, *, by_tenant: bool = False
-) -> Answer:
+def status(address: str, timeout_s: float, *, by_tenant: bool = False) -> Answer:
     """Return the state of a cluster, without the client that has asked.
 
     Args:
         address: the controller's.
         timeout_s: how long to wait for its answer.
-        compared_s: how long to compare the hosts of gangs; 0 for not at all.
         by_tenant: True to show what tenants have, may have and have used.
     """
-    slow: tuple[SlowHost, ...] = ()
     with connected(address, timeout_s) as session:
-        if compared_s:
-            stragglers = Stragglers()
-            with tracing.trace(None, runtime=session) as timeline:
-                time.sleep(compared_s)
-            stragglers.learn(timeline, 0.0)
-            slow = stragglers.slow(0.0)
         state = session.ask.status(timeout_s)
     clients = tuple(client for client in state.clients if not client.is_me)
     state = msgspec.structs.replace(state, clients=clients)
     document, shown = status_document(address, state), ClusterStatus.of(state, address)
-    if by_tenant:
-        return Answer(document, shown.by_tenant)
-    if not compared_s:
-        return Answer(document, shown)
-    words = [one.words for one in slow] or [f"no host of a gang was slow in {compared_s:g} s"]
-    document["slow"] = [msgspec.structs.asdict(one) for one in slow]
-    return Answer(document, "\n".join([tables.plain(shown.head, shown.tables()), "", *words]))
+    return Answer(document, shown.by_tenant if by_tenant else shown)
 
 
 def status_document(address: str, state: Status) -> dict[str, Any]:
@@ -107,6 +90,7 @@ def status_document(address: str, state: Status) -> dict[str, Any]:
         "hidden_clients": state.hidden_clients,
         "hidden_runs": state.hidden_runs,
         "awaited_islands": state.awaited_islands,
+        "slow": [_plain(one) | {"words": one.words} for one in slow_hosts(state.islands)],
         "tenants": [_fields(tenant, name="tenant") for tenant in state.tenants],
     }
 

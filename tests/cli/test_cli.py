@@ -249,7 +249,6 @@ MISTAKES = {
     "number": ("main", "status --timeout x", "Invalid value for '--timeout': it is no number; see"),
     "count": ("main", "sim --hosts x", "'--hosts': it is no whole number; see pw sim --help"),
     "bounds": ("main", "sim --hosts 0", "'--hosts': it must be at least 1; see"),
-    "upper bounds": ("main", "status --slow 99", "'--slow': it must be at most 60; see"),
     "loudness": ("controller", "--log-level loud", "no log level 'loud'"),
     "platform": ("worker", "--controller tcp://h:1 --island i --platform abacus", "'abacus'"),
     "controller": ("worker", "--controller nonsense --island i", "looks like tcp://host:port"),

@@ -35,10 +35,8 @@ from pw.core.tenants import OPERATOR
 from pw.operating.dashboard.happenings import words_of
 from pw.operating.dashboard.metrics import HOST_STATES, SECONDS, Metrics, of_hosts
 from pw.operating.dashboard.reader import Busy, Reader
-from pw.operating.dashboard.sampling import Stragglers
 from pw.operating.dashboard.snapshot import Snapshot, devices_of
 from pw.operating.dashboard.sums import Totals
-from pw.operating.timeline.timeline import Computation, Timeline
 from pw.processes.daemons import LocalDaemon, options, start_dashboard
 from pw.transport.access.authority import Authority
 from pw.transport.access.credentials import Credentials
@@ -172,10 +170,9 @@ def test_metrics_have_all_names_of_the_grafana_file(reader: Reader) -> None:
     assert [values[(*host, state)] for state in HOST_STATES] == [1.0, 0.0, 0.0, 0.0]
     grafana = (ROOT / "docs" / "grafana.json").read_text()
     used = set(re.findall(r"\bpw_\w+", grafana))
-    known_later = {"pw_host_behind_seconds"}  # of gangs
-    assert used - names <= known_later
+    assert used <= names
     documented = set(re.findall(r"\bpw_\w+", (ROOT / "docs" / "metrics.md").read_text()))
-    base = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in names} | known_later
+    base = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in names}
     assert base == documented
 
 
@@ -330,7 +327,7 @@ print(urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(lin
 def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> None:
     notebook = Program(tmp_path, ["-c", NOTEBOOK], PW_EMBEDDED_DEVICES="1")
     top = Program(tmp_path, ["-m", "pw.cli.main", "top", "--address", cluster.address])
-    status = ["status", "--slow", "0.5", "--json", "--address", cluster.address]
+    status = ["status", "--json", "--address", cluster.address]
     compared = Program(tmp_path, ["-m", "pw.cli.main", *status])
     bind = ["--bind", f"ipc://{tmp_path}/c", "--log-format", "json"]
     both = ["--dashboard", "--metrics", "tcp://127.0.0.1:0"]
@@ -358,37 +355,6 @@ def test_commands_beside_the_page(cluster: pw.LocalCluster, tmp_path: Path) -> N
     assert "island-1" in top.out
     assert notebook.out == "200\n"
     assert json.loads(compared.out)["slow"] == []
-
-
-def computed(host: str, run: int, end_s: float, name: str = "step") -> Computation:
-    return Computation(host, "0", name, run, 0, 0.0, run - 0.1, run + end_s)
-
-
-def test_a_straggler_is_named() -> None:
-    timeline = Timeline(30.0)
-    timeline.computations = [
-        computed(host, run, 0.1 + 0.05 * (host == "c"))
-        for run in range(1, 25)
-        for host in ("a", "b", "c")
-    ]
-    stragglers = Stragglers()
-    stragglers.learn(timeline, 0.0)
-    (slow,) = stragglers.slow(1.0)
-    assert (slow.host, slow.gangs, slow.often) == ("c", 24, 1.0)
-    assert slow.behind_s == pytest.approx(0.05)
-    assert stragglers.slow(1000.0) == ()  # it is forgotten after some minutes
-
-
-def test_hosts_that_are_late_in_turn_are_not_slow() -> None:
-    timeline = Timeline(20.0)
-    timeline.computations = [
-        computed(host, run, 0.1 + 0.05 * (run % 3 == index))
-        for run in range(1, 31)
-        for index, host in enumerate("abc")
-    ]
-    stragglers = Stragglers()
-    stragglers.learn(timeline, 0.0)
-    assert stragglers.slow(1.0) == ()
 
 
 def test_a_run_becomes_a_span() -> None:

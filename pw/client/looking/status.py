@@ -10,7 +10,15 @@ from pw.client.connection import current
 from pw.client.display.tables import Shown, Table
 from pw.client.keywords import checks_keywords
 from pw.core.coordinates import times
-from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status, TenantInfo
+from pw.core.messages import (
+    ClientInfo,
+    HostInfo,
+    IslandInfo,
+    RunInfo,
+    Status,
+    TenantInfo,
+    slow_hosts,
+)
 from pw.core.rights import DEVICE_MEMORY, Resource
 from pw.core.sizes import size_in_words
 from pw.core.waits import LOOKING_S
@@ -151,9 +159,8 @@ class ClusterStatus(Shown):
         return TenantsStatus(self)
 
     def foot(self) -> tuple[str, ...]:
-        """Say how to find a slow host, while gangs compute: only a comparison over seconds can name one."""
-        gangs = any(island.launched and island.expected_hosts > 1 for island in self.islands)
-        return ("Does a slow host hold up its gang? pw status --slow 10 compares them.",) * gangs
+        """Name the slow hosts."""
+        return tuple(one.words for one in slow_hosts(self.islands))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -26,6 +26,7 @@ from pw.core.messages.links import *
 from pw.core.messages.memory import *
 from pw.core.messages.names import *
 from pw.core.messages.observing import *
+from pw.core.messages.pace import *
 from pw.core.messages.plans import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *

@@ -85,5 +85,8 @@ Coordinates = Annotated[tuple[Coordinate, ...], Meta(max_length=DEVICES)]
 Seconds = Annotated[float, Meta(ge=0)]
 """Length of time in seconds; it may be infinite."""
 
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+"""Part of a whole."""
+
 Share = Annotated[float, Meta(ge=1e-6, le=1e6)]
 """Weight of a client."""

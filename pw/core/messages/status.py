@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import msgspec
 
 from pw.core.messages.base import (
@@ -11,6 +14,7 @@ from pw.core.messages.base import (
     HostToSession,
 )
 from pw.core.messages.device_tests import SickDevice
+from pw.core.messages.pace import SlowHost
 
 
 class GetStatus(ClientToController, frozen=True, tag=47):
@@ -36,6 +40,8 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     """True if the host runs clients' Python functions (`pw-worker --allow-python`)."""
     sick: tuple[SickDevice, ...] = ()
     """Devices of the host that are suspect, or have failed their test."""
+    slow: SlowHost | None = None
+    """How slow the host is beside the other hosts of its gangs; None if it is as fast, or has none."""
 
 
 class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +82,25 @@ class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
     def devices(self) -> int:
         """Devices of the connected hosts."""
         return sum(host.devices for host in self.hosts)
+
+
+def slow_hosts(islands: tuple[IslandInfo, ...]) -> list[SlowHost]:
+    """Return the slow hosts of islands, the slowest first."""
+    slow = [host.slow for island in islands for host in island.hosts if host.slow is not None]
+    return sorted(slow, key=lambda one: -one.factor)
+
+
+class IslandWork(NamedTuple):
+    """What the scheduler of an island knows of its work."""
+
+    queued: int = 0
+    """Number of segments that wait for their launch."""
+    launched: int = 0
+    """Number of launches in flight."""
+    device_s: float = 0.0
+    """Device time of all launches that have ended, in seconds: of each device, in all."""
+    slow: Mapping[str, SlowHost] = {}
+    """Slow hosts by name."""
 
 
 class ClientUse(msgspec.Struct, frozen=True, array_like=True):

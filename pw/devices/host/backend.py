@@ -54,6 +54,26 @@ def relative(box: Box) -> Box:
     return tuple((0, stop - start) for start, stop in box)
 
 
+@dataclass(slots=True, eq=False)
+class NotedLaunch:
+    """Times of a launch that is noted (`pw.devices.host.pace`), in seconds on the clock of this host."""
+
+    came_s: float
+    waited_s: float
+    """Seconds for which work has waited for values, in all, when the launch came."""
+    is_told: bool
+    """True if the scheduler is told of it; the end of the others only shows when the next one began."""
+    called_s: float = 0.0
+    """Time at which its first computation was enqueued; another thread sets it."""
+    is_called: bool = False
+    """True if the op of that computation sets it."""
+    free_s: float | None = None
+    """Time at which the devices had ended all earlier work; None before the launch has ended."""
+    inputs_s: float = 0.0
+    """Seconds for which this launch, or work before it, waited for values."""
+    has_stream: bool = False
+
+
 class Execute(msgspec.Struct, eq=False):
     """Enqueue an installed computation, which fills `results`.
 
@@ -77,6 +97,8 @@ class Execute(msgspec.Struct, eq=False):
     origin: tuple[int, ...] = ()
     """The run, the segment and the recorder's number of the computation, if it is to be recorded for a
     timeline (`pw.core.recorder`); empty if not."""
+    noted: NotedLaunch | None = None
+    """Launch of the computation, if it is noted and this is its first one: gets the time of the call."""
 
 
 @dataclass(slots=True)

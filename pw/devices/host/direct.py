@@ -85,12 +85,15 @@ class Direct:
         last = (ref(value),)
         interpreter.recent.append((message.run, message.segment, program, last))
         launch = HostLaunch(message, run, steps, last=last)
+        if steps.together:
+            interpreter.pace.joins(launch)
         op = Execute(
             single.key,
             tuple(map(values.__getitem__, single.args)),
             tuple(results),
             single.kept,
             partial(self.order.break_gang, run) if steps.together else None,
-            not message.report and single.position in steps.unread,
+            not launch.is_watched and single.position in steps.unread,
+            noted=launch.noted,
         )
         return interpreter.do(launch, op, single.computation, outputs)

@@ -98,6 +98,7 @@ class HostExecutor(Actor):
             self.passing,
             self.interpreter,
             self.interpreter.ends,
+            self.interpreter.pace,
             self.membership,
             self.explanations,
         )
@@ -166,6 +167,8 @@ class HostExecutor(Actor):
             self._expect(run, receive)
         run.launched = message.segment
         launch = HostLaunch(message, run, segment)
+        if segment.together:
+            interpreter.pace.joins(launch)
         interpreter.put(client_of(message.run), launch, segment.together)
         return False
 

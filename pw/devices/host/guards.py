@@ -99,7 +99,7 @@ class Guards:
         results, launch.guarded_results = launch.guarded_results or GuardedResults(), None
         latest, merged = tuple(results.latest.values()), results.merged
         launch.last = tuple([ref(value) for value in (*latest, *merged)])
-        if launch.message.report and latest:
+        if launch.is_watched and latest:
             launch.to_watch = latest
             self.ends.watch_results(launch)
         return merged

@@ -35,6 +35,7 @@ from pw.devices.host.lanes import Lanes
 from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.outcomes import Outcomes
+from pw.devices.host.pace import Pace
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.tiers import Spilling
 from pw.devices.host.value import Value
@@ -90,7 +91,8 @@ class Interpreter(Part):
         self.lanes: Lanes[Work] = Lanes(self._go, self._on_pass)
         self.arriving = Arriving()
         self.queue = OpQueue(self._backend, self._store)
-        self.ends = LaunchEnds(self._env, self._order, self.queue, self.arriving)
+        self.pace = Pace(self._env, self._order)
+        self.ends = LaunchEnds(self._env, self._order, self.queue, self.arriving, self.pace)
         self.recent: deque[RecentLaunch] = deque(maxlen=RECENT)
         self._outcomes = Outcomes(host, self._env.send)
         self.guards = Guards(
@@ -191,13 +193,17 @@ class Interpreter(Part):
         while launch.position < len(instructions):
             instruction = instructions[launch.position]
             if isinstance(instruction, Execute):
-                if not execute(launch, instruction):
-                    return False
-            elif not self._step(launch, instruction):
+                is_done = execute(launch, instruction)
+            else:
+                is_done = self._step(launch, instruction)
+            if not is_done:
+                self.pace.waits(launch, for_stream=bool(self.arriving.of_functions))
                 return False
             if launch.to_watch and launch.position in launch.segment.watch_after:
                 self.ends.watch_results(launch)
             launch.position += 1
+        if self.pace.waiting is launch:
+            self.pace.goes_on()
         self._end(launch)
         if self._passed and launch.name in self._passed:
             self._passed.remove(launch.name)
@@ -265,11 +271,13 @@ class Interpreter(Part):
         failed = partial(self._order.break_gang, run) if together else None
         kept = launch.segment.kept.get(launch.position, ())
         is_last = launch.position in launch.segment.watched
-        watched = is_last and launch.message.report
+        watched = is_last and launch.is_watched
         guarded = not watched and launch.position in launch.segment.unread
         op = ops.Execute(key, args, results, kept, failed, guarded)
         if self._recorder.on:
             op.origin = self._origin(launch, instruction.computation)
+        if launch.noted is not None and not launch.noted.is_called:
+            launch.noted.is_called, op.noted = True, launch.noted
         self.queue.ops.append(op)
         if is_last:
             launch.last += (ref(results[-1]),)
@@ -307,7 +315,7 @@ class Interpreter(Part):
         if not is_here:
             queue.ops.append(op)
         is_there = is_here and self._backend.is_there(result)
-        if launch.message.report:
+        if launch.is_watched:
             self.ends.follow(launch, result, is_there)
         if queue.ops or queue.arrays:
             queue.arrays += arrays
@@ -353,7 +361,7 @@ class Interpreter(Part):
                 self.note_result(run, slot)
             results.append(result)
         launch.last += (ref(results[-1]),)
-        if launch.message.report:
+        if launch.is_watched:
             launch.to_watch = tuple(results)
         return True
 
@@ -384,6 +392,8 @@ class Interpreter(Part):
         for value in results:
             self.arriving[value] = []
             self.arriving.unsettled[value] = computation.name
+        if computation.traits.runs_on_host:
+            self.arriving.of_functions.update(results)
         if launch.began_s is None:
             launch.began_s = self._env.now_s()
 
@@ -395,6 +405,7 @@ class Interpreter(Part):
                     launch.lost = error
             for slot in slots:
                 self.note_result(run, slot)
+            self.arriving.of_functions.difference_update(results)
             for value in results:
                 del self.arriving.unsettled[value]
                 self.arriving.arrive(value)
@@ -471,7 +482,7 @@ class Interpreter(Part):
             for slot in run.program.passed_on:
                 awaited.append(run.slots[slot])
                 self.arriving.when_here(awaited[-1:], partial(self.note_result, run, slot))
-        if message.report:
+        if launch.is_watched:
             awaited += [
                 run.slots[receive.slot]
                 for receive in launch.segment.receives

@@ -26,6 +26,7 @@ from pw.core.ids import Address
 from pw.core.messages import Finished, Progress
 from pw.devices.host.backend import Watch
 from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.pace import Pace
 from pw.devices.host.value import Value
 from pw.devices.host.work import Arriving, HostLaunch, OpQueue
 
@@ -49,6 +50,7 @@ class LaunchEnds(Part):
     order: LaunchOrder
     queue: OpQueue
     arriving: Arriving
+    pace: Pace
     _in_flight: int = 0
     """Enqueued launches that are not reported yet."""
     _on_device: dict[int, dict[int, HostLaunch]] = field(default_factory=dict)
@@ -83,7 +85,9 @@ class LaunchEnds(Part):
     def follow(self, launch: HostLaunch, result: Value, is_ready: bool) -> None:
         """Watch a launch that is one computation, which is an op now; its last result may be ready."""
         devices = launch.segment.devices
-        if is_ready and self._on_device.keys().isdisjoint(devices):  # they were idle
+        if launch.noted is not None:
+            self.pace.enqueued(launch.noted, self.env.now_s())
+        elif is_ready and self._on_device.keys().isdisjoint(devices):  # they were idle
             self._busy_until_s.update(dict.fromkeys(devices, self.env.now_s()))
             self._report(Finished(launch.message.sequence, 0, None))
             return
@@ -101,6 +105,8 @@ class LaunchEnds(Part):
 
     def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
         # One of `pending` is the enqueueing itself.
+        if launch.noted is not None:
+            self.pace.enqueued(launch.noted, self.env.now_s())
         has_watches = not awaited and launch.pending > 1
         if not has_watches:  # a watch without values waits for all that was submitted
             self._watch(launch, awaited, False)
@@ -119,7 +125,7 @@ class LaunchEnds(Part):
             self._watched_ended(launch)
 
         is_leased = launch.message.sequence < 0  # then nothing waits for the report
-        hurried = self._in_flight < PROGRESS_SHARE and not is_leased
+        hurried = (self._in_flight < PROGRESS_SHARE and not is_leased) or launch.noted is not None
         self.queue.ops.append(Watch(values, done, hurried))
 
     def _watched_ended(self, launch: HostLaunch) -> None:
@@ -138,12 +144,19 @@ class LaunchEnds(Part):
                 del self._on_device[device]
         self._charge(launch, now_s)
         self._in_flight -= 1
-        self._report(Finished(launch.message.sequence, int(launch.busy_s * 1e6), launch.lost))
+        if launch.noted is not None:
+            self.pace.ended(launch, launch.noted, now_s)
+        if launch.message.report:
+            self._report(Finished(launch.message.sequence, int(launch.busy_s * 1e6), launch.lost))
 
     def _charge(self, launch: HostLaunch, now_s: float) -> None:
         """Charge a launch with the time of its devices that no other launch is charged with."""
         started_s = launch.enqueued_s if launch.began_s is None else launch.began_s
         busy = self._busy_until_s
+        if launch.noted is not None and launch.noted.free_s is None:
+            launch.noted.free_s = max(
+                [busy.get(one, 0.0) for one in launch.segment.devices], default=0.0
+            )
         for device in launch.segment.devices:
             started_s = max(started_s, busy.get(device, 0.0))
             busy[device] = now_s

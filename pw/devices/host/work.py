@@ -11,7 +11,7 @@ import msgspec
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import ArrayCopy, CopyFile, Launch
-from pw.devices.host.backend import Backend, Build, Op
+from pw.devices.host.backend import Backend, Build, NotedLaunch, Op
 from pw.devices.host.program import HostProgram, SegmentSteps
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.tiers import Spilling
@@ -71,6 +71,13 @@ class HostLaunch(msgspec.Struct, eq=False):
     """The device time that it is charged with."""
     guarded_results: GuardedResults | None = None
     """Results of a segment with guards or merges, without the skipped ones; None for other segments."""
+    noted: NotedLaunch | None = None
+    """Times of the launch, if it is noted (`pw.devices.host.pace`)."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether this host looks for its end."""
+        return self.message.report or self.noted is not None
 
     @property
     def name(self) -> tuple[int, int]:
@@ -118,6 +125,8 @@ class Arriving(dict[Value, list[Callable[[], None]]]):
         super().__init__()
         self.unsettled: dict[Value, str] = {}
         """Values without an outcome, with the names of their computations."""
+        self.of_functions: set[Value] = set()
+        """Those of them that Python functions of this host make."""
 
     def arrive(self, value: Value) -> None:
         """Make the calls that wait for a value."""

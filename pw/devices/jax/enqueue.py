@@ -122,6 +122,8 @@ class Enqueuer:
             if donated:
                 donated = self._donate(op, arrays, donated)
             called_s = time.monotonic() if op.origin else 0.0
+            if op.noted is not None:
+                op.noted.called_s = time.monotonic()
             if type(call) is ClientCalling:
                 return self._call_aside(op, call.call, arrays, donated, name)
             if op.key in self._quick.trials:

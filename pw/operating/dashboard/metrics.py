@@ -185,7 +185,7 @@ def of_hosts(now: Snapshot) -> Iterator[GaugeMetricFamily]:
         ("pw_device_use_ratio", "Busy part of its devices' time; of samples.", "use"),
         ("pw_memory_bytes", "Bytes of arrays on its devices.", "used_bytes"),
         ("pw_memory_limit_bytes", "Memory of its devices.", "limit_bytes"),
-        ("pw_host_behind_seconds", "How much later than its gangs' hosts.", "behind_s"),
+        ("pw_host_slow_factor", "How slow it is beside its gangs; 1 if not.", "slow_factor"),
         (
             "pw_host_suspect_devices",
             "Devices named by an error, and not tested.",

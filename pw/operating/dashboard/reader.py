@@ -30,7 +30,7 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages import LogLine, Status
 from pw.core.tenants import OPERATOR
 from pw.operating.dashboard.happenings import EventThread, changes, words_of
-from pw.operating.dashboard.sampling import Picture, Sample, Stragglers, pictured, summed
+from pw.operating.dashboard.sampling import Picture, Sample, pictured, summed
 from pw.operating.dashboard.snapshot import (
     Happening,
     ProcessLine,
@@ -105,7 +105,6 @@ class Reader:
         self._clicks: dict[Question, Future[Any]] = {}
         self._guard = threading.Lock()
         self._tracing = threading.Lock()
-        self._stragglers = Stragglers()
         self._sent: deque[tuple[float, dict[tuple[str, str], int]]] = deque(maxlen=SAMPLES_KEPT)
         self._sample_s = SAMPLE_S
         self._worked = (0, 0.0)
@@ -306,7 +305,7 @@ class Reader:
         idle = not worked[0] and worked[1] == before[1]
         if idle and self.readings.sample is not None and self.readings.sample.busy:
             self.readings.sample = Sample(SAMPLE_S, 0, {}, {}, {}, [], [])
-            self.readings.behind, self.readings.transfers = {}, ()
+            self.readings.transfers = ()
             self._sent.clear()
         return not idle
 
@@ -323,15 +322,10 @@ class Reader:
             self._sample_s = max(LEAST_SAMPLE_S, self._sample_s / 2)
         elif sample.computations < MANY // 4:
             self._sample_s = min(SAMPLE_S, self._sample_s * 2)
-        self._stragglers.learn(timeline, now_s)
         self._sent.append((sample.length_s, sample.sent))
         readings.sample, readings.sampled_s = sample, now_s
         readings.samples += 1
         readings.transfers = transfer_rates(self._sent)
-        readings.slow = self._stragglers.slow(now_s)
-        hosts = {host for host, _ in sample.busy}
-        behind = {host: self._stragglers.behind(host) for host in hosts}
-        readings.behind = {host: value for host, value in behind.items() if value is not None}
         self.picture = pictured(timeline, readings.samples, now_s)
         for sampler in self.samplers:
             sampler(sample)

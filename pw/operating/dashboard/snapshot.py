@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pw.core.messages import HostInfo, Memory, Status
-from pw.operating.dashboard.sampling import Sample, SlowHost
+from pw.core.messages import HostInfo, Memory, Status, slow_hosts
+from pw.operating.dashboard.sampling import Sample
 
 
 class DeviceView(msgspec.Struct, frozen=True):
@@ -45,12 +45,20 @@ class HostView(msgspec.Struct, frozen=True):
     """The mean of its devices."""
     used_bytes: int | None
     limit_bytes: int | None
-    behind_s: float | None
-    """Seconds by which the host is later than the other hosts of its gangs."""
+    slow_factor: float
+    """Factor by which the host is as slow as the median of its gangs; 1 for one that is not slow."""
     suspect_devices: int = 0
     """Number of devices that an error has named, and that are not tested yet."""
     failed_devices: int = 0
     """Number of devices that have failed their test."""
+
+
+class SlowView(msgspec.Struct, frozen=True):
+    """A slow host."""
+
+    host: str
+    words: str
+    """One line about the host: how slow it is, for how long, and why."""
 
 
 class IslandView(msgspec.Struct, frozen=True):
@@ -191,7 +199,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     runs: tuple[RunView, ...]
     transfers: tuple[tuple[str, str, float], ...]
     """Sender and receiver of transfers, and bytes a second."""
-    slow: tuple[SlowHost, ...]
+    slow: tuple[SlowView, ...]
     happenings: tuple[Happening, ...]
     lines: tuple[ProcessLine, ...]
     rates: Rates
@@ -221,8 +229,6 @@ class Readings(msgspec.Struct):
     samples: int = 0
     sampled_s: float = 0.0
     transfers: tuple[tuple[str, str, float], ...] = ()
-    slow: tuple[SlowHost, ...] = ()
-    behind: Mapping[str, float] = {}
     happenings: tuple[Happening, ...] = ()
     lines: tuple[ProcessLine, ...] = ()
     recoveries: int = 0
@@ -305,7 +311,7 @@ def snapshot(
             None if sample is None else min(1.0, busy[host.name] / max(1, host.devices)),
             _sum(used[host.name]),
             _sum(limits[host.name]),
-            readings.behind.get(host.name),
+            1.0 if host.slow is None else host.slow.factor,
             sum(one.state == "suspect" for one in host.sick),
             sum(one.state == "failed" for one in host.sick),
         )
@@ -379,7 +385,7 @@ def snapshot(
         status.hidden_runs,
         tuple(RunView(*msgspec.structs.astuple(run)) for run in status.runs),
         readings.transfers,
-        readings.slow,
+        tuple(SlowView(one.host, one.words) for one in slow_hosts(status.islands)),
         readings.happenings,
         readings.lines,
         readings.rates,

@@ -388,14 +388,15 @@ class Inventory:
         )
 
     def status(
-        self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int, float]]
+        self, bound: Mapping[str, int], work: Mapping[str, msg.IslandWork]
     ) -> tuple[msg.IslandInfo, ...]:
         """Return the status of all islands.
 
         Args:
             bound: how many slices are bound to each.
-            queued: the queued and launched segments of each, and its device time in seconds.
+            work: what the scheduler of each knows.
         """
+        of = {name: work.get(name, msg.IslandWork()) for name in self.islands}
         return tuple(
             msg.IslandInfo(
                 island.name,
@@ -403,14 +404,19 @@ class Inventory:
                 island.platform,
                 island.kind,
                 tuple(
-                    _info(host, island.name, "joining" if host.joined is None else "ready")
+                    _info(
+                        host,
+                        island.name,
+                        "joining" if host.joined is None else "ready",
+                        of[island.name].slow.get(host.node),
+                    )
                     for host in island.ranked()
                 ),
                 island.expected_hosts,
                 tuple(node for node in island.ranks if node not in island.hosts),
                 island.epoch,
                 bound.get(island.name, 0),
-                *queued.get(island.name, (0, 0, 0.0)),
+                *of[island.name][:3],
                 island.is_late,
                 () if island.grid is None else island.grid.sizes,
                 () if island.grid is None else island.grid.wraps,
@@ -428,10 +434,17 @@ class Inventory:
         return tuple(_info(host, host.registration.island, state) for state, host in waiting)
 
 
-def _info(host: Host, island: str, state: str) -> msg.HostInfo:
+def _info(host: Host, island: str, state: str, slow: msg.SlowHost | None = None) -> msg.HostInfo:
     place = host.registration
     return msg.HostInfo(
-        host.node, island, state, place.process, place.local_devices, place.endpoint, place.python
+        host.node,
+        island,
+        state,
+        place.process,
+        place.local_devices,
+        place.endpoint,
+        place.python,
+        slow=slow,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pw.core.actors.actor import Actor, Env
-from pw.core.messages import HostInfo, IslandInfo, PeerLost
+from pw.core.messages import HostInfo, IslandInfo, IslandWork, PeerLost
 from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import MOVE_S
 from pw.sched.cluster.draining import Drains
@@ -43,9 +43,9 @@ class ResourceManager(Actor):
             },
         )
 
-    def status(self, queued: Mapping[str, tuple[int, int, float]]) -> tuple[IslandInfo, ...]:
+    def status(self, work: Mapping[str, IslandWork]) -> tuple[IslandInfo, ...]:
         """Return the status of all islands (see `Inventory.status`)."""
-        return self.inventory.status(self.slices.counts(), queued)
+        return self.inventory.status(self.slices.counts(), work)
 
     def waiting_hosts(self) -> tuple[HostInfo, ...]:
         """Return all registered hosts that have no seat in an island."""

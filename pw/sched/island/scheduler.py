@@ -20,7 +20,16 @@ from collections.abc import Iterator
 from pw.core.actors.actor import Actor, Env, handles
 from pw.core.actors.watchdog import STALL_S, Watchdog
 from pw.core.ids import Address
-from pw.core.messages import TREES, CancelRun, ClientUse, EpochEnded, RemoveClient, Submit, Trees
+from pw.core.messages import (
+    TREES,
+    CancelRun,
+    ClientUse,
+    EpochEnded,
+    IslandWork,
+    RemoveClient,
+    Submit,
+    Trees,
+)
 from pw.core.sharding import DeviceAddress
 from pw.sched.island.admission import Admission
 from pw.sched.island.in_flight import InFlight
@@ -37,6 +46,7 @@ from pw.sched.island.queues import Queues
 from pw.sched.island.reports import Reports
 from pw.sched.island.residency import Residency
 from pw.sched.island.spending import Spending
+from pw.sched.island.stragglers import Stragglers
 from pw.sched.island.window import Window
 
 
@@ -91,6 +101,7 @@ class IslandScheduler(Actor):
             env, members, admission, programs, in_flight, queues, launcher, table, lending
         )
         self._holds = holds = LaunchHolds(env, island, queues, leases)
+        self.stragglers = stragglers = Stragglers(env, island, members, programs)
         reports = self.reports = Reports(
             *(env, island, members, programs, in_flight, queues, watchdog),
             *(policy, admission, table),
@@ -109,6 +120,7 @@ class IslandScheduler(Actor):
                 spending,
                 residency,
                 holds,
+                stragglers,
             ),
             order={
                 Submit: (LaunchLeases, Queues),
@@ -138,6 +150,12 @@ class IslandScheduler(Actor):
     def device_s(self) -> float:
         """Device time of all launches that have ended, in seconds: of each device, in all."""
         return self.in_flight.device_s
+
+    @property
+    def work(self) -> IslandWork:
+        """What the island does, for its status."""
+        slow = {one.host: one for one in self.stragglers.slow()}
+        return IslandWork(self.queued, self.launched, self.device_s, slow)
 
     def tenants_memory(self) -> Iterator[tuple[str, int]]:
         """Yield each tenant that is counted, with its bytes on the device of the island where it has most."""

@@ -181,9 +181,7 @@ class SimCluster(Site):
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandInfo, ...]:
-            return resources.status(
-                {n: (s.queued, s.launched, s.device_s) for n, s in schedulers.items()}
-            )
+            return resources.status({n: s.work for n, s in schedulers.items()})
 
         self.status = status
         self.resources = resources

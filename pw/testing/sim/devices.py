@@ -303,7 +303,7 @@ class SimBackend:
     def _plan_pump(self) -> None:
         if not self._pump_planned and not self._running and not self.closed:
             self._pump_planned = True
-            self._world.after(OP_S * self.node.slowness, self._awake, self._pump)
+            self._world.after(OP_S * self.node.enqueue_slowness, self._awake, self._pump)
 
     def _pump(self) -> None:
         self._pump_planned = False
@@ -372,6 +372,8 @@ class SimBackend:
     # --- ops -----------------------------------------------------------------------------------------
 
     def _execute(self, op: ops.Execute) -> None:
+        if op.noted is not None:
+            op.noted.called_s = self.node.now_s()
         installed = self.programs.get(op.key)
         if any(value.is_away for value in op.args):
             raise Violation("memory", f"a computation reads host memory of {self.host}")

@@ -21,6 +21,9 @@ from pw.testing.sim.shards import Shards, SimInstalled, SimLayout, cut
 from pw.testing.sim.sick import Sickness
 from pw.testing.sim.world import Violation, World
 
+JITTER = 0.2
+"""Part by which computations take longer by chance, where hosts are compared."""
+
 
 @dataclass(slots=True)
 class _Member:
@@ -163,7 +166,7 @@ class Gangs:
             if self.sickness.errs(first.layout, backends):
                 words = world.ledger.failure(first.name)
                 failure = ErrorReport.of(ComputationFailed(words), host)
-        slowness = max(member.backend.node.slowness for member in members)
+        slowness = max(member.backend.node.device_slowness for member in members)
         in_turn = members[0].backend.in_turn and len(members) == 1
         if in_turn:
             delay_s = 0.0
@@ -190,7 +193,11 @@ class Gangs:
             if in_turn:
                 member.backend.executed(member.op, failure, results)
                 continue
-            spread_s = 1e-5 * self._random.random() * member.backend.node.slowness
+            spread_s = 1e-5 * self._random.random() * member.backend.node.device_slowness
+            if world.profile.stragglers and first.lasts_s is not None:
+                # All wait for each other first, and then each computes as long as it needs.
+                delay_s = first.lasts_s * member.backend.node.device_slowness
+                spread_s = delay_s * JITTER * self._random.random()
             world.after(delay_s + spread_s, member.backend.executed, member.op, failure, results)
 
     def _inputs(

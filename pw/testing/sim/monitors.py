@@ -34,6 +34,7 @@
 | shares | clients that always have work get their parts of device time (in `tenants`, `many`) |
 | deadlines | requests at 0.9 of what a client's share pays for are answered in time (in `many`) |
 | starvation | a client that has work makes progress (in `many`) |
+| stragglers | the slow host is named, soon and with its cause, and no other one (in `stragglers`) |
 | suspended | a suspended client launches nothing, and has nothing on devices (in `suspending`) |
 | run once | a suspension has nothing run again (in `suspending`) |
 | sick | what is said to have failed is sick, what passes is well (in `sick`) |

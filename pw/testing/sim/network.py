@@ -208,7 +208,10 @@ class SimNetwork(Links):
         world = self._world
         profile = world.profile
         random = world.streams(f"link/{self.name}>{end.node}")
-        delay_s = LATENCY_S * self.process.slowness * (1.0 + random.expovariate(1.0))
+        slowness = self.process.link_slowness
+        if profile.stragglers and (there := world.nodes.get(end.node)) is not None:
+            slowness = max(slowness, there.link_slowness)  # both ways
+        delay_s = LATENCY_S * slowness * (1.0 + random.expovariate(1.0))
         copies = 1
         if not world.calm and frame is not None:
             draw = random.random()

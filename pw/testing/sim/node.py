@@ -144,6 +144,12 @@ class SimNode(Node):
         self.world = world
         self.incarnation = incarnation
         self.slowness = slowness
+        self.device_slowness = slowness
+        """Factor by which its devices are slower than others."""
+        self.enqueue_slowness = slowness
+        """Factor by which it takes longer to give its devices work that they wait for."""
+        self.link_slowness = slowness
+        """Factor by which its frames take longer than others."""
         self.unwatched: dict[str, Actor] = {}
         """Actors of the node themselves; the node holds what stands for them."""
         self.paused_until_s = 0.0

@@ -139,6 +139,9 @@ class SimProfile:
 
     parts: bool = False
     """True if all of those clients but one work on parts of the island, and do not wait for their results."""
+    stragglers: float = 0.0
+    """Probability that a host of the largest island is slow from some time on, in its devices, its processor or
+    its links; the monitor checks which hosts are named slow."""
     many: bool = False
     """True if those clients train, serve with deadlines, or are notebooks; the policy is `share`."""
 
@@ -249,6 +252,17 @@ PROFILES = {
             client_deaths=3.0,
             tenants=True,
             many=True,
+        ),
+        SimProfile(
+            "stragglers",
+            hosts=4,
+            clients=1,
+            runs=200,
+            span_s=18.0,
+            silences=0.0,
+            clock_skew=2e-5,
+            tenants=True,
+            stragglers=0.75,
         ),
         SimProfile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         SimProfile("clients", **_CLIENTS),

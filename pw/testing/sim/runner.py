@@ -16,6 +16,7 @@ from pw.testing.sim.floods import Fairness
 from pw.testing.sim.many import Crowd, user_of_many
 from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.profiles import FAULTS, SimProfile
+from pw.testing.sim.stragglers import GangUser, Straggling
 from pw.testing.sim.tenants import Tenancy, Tenant
 from pw.testing.sim.trace import Digest, Trace
 from pw.testing.sim.watching import Watches
@@ -112,10 +113,13 @@ def _play(world: World, clients: list[SimClient], alter: Alter | None) -> None:
     monitors = Monitors(cluster)
     Fairness(cluster)
     share = -(-profile.runs // profile.clients)
-    user = user_of_many if profile.many else Tenant if profile.tenants else SimClient
-    clients += [user(cluster, number, share) for number in range(profile.clients)]
+    users: Callable[[SimCluster, int, int], SimClient] = SimClient
+    if profile.tenants:
+        users = user_of_many if profile.many else GangUser if profile.stragglers else Tenant
+    clients += [users(cluster, number, share) for number in range(profile.clients)]
     cluster.users = clients
-    tenancy = (Crowd if profile.many else Tenancy)(cluster, clients)
+    checks = Crowd if profile.many else Straggling if profile.stragglers else Tenancy
+    tenancy = checks(cluster, clients)
     faults = Faults(cluster, clients)
     watches = Watches(cluster)
 

@@ -36,6 +36,7 @@ class SimProcess(Protocol):
     name: str
     incarnation: int
     slowness: float
+    link_slowness: float
     paused_until_s: float
     counters: Counter[str]
     world: World

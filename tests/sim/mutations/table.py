@@ -621,6 +621,33 @@ row(
     forget("scheduler.window.is_open", True),
     seen("tenants", 124, "response", "waits"),
 )
+# The scheduler takes the time for which a host keeps an answer for a long way: no clock can be trusted.
+row(
+    "mistake-time-for-distance",
+    mishear("scheduler", m.PaceReport, lambda it: replace(it, held_us=0)),
+    seen("stragglers", 1, "stragglers"),
+)
+# Hosts note launches, and never which the scheduler is told of.
+row(
+    "tell-no-times",
+    mishear("scheduler", m.PaceReport, lambda it: replace(it, times=())),
+    seen("stragglers", 0, "stragglers"),
+)
+# A host counts as slow because it waits in a collective: clocks do not say that it ends with the others.
+row(
+    "blame-hosts-that-wait",
+    mishear(
+        "scheduler",
+        m.PaceReport,
+        lambda it: replace(
+            it,
+            times=tuple(
+                replace(one, began_us=0, ended_us=one.ended_us - one.began_us) for one in it.times
+            ),
+        ),
+    ),
+    seen("stragglers", 23, "stragglers"),
+)
 # A launch without room on some of its devices keeps none of them free.
 row("later-launches-first", forget("scheduler._launcher._keep_free"), seen("parts", 0, "shares"))
 # The scheduler divides devices among clients by what they ask for, whatever their tenants.

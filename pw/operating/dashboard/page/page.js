@@ -101,7 +101,7 @@ function islands() {
     + (now.waiting_hosts.length ? `, ${now.waiting_hosts.length} spare or draining` : ""));
   const cards = now.islands.map(one => {
     const cells = one.hosts.map(host => h("span", {class: `cell ${host.state === "ready" ? "" : "odd"} ${slow.has(host.name) ? "slow" : ""}`, color: heat(host.use),
-      "data-tip": `${host.name}: ${host.state}\nuse ${percent(host.use)}, arrays ${size(host.used_bytes)}` + (host.behind_s === null ? "" : `\n${seconds(host.behind_s)} behind its gangs`)}));
+      "data-tip": `${host.name}: ${host.state}\nuse ${percent(host.use)}, arrays ${size(host.used_bytes)}` + (host.slow_factor === 1 ? "" : `\n${host.slow_factor.toFixed(1)} × as slow as its gangs`)}));
     const gone = Array.from({length: Math.max(0, one.expected_hosts - one.hosts.length)}, (_, at) => h("span", {class: "cell off", "data-tip": `${one.missing[at] ?? "a host"} is not there`}));
     const part = one.limit_bytes ? one.used_bytes / one.limit_bytes : null;
     return h("button", {class: "island", "data-key": `island ${one.name}`, onclick: () => showIsland(one.name)},
@@ -146,7 +146,7 @@ function log() {
 function notices() {
   const found = [];
   if (now.trouble) found.push(h("div", {class: "notice bad"}, `This picture is old: ${now.trouble}`));
-  for (const one of now.slow) found.push(h("div", {class: "notice"}, h("b", {}, `${one.host} is slow. `), `The other hosts of its gangs wait ${seconds(one.behind_s)} for it, ${percent(one.behind)} of a computation, in ${percent(one.often)} of ${one.gangs} computations of the last minutes.`));
+  for (const one of now.slow) found.push(h("div", {class: "notice"}, h("b", {}, `${one.host} is slow. `), one.words));
   for (const one of now.islands) if (one.missing.length) found.push(h("div", {class: "notice bad"}, h("b", {}, `${one.name} is ${one.state}. `), `Not there: ${one.missing.slice(0, 8).join(", ")}${one.missing.length > 8 ? " …" : ""}`));
   if (now.silent.length) found.push(h("div", {class: "notice"}, `No answer about memory: ${now.silent.slice(0, 8).join(", ")}`));
   fill($("#notices"), ...found);

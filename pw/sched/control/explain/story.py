@@ -203,6 +203,7 @@ class _Story:
             yield from self._host(there)
         yield from (f"{host}: {words}" for host, words in self._silent.items())
         yield from (_island(island) for island in self._facts.islands if island.state != "ready")
+        yield from (one.words for one in msg.slow_hosts(self._facts.islands))
         for client in self._facts.clients:
             if client.silent_s:
                 yield f"{self._client(client.client)} is silent for {client.silent_s:.0f} s"
