@@ -150,7 +150,7 @@ class Stragglers(Part):
     members: Members
     programs: IslandPrograms
     _hosts: dict[str, _HostPace] = field(default_factory=dict, init=False)
-    _launches: dict[tuple[int, int], _Compared] = field(default_factory=dict, init=False)
+    _newest_launches: dict[tuple[int, int], _Compared] = field(default_factory=dict, init=False)
     """Reported launches by run and segment, the oldest first."""
 
     def slow(self) -> list[msg.SlowHost]:
@@ -170,7 +170,7 @@ class Stragglers(Part):
     @handles(msg.EpochEnded)
     def _epoch_ended(self, sender: Address, message: msg.EpochEnded) -> None:
         self._hosts.clear()
-        self._launches.clear()
+        self._newest_launches.clear()
 
     @handles(msg.PaceReport)
     def _reported(self, sender: Address, message: msg.PaceReport) -> None:
@@ -191,7 +191,7 @@ class Stragglers(Part):
             way_us, behind_us = min(host.clocks)
             for times in message.times:
                 key = times.run, times.segment
-                launch = self._launches.setdefault(key, _Compared(now_s))
+                launch = self._newest_launches.setdefault(key, _Compared(now_s))
                 launch.hosts[name] = times, behind_us
                 launch.errors[name] = way_us / 2
         self._compare_until(now_s - COMPARE_AFTER * msg.report_period_s(len(self.members.hosts)))
@@ -201,7 +201,7 @@ class Stragglers(Part):
 
     def _compare_until(self, until_s: float) -> None:
         """Compare the hosts of the launches that were reported first before a moment, in seconds."""
-        launches = self._launches
+        launches = self._newest_launches
         while launches and (
             (first := next(iter(launches.values()))).first_s < until_s or len(launches) > LAUNCHES
         ):

@@ -45,6 +45,7 @@ PERMANENT = frozenset(
             "_strikes",
             "_sums",
             "_former",
+            "_newest_launches",
         ),
     )
 )

@@ -35,6 +35,11 @@ def random_bound(random: Random, request: msg.AllocateSlice, share: float) -> ms
     return replace(request, memory_bytes=random.choice(SIZES))
 
 
+def profile_counts(profile: Any) -> bool:
+    """Whether bounds are looked at: those of slices only in the profile for them, whose seeds may fail."""
+    return bool(profile.quotas or (profile.slice_memory and profile.is_open))
+
+
 class MemoryBoundsMonitor:
     """Watches what tenants and slices have on devices."""
 
@@ -50,7 +55,8 @@ class MemoryBoundsMonitor:
         """Message of the array that is placed now."""
         self._over: set[int] = set()
         """Slices that have more than they may have, because of such an array or a refused upload."""
-        if world.profile.quotas or world.profile.slice_memory:
+        self._is_on = profile_counts(world.profile)
+        if self._is_on:
             world.watch_handled(msg.AddClient, self._hear)
             world.watch_handled(msg.BoundMemory, self._hear_of_slice)
             world.watch_handled(msg.ArrayPlaced, self._hear_of_array)
@@ -59,9 +65,8 @@ class MemoryBoundsMonitor:
         """Watch the memory of an island from now on."""
         scheduler: Any = self._cluster.schedulers.get(island)
         memory: Any = None if scheduler is None else scheduler.admission.memory
-        profile = self._world.profile
         is_watched = memory is None or self._watched.get(island) is memory
-        if is_watched or not (profile.quotas or profile.slice_memory):
+        if is_watched or not self._is_on:
             return
         self._watched[island] = memory
         reserve, end, place = memory.reserve, memory.end, memory.place

@@ -35,7 +35,7 @@ def suspend(user: Any) -> None:
         return
     target = random.choice(targets)
     number = target.attached.client
-    if random.random() < 0.3:
+    if random.random() < 0.3 and user.cluster.schedulers:
         _migrate(user, target)
         return
     promise = user._promise(f"suspend client {number}", lambda result, error: None)
