@@ -82,3 +82,5 @@ class LetLaunch(Local, frozen=True, tag=248):
     """Controller to IslandScheduler (local): the launches of a client are not held any more."""
 
     client: int
+    gone: tuple[int, ...] = ()
+    """Arrays that have left the devices; the controller has told the hosts."""

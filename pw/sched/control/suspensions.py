@@ -400,13 +400,17 @@ class Suspensions(ControlPart):
             )
         )
         suspension.islands = frozenset(self.islands_of(client))
+        withdrawn = [self.runs.in_flight.get(number) for number in suspension.withdrawn]
+        results = {array for run in withdrawn if run is not None for array in run.results}
         self.losses.withdraw(suspension.withdrawn, error)
-        arrays = [  # also lost ones: some hosts may have their shards
+        arrays = [  # also lost ones: some hosts may have their shards; of results to come, none has any
             (number, array)
             for number, array in client.arrays.all()
-            if array.error is None and self._lies_there(array.spec, suspension)
+            if array.error is None
+            and number not in results
+            and self._lies_there(array.spec, suspension)
         ]
-        self.release(client, arrays)
+        self.release(arrays)
         for number, _ in arrays:
             client.arrays.lose(number, error, island=True)
         for number, reports in client.arrays.unannounced.items():  # the client uploads them again
@@ -414,7 +418,8 @@ class Suspensions(ControlPart):
                 self._env.send(store_of(host), msg.DropUploads((number,)))
         client.arrays.unannounced.clear()
         self.slices.set_down(client, suspension.slices, error)
-        self._islands.tell_all(msg.LetLaunch(client.number))
+        gone = tuple(number for number, _ in arrays)
+        self._islands.tell_all(msg.LetLaunch(client.number, gone))
         self.sessions.tell(client, msg.PauseUploads(is_over=True))
         del self.leaving[client.number]
         self._answer(suspension, None)
@@ -424,6 +429,14 @@ class Suspensions(ControlPart):
         if suspension.goes_on:
             self.resume(client)
 
-    def release(self, client: Client, arrays: list[tuple[int, ArrayEntry]]) -> None:
-        """Have hosts drop arrays that are in host memory."""
-        self._islands.release(client.number, arrays)
+    def release(self, arrays: list[tuple[int, ArrayEntry]]) -> None:
+        """Have hosts drop arrays that are in host memory.
+
+        They hear it from here, so that they drop them before they restore them for a client that goes on.
+        """
+        of_hosts: dict[str, list[int]] = {}
+        for number, array in arrays:
+            for host in array.hosts:
+                of_hosts.setdefault(host, []).append(number)
+        for host, numbers in of_hosts.items():
+            self._env.send(store_of(host), msg.DropUploads(tuple(numbers)))

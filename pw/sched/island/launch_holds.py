@@ -41,6 +41,10 @@ class LaunchHolds(Part):
         queue = self.queues.clients.get(message.client)
         if queue is not None:
             queue.held_but = None
+        memory = self.queues.admission.memory
+        if memory is not None:  # at once: what comes back is counted anew
+            for array in message.gone:
+                memory.release(array)
 
     @handles(msg.RemoveClient)
     def _client_removed(self, sender: Address, message: msg.RemoveClient) -> None:
